@@ -1,0 +1,63 @@
+"""Every ONNX_FUSE_* environment variable, typed, in one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable, read at each use so that a test or a caller may set it late."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    help: str
+
+    @property
+    def value(self) -> T:
+        text = os.environ.get(self.name)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            from onnx_fuse.errors import UsageError
+
+            raise UsageError(f"{self.name}={text!r}: {error}") from error
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "onnx-fuse"
+
+
+DEBUG = Variable(
+    "ONNX_FUSE_DEBUG",
+    int,
+    0,
+    "1 counts, 2 per-kernel time and choice, 3 fusion refusals, 4 CUDA source, 5 SASS",
+)
+DUMP = Variable(
+    "ONNX_FUSE_DUMP",
+    Path,
+    None,
+    "folder that receives every stage: *.onnx, program, plan, kernels",
+)
+KERNEL = Variable("ONNX_FUSE_KERNEL", str, "", "force candidates: OP=NAME[,OP=NAME...]")
+GRAPH = Variable("ONNX_FUSE_GRAPH", _flag, True, "0 launches kernels one by one, no CUDA graph")
+CACHE_DIR = Variable("ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, tuning records")
+
+VARIABLES: tuple[Variable[object], ...] = (DEBUG, DUMP, KERNEL, GRAPH, CACHE_DIR)  # type: ignore[assignment]

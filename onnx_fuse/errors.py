@@ -1,0 +1,29 @@
+"""Exceptions and the exit code each one becomes on the command line."""
+
+from __future__ import annotations
+
+
+class OnnxFuseError(Exception):
+    """Base of every error a user can cause; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class ModelError(OnnxFuseError):
+    """The model file, or what it asks for, is malformed or unsupported (exit 1)."""
+
+
+class UsageError(OnnxFuseError):
+    """The caller's arguments contradict each other or the model (exit 2)."""
+
+    exit_code = 2
+
+
+class CheckFailed(OnnxFuseError):
+    """A comparison with the oracle failed (exit 3)."""
+
+    exit_code = 3
+
+
+class DeviceError(OnnxFuseError):
+    """The GPU, its driver or NVRTC is missing or failed (exit 1)."""

@@ -1,0 +1,515 @@
+"""The HLIR is ONNX itself: load and check a model, bring it to one opset, build nodes, save it.
+
+Files are untrusted: sizes and external-data locations are checked before anything is read through
+them, and every fault becomes a `ModelError` of one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+from google.protobuf.message import DecodeError
+
+from onnx_fuse.errors import ModelError
+
+FUSE = "onnx_fuse"
+"""Domain of the fused operators."""
+CANONICAL_OPSET = 21
+"""Opset that older models are brought up to: the newest that onnxruntime 1.22 implements whole.
+Newer models stay at theirs; what this project emits means the same in all of them."""
+BODIES: dict[str, Callable[[Sequence[str], int], ir.Function]] = {}
+"""`BODIES[name](exposed, opset)`: the body of a fused op as a function; `ops` fills the table."""
+MAX_PROTOBUF = 2**31 - 1
+_STREAMED = 1 << 16  # bytes from which save() writes an initializer on its own
+
+Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
+
+
+# ---- load ------------------------------------------------------------------------------------
+
+
+def load(source: Model) -> ir.Model:
+    """Parse, check and canonicalize the opset of `source`: a path, bytes, ModelProto or ir.Model.
+
+    Local functions are inlined, except this project's own fused ops, whose bodies are taken off and
+    put back by `save`. Raises ModelError for anything that is not a valid model.
+    """
+    if isinstance(source, ir.Model):
+        return source.clone()
+    name, folder, proto = "model", None, None
+    if isinstance(source, onnx.ModelProto):
+        proto = source
+    elif isinstance(source, bytes):
+        proto = _parse(source, name)
+    else:
+        path = Path(source)
+        name, folder = str(path), path.parent
+        try:
+            proto = _parse(path.read_bytes(), name)
+        except OSError as error:
+            raise ModelError(f"{name}: {error.strerror or error}") from error
+    try:
+        _check_tensors(proto, folder)
+        model = ir.serde.deserialize_model(proto)
+        if folder is not None:
+            ir.external_data.set_base_dir(model.graph, folder)
+        _check_graph(model)
+        model = _canonical(model)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
+    except (ir.serde.SerdeError, ir.passes.PassError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{name}: {_one_line(_root(error))}") from error
+    return model
+
+
+def _parse(data: bytes, name: str) -> onnx.ModelProto:
+    try:
+        proto = onnx.ModelProto.FromString(data)
+    except DecodeError as error:
+        raise ModelError(f"{name}: not an ONNX file ({_one_line(error)})") from error
+    if not proto.ir_version or not proto.HasField("graph"):
+        raise ModelError(f"{name}: not an ONNX file (it holds no graph)")
+    if not any(o.domain in ("", "ai.onnx") for o in proto.opset_import):
+        raise ModelError(f"{name}: the model imports no ai.onnx opset")
+    return proto
+
+
+def _check_tensors(proto: onnx.ModelProto, folder: Path | None) -> None:
+    """Sizes and locations of all stored tensors, before any is allocated or opened."""
+    for tensor in _tensors(proto.graph):
+        where = f"tensor '{tensor.name}'"
+        if any(d < 0 for d in tensor.dims):
+            raise ModelError(f"{where} has a negative dimension")
+        try:
+            dtype = ir.DataType(tensor.data_type)
+            bits = dtype.bitwidth if dtype != ir.DataType.STRING else 0
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{where} has the unknown element type {tensor.data_type}") from error
+        count = math.prod(tensor.dims)
+        nbytes = (count * bits + 7) // 8
+        if nbytes >= 2**48:
+            raise ModelError(f"{where} has shape {list(tensor.dims)}: its size overflows")
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_external(tensor, nbytes, folder, where)
+        elif bits and tensor.HasField("raw_data") and len(tensor.raw_data) != nbytes:
+            raise ModelError(
+                f"{where} holds {len(tensor.raw_data)} bytes, but its shape needs {nbytes}"
+            )
+        elif not tensor.HasField("raw_data") and not _typed_count_ok(tensor, count):
+            raise ModelError(f"{where} holds fewer values than its shape {list(tensor.dims)}")
+
+
+def _typed_count_ok(tensor: onnx.TensorProto, count: int) -> bool:
+    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+    stored = sum(len(getattr(tensor, field)) for field in fields)
+    packed = 2 if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4) else 1
+    complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
+    return stored * packed >= count * (2 if complex_ else 1)
+
+
+def _check_external(tensor: onnx.TensorProto, nbytes: int, folder: Path | None, where: str) -> None:
+    entries = {e.key: e.value for e in tensor.external_data}
+    location = entries.get("location", "")
+    if folder is None:
+        raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
+    root = folder.resolve()
+    target = (root / location).resolve()
+    # resolve() follows symlinks, so a link that leaves the folder is caught as well as ../ is.
+    if not location or os.path.isabs(location) or not target.is_relative_to(root):
+        raise ModelError(f"{where}: external data '{location}' lies outside the model's folder")
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", nbytes))
+        size = target.stat().st_size
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}: external data '{location}': {error}") from error
+    if offset < 0 or length != nbytes or offset + length > size:
+        raise ModelError(
+            f"{where}: external data '{location}' has no {nbytes} bytes at offset {offset}"
+        )
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for sub in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
+                yield from _tensors(sub)
+
+
+def _check_graph(model: ir.Model) -> None:
+    """Cycles, undefined values and unknown operators; then the spec's own checker."""
+    known = set(model.functions)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_identifier() in known:
+            continue
+        opset = model.graph.opset_imports.get(node.domain)
+        what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
+        if node.domain == "":
+            if not onnx.defs.has(node.op_type, max_inclusive_version=opset or 1):
+                raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
+        elif node.domain not in _SERVED_DOMAINS:
+            raise ModelError(
+                f"{what}: operator '{node.op_type}' is of the unknown domain '{node.domain}'"
+            )
+        elif opset is None:
+            raise ModelError(f"{what}: the model does not import its domain '{node.domain}'")
+    _check_defined(model.graph, set())
+    try:
+        common_passes.TopologicalSortPass()(model)
+    except (ValueError, ir.passes.PassError) as error:
+        raise ModelError("the graph has a cycle") from error
+    common_passes.CheckerPass()(model)
+
+
+# Domains whose operators the installed onnxruntime has kernels for.
+_SERVED_DOMAINS = ("ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
+
+
+def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
+    defined = outer | set(graph.inputs) | set(graph.initializers.values())
+    for value in graph.initializers.values():
+        if value.const_value is None:
+            raise ModelError(f"initializer '{value.name}' has no data")
+    for node in graph:
+        defined.update(node.outputs)
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value not in defined:
+                raise ModelError(
+                    f"node '{node.name}' ({node.op_type}) reads '{value.name}', which no node, input "
+                    "or initializer defines"
+                )
+        for attribute in node.attributes.values():
+            for sub in subgraphs(attribute):
+                _check_defined(sub, defined)
+    for value in graph.outputs:
+        if value not in defined:
+            raise ModelError(f"nothing defines the output '{value.name}'")
+
+
+def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
+    """The graphs an attribute holds (If, Loop, Scan)."""
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.GRAPH:
+        return (attribute.as_graph(),)
+    return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
+
+
+def _canonical(model: ir.Model) -> ir.Model:
+    """Inline local functions and bring the ai.onnx opset up to CANONICAL_OPSET."""
+    own = {key for key, f in model.functions.items() if _is_own(f)}
+    common_passes.InlinePass(criteria=lambda f: f.identifier() not in own)(model)
+    for key in list(model.functions):
+        del model.functions[key]
+    # Old exporters list every weight as an input as well; a weight must be known to be constant.
+    common_passes.RemoveInitializersFromInputsPass()(model)
+    version = model.graph.opset_imports.get("", 1)
+    if version < CANONICAL_OPSET:
+        model = _upgrade(model)
+    model.ir_version = max(model.ir_version, 10)
+    return model
+
+
+def _is_own(function: ir.Function) -> bool:
+    """Whether a function found in a file is, to the letter, the body of one of our ops.
+
+    A file may carry another body under one of our names (an older release, or a forgery): that one
+    must be inlined and run as it stands.
+    """
+    if function.domain != FUSE or function.name.split("_")[0] not in BODIES:
+        return False
+    ours = fused_function(function.name, function.opset_imports.get("", CANONICAL_OPSET))
+    theirs, expected = (ir.serde.serialize_function(f) for f in (function, ours))
+    for proto in (theirs, expected):
+        del proto.value_info[:], proto.metadata_props[:]
+        proto.ClearField("doc_string")
+    return bool(theirs == expected)
+
+
+def _upgrade(model: ir.Model) -> ir.Model:
+    """Bring the opset up with the spec's own converter; what that drops is put back."""
+    from onnxscript.version_converter import ConvertVersionPass
+
+    graph, version = model.graph, model.graph.opset_imports[""]
+    kept = (graph.name, graph.doc_string, dict(graph.metadata_props), dict(graph.opset_imports))
+    shapes = [(v.name, v.type, v.shape, v.doc_string, dict(v.metadata_props)) for v in _ends(graph)]
+    notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
+    with _quiet("onnxscript"):
+        model = ConvertVersionPass(target_version=CANONICAL_OPSET, fallback=True)(model).model
+    graph = model.graph
+    if graph.opset_imports.get("") != CANONICAL_OPSET:
+        raise ModelError(f"opset {version} cannot be brought up to {CANONICAL_OPSET}")
+    graph.name, graph.doc_string = kept[:2]
+    graph.metadata_props.update(kept[2])
+    for domain, number in kept[3].items():
+        graph.opset_imports.setdefault(domain, number)
+    for value, (name, type_, shape, doc, props) in zip(_ends(graph), shapes, strict=True):
+        value.name, value.type, value.shape, value.doc_string = name, type_, shape, doc
+        value.metadata_props.update(props)
+    for node in graph:
+        doc, props = notes.get(node.outputs[0].name, (None, {})) if node.outputs else (None, {})
+        node.doc_string = doc
+        node.metadata_props.update(props)
+    return model
+
+
+def _ends(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *graph.outputs]
+
+
+# ---- build -----------------------------------------------------------------------------------
+
+
+class Builder:
+    """`op.Mul(a, b)` makes a Mul node and returns its output; the nodes collect in `op.nodes`.
+
+    An input may be a Value, None (absent), or a number, list or array, which becomes a Constant of
+    the first Value input's dtype (floats) or int64 (integers). `outputs=n` returns a tuple of n.
+    `domain=` and `name=` are the node's; all other keywords are attributes.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+
+        def build(*inputs: Any, **keywords: Any) -> Any:
+            return self.node(op_type, inputs, **keywords)
+
+        return build
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Any],
+        *,
+        outputs: int | Sequence[str] = 1,
+        domain: str = "",
+        name: str | None = None,
+        **attributes: Any,
+    ) -> Any:
+        like = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype), None)
+        values = [
+            v if v is None or isinstance(v, ir.Value) else self.constant(v, like) for v in inputs
+        ]
+        while values and values[-1] is None:
+            values.pop()
+        count = outputs if isinstance(outputs, int) else len(outputs)
+        node = ir.node(
+            op_type,
+            values,
+            {k: v for k, v in attributes.items() if v is not None},
+            domain=domain,
+            num_outputs=count,
+            name=name,
+        )
+        if not isinstance(outputs, int):
+            for value, label in zip(node.outputs, outputs, strict=True):
+                value.name = label
+        self.nodes.append(node)
+        return node.outputs[0] if count == 1 else tuple(node.outputs)
+
+    def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
+        """A Constant node; Python floats take `dtype`, integers and lists of integers int64."""
+        if isinstance(value, np.ndarray | np.generic):
+            tensor = ir.tensor(np.asarray(value))
+        else:
+            array = np.asarray(value)
+            floating = array.dtype.kind == "f"
+            kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
+            tensor = ir.tensor(array.astype(kind.numpy()))
+        output = self.node("Constant", (), value=tensor)
+        output.dtype, output.shape, output.const_value = tensor.dtype, tensor.shape, tensor
+        return output
+
+
+def text_model(text: str) -> ir.Model:
+    """A model from ONNX text: `agraph (float[N] x) => (float[N] y) { y = Relu(x) }`."""
+    if not text.lstrip().startswith("<"):
+        text = f'<ir_version: 10, opset_import: ["" : {CANONICAL_OPSET}, "{FUSE}" : 1]>\n{text}'
+    return ir.from_onnx_text(text)
+
+
+def const_array(value: ir.Value | None) -> np.ndarray | None:
+    """The constant a value holds (initializer or Constant node), else None."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def unique_name(graph: ir.Graph, stem: str) -> str:
+    """`stem`, or `stem_1`, `stem_2`, …: a value name the graph does not use yet."""
+    taken = {v.name for v in graph.inputs} | set(graph.initializers)
+    taken.update(v.name for n in graph for v in n.outputs)
+    return next(
+        name for i in range(len(taken) + 1) if (name := f"{stem}_{i}" if i else stem) not in taken
+    )
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
+    with functions_attached(model), _quiet("onnx_ir"):
+        common_passes.ShapeInferencePass(strict_mode=False, check_type=False)(model)
+
+
+# ---- save ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def functions_attached(model: ir.Model) -> Iterator[None]:
+    """Within the block the model carries the body of every fused op it calls."""
+    opset = model.graph.opset_imports[""]
+    added: dict[ir.OperatorIdentifier, ir.Function] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        key = node.op_identifier()
+        if node.domain == FUSE and key not in model.functions and key not in added:
+            added[key] = fused_function(node.op_type, opset)
+    model.functions.update(added)
+    imported = FUSE in model.graph.opset_imports
+    if added:
+        model.graph.opset_imports[FUSE] = 1
+    elif not model.functions:
+        model.graph.opset_imports.pop(FUSE, None)
+    try:
+        yield
+    finally:
+        for key in added:
+            del model.functions[key]
+        if added and not imported:
+            model.graph.opset_imports[FUSE] = 1
+
+
+def fused_function(op_type: str, opset: int) -> ir.Function:
+    """The body of `LayerNormGemm`, or of `LayerNormGemm_mean_rstd`, which returns inner values too."""
+    name, *exposed = op_type.split("_")
+    if name not in BODIES:
+        raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
+    return BODIES[name](exposed, opset)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as a ModelProto that stock onnxruntime runs: fused ops carry their bodies."""
+    with functions_attached(model):
+        return ir.serde.serialize_model(model)
+
+
+def inline(model: ir.Model) -> ir.Model:
+    """The same model in plain ai.onnx: every fused op replaced by its body."""
+    model = model.clone()
+    with functions_attached(model):
+        flat = common_passes.InlinePass()(model).model.clone()
+    for key in list(flat.functions):
+        del flat.functions[key]
+    flat.graph.opset_imports.pop(FUSE, None)
+    return flat
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers."""
+    tensors = (v.const_value for v in model.graph.initializers.values())
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+def save(model: ir.Model, path: str | os.PathLike[str], *, external: bool = False) -> None:
+    """Write `path` whole or not at all (a file beside it, renamed).
+
+    `external` puts weights into `<path>.data`; models over 2 GB always do. Otherwise each large
+    initializer is serialized by itself, so that no second copy of the weights is ever in memory:
+    a protobuf message may come in pieces, which the parser merges.
+    """
+    path = Path(path)
+    external = external or weight_bytes(model) > MAX_PROTOBUF - (64 << 20)
+    big = {} if external else _large_initializers(model.graph)
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            if external:
+                _save_external(model, path, Path(folder))
+                return
+            draft = Path(folder) / path.name
+            with draft.open("wb") as file, functions_attached(model):
+                for name in big:
+                    del model.graph.initializers[name]
+                try:
+                    file.write(ir.serde.serialize_model(model).SerializeToString())
+                finally:
+                    for value in big.values():
+                        model.graph.initializers[value.name or ""] = value
+                for value in big.values():
+                    piece = onnx.ModelProto()
+                    piece.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
+                    piece.graph.initializer[0].name = value.name
+                    file.write(piece.SerializeToString())
+            os.replace(draft, path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
+    return {
+        name: value
+        for name, value in graph.initializers.items()
+        if value.const_value is not None and value.const_value.nbytes >= _STREAMED
+    }
+
+
+def _save_external(model: ir.Model, path: Path, folder: Path) -> None:
+    data = f"{path.name}.data"
+    with functions_attached(model):
+        # save() points the tensors at the file it writes; the caller's model keeps its own.
+        kept = {name: value.const_value for name, value in model.graph.initializers.items()}
+        try:
+            ir.save(model, folder / path.name, external_data=data)
+        finally:
+            for name, tensor in kept.items():
+                model.graph.initializers[name].const_value = tensor
+    if (folder / data).exists():
+        os.replace(folder / data, path.parent / data)
+    os.replace(folder / path.name, path)
+
+
+# ---- helpers ---------------------------------------------------------------------------------
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet(logger_name: str) -> Iterator[None]:
+    """The converter and shape inference log what `load` reports itself, as an error or not at all."""
+    import logging
+
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.ERROR + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays that the model's inputs name."""
+    return {v.name: arrays[v.name] for v in model.graph.inputs if v.name in arrays}

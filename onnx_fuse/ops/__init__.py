@@ -1,0 +1,7 @@
+"""The operator table: importing this package fills `OPS`."""
+
+from __future__ import annotations
+
+from onnx_fuse.ops.opdef import OPS, GradRule, NoGrad, OpDef, lookup, register
+
+__all__ = ["OPS", "GradRule", "NoGrad", "OpDef", "lookup", "register"]

@@ -1,0 +1,80 @@
+"""OpDef: all that the project knows about one operator, in one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.ir import BODIES, CANONICAL_OPSET, FUSE, Builder
+
+GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
+"""`grad(op, node, dys)` emits the gradient of each input of `node` with `op` and returns them in
+input order, None where an input has none. `dys` holds d loss / d output, None where an output does
+not reach the loss. A rule answers in the broadcast shape; the walker in `autodiff` un-broadcasts."""
+
+
+@dataclass(frozen=True)
+class NoGrad:
+    """An operator through which no gradient flows, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """One operator: its name and, for ours, its ONNX function body; its gradient; its kernel problem.
+
+    `body` is the text of one ONNX function without header imports. Attributes are by reference and
+    every input is bound at a call. `saves` names values inside the body that the gradient wants:
+    in a training graph the node becomes `exposed(saves)`, the same body with more outputs.
+    """
+
+    name: str
+    domain: str = ""
+    body: str = ""
+    grad: GradRule | NoGrad | None = None
+    saves: tuple[str, ...] = ()
+    problem: Callable[..., Any] | None = None
+
+    def op_type(self, exposed: Sequence[str] = ()) -> str:
+        """Name of the op whose body also returns the inner values `exposed`, in that order."""
+        return "_".join((self.name, *exposed))
+
+    def function(self, exposed: Sequence[str] = (), opset: int = CANONICAL_OPSET) -> ir.Function:
+        """The body as an ONNX function; `exposed` inner values become further outputs."""
+        proto = onnx.parser.parse_function(
+            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n{self.body}'
+        )
+        proto.name = self.op_type(exposed)
+        proto.output.extend(exposed)
+        wanted = set(proto.output) | {name for node in proto.node for name in node.input}
+        for node in proto.node:
+            # A trailing output nobody reads makes onnxruntime compute it (LayerNormalization's
+            # Mean) or skip its own fusions.
+            while len(node.output) > 1 and node.output[-1] not in wanted:
+                del node.output[-1]
+        return ir.serde.deserialize_function(proto)
+
+
+OPS: dict[tuple[str, str], OpDef] = {}
+"""Every known operator by (domain, name)."""
+
+
+def register(*defs: OpDef) -> None:
+    for definition in defs:
+        key = (definition.domain, definition.name)
+        if key in OPS:
+            raise ValueError(f"operator {key} is defined twice")
+        OPS[key] = definition
+        if definition.body:
+            BODIES[definition.name] = definition.function
+
+
+def lookup(node: ir.Node) -> tuple[OpDef | None, tuple[str, ...]]:
+    """The definition of a node's operator and the inner values its op_type exposes."""
+    name, *exposed = node.op_type.split("_") if node.domain == FUSE else [node.op_type]
+    return OPS.get((node.domain, name)), tuple(exposed)
