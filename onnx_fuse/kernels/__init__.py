@@ -1,0 +1,128 @@
+"""Candidate kernels and their choice.
+
+A candidate is an object with the methods of `Kernel`; `MODULES` says which module under
+onnx_fuse/kernels holds the candidates of an op, best first, the plain one that serves every problem
+last. `launch` is pure: it returns Launch records that name their arguments ("a", "y", "workspace");
+`jit.enqueue` (or `jit.Bound` for repeated use) binds addresses and enqueues into a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from onnx_fuse import config
+from onnx_fuse.errors import UsageError
+from onnx_fuse.kernels import tuning
+from onnx_fuse.problem import Config, Hardware, Launch, Problem
+
+
+class Kernel(Protocol):
+    """What select, the tuner, the lab, the tests and the runtime need of a candidate."""
+
+    name: str
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or the reason why this kernel can't serve `problem`: its only statement."""
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """The legal configurations, the default first."""
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Predicted seconds."""
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The kernel calls, in order."""
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
+
+    def sources(self) -> tuple[str, ...]:
+        """Paths under cuda_src/: their text is part of a tuning record's key."""
+
+
+# op -> module of its candidates; the module's KERNELS maps op -> candidates
+MODULES: dict[str, str] = {
+    "Gemm": "gemm",
+    "LayerNormGemm": "layernorm_gemm",
+    "LayerNormGemmGrad": "layernorm_gemm",
+    "LayerNormFold": "layernorm_gemm",
+    "RowStats": "layernorm_gemm",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The selected kernel, its configuration, the predicted seconds and the reason for it."""
+
+    kernel: Kernel
+    config: Config
+    seconds: float
+    why: str
+
+    def launch(self, problem: Problem, hw: Hardware) -> tuple[Launch, ...]:
+        """The chosen kernel's calls."""
+        return self.kernel.launch(problem, self.config, hw)
+
+    def workspace(self, problem: Problem, hw: Hardware) -> int:
+        """The chosen kernel's scratch bytes."""
+        return self.kernel.workspace(problem, self.config, hw)
+
+
+def candidates(op: str) -> Sequence[Kernel]:
+    """The candidates of `op`, best first; empty where the op has no kernel."""
+    if op not in MODULES:
+        return ()
+    kernels: Mapping[str, Sequence[Kernel]] = import_module(f"{__name__}.{MODULES[op]}").KERNELS
+    return kernels[op]
+
+
+def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
+    """op -> candidate name asked for by ONNX_FUSE_KERNEL, overridden by `prefs`."""
+    entries = (entry.partition("=") for entry in config.KERNEL.value.split(",") if entry)
+    return {op: name for op, _, name in entries} | dict(prefs or {})
+
+
+def select(
+    op: str, problem: Problem, hw: Hardware, prefs: Mapping[str, str] | None = None
+) -> Choice | None:
+    """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
+
+    Raises UsageError where a forced kernel does not exist or does not serve the problem.
+    """
+    kernels = candidates(op)
+    if not kernels:
+        return None
+    want = forced(prefs).get(op)
+    if want is not None:
+        kernel = next((k for k in kernels if k.name == want), None)
+        if kernel is None:
+            known = ", ".join(k.name for k in kernels)
+            raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
+        if reason := kernel.supports(problem, hw):
+            raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
+        return _cheapest([kernel], problem, hw, "forced")
+    legal = [kernel for kernel in kernels if kernel.supports(problem, hw) is None]
+    if not legal:
+        return None
+    if record := tuning.lookup(op, problem, hw, legal):
+        kernel, best, seconds = record
+        return Choice(kernel, best, seconds, "tuning record")
+    return _cheapest(legal, problem, hw, "cost model")
+
+
+def refusals(op: str, problem: Problem, hw: Hardware) -> dict[str, str]:
+    """Candidate -> why it does not serve `problem`: what --explain prints."""
+    reasons = {kernel.name: kernel.supports(problem, hw) for kernel in candidates(op)}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _cheapest(kernels: Sequence[Kernel], problem: Problem, hw: Hardware, why: str) -> Choice:
+    priced = [
+        Choice(kernel, how, kernel.cost(problem, how, hw), why)
+        for kernel in kernels
+        for how in kernel.configs(problem, hw)
+    ]
+    return min(priced, key=lambda choice: choice.seconds)

@@ -1,0 +1,322 @@
+"""NVRTC: source under cuda_src/ (or text) -> cubin -> kernel -> launch; disk cache, resources."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from onnx_fuse import config
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, TensorMap
+
+Defines = tuple[tuple[str, str], ...]
+_INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)".*$', re.MULTILINE)
+_LOCK = threading.Lock()
+
+
+# ---- source -------------------------------------------------------------------------------------
+
+
+def source_root() -> Path:
+    """cuda_src/: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "cuda_src"
+    return inside if inside.is_dir() else package.parent / "cuda_src"
+
+
+@cache
+def source_text(source: str) -> str:
+    """The text of a path under cuda_src/ (or of a text), each own #include expanded once."""
+    seen: set[str] = set()
+
+    def expand(text: str) -> str:
+        def include(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name in seen:
+                return ""
+            seen.add(name)
+            return expand((source_root() / name).read_text())
+
+        return _INCLUDE.sub(include, text)
+
+    return expand(source if "\n" in source else (source_root() / source).read_text())
+
+
+@cache
+def source_hash(source: str) -> str:
+    """12 hex digits over the expanded text: part of the key of a tuning record."""
+    return hashlib.sha256(source_text(source).encode()).hexdigest()[:12]
+
+
+# ---- compile ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports for one entry; `local_bytes` is the stack frame."""
+
+    entry: str
+    registers: int
+    local_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """No spill, no local memory, no serialised wgmma."""
+        return not (self.local_bytes or self.spill_bytes or self.warnings)
+
+
+@cache
+def _disk_cache() -> Any:
+    from cuda.core.utils import FileStreamProgramCache
+
+    return FileStreamProgramCache(config.CACHE_DIR.value / "cubin")
+
+
+@cache
+def _compiler() -> str:
+    from cuda.bindings import nvrtc
+
+    return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+
+
+def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        define_macro=[(key, value) for key, value in defines],
+        ptxas_options=["-v"],
+        # our own sources need no header; a generated one may ask for the toolkit's
+        use_bundled_headers="#include <" in text,
+    )
+    log = io.StringIO()
+    try:
+        code = Program(text, "c++", options).compile("cubin", logs=log).code
+    except Exception as error:
+        listing = " ".join(f"-D{key}={value}" for key, value in defines)
+        raise DeviceError(f"NVRTC {arch} {listing}: {error}\n{log.getvalue()}") from error
+    assert isinstance(code, bytes)
+    return code, log.getvalue().replace("\0", "")
+
+
+def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
+    """Cubin of a source for `arch`, from the disk cache when it is there and whole."""
+    text = source_text(source)
+    key = hashlib.sha256(repr((text, defines, arch, _compiler())).encode()).hexdigest()
+    store = _disk_cache()
+    entry = store.get(key)
+    # an entry is digest + cubin: a torn or altered one reads as absent and is written again
+    if entry is not None and hashlib.sha256(entry[32:]).digest() == entry[:32]:
+        return bytes(entry[32:])
+    cubin, _ = _nvrtc(text, defines, arch)
+    store[key] = hashlib.sha256(cubin).digest() + cubin
+    if config.DUMP.value:
+        _dump(config.DUMP.value, source, text, defines, arch, cubin)
+    return cubin
+
+
+def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[str, Resources]:
+    """Registers, spills and local memory of each entry of a source; needs no GPU."""
+    _, log = _nvrtc(source_text(source), defines, arch)
+    warnings = tuple(
+        line for line in log.splitlines() if re.search(r"C75\d\d|setmaxnreg|wgmma.*serializ", line)
+    )
+    found = {}
+    for block in re.split(r"Compiling entry function ", log)[1:]:
+        name = re.match(r"'(\w+)'", block)
+        used = re.search(r"Used (\d+) registers", block)
+        stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", block)
+        if not (name and used and stack):
+            raise DeviceError(f"ptxas log not understood: {block}")
+        frame, stores, loads = map(int, stack.groups())
+        found[name[1]] = Resources(name[1], int(used[1]), frame, stores + loads, warnings)
+    return found
+
+
+def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cubin: bytes) -> None:
+    """Source, cubin and (where a disassembler is installed) SASS, under `folder`/kernels."""
+    kernels = folder / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(repr((text, defines, arch)).encode()).hexdigest()[:12]
+    stem = "generated" if "\n" in source else source.removesuffix(".cu").replace("/", ".")
+    path = kernels / f"{stem}.{arch}.{digest}"
+    head = "".join(f"#define {key} {value}\n" for key, value in defines)
+    path.with_name(path.name + ".cu").write_text(head + text)
+    binary = path.with_name(path.name + ".cubin")
+    binary.write_bytes(cubin)
+    for tool in (["cuobjdump", "--dump-sass"], ["nvdisasm"]):
+        try:
+            sass = subprocess.run([*tool, str(binary)], capture_output=True, text=True, check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            continue  # that disassembler is not installed
+        path.with_name(path.name + ".sass").write_text(sass.stdout)
+        return
+
+
+def compile_all(
+    launches: Iterable[Launch], arch: str, workers: int = 8, progress: bool = True
+) -> None:
+    """Compile every distinct module of `launches` in threads; later binds find them cached."""
+    wanted = sorted({(launch.source, launch.defines) for launch in launches})
+    started, told = time.monotonic(), False
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        jobs = [pool.submit(compile, source, defines, arch) for source, defines in wanted]
+        for done, job in enumerate(jobs, 1):
+            job.result()
+            if progress and time.monotonic() - started > 1:
+                told = True
+                print(f"\rcompiling kernels {done}/{len(jobs)}", end="", file=sys.stderr)
+    if told:
+        print(f" in {time.monotonic() - started:.1f} s", file=sys.stderr)
+
+
+# ---- load, bind, launch -------------------------------------------------------------------------
+
+_KERNELS: dict[tuple[str, str, Defines, str, int], tuple[Any, Any]] = {}
+
+
+def _kernel(launch: Launch, arch: str) -> Any:
+    from cuda.core import Device, ObjectCode
+
+    key = (launch.source, launch.entry, launch.defines, arch, Device().device_id)
+    with _LOCK:
+        if key in _KERNELS:
+            return _KERNELS[key][1]
+    code = ObjectCode.from_cubin(compile(launch.source, launch.defines, arch))
+    kernel = code.get_kernel(launch.entry)
+    if launch.smem > 48 << 10:
+        from cuda.bindings import driver
+
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(
+            driver.cuKernelSetAttribute(limit, launch.smem, kernel.handle, Device().device_id),
+            launch,
+        )
+    with _LOCK:
+        return _KERNELS.setdefault(key, (code, kernel))[1]
+
+
+def _check(result: Sequence[Any], launch: Launch) -> Any:
+    if int(result[0]):
+        from cuda.bindings import driver
+
+        reason = driver.cuGetErrorName(result[0])[1]
+        name = reason.decode() if isinstance(reason, bytes) else reason
+        raise DeviceError(f"{launch.entry} grid={launch.grid} block={launch.block}: {name}")
+    return result[1] if len(result) > 1 else None
+
+
+_CTYPES: dict[str, Any] = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "f32": ctypes.c_float,
+    "f64": ctypes.c_double,
+}
+
+
+def _tensor_map(arg: TensorMap, address: int, launch: Launch) -> Any:
+    from cuda.bindings import driver
+
+    kind = driver.CUtensorMapDataType
+    dtype = {
+        "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[arg.dtype]
+    swizzle = driver.CUtensorMapSwizzle
+    encoded = driver.cuTensorMapEncodeTiled(
+        dtype,
+        len(arg.shape),
+        address,
+        [driver.cuuint64_t(x) for x in arg.shape],
+        [driver.cuuint64_t(x) for x in arg.strides],
+        [driver.cuuint32_t(x) for x in arg.box],
+        [driver.cuuint32_t(1)] * len(arg.shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle.CU_TENSOR_MAP_SWIZZLE_128B
+        if arg.swizzle == 128
+        else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words = _check(encoded, launch).opaque
+    return (ctypes.c_uint64 * 16)(*(int(word) for word in words))
+
+
+class Bound:
+    """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
+
+    def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
+        from cuda.bindings import driver
+
+        self.launch = launch
+        self._kernel = _kernel(launch, hw.arch)
+        self._values = [self._pack(arg, pointers) for arg in launch.args]
+        self._params = (ctypes.c_void_p * max(1, len(self._values)))(
+            *(ctypes.addressof(value) for value in self._values)
+        )
+        settings = driver.CUlaunchConfig()
+        settings.gridDimX, settings.gridDimY, settings.gridDimZ = launch.grid
+        settings.blockDimX, settings.blockDimY, settings.blockDimZ = launch.block
+        settings.sharedMemBytes = launch.smem
+        if launch.cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = launch.cluster
+            attribute.value.clusterDim.y = 1
+            attribute.value.clusterDim.z = 1
+            settings.attrs, settings.numAttrs = [attribute], 1
+        self._settings = settings
+        self._enqueue = driver.cuLaunchKernelEx
+
+    def _pack(self, arg: Arg, pointers: Mapping[str, int]) -> Any:
+        if isinstance(arg, Num):
+            return _CTYPES[arg.ctype](arg.value)
+        ptr = arg if isinstance(arg, Ptr) else arg.ptr
+        address = pointers.get(ptr.name, 0)
+        address += ptr.offset if address else 0
+        if isinstance(arg, Ptr):
+            return ctypes.c_uint64(address)
+        # a kernel compiled without an operand still takes its descriptor: all zeros, never read
+        return _tensor_map(arg, address, self.launch) if address else (ctypes.c_uint64 * 16)()
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
+        self._settings.hStream = stream
+        _check(
+            self._enqueue(self._settings, self._kernel.handle, ctypes.addressof(self._params), 0),
+            self.launch,
+        )
+
+
+def enqueue(
+    launches: Iterable[Launch], pointers: Mapping[str, int], stream: int, hw: Hardware
+) -> None:
+    """Bind and enqueue `launches` in order; `pointers` maps argument names to device addresses."""
+    for launch in launches:
+        Bound(launch, pointers, hw).enqueue(stream)
+
+
+def contiguous(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
+    """Byte strides of the outer dims of a dense tensor, innermost dim first: for a TensorMap."""
+    strides, step = [], ITEMSIZE[dtype]
+    for size in shape[:-1]:
+        step *= size
+        strides.append(step)
+    return tuple(strides)

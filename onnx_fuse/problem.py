@@ -1,0 +1,257 @@
+"""Problem (what), Config (how), Launch (one kernel call), Hardware (where): frozen scalars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+Value = bool | int | float | str | tuple[int, ...]
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class _Attrs:
+    """Named extra scalars kept as a sorted tuple, so that the dataclass stays hashable."""
+
+    attrs: tuple[tuple[str, Value], ...]
+
+    def attr(self, name: str, default: Value = 0) -> Value:
+        """The extra called `name`, or `default`."""
+        return next((value for key, value in self.attrs if key == name), default)
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """The extra called `name` as an int."""
+        value = self.attr(name, default)
+        assert isinstance(value, int), f"{name}={value!r} is not an int"
+        return value
+
+    def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The extra called `name` as a tuple of ints."""
+        value = self.attr(name, default)
+        assert isinstance(value, tuple), f"{name}={value!r} is not a tuple"
+        return value
+
+    def text(self, name: str, default: str = "") -> str:
+        """The extra called `name` as a string."""
+        value = self.attr(name, default)
+        assert isinstance(value, str), f"{name}={value!r} is not a string"
+        return value
+
+
+def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted(attrs.items()))
+
+
+@dataclass(frozen=True)
+class Problem(_Attrs):
+    """What to compute: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and whatever `attrs` adds.
+
+    `dtype` is the operands', `out_dtype` the result's; `math` says which products are allowed
+    ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). Ops that are no
+    GEMM describe themselves in `attrs` alone. One Problem is one key of the tuning records.
+    """
+
+    op: str
+    m: int = 1
+    n: int = 1
+    k: int = 1
+    batch: tuple[int, ...] = ()
+    dtype: str = "float32"
+    out_dtype: str = ""
+    trans_a: bool = False
+    trans_b: bool = False
+    math: str = "ieee"
+    attrs: tuple[tuple[str, Value], ...] = ()
+
+    @classmethod
+    def of(cls, op: str, **values: Value) -> Problem:
+        """Problem from keywords: its own fields by name, everything else into `attrs`."""
+        own = {f.name for f in fields(cls)}
+        attrs = {key: value for key, value in values.items() if key not in own}
+        rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
+        return cls(op, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+
+    def having(self, **values: Value) -> Problem:
+        """This problem with some fields or attrs replaced."""
+        own = {f.name for f in fields(self)}
+        attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
+        rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
+        return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+
+    @property
+    def out(self) -> str:
+        """dtype of the result."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def batches(self) -> int:
+        """Number of matrices."""
+        return prod(self.batch)
+
+    @property
+    def flops(self) -> int:
+        """2 m n k batch."""
+        return 2 * self.batches * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Each operand read once and the result written once."""
+        operands = self.m * self.k + self.k * self.n
+        return self.batches * (
+            operands * ITEMSIZE[self.dtype] + self.m * self.n * ITEMSIZE[self.out]
+        )
+
+    def __str__(self) -> str:
+        shape = f"m={self.m} n={self.n} k={self.k}" + (f" batch={self.batch}" if self.batch else "")
+        types = self.dtype if self.out == self.dtype else f"{self.dtype}->{self.out}"
+        layout = ("T" if self.trans_a else "N") + ("T" if self.trans_b else "N")
+        extra = "".join(f" {key}={value}" for key, value in self.attrs)
+        math = f" {self.math}" if self.dtype == "float32" else ""
+        return f"{self.op} {shape} {types} {layout}{math}{extra}"
+
+
+@dataclass(frozen=True)
+class Config(_Attrs):
+    """How a kernel does it: tile sizes, stages, splits, as the kernel's own named scalars."""
+
+    attrs: tuple[tuple[str, Value], ...] = ()
+
+    @classmethod
+    def of(cls, **attrs: Value) -> Config:
+        """Config from keywords."""
+        return cls(_pairs(attrs))
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.attrs) or "-"
+
+
+@dataclass(frozen=True)
+class Ptr:
+    """Kernel argument: the address bound to `name`, plus `offset` bytes; null if unbound."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Num:
+    """Kernel argument: a number of C type `ctype` (i32, i64, u32, f32, f64)."""
+
+    ctype: str
+    value: int | float
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Kernel argument: a TMA descriptor over `ptr`, dims innermost first, strides in bytes.
+
+    `strides` has one entry fewer than `shape` (the innermost is contiguous); `swizzle` is 0 or 128.
+    """
+
+    ptr: Ptr
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+
+Arg = Ptr | Num | TensorMap
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D."""
+
+    source: str
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[Arg, ...]
+    defines: tuple[tuple[str, str], ...] = ()
+    smem: int = 0
+    cluster: int = 1
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What select and the cost models know of a GPU; rates are achievable, not datasheet peaks.
+
+    `flops` maps "float64", "float32", "tf32", "bfloat16", "float16" to operations a second.
+    """
+
+    name: str
+    arch: str
+    sm_count: int
+    smem_per_block: int
+    l2_bytes: int
+    bandwidth: float
+    flops: tuple[tuple[str, float], ...]
+    launch_seconds: float = 2e-6
+    driver: int = 0
+
+    def rate(self, kind: str) -> float:
+        """Operations a second for products of `kind`."""
+        return dict(self.flops).get(kind, dict(self.flops)["float32"])
+
+    @property
+    def cc(self) -> int:
+        """Compute capability as major * 10 + minor: sm_90a -> 90."""
+        return int("".join(filter(str.isdigit, self.arch)))
+
+    @classmethod
+    def detect(cls, device_id: int = 0) -> Hardware:
+        """The GPU `device_id`, completed from the table of known chips or scaled from one."""
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        device = Device(device_id)
+        properties = device.properties
+        major, minor = device.compute_capability
+        arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+        known = next((hw for key, hw in CHIPS.items() if key in device.name), None)
+        if known is None:
+            same = [hw for hw in CHIPS.values() if hw.cc <= major * 10 + minor] or [CHIPS["A100"]]
+            near = max(same, key=lambda hw: hw.cc)
+            scale = properties.multiprocessor_count / near.sm_count
+            # kHz * bits: two transfers a clock on every memory these chips use
+            wide = properties.memory_clock_rate * properties.global_memory_bus_width * 250.0
+            known = replace(
+                near,
+                bandwidth=0.85 * wide if wide > 0 else near.bandwidth * scale,
+                flops=tuple((kind, rate * scale) for kind, rate in near.flops),
+            )
+        return replace(
+            known,
+            name=device.name,
+            arch=arch,
+            sm_count=properties.multiprocessor_count,
+            smem_per_block=properties.max_shared_memory_per_block_optin,
+            l2_bytes=properties.l2_cache_size,
+            driver=int(driver.cuDriverGetVersion()[1]),
+        )
+
+
+def _chip(
+    name: str, arch: str, sms: int, smem: int, l2: int, tb: float, t: tuple[float, ...]
+) -> Hardware:
+    kinds = ("float64", "float32", "tf32", "bfloat16", "float16")
+    rates = tuple((kind, rate * 1e12) for kind, rate in zip(kinds, t, strict=True))
+    return Hardware(name, arch, sms, smem, l2 << 20, tb * 1e12, rates)
+
+
+# Bandwidth (TB/s of a copy), TFLOP/s (fp64, fp32 SIMT, tf32, bf16, fp16) that a good kernel reaches.
+# H200 measured 2026-11: copy 4.3 TB/s, bf16 790 TFLOP/s, tf32 350, cuBLAS fp32 50. Others by
+# datasheet, at the H200's fraction of it.
+CHIPS: dict[str, Hardware] = {
+    "H200": _chip("NVIDIA H200", "sm_90a", 132, 232448, 60, 4.3, (50, 50, 350, 790, 790)),
+    "H100": _chip("NVIDIA H100", "sm_90a", 132, 232448, 50, 3.0, (50, 50, 350, 760, 760)),
+    "A100": _chip("NVIDIA A100", "sm_80", 108, 166912, 40, 1.7, (17, 17, 125, 260, 260)),
+    "B200": _chip("NVIDIA B200", "sm_100a", 148, 232448, 126, 7.0, (30, 60, 800, 1600, 1600)),
+    "L4": _chip("NVIDIA L4", "sm_89", 58, 101376, 48, 0.27, (0.4, 22, 55, 110, 110)),
+    "4090": _chip("NVIDIA GeForce RTX 4090", "sm_89", 128, 101376, 72, 0.9, (1, 60, 75, 150, 150)),
+}  # fmt: skip
