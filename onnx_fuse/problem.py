@@ -29,6 +29,12 @@ class _Attrs:
         assert isinstance(value, int), f"{name}={value!r} is not an int"
         return value
 
+    def number(self, name: str, default: float = 0.0) -> float:
+        """The extra called `name` as a float."""
+        value = self.attr(name, default)
+        assert isinstance(value, int | float), f"{name}={value!r} is not a number"
+        return float(value)
+
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The extra called `name` as a tuple of ints."""
         value = self.attr(name, default)
@@ -124,6 +130,10 @@ class Config(_Attrs):
     def of(cls, **attrs: Value) -> Config:
         """Config from keywords."""
         return cls(_pairs(attrs))
+
+    def having(self, **attrs: Value) -> Config:
+        """This config with some scalars replaced."""
+        return Config(_pairs(dict(self.attrs) | attrs))
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.attrs) or "-"
@@ -244,7 +254,7 @@ def _chip(
     return Hardware(name, arch, sms, smem, l2 << 20, tb * 1e12, rates)
 
 
-# Bandwidth (TB/s of a copy), TFLOP/s (fp64, fp32 SIMT, tf32, bf16, fp16) that a good kernel reaches.
+# Bandwidth (TB/s of a copy), TFLOP/s (fp64, fp32 SIMT, tf32, bf16, fp16) of a good kernel.
 # H200 measured 2026-11: copy 4.3 TB/s, bf16 790 TFLOP/s, tf32 350, cuBLAS fp32 50. Others by
 # datasheet, at the H200's fraction of it.
 CHIPS: dict[str, Hardware] = {

@@ -93,23 +93,27 @@ def _compiler() -> str:
     return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
 
 
+def _defined(text: str, defines: Defines) -> str:
+    """`text` under its #defines: by -D they would reach NVRTC's own header, where T is a name."""
+    return "".join(f"#define {key} {value}\n" for key, value in defines) + text
+
+
 def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         arch=arch,
         std="c++17",
-        define_macro=[(key, value) for key, value in defines],
         ptxas_options=["-v"],
         # our own sources need no header; a generated one may ask for the toolkit's
         use_bundled_headers="#include <" in text,
     )
     log = io.StringIO()
     try:
-        code = Program(text, "c++", options).compile("cubin", logs=log).code
+        code = Program(_defined(text, defines), "c++", options).compile("cubin", logs=log).code
     except Exception as error:
         listing = " ".join(f"-D{key}={value}" for key, value in defines)
-        raise DeviceError(f"NVRTC {arch} {listing}: {error}\n{log.getvalue()}") from error
+        raise DeviceError(f"NVRTC {arch} {listing}: {str(error)[:4000]}") from error
     assert isinstance(code, bytes)
     return code, log.getvalue().replace("\0", "")
 
@@ -155,8 +159,7 @@ def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cub
     digest = hashlib.sha256(repr((text, defines, arch)).encode()).hexdigest()[:12]
     stem = "generated" if "\n" in source else source.removesuffix(".cu").replace("/", ".")
     path = kernels / f"{stem}.{arch}.{digest}"
-    head = "".join(f"#define {key} {value}\n" for key, value in defines)
-    path.with_name(path.name + ".cu").write_text(head + text)
+    path.with_name(path.name + ".cu").write_text(_defined(text, defines))
     binary = path.with_name(path.name + ".cubin")
     binary.write_bytes(cubin)
     for tool in (["cuobjdump", "--dump-sass"], ["nvdisasm"]):

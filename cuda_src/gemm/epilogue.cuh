@@ -1,0 +1,80 @@
+// gemm/epilogue.cuh: what happens to one accumulator between the sum over k and the store.
+// Row vectors r0..r3 [M] f32, column vectors col0, col1 [N], c: the element (m, n) of one more operand.
+//   ALPHA    v = alpha v
+//   EPI_LN   v = rstd (v - mean cs) + cv             r0 = rstd, r1 = mean, col0 = cs, col1 = cv
+//   EPI_BIAS v = v + bias                            col1 = bias
+//   EPI_C    v = v + beta c                          ONNX Gemm's C, before the activation
+//   SAVE_Z   z = v                                   the pre-activation, kept for the backward
+//   ACT      v = act(v)
+//   EPI_DACT v = v act'(c)                           c = z
+//   EPI_DX   v = rstd (v - c1 - (c - mean) rstd c2)  r0 = rstd, r1 = mean, r2 = c1, r3 = c2, c = x
+//   EPI_DW   g = v - col0;  dot = c g;  v = gamma g + beta col1
+//                                                    r0 = gamma, r1 = beta, col0 = sum_m mean dys,
+//                                                    col1 = dbias, c = W; dot summed over n is dgamma
+//   EPI_RES  v = v + c                               after everything
+#pragma once
+#include "common.cuh"
+#ifndef ALPHA
+#define ALPHA 0
+#endif
+#ifndef EPI_LN
+#define EPI_LN 0
+#endif
+#ifndef EPI_BIAS
+#define EPI_BIAS 0
+#endif
+#ifndef EPI_C
+#define EPI_C 0
+#endif
+#ifndef SAVE_Z
+#define SAVE_Z 0
+#endif
+#ifndef ACT
+#define ACT NONE
+#endif
+#ifndef EPI_DACT
+#define EPI_DACT 0
+#endif
+#ifndef EPI_DX
+#define EPI_DX 0
+#endif
+#ifndef EPI_DW
+#define EPI_DW 0
+#endif
+#ifndef EPI_RES
+#define EPI_RES 0
+#endif
+#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW ? 2 : 0)
+#define EPI_COLS (EPI_LN || EPI_DW ? 2 : EPI_BIAS ? 1 : 0)
+#define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
+
+struct Row { float r0, r1, r2, r3; };
+
+template <class S> struct Activate {
+    DEVICE static S value(S v, float alpha) { return v; }
+    DEVICE static S grad(S z, float alpha) { return 1; }
+};
+template <> struct Activate<float> {
+    DEVICE static float value(float v, float alpha) { return act<ACT>(v, alpha); }
+    DEVICE static float grad(float z, float alpha) { return act_grad<ACT>(z, alpha); }
+};
+
+template <class S>
+DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float beta,
+                  float act_alpha, S& z, S& dot) {
+    if (ALPHA) v *= alpha;
+    if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;
+    if (EPI_BIAS) v += col1;
+    if (EPI_C) v += beta * c;
+    if (SAVE_Z) z = v;
+    if (ACT != NONE && !EPI_DACT) v = Activate<S>::value(v, act_alpha);
+    if (EPI_DACT) v *= Activate<S>::grad(c, act_alpha);
+    if (EPI_DX) v = row.r0 * (v - row.r2 - (c - row.r1) * row.r0 * row.r3);
+    if (EPI_DW) {
+        v -= col0;
+        dot += c * v;
+        v = row.r0 * v + row.r1 * col1;
+    }
+    if (EPI_RES) v += c;
+    return v;
+}

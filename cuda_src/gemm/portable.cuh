@@ -1,0 +1,39 @@
+// gemm/portable.cuh: the parameter list of the portable GEMMs and their guarded store.
+// y[b, m, n] = epilogue(sum_k op(a)[b, m, k] op(b)[b, k, n]); batches are up to three dims, the
+// strides of which (0: broadcast) are given for a, b and c; y and z are dense.
+#pragma once
+#include "gemm/epilogue.cuh"
+#define GEMM_PARAMS                                                                                \
+    const T *__restrict__ a, const T *__restrict__ b, TO *__restrict__ y, int M, int N, int K,     \
+        i64 lda, i64 ldb, int nb1, int nb2, i64 a0, i64 a1, i64 a2, i64 b0, i64 b1, i64 b2,        \
+        const TO *__restrict__ c, i64 c0, i64 c1, i64 c2, i64 crow, i64 ccol,                      \
+        TO *__restrict__ z, const float *__restrict__ row0, const float *__restrict__ row1,        \
+        const float *__restrict__ row2, const float *__restrict__ row3,                            \
+        const TV *__restrict__ col0, const TV *__restrict__ col1, float alpha, float beta,         \
+        float act_alpha, float *__restrict__ part
+
+// The batch's operands: advances a, b, c, y and z to matrix blockIdx.z.
+#define GEMM_BATCH                                                                                 \
+    {                                                                                              \
+        int i2 = blockIdx.z % nb2, i1 = blockIdx.z / nb2 % nb1, i0 = blockIdx.z / nb2 / nb1;       \
+        a += i0 * a0 + i1 * a1 + i2 * a2;                                                          \
+        b += i0 * b0 + i1 * b1 + i2 * b2;                                                          \
+        if (EPI_OPERAND) c += i0 * c0 + i1 * c1 + i2 * c2;                                         \
+        y += (i64)blockIdx.z * M * N;                                                              \
+        if (SAVE_Z) z += (i64)blockIdx.z * M * N;                                                  \
+    }
+
+#define GEMM_ROW(m) \
+    Row{EPI_ROWS > 0 ? row0[m] : 0.0f, EPI_ROWS > 1 ? row1[m] : 0.0f,                              \
+        EPI_ROWS > 2 ? row2[m] : 0.0f, EPI_ROWS > 3 ? row3[m] : 0.0f}
+
+// Finish accumulator v of element (m, n), which lies inside; dot accumulates dgamma's row sum.
+#define GEMM_STORE(S, v, m, n, row, dot)                                                           \
+    {                                                                                              \
+        S z_ = 0, c_ = EPI_OPERAND ? (S)widen(c[(m)*crow + (n)*ccol]) : (S)0;                      \
+        S r_ = epilogue<S>(v, row, EPI_COLS > 1 ? (S)widen(col0[n]) : (S)0,                        \
+                           EPI_COLS > 0 ? (S)widen(col1[n]) : (S)0, c_, alpha, beta, act_alpha,    \
+                           z_, dot);                                                               \
+        if (SAVE_Z) z[(i64)(m)*N + (n)] = narrow<TO>(z_);                                          \
+        y[(i64)(m)*N + (n)] = narrow<TO>(r_);                                                      \
+    }
