@@ -1,0 +1,300 @@
+"""What a rewrite rule is, and the small vocabulary its matching is written in.
+
+A rule is anchored at one kind of node and walks from there. That is one function where a pattern
+language needs one pattern a spelling (casts between, either operand order, Pow or Mul), and it knows
+the reason when it stops: `Rewriter.refuse` is what `--explain` prints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import Builder, const_array, unique_name
+
+PACKED = "onnx_fuse.packed"
+"""metadata key of an initializer that a pass made of the model's own ones; see `passes.params`."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A site that nearly matched a fusion: its nodes, and why it was left."""
+
+    fusion: str
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`apply(rw, node)` rewrites around a node whose op_type is in `anchors`, or leaves it.
+
+    `name` is what --fuse and --skip take; `level` the first optimization level that runs it.
+    """
+
+    name: str
+    level: int
+    anchors: tuple[str, ...]
+    apply: Callable[[Rewriter, ir.Node], bool]
+    training: bool = True
+
+
+@dataclass
+class Rewriter:
+    """The model under rewriting, and what the report will say of it."""
+
+    model: ir.Model
+    training: bool = False
+    fusions: Counter[str] = field(default_factory=Counter)
+    refusals: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
+        """Record why a near miss stays as it is; returns False, for a rule to return."""
+        refusal = Refusal(fusion, tuple(label(n) for n in nodes), reason)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+        return False
+
+    def replace(
+        self,
+        at: ir.Node,
+        op: Builder,
+        old: Sequence[ir.Value],
+        new: Sequence[ir.Value],
+    ) -> bool:
+        """Insert the builder's nodes before `at` and let `new` take over all uses of `old`.
+
+        The last new node inherits the name, doc string and metadata of the node it stands for; what
+        is dead then goes with the next dead-code pass. Returns True, for a rule to return.
+        """
+        graph = at.graph
+        assert graph is not None
+        graph.insert_before(at, op.nodes)
+        for old_value, new_value in zip(old, new, strict=True):
+            new_value.type = old_value.type or new_value.type
+            new_value.shape = old_value.shape or new_value.shape
+            name = old_value.name
+            old_value.name = f"{name}.replaced"
+            new_value.name = name
+            old_value.replace_all_uses_with(new_value, replace_graph_outputs=True)
+        source, target = old[-1].producer(), new[-1].producer()
+        if source is not None and target is not None and target in op.nodes:
+            target.name, target.doc_string = source.name, source.doc_string
+            target.metadata_props.update(source.metadata_props)
+        return True
+
+    def initializer(self, stem: str, array: np.ndarray) -> ir.Value:
+        """A new constant of the main graph; equal small constants are made once."""
+        key = f"const.{stem}"
+        existing = self.graph.initializers.get(key)
+        if existing is not None:
+            held = const_array(existing)
+            if held is not None and held.dtype == array.dtype and np.array_equal(held, array):
+                return existing
+        name = unique_name(self.graph, key)
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        value.shape, value.dtype = value.const_value.shape, value.const_value.dtype  # type: ignore[union-attr]
+        self.graph.register_initializer(value)
+        return value
+
+    def zeros(self, like: ir.Value, *shape: int) -> ir.Value:
+        """An initializer of zeros in the dtype of `like`; a scalar without `shape`."""
+        dtype = (like.dtype or ir.DataType.FLOAT).numpy()
+        stem = "x".join(["zero", np.dtype(dtype).name, *map(str, shape)])
+        return self.initializer(stem, np.zeros(shape, dtype))
+
+    def pack(
+        self, parts: Sequence[ir.Value], perm: Sequence[int] | None, axis: int | None, stem: str
+    ) -> ir.Value:
+        """concat(axis, [transpose(part, perm)]) of initializers, as a new one that remembers them."""
+        entries: list[dict[str, object]] = []
+        arrays = []
+        for part in parts:
+            array = const_array(part)
+            assert array is not None
+            made_of = json.loads(part.metadata_props.get(PACKED, "null"))
+            if made_of is None:
+                made_of = {"parts": [{"name": part.name, "shape": list(array.shape), "perm": None}]}
+            assert len(made_of["parts"]) == 1, "a packed initializer is not packed twice"
+            entry = dict(made_of["parts"][0])
+            if perm is not None:
+                inner = entry["perm"] or list(range(array.ndim))
+                entry["perm"] = [inner[p] for p in perm]
+            entries.append(entry)
+            arrays.append(array if perm is None else array.transpose(perm))
+        record = json.dumps({"axis": axis, "parts": entries}, sort_keys=True)
+        for value in self.graph.initializers.values():
+            if value.metadata_props.get(PACKED) == record:
+                return value
+        packed = np.ascontiguousarray(arrays[0]) if axis is None else np.concatenate(arrays, axis)
+        value = self.initializer(stem, packed)
+        if PACKED in value.metadata_props or value.uses():
+            # The same bytes under another origin: a second initializer, or training would tie them.
+            name = unique_name(self.graph, value.name or stem)
+            value = ir.Value(name=name, const_value=ir.tensor(packed, name=name))
+            value.shape, value.dtype = ir.Shape(packed.shape), parts[0].dtype
+            self.graph.register_initializer(value)
+        value.metadata_props[PACKED] = record
+        return value
+
+
+# ---- vocabulary of matching ------------------------------------------------------------------
+
+
+def label(node: ir.Node) -> str:
+    """What a user knows a node by: its name, else its first output's."""
+    return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
+
+
+def made_by(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
+    """The node that computes `value`, when it is one of `op_types`."""
+    node = value.producer() if value is not None else None
+    return node if node and node.domain == domain and node.op_type in op_types else None
+
+
+def users(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read `value`, each once, in the order they were added."""
+    return list(dict.fromkeys(node for node, _ in value.uses()))
+
+
+def only_use(value: ir.Value) -> ir.Node | None:
+    """The single node that reads `value`, if there is one and the graph does not return it."""
+    nodes = users(value)
+    return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The number a value holds, when it is a constant with one element."""
+    if value is None or (value.const_value is None and made_by(value, "Constant") is None):
+        return None
+    if value.shape is not None and any(d != 1 for d in value.shape):
+        return None
+    array = const_array(value)
+    if array is None or array.size != 1 or array.dtype.kind in "USOb":
+        return None
+    return float(array.reshape(()).astype(np.float64))
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    return value is not None and ir.convenience.get_const_tensor(value) is not None
+
+
+def is_initializer(value: ir.Value | None) -> bool:
+    return value is not None and value.is_initializer() and not value.is_graph_input()
+
+
+def ints(value: ir.Value | None) -> list[int] | None:
+    """A constant integer tensor as a flat list."""
+    array = const_array(value)
+    return None if array is None or array.dtype.kind not in "iu" else [int(i) for i in array.flat]
+
+
+def rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def dim(value: ir.Value | None, axis: int) -> int | None:
+    """A statically known dimension."""
+    size = rank(value)
+    if value is None or value.shape is None or size is None or not -size <= axis < size:
+        return None
+    extent = value.shape[axis]
+    return extent if isinstance(extent, int) else None
+
+
+def attribute(node: ir.Node, name: str, default: object = None) -> object:
+    found = node.attributes.get(name)
+    return default if found is None or found.is_ref() else found.value
+
+
+def other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """The other operand of a two-input node."""
+    a, b = node.inputs[0], node.inputs[1]
+    return b if a is value else a if b is value else None
+
+
+def is_float(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def close(a: float | None, b: float, rtol: float = 2e-3) -> bool:
+    """Constants of an exporter agree with the formula's; fp16 files hold three digits of them."""
+    return a is not None and math.isclose(a, b, rel_tol=rtol)
+
+
+# A row-wise view moves whole rows (all but the last axis), so it commutes with whatever works along
+# the last axis.
+
+
+def row_view_source(node: ir.Node) -> ir.Value | None:
+    """The input of `node` when it only moves whole last-axis rows, else None."""
+    if node.domain or not node.inputs:
+        return None
+    x = node.inputs[0]
+    size, out_size = rank(x), rank(node.outputs[0])
+    if x is None or size is None:
+        return None
+    match node.op_type:
+        case "Identity":
+            return x
+        case "Reshape" | "Flatten":
+            same = dim(x, -1) is not None and dim(x, -1) == dim(node.outputs[0], -1)
+            return x if same else None
+        case "Transpose":
+            perm = attribute(node, "perm")
+            return x if isinstance(perm, Sequence) and perm[-1] == size - 1 else None
+        case "Gather":
+            axis = attribute(node, "axis", 0)
+            assert isinstance(axis, int)
+            return x if axis % size != size - 1 else None
+        case "Slice":
+            axes = ints(node.inputs[3]) if len(node.inputs) > 3 else list(range(size))
+            return x if axes is not None and all(a % size != size - 1 for a in axes) else None
+        case "Squeeze" | "Unsqueeze" if len(node.inputs) > 1 and out_size:
+            axes = ints(node.inputs[1])
+            bound = size if node.op_type == "Squeeze" else out_size
+            return x if axes is not None and all(a % bound != bound - 1 for a in axes) else None
+    return None
+
+
+def through_row_views(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.Node]]:
+    """Climb over row-wise views: the value below them, and the views from it upward."""
+    views: list[ir.Node] = []
+    while value is not None and (node := value.producer()) is not None:
+        source = row_view_source(node)
+        if source is None:
+            break
+        views.append(node)
+        value = source
+    return value, views[::-1]
+
+
+def copy_onto(op: Builder, views: Sequence[ir.Node], x: ir.Value) -> ir.Value:
+    """The same chain of views over another source of the same shape."""
+    for view in views:
+        copied = op.node(
+            view.op_type,
+            [x, *view.inputs[1:]],
+            **{name: value.value for name, value in view.attributes.items()},
+        )
+        copied.dtype, copied.shape = x.dtype, view.outputs[0].shape
+        x = copied
+    return x
+
+
+def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]:
+    """The anchor nodes of a graph and its subgraphs, skipping those rewritten away meanwhile."""
+    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
+        if node.op_type in anchors and node.graph is not None:
+            yield node
