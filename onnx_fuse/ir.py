@@ -7,10 +7,11 @@ them, and every fault becomes a `ModelError` of one sentence.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,49 +45,75 @@ def load(source: Model) -> ir.Model:
     Local functions are inlined, except this project's own fused ops, whose bodies are taken off and
     put back by `save`. Raises ModelError for anything that is not a valid model.
     """
-    if isinstance(source, ir.Model):
-        return source.clone()
-    name, folder, proto = "model", None, None
-    if isinstance(source, onnx.ModelProto):
-        proto = source
-    elif isinstance(source, bytes):
-        proto = _parse(source, name)
-    else:
-        path = Path(source)
-        name, folder = str(path), path.parent
-        try:
-            proto = _parse(path.read_bytes(), name)
-        except OSError as error:
-            raise ModelError(f"{name}: {error.strerror or error}") from error
-    try:
-        _check_tensors(proto, folder)
-        model = ir.serde.deserialize_model(proto)
-        if folder is not None:
-            ir.external_data.set_base_dir(model.graph, folder)
+    model = read(source)
+    with _faults(_name(source)):
+        return _canonical(model)
+
+
+def read(source: Model) -> ir.Model:
+    """Parse and check `source` and leave it as it is: its functions, its opset, its weights' order.
+
+    External tensors are mapped into memory, so the model no longer depends on where its file was.
+    """
+    with _faults(_name(source)):
+        if isinstance(source, ir.Model):
+            model = source.clone()
+        else:
+            folder = None
+            if isinstance(source, onnx.ModelProto):
+                proto = _checked(source)
+            elif isinstance(source, bytes):
+                proto = _checked(_parse(source))
+            else:
+                folder = Path(source).parent
+                proto = _checked(_parse(Path(source).read_bytes()))
+            _check_tensors(proto, folder)
+            model = ir.serde.deserialize_model(proto)
+            if folder is not None:
+                _map_external(model, folder)
         _check_graph(model)
-        model = _canonical(model)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from error
-    except (ir.serde.SerdeError, ir.passes.PassError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{name}: {_one_line(_root(error))}") from error
     return model
 
 
-def _parse(data: bytes, name: str) -> onnx.ModelProto:
+def _name(source: Model) -> str:
+    return str(source) if isinstance(source, str | os.PathLike) else "model"
+
+
+@contextlib.contextmanager
+def _faults(name: str) -> Iterator[None]:
+    """Whatever the parsers raise on an untrusted file becomes one sentence that names the file."""
     try:
-        proto = onnx.ModelProto.FromString(data)
+        yield
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{name}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise ModelError(f"{name}: out of memory") from error
+    except Exception as error:
+        raise ModelError(f"{name}: {_one_line(_root(error))}") from error
+
+
+def _parse(data: bytes) -> onnx.ModelProto:
+    try:
+        proto: onnx.ModelProto = onnx.ModelProto.FromString(data)
     except DecodeError as error:
-        raise ModelError(f"{name}: not an ONNX file ({_one_line(error)})") from error
+        raise ModelError(f"not an ONNX file ({_one_line(error)})") from error
+    return proto
+
+
+def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError(f"{name}: not an ONNX file (it holds no graph)")
+        raise ModelError("not an ONNX file (it holds no graph)")
     if not any(o.domain in ("", "ai.onnx") for o in proto.opset_import):
-        raise ModelError(f"{name}: the model imports no ai.onnx opset")
+        raise ModelError("the model imports no ai.onnx opset")
     return proto
 
 
 def _check_tensors(proto: onnx.ModelProto, folder: Path | None) -> None:
     """Sizes and locations of all stored tensors, before any is allocated or opened."""
-    for tensor in _tensors(proto.graph):
+    nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
+    for tensor in itertools.chain(_tensors(proto.graph), _node_tensors(nodes)):
         where = f"tensor '{tensor.name}'"
         if any(d < 0 for d in tensor.dims):
             raise ModelError(f"{where} has a negative dimension")
@@ -140,7 +167,13 @@ def _check_external(tensor: onnx.TensorProto, nbytes: int, folder: Path | None, 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from graph.initializer
-    for node in graph.node:
+    if graph.sparse_initializer:
+        raise ModelError("sparse initializers are not supported: store them dense")
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
@@ -149,11 +182,32 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
                 yield from _tensors(sub)
 
 
+def _map_external(model: ir.Model, folder: Path) -> None:
+    """Replace external tensors by arrays over the mapped file."""
+    ir.external_data.set_base_dir(model.graph, folder)
+    graphs = [model.graph, *(f.graph for f in model.functions.values())]
+    for graph in itertools.chain.from_iterable((g, *g.subgraphs()) for g in graphs):
+        for value in getattr(graph, "initializers", {}).values():
+            value.const_value = _mapped(value.const_value)
+        for node in graph:
+            for name, attribute in node.attributes.items():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    node.attributes[name] = ir.AttrTensor(name, _mapped(attribute.as_tensor()))
+
+
+def _mapped(tensor: Any) -> Any:
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor
+    return ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+
+
 def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
     known = set(model.functions)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_identifier() in known:
+        if node.op_identifier() in known or (
+            node.domain == FUSE and node.op_type.split("_")[0] in BODIES
+        ):
             continue
         opset = model.graph.opset_imports.get(node.domain)
         what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
@@ -171,7 +225,8 @@ def _check_graph(model: ir.Model) -> None:
         common_passes.TopologicalSortPass()(model)
     except (ValueError, ir.passes.PassError) as error:
         raise ModelError("the graph has a cycle") from error
-    common_passes.CheckerPass()(model)
+    with functions_attached(model):
+        common_passes.CheckerPass()(model)
 
 
 # Domains whose operators the installed onnxruntime has kernels for.
@@ -189,15 +244,15 @@ def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
         for value in node.inputs:
             if value is not None and value not in defined:
                 raise ModelError(
-                    f"node '{node.name}' ({node.op_type}) reads '{value.name}', which no node, input "
-                    "or initializer defines"
+                    f"node '{node.name}' ({node.op_type}) reads '{value.name}', which no node, "
+                    "input or initializer defines"
                 )
         for attribute in node.attributes.values():
             for sub in subgraphs(attribute):
                 _check_defined(sub, defined)
-    for value in graph.outputs:
-        if value not in defined:
-            raise ModelError(f"nothing defines the output '{value.name}'")
+    for output in graph.outputs:
+        if output not in defined:
+            raise ModelError(f"nothing defines the output '{output.name}'")
 
 
 def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
@@ -334,7 +389,7 @@ class Builder:
             floating = array.dtype.kind == "f"
             kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
             tensor = ir.tensor(array.astype(kind.numpy()))
-        output = self.node("Constant", (), value=tensor)
+        output: ir.Value = self.node("Constant", (), value=tensor)
         output.dtype, output.shape, output.const_value = tensor.dtype, tensor.shape, tensor
         return output
 
@@ -395,7 +450,7 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
 
 
 def fused_function(op_type: str, opset: int) -> ir.Function:
-    """The body of `LayerNormGemm`, or of `LayerNormGemm_mean_rstd`, which returns inner values too."""
+    """The body of `LayerNormGemm`; that of `LayerNormGemm_mean_rstd` returns inner values too."""
     name, *exposed = op_type.split("_")
     if name not in BODIES:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
@@ -450,6 +505,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, external: bool = Fals
                     for value in big.values():
                         model.graph.initializers[value.name or ""] = value
                 for value in big.values():
+                    assert value.const_value is not None
                     piece = onnx.ModelProto()
                     piece.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
                     piece.graph.initializer[0].name = value.name
@@ -498,7 +554,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet(logger_name: str) -> Iterator[None]:
-    """The converter and shape inference log what `load` reports itself, as an error or not at all."""
+    """The converter and shape inference log what `load` reports itself, or need not report."""
     import logging
 
     logger = logging.getLogger(logger_name)
@@ -512,4 +568,5 @@ def _quiet(logger_name: str) -> Iterator[None]:
 
 def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays that the model's inputs name."""
-    return {v.name: arrays[v.name] for v in model.graph.inputs if v.name in arrays}
+    names = [v.name for v in model.graph.inputs if v.name is not None]
+    return {name: arrays[name] for name in names if name in arrays}
