@@ -1,0 +1,49 @@
+"""Fuse, run, differentiate and train ONNX models; LayerNormalization goes into the Gemm."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnx_fuse.errors import CheckFailed as CheckFailed
+    from onnx_fuse.errors import DeviceError as DeviceError
+    from onnx_fuse.errors import ModelError as ModelError
+    from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
+    from onnx_fuse.errors import UsageError as UsageError
+    from onnx_fuse.session import InferenceSession as InferenceSession
+    from onnx_fuse.session import load as load
+    from onnx_fuse.session import optimize as optimize
+
+__version__ = "0.1.0"
+
+# Public name -> module; a name is imported when first used, so that `import onnx_fuse` is instant.
+_NAMES = {
+    "CheckFailed": "errors",
+    "DeviceError": "errors",
+    "InferenceSession": "session",
+    "ModelError": "errors",
+    "OnnxFuseError": "errors",
+    "Trainer": "train",
+    "UsageError": "errors",
+    "gradient": "autodiff",
+    "load": "session",
+    "optimize": "session",
+}
+_MODULES = ("backend", "nn", "optim", "validate")
+
+__all__ = [*_NAMES, *_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(f"onnx_fuse.{_NAMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"onnx_fuse.{name}")
+    raise AttributeError(f"module 'onnx_fuse' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

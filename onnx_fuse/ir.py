@@ -241,10 +241,10 @@ def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
     for node in graph:
         defined.update(node.outputs)
     for node in graph:
-        for value in node.inputs:
-            if value is not None and value not in defined:
+        for read in node.inputs:
+            if read is not None and read not in defined:
                 raise ModelError(
-                    f"node '{node.name}' ({node.op_type}) reads '{value.name}', which no node, "
+                    f"node '{node.name}' ({node.op_type}) reads '{read.name}', which no node, "
                     "input or initializer defines"
                 )
         for attribute in node.attributes.values():
@@ -390,7 +390,8 @@ class Builder:
             kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
             tensor = ir.tensor(array.astype(kind.numpy()))
         output: ir.Value = self.node("Constant", (), value=tensor)
-        output.dtype, output.shape, output.const_value = tensor.dtype, tensor.shape, tensor
+        output.dtype, output.const_value = tensor.dtype, tensor
+        output.shape = ir.Shape(tensor.numpy().shape)
         return output
 
 

@@ -1,0 +1,1 @@
+"""Running models: the portable backend (onnxruntime) and the CUDA runtime."""

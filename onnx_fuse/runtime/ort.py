@@ -1,0 +1,141 @@
+"""The portable backend: stock onnxruntime on the CPU, and the guard against its faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse import ir
+from onnx_fuse.errors import ModelError, OnnxFuseError
+
+T = TypeVar("T")
+Array = np.ndarray[Any, Any]
+_FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
+
+
+def session(
+    model: str | os.PathLike[str] | bytes | onnx_ir.Model,
+    options: Any = None,
+    *,
+    as_written: bool = False,
+) -> Any:
+    """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies).
+
+    `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
+    stand in the file. Raises what onnxruntime raises.
+    """
+    import onnxruntime as ort
+
+    if options is None:
+        options = ort.SessionOptions()
+        options.log_severity_level = _FATAL
+    if as_written:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    providers = ["CPUExecutionProvider"]
+    if isinstance(model, onnx_ir.Model):
+        if ir.weight_bytes(model) < ir.MAX_PROTOBUF - (64 << 20):
+            return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers)
+        with tempfile.TemporaryDirectory(prefix="onnx-fuse-") as folder:
+            path = Path(folder) / "model.onnx"
+            ir.save(model, path, external=True)
+            return ort.InferenceSession(str(path), options, providers)
+    source = model if isinstance(model, bytes) else os.fspath(model)
+    return ort.InferenceSession(source, options, providers)
+
+
+def run(session: Any, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> list[Any]:
+    """`session.run` without onnxruntime's log lines; outputs in the order of `names`."""
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    options.log_severity_level = _FATAL
+    return list(session.run(None if names is None else list(names), dict(feeds), options))
+
+
+@contextlib.contextmanager
+def faults(name: str) -> Iterator[None]:
+    """What onnxruntime raises within the block, as a ModelError of one line that names `name`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OnnxFuseError) or not _from_onnxruntime(error):
+            raise
+        text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", " ".join(str(error).split()))
+        raise ModelError(f"{name}: onnxruntime: {text[:400]}") from error
+
+
+def _from_onnxruntime(error: BaseException) -> bool:
+    if type(error).__module__.startswith("onnxruntime"):
+        return True
+    trace = error.__traceback__
+    while trace is not None:
+        if "onnxruntime" in trace.tb_frame.f_globals.get("__name__", ""):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def guarded(work: Callable[[], T], name: str) -> T:
+    """`work()` in a forked child: a crash inside onnxruntime becomes a ModelError about `name`.
+
+    onnxruntime can die on a graph that the checker accepts (a bad attribute, a size it trusts). The
+    child shares this process's memory, so the fork itself takes a few milliseconds.
+    """
+    if not hasattr(os, "fork"):
+        with faults(name):
+            return work()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns of any fork beside threads; the child only runs onnxruntime and leaves.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _child(work, name, writer)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            data = pipe.read()
+        status = os.waitpid(child, 0)[1]
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        raise
+    if os.WIFSIGNALED(status) or not data:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        cause = signal.strsignal(number) if number else "it left without an answer"
+        raise ModelError(f"{name}: onnxruntime crashed on this graph ({cause})")
+    ok, value = pickle.loads(data)
+    if not ok:
+        raise value
+    result: T = value
+    return result
+
+
+def _child(work: Callable[[], Any], name: str, writer: int) -> None:
+    try:
+        try:
+            with faults(name):
+                answer = (True, work())
+        except OnnxFuseError as error:
+            answer = (False, type(error)(str(error)))
+        except MemoryError:
+            answer = (False, ModelError(f"{name}: out of memory"))
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            answer = (False, RuntimeError(f"{name}: {type(error).__name__}: {error}"))
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(answer, pipe, protocol=5)
+    finally:
+        os._exit(0)

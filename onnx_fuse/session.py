@@ -1,0 +1,203 @@
+"""InferenceSession: what a user of onnxruntime expects, over the fused graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+
+from onnx_fuse import ir
+from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.runtime import ort
+
+DEVICES = ("cpu", "cuda")
+
+
+class InferenceSession:
+    """Runs a path, bytes, ModelProto or ir.Model; `optimize=False` runs the graph as it is.
+
+    `device="cpu"` is onnxruntime on the fused graph; `device="cuda"` this project's own kernels.
+    `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`. Whatever else an
+    onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too. Raises
+    ModelError for a bad model, DeviceError without a usable GPU, and onnxruntime's own errors from
+    `run`.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        sess_options: Any = None,
+        providers: Sequence[Any] | None = None,
+        *,
+        device: str | None = None,
+        optimize: bool = True,
+        level: int = 2,
+    ) -> None:
+        self.device = _device(device, providers)
+        graph = load(model)
+        if optimize:
+            from onnx_fuse import passes
+
+            passes.optimize(graph, level=level)
+        self.model: onnx_ir.Model = graph
+        """The graph that runs."""
+        # onnxruntime answers all questions about inputs, outputs and metadata on either device.
+        self._session = ort.session(graph, sess_options)
+        self._executable = _executable(graph) if self.device == "cuda" else None
+
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: Any = None,
+    ) -> list[Any]:
+        """The outputs named (None or empty: all), in that order; feeds may be any DLPack object."""
+        feeds = {name: _host(value) for name, value in input_feed.items()}
+        if self._executable is None:
+            return list(self._session.run(output_names or None, feeds, run_options))
+        feeds = checked_feeds(self._session.get_inputs(), feeds)
+        known = [v.name for v in self._session.get_outputs()]
+        names = list(output_names or known)
+        for name in names:
+            if name not in known:
+                raise _invalid(f"Invalid output name:{name}")
+        return list(self._executable.run(names, feeds))
+
+    def get_providers(self) -> list[str]:
+        if self.device == "cuda":
+            return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+        return list(self._session.get_providers())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._session, name)
+
+
+def _device(device: str | None, providers: Sequence[Any] | None) -> str:
+    if device is None and providers:
+        first = providers[0] if isinstance(providers[0], str) else providers[0][0]
+        device = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}.get(first, first)
+    device = device or "cpu"
+    if device not in DEVICES:
+        raise UsageError(f"unknown device '{device}': choose one of {', '.join(DEVICES)}")
+    return device
+
+
+def _executable(model: onnx_ir.Model) -> Any:
+    try:
+        from onnx_fuse.runtime import executable
+    except ImportError as error:
+        raise DeviceError(
+            f"device 'cuda' needs the CUDA packages ({error}): pip install 'onnx-fuse[cuda13]'"
+        ) from error
+    return executable.Executable(model)
+
+
+def _host(value: Any) -> Any:
+    """An array for what carries DLPack (and is no array yet); anything else as it is."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return value
+    return np.from_dlpack(value)
+
+
+def checked_feeds(inputs: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """The feeds as arrays, checked against the inputs and refused in onnxruntime's own words."""
+    required = [v.name for v in inputs]
+    missing = [name for name in required if name not in feeds]
+    if missing:
+        raise ValueError(
+            f"Required inputs ({missing}) are missing from input feed ({list(feeds)})."
+        )
+    for name in feeds:
+        if name not in required:
+            raise _invalid(f"Invalid input name: {name}")
+    arrays = {}
+    for value in inputs:
+        expected = value.type.removeprefix("tensor(").removesuffix(")")
+        array = feeds[value.name]
+        if not isinstance(array, np.ndarray):
+            array = np.asarray(array, dtype=_numpy_dtype(expected))
+        actual = _onnx_name(array.dtype)
+        if actual != expected:
+            raise _invalid(
+                f"Unexpected input data type. Actual: (tensor({actual})) , "
+                f"expected: (tensor({expected}))"
+            )
+        _check_shape(value.name, array.shape, value.shape)
+        arrays[value.name] = array
+    return arrays
+
+
+def _check_shape(name: str, got: Sequence[int], expected: Sequence[Any] | None) -> None:
+    if not expected:
+        return
+    if len(got) != len(expected):
+        raise _invalid(
+            f"Invalid rank for input: {name} Got: {len(got)} Expected: {len(expected)} "
+            "Please fix either the inputs/outputs or the model."
+        )
+    wrong = [
+        f" index: {i} Got: {a} Expected: {b}\n"
+        for i, (a, b) in enumerate(zip(got, expected, strict=True))
+        if isinstance(b, int) and a != b
+    ]
+    if wrong:
+        raise _invalid(
+            f"Got invalid dimensions for input: {name} for the following indices\n"
+            f"{''.join(wrong)} Please fix either the inputs/outputs or the model."
+        )
+
+
+# onnxruntime's names of element types, where they are not the ONNX ones in lower case.
+_ORT_NAMES = {"float64": "double", "float32": "float"}
+
+
+def _onnx_name(dtype: np.dtype[Any]) -> str:
+    return _ORT_NAMES.get(dtype.name, dtype.name)
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    names = {v: k for k, v in _ORT_NAMES.items()}
+    return np.dtype(names.get(name, name))
+
+
+def _invalid(text: str) -> Exception:
+    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+    error: Exception = InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
+    return error
+
+
+def load(model: ir.Model) -> onnx_ir.Model:
+    """The checked model at the canonical opset, from a path, bytes, ModelProto or ir.Model.
+
+    Local functions are inlined; this project's fused ops stay nodes. Raises ModelError.
+    """
+    from onnx_fuse import ops  # noqa: F401 - the table says which functions are fused ops
+
+    return ir.load(model)
+
+
+def optimize(
+    model: ir.Model,
+    *,
+    level: int = 2,
+    fuse: Sequence[str] = (),
+    skip: Sequence[str] = (),
+) -> onnx.ModelProto | bytes | onnx_ir.Model:
+    """The fused model, in the kind it came in: bytes, ir.Model, else (path, ModelProto) ModelProto.
+
+    The result runs on stock onnxruntime: every fused op carries its body as an ONNX function.
+    """
+    from onnx_fuse import passes
+
+    graph = load(model)
+    passes.optimize(graph, level=level, fuse=fuse, skip=skip)
+    if isinstance(model, onnx_ir.Model):
+        return graph
+    proto = ir.to_proto(graph)
+    return proto.SerializeToString() if isinstance(model, bytes) else proto
