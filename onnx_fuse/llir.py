@@ -253,6 +253,12 @@ class Context(Protocol):
     ) -> None:
         """Append a call."""
 
+    def append(self, call: Call) -> None:
+        """Append a call made elsewhere (pointwise expressions)."""
+
+    def label(self, node: ir.Node) -> str:
+        """The node as messages name it."""
+
     def select(
         self,
         node: ir.Node,

@@ -1,0 +1,88 @@
+// pointwise/math.cuh: functions of the expression table, one name for float and double.
+#pragma once
+#include "common.cuh"
+
+#define BOTH(name, f32, f64)                 \
+    DEVICE float name(float x) { return f32; } \
+    DEVICE double name(double x) { return f64; }
+BOTH(m_abs, fabsf(x), fabs(x))
+BOTH(m_acos, acosf(x), acos(x))
+BOTH(m_acosh, acoshf(x), acosh(x))
+BOTH(m_asin, asinf(x), asin(x))
+BOTH(m_asinh, asinhf(x), asinh(x))
+BOTH(m_atan, atanf(x), atan(x))
+BOTH(m_atanh, atanhf(x), atanh(x))
+BOTH(m_ceil, ceilf(x), ceil(x))
+BOTH(m_cos, cosf(x), cos(x))
+BOTH(m_cosh, coshf(x), cosh(x))
+BOTH(m_erf, erff(x), erf(x))
+BOTH(m_exp, expf(x), exp(x))
+BOTH(m_expm1, expm1f(x), expm1(x))
+BOTH(m_floor, floorf(x), floor(x))
+BOTH(m_log, logf(x), log(x))
+BOTH(m_log1p, log1pf(x), log1p(x))
+BOTH(m_rint, rintf(x), rint(x))
+BOTH(m_sin, sinf(x), sin(x))
+BOTH(m_sinh, sinhf(x), sinh(x))
+BOTH(m_sqrt, sqrtf(x), sqrt(x))
+BOTH(m_tan, tanf(x), tan(x))
+BOTH(m_tanh, tanhf(x), tanh(x))
+BOTH(m_sigmoid, 1.0f / (1.0f + expf(-x)), 1.0 / (1.0 + exp(-x)))
+BOTH(m_softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))), fmax(x, 0.0) + log1p(exp(-fabs(x))))
+#undef BOTH
+template <class T> DEVICE T m_abs(T x) { return x < 0 ? -x : x; }
+template <class T> DEVICE T m_ceil(T x) { return x; }
+template <class T> DEVICE T m_floor(T x) { return x; }
+
+DEVICE bool is_nan(float x) { return x != x; }
+DEVICE bool is_nan(double x) { return x != x; }
+template <class T> DEVICE bool is_nan(T) { return false; }
+// A NaN operand is the result, as in NumPy.
+template <class T> DEVICE T m_max(T a, T b) { return is_nan(a) || a > b ? a : b; }
+template <class T> DEVICE T m_min(T a, T b) { return is_nan(a) || a < b ? a : b; }
+
+DEVICE float m_pow(float a, float b) { return powf(a, b); }
+DEVICE double m_pow(double a, double b) { return pow(a, b); }
+template <class T> DEVICE T m_pow(T a, T b) {
+    T y = 1;
+    if (b < 0) return a == 1 ? 1 : a == (T)-1 ? (b & 1 ? (T)-1 : (T)1) : 0;
+    for (; b; b >>= 1, a *= a)
+        if (b & 1) y *= a;
+    return y;
+}
+// The sign of the divisor (Mod) and of the dividend (fmod).
+DEVICE float m_mod(float a, float b) { float r = fmodf(a, b); return r && (r < 0) != (b < 0) ? r + b : r; }
+DEVICE double m_mod(double a, double b) { double r = fmod(a, b); return r && (r < 0) != (b < 0) ? r + b : r; }
+template <class T> DEVICE T m_mod(T a, T b) {
+    if (!b) return 0;
+    T r = a % b;
+    return r && (r < 0) != (b < 0) ? r + b : r;
+}
+DEVICE float m_fmod(float a, float b) { return fmodf(a, b); }
+DEVICE double m_fmod(double a, double b) { return fmod(a, b); }
+template <class T> DEVICE T m_fmod(T a, T b) { return b ? a % b : 0; }
+DEVICE float m_div(float a, float b) { return a / b; }
+DEVICE double m_div(double a, double b) { return a / b; }
+template <class T> DEVICE T m_div(T a, T b) { return b ? a / b : 0; }
+
+DEVICE float round_f16(float x) { return to_float(from_float<f16>(x)); }
+DEVICE float round_bf16(float x) { return to_float(from_float<bf16>(x)); }
+template <class T> DEVICE float round_f16(T x) { return round_f16((float)x); }
+template <class T> DEVICE float round_bf16(T x) { return round_bf16((float)x); }
+
+template <> DEVICE f16 narrow<f16>(double x) { return from_float<f16>((float)x); }
+template <> DEVICE bf16 narrow<bf16>(double x) { return from_float<bf16>((float)x); }
+
+// The part of a vector that lies inside the tensor.
+template <int V, class T> DEVICE Vec<T, V> load_part(const T* p, i64 left) {
+    Vec<T, V> x = {};
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (v < left) x.at[v] = p[v];
+    return x;
+}
+template <int V, class T> DEVICE void store_part(T* p, const Vec<T, V>& x, i64 left) {
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (v < left) p[v] = x.at[v];
+}

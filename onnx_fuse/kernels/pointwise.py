@@ -1,0 +1,541 @@
+"""Pointwise ops: one table of expressions; chains of them become one generated kernel.
+
+An Expression is straight-line code over the elements of an iteration space. Its loads and stores are
+the reads and writes of its Call, as views of that space (stride 0 on broadcast axes), so the copies
+that Transpose, Concat, Slice, Expand or Tile need are Expressions too. The text of a kernel holds
+the structure alone; sizes, strides and scalars are arguments, so other shapes compile nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE
+from onnx_fuse.llir import Call, Context, Lowering, Tensor
+from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr
+
+THREADS = 256
+STORAGE = {
+    "float64": "double", "float32": "float", "float16": "f16", "bfloat16": "bf16",
+    "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
+    "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "bool": "bool",
+}  # fmt: skip
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+# name -> C expression of operands {0}, {1}, ...; {t} is the result's C type. Attributes that
+# ATTRIBUTES lists are the operands after the node's inputs.
+TABLE: dict[str, str] = {
+    "Identity": "{0}",
+    "Cast": "({t}){0}",
+    "CastFloat16": "round_f16({0})",
+    "CastBFloat16": "round_bf16({0})",
+    "CastBool": "({0} != 0)",
+    "Abs": "m_abs({0})",
+    "Acos": "m_acos({0})",
+    "Acosh": "m_acosh({0})",
+    "Add": "{0} + {1}",
+    "And": "{0} && {1}",
+    "Asin": "m_asin({0})",
+    "Asinh": "m_asinh({0})",
+    "Atan": "m_atan({0})",
+    "Atanh": "m_atanh({0})",
+    "BitwiseAnd": "{0} & {1}",
+    "BitwiseNot": "~{0}",
+    "BitwiseOr": "{0} | {1}",
+    "BitwiseXor": "{0} ^ {1}",
+    "Ceil": "m_ceil({0})",
+    "Celu": "m_max({0}, ({t})0) + m_min(({t})0, {1} * m_expm1({0} / {1}))",
+    "ClipMax": "{0} > {1} ? {1} : {0}",
+    "ClipMin": "{0} < {1} ? {1} : {0}",
+    "Cos": "m_cos({0})",
+    "Cosh": "m_cosh({0})",
+    "Div": "m_div({0}, {1})",
+    "Elu": "{0} < 0 ? {1} * m_expm1({0}) : {0}",
+    "Equal": "{0} == {1}",
+    "Erf": "m_erf({0})",
+    "Exp": "m_exp({0})",
+    "FMod": "m_fmod({0}, {1})",
+    "Floor": "m_floor({0})",
+    "Gelu": "({t})0.5 * {0} * (1 + m_erf({0} * ({t})0.70710678118654752))",
+    "GeluTanh": "({t})0.5 * {0} * (1 + m_tanh(({t})0.79788456080286536 * "
+    "({0} + ({t})0.044715 * {0} * {0} * {0})))",
+    "Greater": "{0} > {1}",
+    "GreaterOrEqual": "{0} >= {1}",
+    "HardSigmoid": "m_max(({t})0, m_min(({t})1, {1} * {0} + {2}))",
+    "HardSwish": "{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
+    "IsInf": "!is_nan({0}) && is_nan({0} - {0}) && "
+    "(({0} < 0 && {1} != 0) || ({0} > 0 && {2} != 0))",
+    "IsNaN": "is_nan({0})",
+    "LeakyRelu": "{0} < 0 ? {1} * {0} : {0}",
+    "Less": "{0} < {1}",
+    "LessOrEqual": "{0} <= {1}",
+    "Log": "m_log({0})",
+    "Max": "m_max({0}, {1})",
+    "Min": "m_min({0}, {1})",
+    "Mish": "{0} * m_tanh(m_softplus({0}))",
+    "Mod": "m_mod({0}, {1})",
+    "Mul": "{0} * {1}",
+    "Neg": "-{0}",
+    "Not": "!{0}",
+    "Or": "{0} || {1}",
+    "PRelu": "{0} < 0 ? {1} * {0} : {0}",
+    "Pow": "m_pow({0}, {1})",
+    "QuickGelu": "{0} * m_sigmoid({1} * {0})",
+    "Reciprocal": "1 / {0}",
+    "Relu": "{0} < 0 ? ({t})0 : {0}",
+    "Round": "m_rint({0})",
+    "Selu": "{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
+    "ShiftLeft": "{1} < 8 * sizeof({t}) ? {0} << {1} : 0",
+    "ShiftRight": "{1} < 8 * sizeof({t}) ? {0} >> {1} : 0",
+    "Shrink": "{0} < -{2} ? {0} + {1} : {0} > {2} ? {0} - {1} : ({t})0",
+    "Sigmoid": "m_sigmoid({0})",
+    "Sign": "is_nan({0}) ? {0} : ({t})(({0} > 0) - ({0} < 0))",
+    "Silu": "{0} * m_sigmoid({0})",
+    "Sin": "m_sin({0})",
+    "Sinh": "m_sinh({0})",
+    "Softplus": "m_softplus({0})",
+    "Softsign": "{0} / (1 + m_abs({0}))",
+    "Sqrt": "m_sqrt({0})",
+    "Square": "{0} * {0}",
+    "Sub": "{0} - {1}",
+    "Swish": "{0} * m_sigmoid({1} * {0})",
+    "Tan": "m_tan({0})",
+    "Tanh": "m_tanh({0})",
+    "ThresholdedRelu": "{0} > {1} ? {0} : ({t})0",
+    "Where": "{0} ? {1} : {2}",
+    "Xor": "{0} != {1}",
+}
+ATTRIBUTES: dict[str, tuple[tuple[str, float], ...]] = {
+    "Celu": (("alpha", 1.0),),
+    "Elu": (("alpha", 1.0),),
+    "HardSigmoid": (("alpha", 0.2), ("beta", 0.5)),
+    "IsInf": (("detect_negative", 1), ("detect_positive", 1)),
+    "LeakyRelu": (("alpha", 0.01),),
+    "QuickGelu": (("alpha", 1.702),),
+    "Selu": (("alpha", 1.6732631921768188), ("gamma", 1.0507010221481323)),
+    "Shrink": (("bias", 0.0), ("lambd", 0.5)),
+    "Swish": (("alpha", 1.0),),
+    "ThresholdedRelu": (("alpha", 1.0),),
+}
+COMPARES = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN")
+
+
+@dataclass(frozen=True)
+class Step:
+    """value = TABLE[name](args), computed in the arithmetic type of `dtype`."""
+
+    name: str
+    dtype: str
+    args: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Values are numbered: loads (the Call's reads), then `scalars` (C type, value), then `steps`.
+
+    `stores[i]` is the value that the Call's write `i` receives, converted to that tensor's dtype.
+    """
+
+    loads: int
+    scalars: tuple[tuple[str, float], ...]
+    steps: tuple[Step, ...]
+    stores: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The steps' names in order, for listings."""
+        return "+".join(step.name for step in self.steps) or "Copy"
+
+
+def compute_type(dtype: str) -> str:
+    """C type of arithmetic on `dtype`: the 16-bit floats compute in float."""
+    return "float" if dtype in ("float16", "bfloat16") else STORAGE[dtype]
+
+
+# ---- layout and text ----------------------------------------------------------------------------
+
+
+def collapse(
+    shape: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Drop axes of size 1 and merge neighbours that every operand walks as one."""
+    axes = [k for k, d in enumerate(shape) if d != 1]
+    dims: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for k in axes:
+        d = shape[k]
+        if dims and all(m[-1] == s[k] * d for m, s in zip(merged, strides, strict=True)):
+            dims[-1] *= d
+            for m, s in zip(merged, strides, strict=True):
+                m[-1] = s[k]
+        else:
+            dims.append(d)
+            for m, s in zip(merged, strides, strict=True):
+                m.append(s[k])
+    if not dims:
+        return [1], [[0] for _ in strides]
+    return dims, merged
+
+
+def vector_width(dims: Sequence[int], tensors: Sequence[Tensor], strides: list[list[int]]) -> int:
+    """Elements a thread handles: 16-byte accesses wherever the layout allows them."""
+    width = 16 // max(ITEMSIZE[t.dtype] for t in tensors)
+    unit = [s[-1] == 1 for s in strides]
+    if not any(unit):
+        return 1
+    while width > 1:
+        aligned = all(
+            not u or (t.offset % width == 0 and all(x % width == 0 for x in s[:-1]))
+            for u, t, s in zip(unit, tensors, strides, strict=True)
+        )
+        # one flat axis may end inside a vector: its tail is masked
+        if aligned and (len(dims) == 1 or dims[-1] % width == 0):
+            break
+        width //= 2
+    return width
+
+
+def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Launch:
+    """The generated kernel of an expression over views of one iteration space."""
+    tensors = [*reads, *writes]
+    shape = writes[0].shape
+    dims, strides = collapse(shape, [t.strides for t in tensors])
+    width = vector_width(dims, tensors, strides)
+    wide = prod(shape) >= 2**31 - THREADS * 16 or any(t.wide for t in tensors)
+    index = "i64" if wide else "int"
+    rank = len(dims)
+    names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
+    parameters, args = [], []
+    for name, tensor in zip(names, tensors, strict=True):
+        const = "const " if name[0] == "a" else ""
+        parameters.append(f"{const}{STORAGE[tensor.dtype]}* {name}")
+        args.append(Ptr(name))
+    numbers: list[Arg] = []
+    for i, (ctype, value) in enumerate(expression.scalars):
+        parameters.append(f"{SCALAR[ctype]} s{i}")
+        numbers.append(Num(ctype, value))
+    kind = "i64" if wide else "i32"
+    parameters.append(f"{index} n")
+    numbers.append(Num(kind, prod(dims)))
+    for k in range(1, rank):
+        parameters.append(f"{index} d{k}")
+        numbers.append(Num(kind, dims[k]))
+    body: list[str] = []
+    if rank > 1:
+        body.append(f"{index} r = i;")
+        for k in reversed(range(1, rank)):
+            body.append(f"const {index} c{k} = r % d{k}; r /= d{k};")
+        body.append(f"const {index} c0 = r;")
+    tail = rank == 1 and dims[0] % width != 0
+    for name, s, tensor in zip(names, strides, tensors, strict=True):
+        terms = []
+        for k in range(rank):
+            if s[k] == 0:
+                continue
+            coordinate = "i" if rank == 1 else f"c{k}"
+            if s[k] == 1:
+                terms.append(coordinate)
+            else:
+                parameters.append(f"{index} {name}_{k}")
+                numbers.append(Num(kind, s[k]))
+                terms.append(f"{coordinate} * {name}_{k}")
+        where = " + ".join([name, *terms])
+        vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
+        step = {0: "0", 1: "v"}.get(s[-1], f"v * {name}_{rank - 1}")
+        if name[0] == "y":
+            body.append(f"{STORAGE[tensor.dtype]}* const {name}p = {where}; {vec} {name}v;")
+        elif width > 1 and s[-1] == 1:
+            part = f"load_part<{width}>({where}, n - i)"
+            full = f"load<{width}>({where})"
+            body.append(
+                f"const {vec} {name}v = {f'i + {width} <= n ? {full} : {part}' if tail else full};"
+            )
+        else:
+            guard = f" && (v == 0 || i + v < n)" if tail and s[-1] else ""
+            body.append(
+                f"{vec} {name}v = {{}}; for (int v = 0; v < {width}; v++) "
+                f"if (true{guard}) {name}v.at[v] = ({where})[{step}];"
+            )
+    body.append(f"#pragma unroll\n    for (int v = 0; v < {width}; v++) {{")
+    values = [f"x{i}" for i in range(expression.loads)]
+    values += [f"s{i}" for i in range(len(expression.scalars))]
+    for i in range(expression.loads):
+        body.append(f"    const auto x{i} = widen(a{i}v.at[v]);")
+    for i, instruction in enumerate(expression.steps):
+        ctype = compute_type(instruction.dtype)
+        operands = [values[a] for a in instruction.args]
+        text = TABLE[instruction.name].format(*operands, t=ctype)
+        body.append(f"    const {ctype} t{i} = ({ctype})({text});")
+        values.append(f"t{i}")
+    for i, source in enumerate(expression.stores):
+        dtype = writes[i].dtype
+        text = f"({compute_type(dtype)})({values[source]})"
+        if dtype in ("float16", "bfloat16"):
+            text = f"from_float<{STORAGE[dtype]}>({text})"
+        body.append(f"    y{i}v.at[v] = {text};")
+    body.append("}")
+    for i, s in enumerate(strides[len(reads) :]):
+        if s[-1] == 1 and width > 1:
+            full = f"store(y{i}p, y{i}v);"
+            part = f"if (i + {width} <= n) {full} else store_part(y{i}p, y{i}v, n - i);"
+            body.append(part if tail else full)
+        else:
+            step = "v" if s[-1] == 1 else "0" if s[-1] == 0 else f"v * y{i}_{rank - 1}"
+            guard = "if (i + v < n) " if tail else ""
+            body.append(f"for (int v = 0; v < {width}; v++) {guard}y{i}p[{step}] = y{i}v.at[v];")
+    lines = "\n    ".join(body)
+    source = (
+        f'#include "pointwise/math.cuh"\n'
+        f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
+        f"    {', '.join(parameters)}) {{\n"
+        f"    const {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n"
+        f"    if (i >= n) return;\n    {lines}\n}}\n"
+    )
+    blocks = -(-prod(dims) // (width * THREADS))
+    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), (*args, *numbers))
+
+
+SCALAR = {"f32": "float", "f64": "double", "i64": "i64", "i32": "int", "u32": "u32"}
+
+
+def call_of(
+    expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor], nodes: Sequence[str]
+) -> Call:
+    """The Call of an expression; its launch is made last, by `finish`."""
+    return Call(
+        expression.name,
+        tuple(nodes),
+        (),
+        tuple((f"a{i}", t) for i, t in enumerate(reads)),
+        tuple((f"y{i}", t) for i, t in enumerate(writes)),
+        expression=expression,
+    )
+
+
+def finish(call: Call) -> Call:
+    """The call with its launch, and the pairs of operands that may share memory."""
+    from dataclasses import replace
+
+    assert call.expression is not None
+    reads, writes = [t for _, t in call.reads], [t for _, t in call.writes]
+    pairs = [
+        (w, r)
+        for w, y in call.writes
+        for r, x in call.reads
+        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
+    ]
+    moved = sum(t.nbytes for t in (*reads, *writes))
+    launches = (launch_of(call.expression, reads, writes),) if prod(writes[0].shape) else ()
+    flops = len(call.expression.steps) * prod(writes[0].shape)
+    return replace(call, launches=launches, inplace=tuple(pairs), flops=flops, bytes=moved)
+
+
+# ---- lowering -----------------------------------------------------------------------------------
+
+
+class Code:
+    """Collects one Expression: `load`, `scalar` and `step` return operands for later steps."""
+
+    def __init__(self) -> None:
+        self.reads: list[Tensor] = []
+        self.scalars: list[tuple[str, float]] = []
+        self.steps: list[tuple[str, str, tuple[tuple[str, int], ...]]] = []
+
+    def load(self, tensor: Tensor) -> tuple[str, int]:
+        """An operand read from memory; `tensor` is a view of the iteration space."""
+        if tensor not in self.reads:
+            self.reads.append(tensor)
+        return "load", self.reads.index(tensor)
+
+    def scalar(self, value: Any, dtype: str) -> tuple[str, int]:
+        """A number known at lowering, passed as an argument of the kernel."""
+        kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
+        kind = kind or ("f32" if dtype in FLOATS else "i32")
+        self.scalars.append((kind, float(value) if kind[0] == "f" else int(value)))
+        return "scalar", len(self.scalars) - 1
+
+    def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
+        """TABLE[name](args)."""
+        self.steps.append((name, dtype, args))
+        return "step", len(self.steps) - 1
+
+    def expression(self, *stores: tuple[str, int]) -> Expression:
+        """The Expression that stores these operands."""
+        first = {"load": 0, "scalar": len(self.reads)}
+        first["step"] = first["scalar"] + len(self.scalars)
+
+        def number(ref: tuple[str, int]) -> int:
+            return first[ref[0]] + ref[1]
+
+        steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)
+        return Expression(len(self.reads), tuple(self.scalars), steps, tuple(map(number, stores)))
+
+
+def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int]) -> Any:
+    """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
+    array = ctx.host(node, i)
+    if array is not None and array.size == 1:
+        dtype = array.dtype.name
+        return code.scalar(array.reshape(-1)[0], dtype), dtype
+    tensor = ctx.view(node, i)
+    return code.load(tensor.expand(shape)), tensor.dtype
+
+
+def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
+    """The shape that all given inputs broadcast to."""
+    shapes = []
+    for i in range(len(node.inputs)):
+        if ctx.has(node, i):
+            array = ctx.host(node, i)
+            shapes.append(array.shape if array is not None else ctx.view(node, i).shape)
+    return tuple(int(d) for d in np.broadcast_shapes(*shapes))
+
+
+def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
+    """Append the call that stores `value` to `y`."""
+    call = call_of(code.expression(value), code.reads, [y], [ctx.label(node)])
+    ctx.append(call)
+
+
+def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
+    """y[...] = x[...] for views of one shape."""
+    code = Code()
+    emit(ctx, code, node, code.load(x.expand(y.shape)), y)
+
+
+def cast_step(dtype: str) -> str:
+    """Name of the step that rounds to `dtype`."""
+    special = {"bool": "CastBool", "float16": "CastFloat16", "bfloat16": "CastBFloat16"}
+    return special.get(dtype, "Cast")
+
+
+def _simple(name: str) -> Lowering:
+    def lower(ctx: Context, node: ir.Node) -> str | None:
+        code, shape = Code(), broadcast(ctx, node)
+        args, dtypes = [], []
+        for i in range(len(node.inputs)):
+            arg, dtype = operand(ctx, code, node, i, shape)
+            args.append(arg)
+            dtypes.append(dtype)
+        dtype = dtypes[1] if name == "Where" else dtypes[0]
+        step = name
+        if name == "Mod" and ctx.attr(node, "fmod", 0):
+            step = "FMod"
+        if name == "Gelu" and ctx.attr(node, "approximate", "none") == "tanh":
+            step = "GeluTanh"
+        if name == "BitShift":
+            step = "ShiftLeft" if ctx.attr(node, "direction") == "LEFT" else "ShiftRight"
+        if name == "Pow":
+            power = ctx.host(node, 1)
+            known = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else None
+            if known in (2.0, 0.5) and dtype in FLOATS:
+                code = Code()
+                step, args = ("Square" if known == 2 else "Sqrt"), args[:1]
+                args = [operand(ctx, code, node, 0, shape)[0]]
+            elif dtypes[1] != dtype:
+                # a fractional exponent of an integer base: in double, then truncated
+                inner = "float64" if dtype not in FLOATS else dtype
+                args = [code.step("Cast", inner, a) for a in args]
+                raised = code.step("Pow", inner, *args)
+                y = ctx.output(node, 0, shape, dtype)
+                emit(ctx, code, node, code.step("Cast", dtype, raised), y)
+                return None
+        for attribute, default in ATTRIBUTES.get(name, ()):
+            value = ctx.attr(node, attribute, default)
+            kind = dtype if name != "IsInf" else "int32"
+            args.append(code.scalar(value, kind))
+        result = "bool" if name in COMPARES else dtype
+        compute = result
+        y = ctx.output(node, 0, shape, result)
+        emit(ctx, code, node, code.step(step, compute, *args), y)
+        return None
+
+    return lower
+
+
+def _fold(name: str) -> Lowering:
+    """Max, Min, Sum, Mean of any number of inputs."""
+
+    def lower(ctx: Context, node: ir.Node) -> str | None:
+        code, shape = Code(), broadcast(ctx, node)
+        value, dtype = operand(ctx, code, node, 0, shape)
+        step = "Add" if name in ("Sum", "Mean") else name
+        for i in range(1, len(node.inputs)):
+            value = code.step(step, dtype, value, operand(ctx, code, node, i, shape)[0])
+        if name == "Mean":
+            value = code.step("Div", dtype, value, code.scalar(len(node.inputs), dtype))
+        y = ctx.output(node, 0, shape, dtype)
+        emit(ctx, code, node, value, y)
+        return None
+
+    return lower
+
+
+def clip(ctx: Context, node: ir.Node) -> str | None:
+    """y = min(max, max(min, x)); either bound may be absent."""
+    x = ctx.view(node, 0)
+    code = Code()
+    value = code.load(x)
+    for i, step in ((1, "ClipMin"), (2, "ClipMax")):
+        if ctx.has(node, i):
+            bound, _ = operand(ctx, code, node, i, x.shape)
+            value = code.step(step, x.dtype, value, bound)
+    y = ctx.output(node, 0, x.shape, x.dtype)
+    emit(ctx, code, node, value, y)
+    return None
+
+
+def cast(ctx: Context, node: ir.Node) -> str | None:
+    """Cast, CastLike."""
+    x = ctx.view(node, 0)
+    if node.op_type == "Cast":
+        dtype = dtype_name(ir.DataType(ctx.attr(node, "to")))
+    else:
+        like = ctx.host(node, 1)
+        dtype = like.dtype.name if like is not None else ctx.view(node, 1).dtype
+    if dtype not in STORAGE or x.dtype not in STORAGE:
+        return f"no cast from {x.dtype} to {dtype}"
+    if dtype == x.dtype:
+        ctx.alias(node, 0, x)
+        return None
+    code = Code()
+    y = ctx.output(node, 0, x.shape, dtype)
+    emit(ctx, code, node, code.step(cast_step(dtype), dtype, code.load(x)), y)
+    return None
+
+
+def dtype_name(dtype: ir.DataType) -> str:
+    """problem.ITEMSIZE's name of an ONNX element type; the lower-case ONNX name elsewhere."""
+    try:
+        return str(dtype.numpy().name)
+    except TypeError:
+        return dtype.name.lower()
+
+
+def identity(ctx: Context, node: ir.Node) -> str | None:
+    """Identity and Dropout's first output outside training."""
+    ctx.alias(node, 0, ctx.view(node, 0))
+    return None
+
+
+_FOLDS = ("Max", "Min", "Sum", "Mean")
+_OTHER = ("Identity", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod", *_FOLDS)
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", name): _simple(name)
+    for name in (*TABLE, "BitShift")
+    if name not in _OTHER and not name.startswith(("CastF", "CastB", "Shift"))
+} | {
+    **{("", name): _fold(name) for name in _FOLDS},
+    ("", "Identity"): identity,
+    ("", "Cast"): cast,
+    ("", "CastLike"): cast,
+    ("", "Clip"): clip,
+}
+for _name in ("QuickGelu", "Silu"):
+    LOWERINGS[FUSE, _name] = LOWERINGS.pop(("", _name))
