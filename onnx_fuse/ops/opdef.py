@@ -51,13 +51,23 @@ class OpDef:
         )
         proto.name = self.op_type(exposed)
         proto.output.extend(exposed)
-        wanted = set(proto.output) | {name for node in proto.node for name in node.input}
-        for node in proto.node:
-            # A trailing output nobody reads makes onnxruntime compute it (LayerNormalization's
-            # Mean) or skip its own fusions.
-            while len(node.output) > 1 and node.output[-1] not in wanted:
-                del node.output[-1]
+        _prune(proto)
         return ir.serde.deserialize_function(proto)
+
+
+def _prune(proto: onnx.FunctionProto) -> None:
+    """Drop what the outputs do not need: onnxruntime would compute it, or skip its own fusions."""
+    wanted, kept = set(proto.output), []
+    for node in reversed(proto.node):
+        if not wanted.intersection(node.output):
+            continue
+        while len(node.output) > 1 and node.output[-1] not in wanted:
+            del node.output[-1]
+        wanted.update(node.input)
+        kept.append(node)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+    del proto.node[:]
+    proto.node.extend(nodes)
 
 
 OPS: dict[tuple[str, str], OpDef] = {}

@@ -1,0 +1,92 @@
+"""Graph optimization: `optimize` runs the pipeline over a model in place and reports what it did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.ir import FUSE, infer_shapes
+from onnx_fuse.ops.fused import RULES
+from onnx_fuse.ops.rewrite import Refusal, Rewriter, nodes_in_order
+from onnx_fuse.passes.canonicalize import canonicalize, clean, fold_batch_norm, tidy_layout
+
+LEVELS = {
+    0: "canonicalize: constants folded, norms and activations in one form",
+    1: "exact fusions",
+    2: "and merged products, tidy layout (default)",
+    3: "and rewrites that round differently",
+}
+FOLD_BATCH_NORM = "FoldBatchNorm"
+FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1} | {rule.name: rule.level for rule in RULES}
+"""Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
+
+
+@dataclass
+class Report:
+    """What `optimize` did: counts by fused op, near misses with reasons, and remarks."""
+
+    fusions: dict[str, int] = field(default_factory=dict)
+    not_fused: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    before: Counter[str] = field(default_factory=Counter)
+    after: Counter[str] = field(default_factory=Counter)
+
+
+def op_counts(model: ir.Model) -> Counter[str]:
+    """Nodes by operator, subgraphs included; Constant nodes are data, not operations."""
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return Counter(
+        f"{n.domain}.{n.op_type}" if n.domain and n.domain != FUSE else n.op_type
+        for n in nodes
+        if n.op_type != "Constant"
+    )
+
+
+def optimize(
+    model: ir.Model,
+    *,
+    level: int = 2,
+    fuse: Collection[str] = (),
+    skip: Collection[str] = (),
+    training: bool = False,
+) -> Report:
+    """Optimize `model` in place up to `level` (see LEVELS).
+
+    `fuse` turns fusions on whatever the level, `skip` turns them off (names: FUSIONS). With
+    `training` every float initializer stays recoverable: nothing is folded away.
+    """
+    for name in (*fuse, *skip):
+        if name not in FUSIONS:
+            raise UsageError(f"there is no fusion '{name}'; there are {', '.join(sorted(FUSIONS))}")
+    if level not in LEVELS:
+        raise UsageError(f"there is no level {level}; there are 0 to {max(LEVELS)}")
+
+    def wanted(name: str, lowest: int) -> bool:
+        return name not in skip and (lowest <= level or name in fuse)
+
+    rw = Rewriter(model, training=training)
+    report = Report(before=op_counts(model))
+    canonicalize(model, training=training)
+    infer_shapes(model)
+    if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(model)):
+        rw.fusions[FOLD_BATCH_NORM] = folded
+        infer_shapes(model)
+    for rule in RULES:
+        if not wanted(rule.name, rule.level) or (training and not rule.training):
+            continue
+        changed = [rule.apply(rw, node) for node in nodes_in_order(model.graph, rule.anchors)]
+        if any(changed):
+            clean(model)
+            infer_shapes(model)
+    if level >= 2:
+        tidy_layout(model)
+    clean(model)
+    infer_shapes(model)
+    report.fusions = {name: count for name, count in sorted(rw.fusions.items()) if count}
+    report.not_fused, report.notes = rw.refusals, rw.notes
+    report.after = op_counts(model)
+    return report

@@ -1,0 +1,21 @@
+"""The fused operators: a module a family, each with bodies, recognition and gradient together."""
+
+from __future__ import annotations
+
+from onnx_fuse.ops.fused import activations, conv, gemm, loss, norm, sdpa
+from onnx_fuse.ops.rewrite import Rule
+
+RULES: tuple[Rule, ...] = (
+    *activations.RULES,
+    *norm.CANONICAL,
+    *conv.RULES,
+    *loss.RULES,
+    *sdpa.RULES,
+    gemm.FUSE_GEMM,
+    gemm.MERGE,
+    gemm.KEEP,
+    norm.SKIP,
+    gemm.FOLD_AFFINE,
+)
+"""All rewrite rules in the order they run: canonical forms first, what a Gemm takes over before what
+is left to a residual add."""

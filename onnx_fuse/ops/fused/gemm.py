@@ -1,0 +1,406 @@
+"""Gemm, LayerNormGemm and RMSNormGemm, each with every activation; and their merging.
+
+    y = act(z),  z = N(x) · w + c,   x [..., K], w [K, N], c broadcastable to [..., N]
+with N the identity, LayerNormalization(x, scale, bias) or RMSNormalization(x, scale) over the last
+axis. MatMul + Add is the body, so leading axes stay as they are, dynamic ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE, Builder, const_array
+from onnx_fuse.ops.fused.activations import (
+    ACTIVATION_OPS,
+    ACTIVATIONS,
+    Activation,
+    activation_of,
+    signature,
+)
+from onnx_fuse.ops.fused.norm import (
+    EPSILON,
+    LAYER_NORM_TEXT,
+    RMS_TEXT,
+    STASH,
+    Norm,
+    canonical_norm,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    copy_onto,
+    dim,
+    is_constant,
+    is_float,
+    is_initializer,
+    label,
+    only_use,
+    other,
+    rank,
+    scalar,
+    through_row_views,
+    users,
+)
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """What stands before the product: its inputs, attributes, and body text that computes `n`."""
+
+    inputs: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    text: str = ""
+    saves: tuple[str, ...] = ()
+
+
+PROLOGUES = {
+    "": Prologue(),
+    "LayerNorm": Prologue(
+        ("scale", "bias"),
+        (EPSILON,),
+        LAYER_NORM_TEXT.format(n="n", x="x"),
+        ("mean", "rstd"),
+    ),
+    "RMSNorm": Prologue(
+        ("scale",), (EPSILON, STASH), RMS_TEXT + "  n = Mul (nx, scale)\n", ("rstd",)
+    ),
+}
+
+
+def _define(prefix: str, activation: Activation | None) -> OpDef:
+    prologue = PROLOGUES[prefix]
+    name = f"{prefix}Gemm{activation.name if activation else ''}"
+    inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
+    tail = activation.forward if activation else ""
+    head = signature(*prologue.attributes, activation.attributes if activation else "")
+    return OpDef(
+        name,
+        FUSE,
+        body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
+        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n"
+        f"  {'z' if activation else 'y'} = Add (m, c)\n{tail}}}",
+        saves=prologue.saves + (("z",) if activation else ()),
+    )
+
+
+register(*(_define(p, a) for p in PROLOGUES for a in (None, *ACTIVATIONS.values())))
+
+
+# ---- recognition -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A product with a rank-2 weight, and all that can be fused around it."""
+
+    x: ir.Value
+    w: ir.Value
+    transposed: bool
+    c: ir.Value | None
+    nodes: tuple[ir.Node, ...]
+    norm: Norm | None = None
+    views: tuple[ir.Node, ...] = ()
+    activation: Activation | None = None
+    attributes: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def output(self) -> ir.Value:
+        return self.nodes[-1].outputs[0]
+
+
+def _product(rw: Rewriter, node: ir.Node) -> _Site | None:
+    x, w = node.inputs[0], node.inputs[1]
+    if x is None or w is None or node.domain or not is_float(node.outputs[0]):
+        return None
+    if node.op_type == "MatMul":
+        usable = rank(w) == 2 and (rank(x) or 0) >= 2
+        return _Site(x, w, False, None, (node,)) if usable else None
+    if attribute(node, "transA", 0) != 0:
+        rw.refuse("Gemm", [node], "transA=1: the left operand is transposed")
+        return None
+    scaled = [k for k in ("alpha", "beta") if attribute(node, k, 1.0) != 1.0]
+    c = node.inputs[2] if len(node.inputs) > 2 else None
+    if "alpha" in scaled or ("beta" in scaled and c is not None):
+        rw.refuse("Gemm", [node], f"{' and '.join(scaled)} other than 1")
+        return None
+    return _Site(x, w, attribute(node, "transB", 0) == 1, c, (node,))
+
+
+def _with_bias(rw: Rewriter, site: _Site) -> _Site:
+    """Take in an Add whose other operand is a bias: scalar, per column (N) or per row (M)."""
+    add = only_use(site.output)
+    if site.c is not None or add is None or add.op_type != "Add" or add.domain:
+        return site
+    c, size = other(add, site.output), rank(site.output)
+    width = dim(site.output, -1)
+    if c is None or size is None or width is None or (rank(c) or 0) > size:
+        return site
+    shape = [dim(c, i) for i in range(rank(c) or 0)]
+    column = all(d == 1 for d in shape[:-1]) and (not shape or shape[-1] in (1, width))
+    row = bool(shape) and shape[-1] == 1 and is_constant(c)
+    if rank(c) is None or not (column or row):
+        return site  # a residual or another full tensor: not a bias
+    return replace(site, c=c, nodes=(*site.nodes, add))
+
+
+def _with_activation(rw: Rewriter, site: _Site) -> _Site:
+    z = site.output
+    near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
+    if not near:
+        return site
+    if only_use(z) is None:
+        count = len(users(z)) - 1 + z.is_graph_output()
+        reason = f"its input '{z.name}' has {count} other reader(s)"
+        rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
+        return site
+    found = activation_of(near[0])
+    assert found is not None
+    row, attributes = found
+    return replace(
+        site,
+        activation=row,
+        attributes=tuple(attributes.items()),
+        nodes=(*site.nodes, near[0]),
+    )
+
+
+def _with_norm(rw: Rewriter, site: _Site) -> _Site:
+    below, views = through_row_views(site.x)
+    node = below.producer() if below is not None else None
+    norm = canonical_norm(node)
+    if node is None or below is not node.outputs[0]:
+        return site
+    if norm is None:
+        if node.op_type == "LayerNormalization":
+            axis = attribute(node, "axis", -1)
+            rw.refuse("LayerNormGemm", [node, site.nodes[0]], f"it normalizes from axis {axis} on")
+        return site
+    if norm.x.dtype != site.w.dtype or any(a.dtype != site.w.dtype for a in norm.affine):
+        rw.refuse("LayerNormGemm", [node, site.nodes[0]], "norm and weight differ in dtype")
+        return site
+    return replace(site, norm=norm, views=tuple(views))
+
+
+def _fuse(rw: Rewriter, node: ir.Node) -> bool:
+    site = _product(rw, node)
+    if site is None:
+        _explain_dynamic_weight(rw, node)
+        return False
+    site = _with_norm(rw, _with_activation(rw, _with_bias(rw, site)))
+    plain = site.norm is None and site.activation is None
+    if plain and (site.c is None or node.op_type == "Gemm"):
+        return False
+    op = Builder()
+    x, prefix = site.x, ""
+    inputs: list[ir.Value] = []
+    attributes: dict[str, float | int] = dict(site.attributes)
+    if site.norm is not None:
+        x, prefix = copy_onto(op, site.views, site.norm.x), site.norm.kind
+        inputs, attributes = list(site.norm.affine), {**site.norm.attributes, **attributes}
+    w = site.w
+    if site.transposed:
+        w = rw.pack([w], [1, 0], None, f"{w.name}.T") if is_initializer(w) else op.Transpose(w)
+    c = site.c if site.c is not None else rw.zeros(site.output)
+    name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
+    y = op.node(name, [x, *inputs, w, c], domain=FUSE, **attributes)
+    rw.fusions[name] += 1
+    return rw.replace(site.nodes[-1], op, [site.output], [y])
+
+
+def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:
+    if node.op_type == "MatMul" and canonical_norm(_producer_below(node.inputs[0])):
+        norm = _producer_below(node.inputs[0])
+        assert norm is not None
+        reason = f"the right operand has rank {rank(node.inputs[1])}, not a weight's 2"
+        rw.refuse("LayerNormGemm", [norm, node], reason)
+
+
+def _producer_below(value: ir.Value | None) -> ir.Node | None:
+    below, _ = through_row_views(value)
+    return below.producer() if below is not None else None
+
+
+# ---- merging ---------------------------------------------------------------------------------
+
+
+def _parts(node: ir.Node) -> tuple[str, str, Sequence[ir.Value], ir.Value, ir.Value | None] | None:
+    """(prologue, activation, prologue inputs with x first, w, c) of a fused Gemm or a MatMul."""
+    if node.op_type == "MatMul" and not node.domain:
+        x, w = node.inputs[0], node.inputs[1]
+        return ("", "", [x], w, None) if x is not None and w is not None else None
+    prefix, found, act = node.op_type.partition("Gemm")
+    if node.domain != FUSE or not found or prefix not in PROLOGUES or "_" in act:
+        return None
+    if act and act not in ACTIVATIONS:
+        return None
+    *head, w, c = [v for v in node.inputs if v is not None]
+    return prefix, act, head, w, c
+
+
+def _merge(rw: Rewriter, node: ir.Node) -> bool:
+    """One wider product for all that read the same input through the same norm, then Split."""
+    parts = _parts(node)
+    if parts is None:
+        return False
+    norms = {k: v.value for k, v in node.attributes.items() if k in ("epsilon", "stash_type")}
+
+    def mergeable(peer: ir.Node) -> bool:
+        theirs = _parts(peer)
+        if theirs is None or theirs[0] != parts[0] or peer.graph is not node.graph:
+            return False
+        same = all(a is b for a, b in zip(theirs[2], parts[2], strict=True))
+        w, c = theirs[3:]
+        column = c is None or scalar(c) == 0 or (is_initializer(c) and rank(c) == 1)
+        eps = {k: v.value for k, v in peer.attributes.items() if k in norms}
+        full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
+        return same and is_initializer(w) and rank(w) == 2 and column and full and eps == norms
+
+    family = [n for n in users(parts[2][0]) if mergeable(n)]
+    if len(family) < 2 or family[0] is not node or len({n.inputs[-2] for n in family}) == 1:
+        return False
+    weights, biases, widths = [], [], []
+    for peer in family:
+        *_, w, c = _parts(peer) or ()
+        if not isinstance(w, ir.Value) or _packed_many(w) or (c is not None and _packed_many(c)):
+            return False
+        weights.append(w)
+        biases.append(c)
+        widths.append(dim(w, 1) or 0)
+    if len(set(weights)) < len(weights) or 0 in widths:
+        return False
+    op = Builder()
+    stem = "+".join(str(w.name) for w in weights)
+    w = rw.pack(weights, None, 1, stem)
+    signatures = {
+        (n.op_type, tuple(sorted((k, v.value) for k, v in n.attributes.items()))) for n in family
+    }
+    act = parts[1] if len(signatures) == 1 else ""
+    if all(c is None for c in biases):
+        y = op.MatMul(parts[2][0], w)
+        name = "MatMul"
+    else:
+        c = _merged_bias(rw, biases, widths, weights[0], stem)
+        name = f"{parts[0]}Gemm{act}"
+        kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
+        y = op.node(name, [*parts[2], w, c], domain=FUSE, **kept)
+    y.dtype = node.outputs[0].dtype
+    pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
+    results = []
+    for peer, piece in zip(family, pieces, strict=True):
+        peer_act = (_parts(peer) or ("", ""))[1]
+        piece.dtype, piece.shape = peer.outputs[0].dtype, peer.outputs[0].shape
+        if peer_act and not act:
+            row = ACTIVATIONS[peer_act]
+            kept = {k: v.value for k, v in peer.attributes.items() if k not in norms}
+            piece = op.node(row.op_type, [piece], domain=row.domain, **dict(row.fixed), **kept)
+        results.append(piece)
+    rw.fusions["MergedGemm"] += 1
+    rw.notes.append(f"merged into one {name}: {', '.join(label(n) for n in family)}")
+    first = min(family, key=list(node.graph or ()).index)
+    rw.replace(first, op, [n.outputs[0] for n in family], results)
+    for peer in family:
+        if not peer.outputs[0].uses() and peer.graph is not None:
+            peer.graph.remove(peer, safe=True)
+    return True
+
+
+def _packed_many(value: ir.Value) -> bool:
+    return '"axis": null' not in value.metadata_props.get("onnx_fuse.packed", '"axis": null')
+
+
+def _merged_bias(
+    rw: Rewriter,
+    biases: Sequence[ir.Value | None],
+    widths: Sequence[int],
+    like: ir.Value,
+    stem: str,
+) -> ir.Value:
+    """The biases end to end; absent ones are zeros."""
+    if all(c is None or scalar(c) == 0 for c in biases):
+        return rw.zeros(like)
+    parts = [
+        c if c is not None and rank(c) == 1 else rw.zeros(like, n)
+        for c, n in zip(biases, widths, strict=True)
+    ]
+    return rw.pack(parts, None, 0, f"{stem}.bias")
+
+
+# ---- the norm's other readers ----------------------------------------------------------------
+
+
+def _keep(rw: Rewriter, node: ir.Node) -> bool:
+    """A norm that a fused Gemm has taken over but others still read becomes its second output.
+
+    Writing n once costs M·K elements; keeping the norm as a node would read x and write n. A norm
+    read by fused Gemms alone is recomputed in each (no byte more) and is gone before this rule.
+    """
+    norm = canonical_norm(node)
+    if norm is None or (not users(node.outputs[0]) and not node.outputs[0].is_graph_output()):
+        return False
+    for peer in users(norm.x):
+        prefix, found, act = peer.op_type.partition("Gemm")
+        if peer.domain != FUSE or not found or prefix != norm.kind or "_" in act:
+            continue
+        *head, w, c = peer.inputs
+        mine = {k: v.value for k, v in peer.attributes.items() if k in norm.attributes}
+        if tuple(head) != (norm.x, *norm.affine) or mine != norm.attributes:
+            continue
+        if not (is_constant(w) and is_constant(c)) or peer.graph is not node.graph:
+            continue  # moving it before its weight's producer could close a cycle
+        op = Builder()
+        y, n = op.node(
+            f"{peer.op_type}_n",
+            peer.inputs,
+            outputs=2,
+            domain=FUSE,
+            **{k: v.value for k, v in peer.attributes.items()},
+        )
+        rw.fusions[f"{peer.op_type}_n"] += 1
+        rw.fusions[peer.op_type] -= 1
+        readers = len(users(node.outputs[0])) + node.outputs[0].is_graph_output()
+        rw.notes.append(
+            f"{label(node)}: kept as a second output of {label(peer)} for {readers} other reader(s); "
+            "recomputing it would read its input once more"
+        )
+        return rw.replace(node, op, [node.outputs[0], peer.outputs[0]], [n, y])
+    return False
+
+
+def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
+    """LN(x; gamma, beta)·W + c = LN(x; 1, 0)·(gamma ⊙ W) + (beta·W + c): rounds W once more."""
+    parts = _parts(node)
+    if parts is None or not parts[0] or parts[4] is None:
+        return False
+    prefix, _, head, w, c = parts
+    arrays = [const_array(v) for v in (*head[1:], w, c)]
+    if any(a is None for a in arrays) or not all(map(is_initializer, (*head[1:], w))):
+        return False
+    scale, *bias, weight, shift = [np.asarray(a, np.float64) for a in arrays]
+    if np.all(scale == 1) and not any(np.any(b) for b in bias):
+        return False
+    dtype = (w.dtype or ir.DataType.FLOAT).numpy()
+    width = scale.shape[0]
+    ones = rw.initializer(f"onex{np.dtype(dtype).name}x{width}", np.ones(width, dtype))
+    folded = rw.initializer(f"{w.name}.folded", (scale[:, None] * weight).astype(dtype))
+    inputs = [head[0], ones, *([rw.zeros(w, width)] if bias else []), folded]
+    inputs.append(
+        rw.initializer(f"{w.name}.shift", (bias[0] @ weight + shift).astype(dtype)) if bias else c
+    )
+    for i, value in enumerate(inputs):
+        node.replace_input_with(i, value)
+    rw.fusions["FoldAffine"] += 1
+    return True
+
+
+_NORMS = ("LayerNormalization", "RMSNormalization")
+_FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))
+FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
+MERGE = Rule("MergedGemm", 2, _FAMILY, _merge)
+KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep)
+FOLD_AFFINE = Rule("FoldAffine", 3, _FAMILY, _fold_affine, training=False)

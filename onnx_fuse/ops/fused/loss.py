@@ -1,0 +1,46 @@
+"""Softmax, log and negative log likelihood written apart, into one SoftmaxCrossEntropyLoss."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnx_fuse.ir import Builder
+from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, made_by, only_use, rank, users
+
+
+def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:
+    softmax = made_by(log.inputs[0], "Softmax")
+    if softmax is None or only_use(softmax.outputs[0]) is None or log.domain:
+        return False
+    op = Builder()
+    y = op.LogSoftmax(softmax.inputs[0], axis=attribute(softmax, "axis", -1))
+    rw.fusions["LogSoftmax"] += 1
+    return rw.replace(log, op, [log.outputs[0]], [y])
+
+
+def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
+    log_softmax = made_by(nll.inputs[0], "LogSoftmax")
+    if log_softmax is None:
+        return False
+    log_p = log_softmax.outputs[0]
+    if attribute(log_softmax, "axis", -1) not in (1, 1 - (rank(log_p) or 0)):
+        return rw.refuse(
+            "SoftmaxCrossEntropyLoss",
+            [log_softmax, nll],
+            "LogSoftmax is not along the class axis 1",
+        )
+    kept = {name: value.value for name, value in nll.attributes.items()}
+    op = Builder()
+    shared = len(users(log_p)) > 1 or log_p.is_graph_output()
+    inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
+    outputs = op.node("SoftmaxCrossEntropyLoss", inputs, outputs=2 if shared else 1, **kept)
+    rw.fusions["SoftmaxCrossEntropyLoss"] += 1
+    if shared:
+        return rw.replace(nll, op, [log_p, nll.outputs[0]], [outputs[1], outputs[0]])
+    return rw.replace(nll, op, [nll.outputs[0]], [outputs])
+
+
+RULES = (
+    Rule("SoftmaxCrossEntropyLoss", 1, ("Log",), _log_softmax),
+    Rule("SoftmaxCrossEntropyLoss", 1, ("NegativeLogLikelihoodLoss",), _cross_entropy),
+)

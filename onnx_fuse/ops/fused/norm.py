@@ -1,0 +1,312 @@
+"""LayerNormalization and RMSNormalization from every form exporters write; residual add + norm.
+
+In the canonical graph a norm over the last axis is either ai.onnx LayerNormalization with scale and
+bias and axis -1, or `onnx_fuse.RMSNormalization` (ai.onnx has one from opset 23 only):
+    RMSNormalization(x, scale) = x / sqrt(mean(x²) + epsilon) * scale
+    SkipLayerNorm(x, residual, scale, bias) = LayerNormalization(s, scale, bias), s = x + residual
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    dim,
+    ints,
+    is_constant,
+    is_float,
+    made_by,
+    only_use,
+    other,
+    rank,
+    scalar,
+    users,
+)
+
+EPSILON = "epsilon: float = 1e-05"
+STASH = "stash_type: int = 1"
+
+# Pow, Div and Mul in this order are what onnxruntime's own SimplifiedLayerNormalization fusion finds.
+RMS_TEXT = """  xs = Cast <to: int = @stash_type> (x)
+  two_f = Constant <value_float: float = 2.0> ()
+  two = CastLike (two_f, xs)
+  sq = Pow (xs, two)
+  axes = Constant <value_ints: ints = [-1]> ()
+  ms = ReduceMean <keepdims: int = 1> (sq, axes)
+  eps_f = Constant <value_float: float = @epsilon> ()
+  eps = CastLike (eps_f, xs)
+  v = Add (ms, eps)
+  std = Sqrt (v)
+  rstd = Reciprocal (std)
+  ns = Div (xs, std)
+  nx = CastLike (ns, x)
+"""
+LAYER_NORM_TEXT = (
+    "  {n}, mean, rstd = LayerNormalization <axis: int = -1, epsilon: float = @epsilon> "
+    "({x}, scale, bias)\n"
+)
+
+register(
+    OpDef(
+        "RMSNormalization",
+        FUSE,
+        body=f"RMSNormalization <{EPSILON}, {STASH}> (x, scale) => (y) {{\n"
+        f"{RMS_TEXT}  y = Mul (nx, scale)\n}}",
+        saves=("rstd",),
+    ),
+    OpDef(
+        "SkipLayerNorm",
+        FUSE,
+        body=f"SkipLayerNorm <{EPSILON}> (x, residual, scale, bias) => (y, s) {{\n"
+        f"  s = Add (x, residual)\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
+        saves=("mean", "rstd"),
+    ),
+    OpDef(
+        "SkipRMSNorm",
+        FUSE,
+        body=f"SkipRMSNorm <{EPSILON}, {STASH}> (x, residual, scale) => (y, s) {{\n"
+        "  s = Add (x, residual)\n"
+        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = Mul (nx, scale)\n}}",
+        saves=("rstd",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A canonical norm node over the last axis, taken apart."""
+
+    node: ir.Node
+    kind: str  # "LayerNorm" or "RMSNorm": the prefix of the fused ops
+    x: ir.Value
+    affine: tuple[ir.Value, ...]  # (scale, bias) or (scale,)
+    attributes: dict[str, float | int]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for two norms that compute the same."""
+        return (self.kind, self.x, self.affine, tuple(sorted(self.attributes.items())))
+
+
+def canonical_norm(node: ir.Node | None) -> Norm | None:
+    """The parts of a node that `RULES` has brought to canonical form, else None."""
+    if node is None:
+        return None
+    epsilon = attribute(node, "epsilon", 1e-5)
+    assert isinstance(epsilon, float)
+    x, *affine = node.inputs
+    bound = [v for v in (x, *affine) if v is not None]
+    match node.domain, node.op_type:
+        case "", "LayerNormalization":
+            canonical = (
+                attribute(node, "axis", -1) == -1 and len(bound) == 3 and rank(bound[1]) == 1
+            )
+            if not canonical or attribute(node, "stash_type", 1) != 1:
+                return None
+            return Norm(node, "LayerNorm", bound[0], tuple(bound[1:]), {"epsilon": epsilon})
+        case "onnx_fuse", "RMSNormalization":
+            stash = attribute(node, "stash_type", 1)
+            assert isinstance(stash, int)
+            attributes: dict[str, float | int] = {"epsilon": epsilon, "stash_type": stash}
+            return Norm(node, "RMSNorm", bound[0], tuple(bound[1:]), attributes)
+    return None
+
+
+# ---- canonicalization ------------------------------------------------------------------------
+
+
+def _native(rw: Rewriter, node: ir.Node) -> bool:
+    """Node forms: bias bound, axis -1, no outputs nobody reads."""
+    x, scale = node.inputs[0], node.inputs[1]
+    size = rank(x)
+    axis = attribute(node, "axis", -1)
+    last = axis == -1 or (size is not None and axis == size - 1)
+    if not last or node.domain or rank(scale) != 1 or x is None or scale is None:
+        return False
+    if node.op_type == "RMSNormalization":
+        op = Builder()
+        y = op.RMSNormalization(
+            x,
+            scale,
+            domain=FUSE,
+            epsilon=attribute(node, "epsilon", 1e-5),
+            stash_type=attribute(node, "stash_type", 1),
+        )
+        return rw.replace(node, op, [node.outputs[0]], [y])
+    changed = False
+    while len(node.outputs) > 1 and not users(node.outputs[-1]):
+        if node.outputs[-1].is_graph_output():
+            break
+        node.resize_outputs(len(node.outputs) - 1)
+        changed = True
+    width = dim(scale, 0)
+    if (len(node.inputs) < 3 or node.inputs[2] is None) and width is not None:
+        # onnxruntime dies of a function whose LayerNormalization has no bias (1.22 to 1.31).
+        node.resize_inputs(3)
+        node.replace_input_with(2, rw.zeros(scale, width))
+        changed = True
+    if axis != -1:
+        node.attributes["axis"] = ir.AttrInt64("axis", -1)
+        changed = True
+    return changed
+
+
+def _bare(value: ir.Value | None) -> ir.Value | None:
+    """`value` before any casts between float types."""
+    while (node := made_by(value, "Cast", "Identity")) is not None and is_float(node.inputs[0]):
+        value = node.inputs[0]
+    return value
+
+
+def _mean(value: ir.Value | None) -> ir.Value | None:
+    """What `value` is the last-axis mean of."""
+    node = made_by(_bare(value), "ReduceMean")
+    if node is None or attribute(node, "keepdims", 1) != 1 or len(node.inputs) < 2:
+        return None
+    axes, size = ints(node.inputs[1]), rank(node.inputs[0])
+    last = axes in ([-1], [size - 1] if size is not None else None)
+    return node.inputs[0] if last else None
+
+
+def _square(value: ir.Value | None) -> ir.Value | None:
+    """What `value` is the square of."""
+    node = made_by(_bare(value), "Mul", "Pow")
+    if node is None:
+        return None
+    a, b = node.inputs[0], node.inputs[1]
+    squared = _bare(a) is _bare(b) if node.op_type == "Mul" else scalar(b) == 2.0
+    return a if squared else None
+
+
+def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
+    """From sqrt(mean(d²) + epsilon): d = x - mean(x) makes a LayerNorm, d = x an RMSNorm."""
+    if node.op_type == "Pow" and scalar(node.inputs[1]) not in (0.5, -0.5):
+        return False
+    add = made_by(node.inputs[0], "Add")
+    epsilon = next((e for v in add.inputs if (e := scalar(v)) is not None), None) if add else None
+    if add is None or epsilon is None:
+        return False
+    variance = add.inputs[0] if scalar(add.inputs[1]) is not None else add.inputs[1]
+    deviation = _square(_mean(variance))
+    if deviation is None:
+        return False
+    sub = made_by(_bare(deviation), "Sub")
+    centred = sub is not None and _bare(_mean(sub.inputs[1])) is _bare(sub.inputs[0])
+    x = sub.inputs[0] if sub is not None and centred else deviation
+    inverse = node.op_type == "Pow" and scalar(node.inputs[1]) == -0.5
+    found = _normalized(node.outputs[0], _bare(deviation), inverse)
+    if found is None:
+        return False
+    return _build(rw, found, x, epsilon, centred)
+
+
+def _normalized(root: ir.Value, deviation: ir.Value | None, inverse: bool) -> ir.Value | None:
+    """d / std in either spelling, from std (or 1/std) upward."""
+    values = [(root, inverse)]
+    while values:
+        value, inverted = values.pop()
+        for user in users(value):
+            a, b = (user.inputs[0], user.inputs[1]) if len(user.inputs) == 2 else (None, None)
+            match user.op_type:
+                case "Cast" | "Identity":
+                    values.append((user.outputs[0], inverted))
+                case "Reciprocal" if not inverted:
+                    values.append((user.outputs[0], True))
+                case "Div" if not inverted and b is value:
+                    if _bare(a) is deviation:
+                        return user.outputs[0]
+                    if scalar(a) == 1.0:
+                        values.append((user.outputs[0], True))
+                case "Mul" if inverted and _bare(other(user, value)) is deviation:
+                    return user.outputs[0]
+    return None
+
+
+def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value, ir.Value] | None:
+    """(result, operand) when the only use of `value` is a Mul or Add by a vector of the row."""
+    node = only_use(value)
+    if node is None or node.domain or node.op_type != op_type:
+        return None
+    operand = other(node, value)
+    if operand is None or rank(operand) not in (0, 1) or not is_constant(operand):
+        return None
+    if rank(operand) == 1 and dim(operand, 0) not in (width, 1):
+        return None
+    return (node.outputs[0], operand) if width is not None and rank(operand) == 1 else None
+
+
+def _build(rw: Rewriter, n: ir.Value, x: ir.Value | None, epsilon: float, centred: bool) -> bool:
+    width = dim(x, -1)
+    if x is None or width is None:
+        return False
+    last, casts = n, only_use(n)
+    if casts is not None and casts.op_type == "Cast" and is_float(casts.outputs[0]):
+        # Cast back before the affine: the norm computes in float32 and answers in the input's type.
+        bare = _bare(x)
+        if bare is not None and casts.outputs[0].dtype == bare.dtype and bare.dtype != n.dtype:
+            last, x = casts.outputs[0], bare
+    scale = _affine(last, "Mul", width)
+    last = scale[0] if scale else last
+    shift = _affine(last, "Add", width) if centred and (scale or dim(x, -1)) else None
+    last = shift[0] if shift else last
+    dtype = last.dtype
+    if x.dtype != dtype:
+        bare = _bare(x)
+        if bare is None or bare.dtype != dtype:
+            return False
+        x = bare
+    assert dtype is not None
+    weight = (
+        scale[1]
+        if scale
+        else rw.initializer(
+            f"onex{np.dtype(dtype.numpy()).name}x{width}", np.ones(width, dtype.numpy())
+        )
+    )
+    op = Builder()
+    if centred:
+        bias = shift[1] if shift else rw.zeros(last, width)
+        y = op.LayerNormalization(x, weight, bias, axis=-1, epsilon=epsilon)
+    else:
+        stash = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+        y = op.RMSNormalization(x, weight, domain=FUSE, epsilon=epsilon, stash_type=int(stash))
+    producer = last.producer()
+    assert producer is not None
+    return rw.replace(producer, op, [last], [y])
+
+
+# ---- fusion ----------------------------------------------------------------------------------
+
+
+def _skip(rw: Rewriter, node: ir.Node) -> bool:
+    """Residual add + norm, where no Gemm has taken the norm over."""
+    norm = canonical_norm(node)
+    add = made_by(norm.x, "Add") if norm else None
+    if norm is None or add is None or len(node.outputs) > 1:
+        return False
+    a, b = add.inputs[0], add.inputs[1]
+    if a is None or b is None or rank(a) != rank(b) or is_constant(a) or is_constant(b):
+        return False
+    for i in range(rank(a) or 0):
+        if dim(a, i) != dim(b, i) and dim(a, i) is not None and dim(b, i) is not None:
+            return rw.refuse("SkipLayerNorm", [add, node], "the residual is broadcast")
+    op = Builder()
+    name = f"Skip{norm.kind}"
+    y, s = op.node(name, [a, b, *norm.affine], outputs=2, domain=FUSE, **norm.attributes)
+    rw.fusions[name] += 1
+    return rw.replace(add, op, [add.outputs[0], node.outputs[0]], [s, y])
+
+
+CANONICAL = (
+    Rule("Norm", 0, ("LayerNormalization", "RMSNormalization"), _native),
+    Rule("Norm", 0, ("Sqrt", "Pow"), _decomposed),
+)
+SKIP = Rule("SkipLayerNorm", 1, ("LayerNormalization", "RMSNormalization"), _skip)

@@ -1,0 +1,403 @@
+"""Scaled dot-product attention: Sdpa and its relatives, one body each from one template.
+
+    y = softmax(scale · q kᵀ + mask) v,  q [B, H, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]
+Sdpa has no mask, SdpaMask an additive one broadcastable to [B, H, S, T], SdpaMaskGuard gives 0 where
+a whole row is -inf (the Softmax, IsNaN, Where ending of exporters), SdpaCausal keeps j <= i.
+Grouped… is the same with H a multiple of Hkv: query head h reads key head h // (H / Hkv).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    dim,
+    is_float,
+    made_by,
+    only_use,
+    rank,
+    scalar,
+    users,
+)
+
+LOWEST = -3.4028234663852886e38
+KINDS = ("", "Mask", "MaskGuard", "Causal")
+
+
+def _body(grouped: bool, kind: str) -> str:
+    name = f"{'Grouped' if grouped else ''}Sdpa{kind}"
+    masked = kind.startswith("Mask")
+    lines = [
+        f"{name} <scale: float = 1.0> (q, k, v{', mask' if masked else ''}) => (y) {{",
+        "scale_f = Constant <value_float: float = @scale> ()",
+        "a = CastLike (scale_f, q)",
+        "qa = Mul (q, a)",
+        "kt = Transpose <perm: ints = [0, 1, 3, 2]> (k)",
+    ]
+    if grouped:
+        lines += [
+            "minus1 = Constant <value_ints: ints = [-1]> ()",
+            "axis2 = Constant <value_ints: ints = [2]> ()",
+            "batch = Shape <start: int = 0, end: int = 1> (q)",
+            "heads = Shape <start: int = 1, end: int = 2> (k)",
+            "sd = Shape <start: int = 2, end: int = 4> (q)",
+            "q5_shape = Concat <axis: int = 0> (batch, heads, minus1, sd)",
+            "q5 = Reshape (qa, q5_shape)",
+            "kt5 = Unsqueeze (kt, axis2)",
+            "v5 = Unsqueeze (v, axis2)",
+            "s5 = MatMul (q5, kt5)",
+            "bhs = Shape <start: int = 0, end: int = 3> (q)",
+            "rows = Concat <axis: int = 0> (bhs, minus1)",
+            "s = Reshape (s5, rows)",
+        ]
+    else:
+        lines += ["s = MatMul (qa, kt)"]
+    logits = "s"
+    if kind == "Causal":
+        lines += [
+            "q_rows = Shape <start: int = 2, end: int = 3> (q)",
+            "k_rows = Shape <start: int = 2, end: int = 3> (k)",
+            "square = Concat <axis: int = 0> (q_rows, k_rows)",
+            "ones = ConstantOfShape <value: tensor = float[1] {1.0}> (square)",
+            "lower = Trilu <upper: int = 0> (ones)",
+            "keep = Cast <to: int = 9> (lower)",
+            f"low_f = Constant <value_float: float = {LOWEST!r}> ()",
+            "low = CastLike (low_f, s)",
+            "zm = Where (keep, s, low)",
+        ]
+        logits = "zm"
+    elif masked:
+        lines += ["zm = Add (s, mask)"]
+        logits = "zm"
+    weights = "p" if kind != "MaskGuard" else "pn"
+    lines += [f"{weights} = Softmax <axis: int = -1> ({logits})"]
+    if kind == "MaskGuard":
+        lines += [
+            "nan = IsNaN (pn)",
+            "zero_f = Constant <value_float: float = 0.0> ()",
+            "zero = CastLike (zero_f, pn)",
+            "p = Where (nan, zero, pn)",
+        ]
+    if grouped:
+        lines += [
+            "st = Shape <start: int = 2, end: int = 4> (p)",
+            "p5_shape = Concat <axis: int = 0> (batch, heads, minus1, st)",
+            "p5 = Reshape (p, p5_shape)",
+            "y5 = MatMul (p5, v5)",
+            "y = Reshape (y5, rows)",
+        ]
+    else:
+        lines += ["y = MatMul (p, v)"]
+    return "\n  ".join(lines) + "\n}"
+
+
+register(
+    *(
+        OpDef(f"{'Grouped' if g else ''}Sdpa{kind}", FUSE, body=_body(g, kind))
+        for g, kind in product((False, True), KINDS)
+    )
+)
+
+
+# ---- recognition -----------------------------------------------------------------------------
+
+
+@dataclass
+class _Scores:
+    """softmax's input taken apart: scale · left · right + masks."""
+
+    product: ir.Node
+    scale: float = 1.0
+    masks: list[ir.Value] = field(default_factory=list)
+    conditions: list[tuple[ir.Value, bool, float]] = field(default_factory=list)
+    """(condition, fill where it holds, fill)."""
+
+
+def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
+    """Climb from softmax to the product; a reason where something known stands in the way."""
+    node = value.producer() if value is not None else None
+    if node is None or node.domain or depth == 0:
+        return None
+    a = node.inputs[0] if node.inputs else None
+    b = node.inputs[1] if len(node.inputs) > 1 else None
+    match node.op_type:
+        case "MatMul":
+            return _Scores(node)
+        case "Identity":
+            return _scores(a, depth - 1)
+        case "Cast" if is_float(a) and a is not None and a.dtype == node.outputs[0].dtype:
+            return _scores(a, depth - 1)
+        case "Mul" | "Div":
+            inner, factor = _scores(a, depth - 1), scalar(b)
+            if inner is None and node.op_type == "Mul":
+                inner, factor = _scores(b, depth - 1), scalar(a)
+            if not isinstance(inner, _Scores) or not factor:
+                return inner if isinstance(inner, str) else None
+            if inner.masks or inner.conditions:
+                return "the mask is added before the scale"
+            inner.scale *= factor if node.op_type == "Mul" else 1 / factor
+            return inner
+        case "Add":
+            for scores, mask in ((a, b), (b, a)):
+                inner = _scores(scores, depth - 1)
+                if isinstance(inner, _Scores) and mask is not None:
+                    inner.masks.append(mask)
+                    return inner
+                if isinstance(inner, str):
+                    return inner
+            return None
+        case "Where":
+            for scores, fill, holds in ((b, node.inputs[2], False), (node.inputs[2], b, True)):
+                inner, number = _scores(scores, depth - 1), scalar(fill)
+                if not isinstance(inner, _Scores) or number is None:
+                    continue
+                # A sum with so low a number is that number, as the Where's result is; a mild fill
+                # (-1e4 in fp16 exports) is not the same as adding it.
+                low = -1e9 if node.outputs[0].dtype != ir.DataType.FLOAT16 else -6e4
+                if number > low or a is None:
+                    return f"masked by Where with {number}, which is no sum"
+                inner.conditions.append((a, holds, number))
+                return inner
+            return None
+    return None
+
+
+def _peel(value: ir.Value) -> tuple[ir.Value, float]:
+    """Constant factors off an operand."""
+    factor = 1.0
+    while (node := made_by(value, "Mul", "Div", "Identity")) is not None:
+        a = node.inputs[0]
+        if a is None:
+            break
+        if node.op_type == "Identity":
+            value = a
+            continue
+        b = node.inputs[1]
+        number, rest = scalar(b), a
+        if number is None and node.op_type == "Mul":
+            number, rest = scalar(a), b
+        if not number or rest is None:
+            break
+        factor *= number if node.op_type == "Mul" else 1 / number
+        value = rest
+    return value, factor
+
+
+def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
+    """k [.., T, D] of a product's right operand kᵀ [.., D, T], and the constant taken off it."""
+    right, outer = _peel(right)
+    size = rank(right) or 4
+    swap = [*range(size - 2), size - 1, size - 2]
+    node = made_by(right, "Transpose")
+    perm = attribute(node, "perm") if node is not None else None
+    if node is None or not isinstance(perm, Sequence) or node.inputs[0] is None:
+        return _transposed(op, right, swap), outer
+    composed = [perm[i] for i in swap]
+    source, inner = _peel(node.inputs[0])
+    if composed == list(range(size)):
+        return source, outer * inner
+    return _transposed(op, source, composed), outer * inner
+
+
+def _transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
+    y: ir.Value = op.Transpose(x, perm=list(perm))
+    y.dtype = x.dtype
+    if x.shape is not None:
+        y.shape = ir.Shape([x.shape[p] for p in perm])
+    return y
+
+
+def _ungrouped(value: ir.Value) -> ir.Value | None:
+    """The [B, Hkv, T, D] behind a head repetition: Reshape(Expand(Unsqueeze(k, 2)))."""
+    reshape = made_by(value, "Reshape")
+    expand = made_by(reshape.inputs[0], "Expand") if reshape else None
+    unsqueeze = made_by(expand.inputs[0], "Unsqueeze", "Reshape") if expand else None
+    source = unsqueeze.inputs[0] if unsqueeze else None
+    if unsqueeze is None or source is None or rank(source) != 4 or rank(value) != 4:
+        return None
+    heads, groups = dim(value, 1), dim(source, 1)
+    middle = unsqueeze.outputs[0]
+    if rank(middle) != 5 or dim(middle, 2) != 1 or dim(middle, 1) != groups:
+        return None
+    return source if heads and groups and heads % groups == 0 else None
+
+
+def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
+    size = rank(softmax.outputs[0])
+    if attribute(softmax, "axis", -1) not in (-1, (size or 0) - 1):
+        return False
+    found = _scores(softmax.inputs[0])
+    if found is None:
+        return False
+    if isinstance(found, str):
+        return rw.refuse("Sdpa", [softmax], found)
+    if size not in (3, 4):
+        return rw.refuse("Sdpa", [found.product, softmax], f"scores of rank {size}")
+    last, guarded, reason = _ending(softmax)
+    if last is None:
+        return rw.refuse("Sdpa", [found.product, softmax], reason)
+    left, right = found.product.inputs[0], found.product.inputs[1]
+    v = last.inputs[1]
+    if left is None or right is None or v is None or rank(left) != size or rank(right) != size:
+        return rw.refuse("Sdpa", [found.product, softmax], "operands of differing rank")
+    op = Builder()
+    q, q_scale = _peel(left)
+    k, k_scale = _key(op, right)
+    grouped = False
+    if size == 4:
+        k_group, v_group = _ungrouped(k), _ungrouped(v)
+        if k_group is not None and v_group is not None:
+            k, v, grouped = k_group, v_group, True
+    mask = _mask(op, rw, found, size)
+    if size == 3:
+        q, k, v = (op.Unsqueeze(t, op.constant([1])) for t in (q, k, v))
+    kind = "" if mask is None else "MaskGuard" if guarded else "Mask"
+    scale = found.scale * q_scale * k_scale
+    y = _emit(op, rw, f"{'Grouped' if grouped else ''}Sdpa{kind}", q, k, v, mask, scale)
+    if size == 3:
+        y = op.Squeeze(y, op.constant([1]))
+    return rw.replace(last, op, [last.outputs[0]], [y])
+
+
+def _emit(
+    op: Builder,
+    rw: Rewriter,
+    name: str,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    mask: ir.Value | None,
+    scale: float,
+) -> ir.Value:
+    rw.fusions[name] += 1
+    inputs = [q, k, v] if mask is None else [q, k, v, mask]
+    y: ir.Value = op.node(name, inputs, domain=FUSE, scale=scale)
+    y.dtype = q.dtype
+    return y
+
+
+def _ending(softmax: ir.Node) -> tuple[ir.Node | None, bool, str]:
+    """(the product with v, whether NaN rows become 0, why there is none)."""
+    p, guarded = softmax.outputs[0], False
+    while True:
+        readers = users(p)
+        tests = [n for n in readers if n.op_type == "IsNaN"]
+        wheres = [n for n in readers if n.op_type == "Where"]
+        if len(tests) == 1 and len(wheres) == 1 and len(readers) == 2:
+            where = wheres[0]
+            ours = where.inputs[0] is tests[0].outputs[0] and where.inputs[2] is p
+            if not ours or scalar(where.inputs[1]) != 0 or only_use(tests[0].outputs[0]) is None:
+                return None, False, "a Where on the weights that is no NaN guard"
+            p, guarded = where.outputs[0], True
+            continue
+        node = only_use(p)
+        if node is None:
+            return (
+                None,
+                False,
+                f"the weights '{p.name}' have {len(readers)} readers or are an output",
+            )
+        if node.op_type in ("Identity", "Cast") and node.outputs[0].dtype == p.dtype:
+            p = node.outputs[0]
+            continue
+        if node.op_type == "Dropout" and len(node.inputs) < 3:
+            p = node.outputs[0]
+            continue
+        if node.op_type != "MatMul" or node.inputs[0] is not p:
+            return None, False, f"the weights go into {node.op_type}, not into a product with v"
+        return node, guarded, ""
+
+
+def _mask(op: Builder, rw: Rewriter, found: _Scores, size: int) -> ir.Value | None:
+    """All additive masks and Where conditions as one additive mask of rank 4 or less."""
+    like = found.product.outputs[0]
+    total: ir.Value | None = None
+    terms = list(found.masks)
+    dtype = (like.dtype or ir.DataType.FLOAT).numpy()
+    for condition, holds, fill in found.conditions:
+        low = rw.initializer(f"low{np.dtype(dtype).name}x{fill:g}", np.asarray(fill, dtype))
+        branches = (low, rw.zeros(like)) if holds else (rw.zeros(like), low)
+        term = op.Where(condition, *branches)
+        term.dtype, term.shape = like.dtype, condition.shape
+        terms.append(term)
+    for term in terms:
+        if size == 3 and rank(term) == 3:
+            term = op.Unsqueeze(term, op.constant([1]))
+        total = term if total is None else op.Add(total, term)
+        total.dtype = like.dtype
+    return total
+
+
+def _attention(rw: Rewriter, node: ir.Node) -> bool:
+    """The ai.onnx Attention node (opset 23 and later), where Sdpa says the same."""
+    bound = [v for v in node.inputs[:3] if v is not None]
+    if node.domain or len(bound) < 3:
+        return False
+    q, k, v = bound
+    optional = [*node.inputs[3:], None, None, None, None]
+    mask = optional[0]
+    causal = attribute(node, "is_causal", 0) == 1
+    problems = {
+        "it has past keys and values": any(x is not None for x in optional[1:3]),
+        "it has a padding-length input": optional[3] is not None,
+        "softcap": attribute(node, "softcap", 0.0) != 0.0,
+        "more than one output is used": any(
+            o.uses() or o.is_graph_output() for o in node.outputs[1:]
+        ),
+        "a mask and is_causal together": causal and mask is not None,
+        "inputs of unknown or mixed rank": len({rank(t) for t in bound}) != 1 or rank(q) is None,
+        "softmax_precision": attribute(node, "softmax_precision") not in (None, 1),
+    }
+    for reason, stands in problems.items():
+        if stands:
+            return rw.refuse("Sdpa", [node], reason)
+    op = Builder()
+    flat = rank(q) == 3
+    heads, groups = attribute(node, "q_num_heads"), attribute(node, "kv_num_heads")
+    if flat:
+        assert isinstance(heads, int)
+        assert isinstance(groups, int)
+        q, k, v = (_split_heads(op, t, n) for t, n in ((q, heads), (k, groups), (v, groups)))
+    else:
+        heads, groups = dim(q, 1), dim(k, 1)
+    if heads is None or groups is None or dim(q, -1) is None:
+        return rw.refuse("Sdpa", [node], "head count or head size is not static")
+    scale = attribute(node, "scale")
+    if not isinstance(scale, float) or scale == 0.0:
+        scale = 1 / math.sqrt(dim(q, -1) or 1)
+    if mask is not None and mask.dtype == ir.DataType.BOOL:
+        dtype = (q.dtype or ir.DataType.FLOAT).numpy()
+        low = rw.initializer(
+            f"lowest{np.dtype(dtype).name}", np.asarray(np.finfo(dtype).min, dtype)
+        )
+        shape, mask = mask.shape, op.Where(mask, rw.zeros(q), low)
+        mask.dtype, mask.shape = q.dtype, shape
+    kind = "Causal" if causal else "" if mask is None else "Mask"
+    name = f"{'Grouped' if heads != groups else ''}Sdpa{kind}"
+    y = _emit(op, rw, name, q, k, v, mask, scale)
+    if flat:
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
+    return rw.replace(node, op, [node.outputs[0]], [y])
+
+
+def _split_heads(op: Builder, x: ir.Value, heads: int) -> ir.Value:
+    width = dim(x, -1)
+    rows = op.Reshape(x, op.constant([0, 0, heads, -1]))
+    rows.dtype = x.dtype
+    if x.shape is not None and width is not None:
+        rows.shape = ir.Shape([x.shape[0], x.shape[1], heads, width // heads])
+    return _transposed(op, rows, [0, 2, 1, 3])
+
+
+RULES = (Rule("Sdpa", 1, ("Softmax",), _fuse), Rule("Sdpa", 1, ("Attention",), _attention))
