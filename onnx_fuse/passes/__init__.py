@@ -10,9 +10,16 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir import FUSE, infer_shapes
+from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import Refusal, Rewriter, nodes_in_order
-from onnx_fuse.passes.canonicalize import canonicalize, clean, fold_batch_norm, tidy_layout
+from onnx_fuse.passes.canonicalize import (
+    canonicalize,
+    clean,
+    fold_batch_norm,
+    shape_of_source,
+    tidy_layout,
+)
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -23,6 +30,9 @@ LEVELS = {
 FOLD_BATCH_NORM = "FoldBatchNorm"
 FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1} | {rule.name: rule.level for rule in RULES}
 """Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
+
+
+_CANONICAL = ("RMSNormalization", "Silu", "QuickGelu")  # forms of one op, nothing fused
 
 
 @dataclass
@@ -40,10 +50,18 @@ def op_counts(model: ir.Model) -> Counter[str]:
     """Nodes by operator, subgraphs included; Constant nodes are data, not operations."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     return Counter(
-        f"{n.domain}.{n.op_type}" if n.domain and n.domain != FUSE else n.op_type
+        f"{n.domain}.{n.op_type}" if n.domain else n.op_type
         for n in nodes
         if n.op_type != "Constant"
     )
+
+
+def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
+    """Fused ops in the result, and the rewrites that leave none of their own."""
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    counts = Counter(n.op_type for n in nodes if n.domain == FUSE and n.op_type not in _CANONICAL)
+    counts.update({k: v for k, v in rw.fusions.items() if (FUSE, k.split("_")[0]) not in OPS})
+    return dict(sorted(counts.items()))
 
 
 def optimize(
@@ -80,13 +98,14 @@ def optimize(
             continue
         changed = [rule.apply(rw, node) for node in nodes_in_order(model.graph, rule.anchors)]
         if any(changed):
+            shape_of_source(model)
             clean(model)
             infer_shapes(model)
     if level >= 2:
         tidy_layout(model)
     clean(model)
     infer_shapes(model)
-    report.fusions = {name: count for name, count in sorted(rw.fusions.items()) if count}
+    report.fusions = _fused(model, rw)
     report.not_fused, report.notes = rw.refusals, rw.notes
     report.after = op_counts(model)
     return report

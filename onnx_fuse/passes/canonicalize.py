@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.ops.rewrite import attribute, is_float
+from onnx_fuse.ir import const_array
+from onnx_fuse.ops.rewrite import attribute, is_float, rank, scalar, users
 
 FOLD_LIMIT = (
     1 << 16
@@ -42,20 +44,63 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
     )
     _lift_constants(model)
     common_passes.IdentityEliminationPass()(model)
-    no_ops = [
-        *(r for rule in (rules.mul_by_1_rule, rules.add_0_rule) for r in rule.commute()),
-        rules.sub_0_rule,
-        rules.div_by_1_rule,
-        rules.dropout_zero_rule,
-        rules.dropout_inference_rule,
-        rules.no_op_cast_rule,
-        rules.no_op_transpose_rule,
-        rules.no_op_expand_rule,
-        rules.unsqueeze_unsqueeze_rule,
-    ]
-    RewriteRuleSet(no_ops).apply_to_model(model)
+    RewriteRuleSet(
+        [
+            rules.no_op_cast_rule,
+            rules.no_op_transpose_rule,
+            rules.no_op_expand_rule,
+            rules.unsqueeze_unsqueeze_rule,
+        ]
+    ).apply_to_model(model)
+    _drop_no_ops(model)
     common_passes.CommonSubexpressionEliminationPass()(model)
     clean(model)
+
+
+# x + 0, x - 0, x * 1, x / 1, by the position of the constant and its value. onnxscript has rules for
+# these, but they compare with a tolerance: to them BERT's epsilon of 1e-12 is zero (onnxscript 0.7.2).
+_NEUTRAL = {"Add": (0, 1, 0.0), "Sub": (1, 1, 0.0), "Mul": (0, 1, 1.0), "Div": (1, 1, 1.0)}
+
+
+def _drop_no_ops(model: ir.Model) -> None:
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.domain or not node.outputs or node.outputs[0].is_graph_output():
+            continue
+        kept: ir.Value | None = None
+        if node.op_type in _NEUTRAL:
+            first, last, neutral = _NEUTRAL[node.op_type]
+            for i in range(first, last + 1):
+                x = node.inputs[1 - i]
+                if scalar(node.inputs[i]) == neutral and (rank(x) or 0) >= (
+                    rank(node.inputs[i]) or 0
+                ):
+                    kept = x
+        elif node.op_type == "Dropout" and not (len(node.outputs) > 1 and users(node.outputs[1])):
+            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else np.False_
+            if mode is not None and not mode.any():
+                kept = node.inputs[0]
+        if kept is not None and kept.dtype == node.outputs[0].dtype:
+            node.outputs[0].replace_all_uses_with(kept)
+
+
+_KEEPS_SHAPE = frozenset(
+    "LayerNormalization RMSNormalization Softmax LogSoftmax Relu Gelu Erf Tanh Sigmoid Sqrt Exp Neg Abs "
+    "Cast Silu QuickGelu Identity Not Reciprocal Clip LeakyRelu Elu".split()
+)
+
+
+def shape_of_source(model: ir.Model) -> None:
+    """Shape(f(x)) = Shape(x) where f keeps shapes: a Shape must not count as a norm's reader."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        while node.op_type == "Shape" and (x := node.inputs[0]) is not None:
+            producer = x.producer()
+            if (
+                producer is None
+                or producer.op_type not in _KEEPS_SHAPE
+                or producer.graph is not node.graph
+            ):
+                break
+            node.replace_input_with(0, producer.inputs[0])
 
 
 def _lift_constants(model: ir.Model) -> None:

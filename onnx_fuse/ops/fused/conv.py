@@ -68,7 +68,6 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         group=attribute(conv, "group", 1),
         **attributes,
     )
-    rw.fusions[f"Conv{row.name}"] += 1
     return rw.replace(near, op, [near.outputs[0]], [y])
 
 

@@ -108,6 +108,7 @@ class _Site:
     views: tuple[ir.Node, ...] = ()
     activation: Activation | None = None
     attributes: tuple[tuple[str, float], ...] = ()
+    after: tuple[ir.Node, ...] = ()  # views between the sum and its activation
 
     @property
     def output(self) -> ir.Value:
@@ -149,12 +150,23 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
     return replace(site, c=c, nodes=(*site.nodes, add))
 
 
+def _only_reader(value: ir.Value) -> ir.Node | None:
+    """The one node that reads the numbers of `value`: Shape nodes will do with any like it."""
+    readers = [n for n in users(value) if n.op_type != "Shape"]
+    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+
+
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
-    z = site.output
+    # An activation is elementwise: it may as well run before a Reshape or Transpose behind the Gemm.
+    after: list[ir.Node] = []
+    while (view := _only_reader(z := after[-1].outputs[0] if after else site.output)) is not None:
+        if view.domain or view.op_type not in _MOVES or view.inputs[0] is not z:
+            break
+        after.append(view)
     near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
     if not near:
         return site
-    if only_use(z) is None:
+    if _only_reader(z) is None:
         count = len(users(z)) - 1 + z.is_graph_output()
         reason = f"its input '{z.name}' has {count} other reader(s)"
         rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
@@ -167,6 +179,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
         activation=row,
         attributes=tuple(attributes.items()),
         nodes=(*site.nodes, near[0]),
+        after=tuple(after),
     )
 
 
@@ -209,8 +222,25 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     c = site.c if site.c is not None else rw.zeros(site.output)
     name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, **attributes)
-    rw.fusions[name] += 1
+    before = site.output if not site.after else site.after[0].inputs[0]
+    for view in site.after:
+        _move_shape_readers(before, y)
+        before = view.outputs[0]
+        y.dtype = site.output.dtype
+        y = op.node(
+            view.op_type,
+            [y, *view.inputs[1:]],
+            **{k: v.value for k, v in view.attributes.items()},
+        )
+    if site.activation is not None:
+        _move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
     return rw.replace(site.nodes[-1], op, [site.output], [y])
+
+
+def _move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
+    for reader in users(old) if old is not None else ():
+        if reader.op_type == "Shape":
+            reader.replace_input_with(0, new)
 
 
 def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:
@@ -361,8 +391,6 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
             domain=FUSE,
             **{k: v.value for k, v in peer.attributes.items()},
         )
-        rw.fusions[f"{peer.op_type}_n"] += 1
-        rw.fusions[peer.op_type] -= 1
         readers = len(users(node.outputs[0])) + node.outputs[0].is_graph_output()
         rw.notes.append(
             f"{label(node)}: kept as a second output of {label(peer)} for {readers} other reader(s); "
@@ -398,6 +426,7 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     return True
 
 
+_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)

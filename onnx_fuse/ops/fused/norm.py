@@ -301,7 +301,6 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
     op = Builder()
     name = f"Skip{norm.kind}"
     y, s = op.node(name, [a, b, *norm.affine], outputs=2, domain=FUSE, **norm.attributes)
-    rw.fusions[name] += 1
     return rw.replace(add, op, [add.outputs[0], node.outputs[0]], [s, y])
 
 

@@ -264,7 +264,7 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         q, k, v = (op.Unsqueeze(t, op.constant([1])) for t in (q, k, v))
     kind = "" if mask is None else "MaskGuard" if guarded else "Mask"
     scale = found.scale * q_scale * k_scale
-    y = _emit(op, rw, f"{'Grouped' if grouped else ''}Sdpa{kind}", q, k, v, mask, scale)
+    y = _emit(op, f"{'Grouped' if grouped else ''}Sdpa{kind}", q, k, v, mask, scale)
     if size == 3:
         y = op.Squeeze(y, op.constant([1]))
     return rw.replace(last, op, [last.outputs[0]], [y])
@@ -272,7 +272,6 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
 
 def _emit(
     op: Builder,
-    rw: Rewriter,
     name: str,
     q: ir.Value,
     k: ir.Value,
@@ -280,7 +279,6 @@ def _emit(
     mask: ir.Value | None,
     scale: float,
 ) -> ir.Value:
-    rw.fusions[name] += 1
     inputs = [q, k, v] if mask is None else [q, k, v, mask]
     y: ir.Value = op.node(name, inputs, domain=FUSE, scale=scale)
     y.dtype = q.dtype
@@ -385,7 +383,7 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
         mask.dtype, mask.shape = q.dtype, shape
     kind = "Causal" if causal else "" if mask is None else "Mask"
     name = f"{'Grouped' if heads != groups else ''}Sdpa{kind}"
-    y = _emit(op, rw, name, q, k, v, mask, scale)
+    y = _emit(op, name, q, k, v, mask, scale)
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     return rw.replace(node, op, [node.outputs[0]], [y])
