@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from onnx_fuse.ops import (  # noqa: F401
+    elementwise,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    random,
+    reduce,
+    shape,
+)
 from onnx_fuse.ops.opdef import OPS, GradRule, NoGrad, OpDef, lookup, register
 
 __all__ = ["OPS", "GradRule", "NoGrad", "OpDef", "lookup", "register"]

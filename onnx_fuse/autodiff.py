@@ -1,0 +1,528 @@
+"""The backward of an ONNX graph, as ONNX: one reverse walk over the rules of `ops`.
+
+`backward` extends a model in place; `gradient` makes the file that `onnx-fuse gradient` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.ir import FUSE, Builder, Model, fused_function, infer_shapes, load, subgraphs
+from onnx_fuse.ops import NoGrad, OpDef, lookup
+from onnx_fuse.ops.derive import fail, filled, is_float, same_dim, same_shape, zeros_like
+from onnx_fuse.ops.loss import LOSSES, label_value
+
+# The rules of these answer in the shape of the output, to which the inputs were broadcast; all
+# other rules answer in the shape of the input.
+BROADCASTING = frozenset(
+    ["Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where", "PRelu", "Expand", "MatMul", "Gemm", "Dropout"]
+)
+
+
+# ---- emit ------------------------------------------------------------------------------------
+
+
+class Emitter(Builder):
+    """A Builder that names and types each node it makes, and makes one node of equal ones."""
+
+    def __init__(self, model: ir.Model) -> None:
+        super().__init__()
+        self.opset: int = model.graph.opset_imports[""]
+        self.stem = "grad"
+        self._imports = [
+            onnx.helper.make_opsetid(domain, version)
+            for domain, version in model.graph.opset_imports.items()
+        ]
+        self._seen: dict[Any, ir.Node] = {}
+        self._taken = {v.name for v in (*model.graph.inputs, *model.graph.initializers.values())}
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            self._taken.update((node.name, *(v.name for v in node.outputs)))
+        for node in model.graph:
+            if node.op_type == "Shape" and not node.domain:
+                self._seen.setdefault(_key(node), node)
+
+    def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
+        result = super().node(op_type, inputs, **keywords)
+        node = self.nodes.pop()
+        key = _key(node)
+        same = self._seen.get(key) if key is not None else None
+        if same is not None:
+            for i, value in enumerate(node.inputs):
+                if value is not None:
+                    node.replace_input_with(i, None)  # or it would stay among the uses
+            return same.outputs[0] if len(same.outputs) == 1 else tuple(same.outputs)
+        if key is not None:
+            self._seen[key] = node
+        self.adopt(node)
+        self.nodes.append(node)
+        return result
+
+    def adopt(self, node: ir.Node) -> None:
+        """Give a new node and its outputs names and types."""
+        node.name = node.name or self.fresh(f"{self.stem}/{node.op_type}")
+        for value in node.outputs:
+            value.name = value.name or self.fresh(f"{self.stem}/{node.op_type}")
+        types = self._infer(node)
+        like = next((v.dtype for v in node.inputs if is_float(v) and v is not None), None)
+        for value in node.outputs:
+            found = types.get(value.name or "")
+            if found is not None:
+                value.type = value.type or ir.serde.deserialize_type_proto_for_type(found)
+                if value.shape is None:
+                    value.shape = ir.serde.deserialize_type_proto_for_shape(found)
+            if value.dtype is None and node.domain:
+                value.dtype = like
+
+    def fresh(self, stem: str) -> str:
+        name, count = stem, 0
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name
+
+    def _infer(self, node: ir.Node) -> dict[str, onnx.TypeProto]:
+        """Types of the outputs by the operator's own inference, which takes some 30 µs."""
+        types, data = {}, {}
+        for value in node.inputs:
+            if value is None:
+                continue
+            if value.type is None:
+                return {}
+            types[value.name or ""] = _type_proto(value)
+            if value.const_value is not None and value.const_value.size <= 64:
+                data[value.name or ""] = ir.serde.serialize_tensor(value.const_value)
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
+            return onnx.shape_inference.infer_node_outputs(
+                schema, ir.serde.serialize_node(node), types, data, None, self._imports
+            )
+        except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
+            return {}
+
+
+def _type_proto(value: ir.Value) -> onnx.TypeProto:
+    proto = onnx.TypeProto()
+    assert value.type is not None
+    ir.serde.serialize_type_into(proto, value.type)
+    if value.shape is not None:
+        ir.serde.serialize_shape_into(proto, value.shape)
+    return proto
+
+
+def _key(node: ir.Node) -> Any:
+    """Equal for nodes that compute the same; None where that is not worth knowing."""
+    attributes = []
+    for name, attribute in sorted(node.attributes.items()):
+        value: Any = attribute.value
+        if attribute.type == ir.AttributeType.TENSOR:
+            if value.size > 256:
+                return None
+            value = (value.dtype, tuple(value.shape), value.tobytes())
+        elif isinstance(value, list | tuple):
+            value = tuple(value)
+        elif not isinstance(value, str | int | float):
+            return None
+        attributes.append((name, value))
+    inputs = tuple(map(id, node.inputs))
+    return node.domain, node.op_type, inputs, tuple(attributes), len(node.outputs)
+
+
+def unbroadcast(op: Any, g: ir.Value, x: ir.Value) -> ir.Value:
+    """Sum `g` over the axes along which `x` was broadcast, so that it has the shape of `x`.
+
+    Axes are static where ranks and sizes (or their symbols) tell; otherwise they are found at run
+    time, as the places where x, its shape filled up with ones on the left, has size 1.
+    """
+    if same_shape(g, x):
+        return g
+    if g.shape is not None and x.shape is not None and len(g.shape) >= len(x.shape):
+        lead = len(g.shape) - len(x.shape)
+        pairs = list(enumerate(zip(g.shape[lead:], x.shape, strict=True), start=lead))
+        ones = [i for i, (gd, xd) in pairs if xd == 1 and gd != 1]
+        # A known size other than 1 was not broadcast, whatever g's is; nor was one equal to g's.
+        if all(isinstance(xd, int) or gd == 1 or same_dim(gd, xd) for _, (gd, xd) in pairs):
+            if lead:
+                axes = [*range(lead), *ones]
+                g = op.ReduceSum(g, op.constant(axes), keepdims=int(bool(ones)))
+                return op.Squeeze(g, op.constant(list(range(lead)))) if ones else g
+            return op.ReduceSum(g, op.constant(ones), keepdims=1) if ones else g
+    shape = op.Shape(x)
+    full = shape
+    if g.shape is None or x.shape is None or len(g.shape) != len(x.shape):
+        missing = op.Sub(op.Shape(op.Shape(g)), op.Shape(shape))
+        full = op.Concat(filled(op, missing, ir.DataType.INT64, 1), shape, axis=0)
+    axes = op.Squeeze(op.NonZero(op.Equal(full, 1)), op.constant([0]))
+    g = op.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
+    return g if full is shape else op.Reshape(g, shape, allowzero=1)
+
+
+# ---- expand a node that has a body but no rule -----------------------------------------------
+
+
+def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
+    """Replace `node` by the nodes of its function body, which are returned; None without a body."""
+    function = _body(node, op.opset)
+    if function is None:
+        return None
+    values: dict[ir.Value | None, ir.Value | None] = {None: None}
+    for i, formal in enumerate(function.inputs):
+        values[formal] = node.inputs[i] if i < len(node.inputs) else None
+    given = {**{k: a for k, a in function.attributes.items() if a.value is not None}}
+    given.update(node.attributes)
+    made = []
+    for inner in function:
+        attributes = []
+        for name, attribute in inner.attributes.items():
+            if attribute.type == ir.AttributeType.GRAPH:
+                raise fail(node, "its body holds a subgraph")
+            if attribute.ref_attr_name is None:
+                attributes.append(attribute)
+            elif attribute.ref_attr_name in given:
+                source = given[attribute.ref_attr_name]
+                attributes.append(ir.Attr(name, source.type, source.value))
+        copy = ir.Node(
+            inner.domain,
+            inner.op_type,
+            [values[v] for v in inner.inputs],
+            attributes,
+            num_outputs=len(inner.outputs),
+            metadata_props=node.metadata_props,
+        )
+        op.stem = node.name or node.op_type
+        values.update(zip(inner.outputs, copy.outputs, strict=True))
+        for value, formal in zip(copy.outputs, inner.outputs, strict=True):
+            if not formal.name:
+                value.name = ""
+        op.adopt(copy)
+        made.append(copy)
+    outputs = [values[v] for v in function.outputs[: len(node.outputs)]]
+    for old, new in zip(node.outputs, outputs, strict=True):
+        assert new is not None
+        new.dtype, new.shape = new.dtype or old.dtype, old.shape or new.shape
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, outputs)
+    return made
+
+
+def _body(node: ir.Node, opset: int) -> ir.Function | None:
+    """The body of one of our ops, or the one the ONNX standard gives for an operator of its own."""
+    if node.domain == FUSE:
+        return fused_function(node.op_type, opset)
+    if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return None
+    schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    if schema.has_function:
+        versions = [v for v in schema.function_opset_versions if v <= opset]
+        data = schema.get_function_with_opset_version(max(versions)) if versions else None
+    elif schema.has_context_dependent_function:
+        versions = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
+        types = [
+            (
+                _type_proto(v) if v is not None and v.type is not None else onnx.TypeProto()
+            ).SerializeToString()
+            for v in node.inputs
+        ]
+        proto = ir.serde.serialize_node(node).SerializeToString()
+        data = (
+            schema.get_context_dependent_function_with_opset_version(max(versions), proto, types)
+            if versions
+            else None
+        )
+    else:
+        return None
+    return ir.serde.deserialize_function(onnx.FunctionProto.FromString(data)) if data else None
+
+
+# ---- walk ------------------------------------------------------------------------------------
+
+
+def backward(
+    model: ir.Model,
+    dys: Mapping[ir.Value, ir.Value | None],
+    wrt: Sequence[ir.Value],
+    *,
+    strict: bool = True,
+) -> dict[str, ir.Value]:
+    """Append the backward to `model`; returns {name: d loss / d value} for each value of `wrt`.
+
+    `dys` maps outputs (any values) to their gradients, None for 1 (a scalar loss). A value that
+    does not reach any of them has gradient zero. Forward nodes may gain outputs, or be replaced by
+    their function bodies, but compute what they did. Raises ModelError where the gradient would
+    have to flow through a node that has none, naming the node, its operator and the reason; without
+    `strict`, a value all of whose paths end at such nodes is left out.
+    """
+    graph, op = model.graph, Emitter(model)
+    if any(v.type is None for n in graph for v in n.outputs):
+        infer_shapes(model)
+    kept = {v.name: v for v in dys}
+    nodes, active, stops = _mark(graph, op, wrt)
+    by_name = {v.name: v for n in graph for v in n.outputs} | {v.name: v for v in _roots(graph)}
+    pending: dict[ir.Value, list[ir.Value]] = {}
+    for name, y in kept.items():
+        op.stem = f"{name}.grad"
+        dy, y = dys[y], by_name[name]
+        if dy is None:
+            dy = op.constant(np.ones([], (y.dtype or ir.DataType.FLOAT).numpy()))
+            dy = dy if y.shape is not None and not len(y.shape) else op.Expand(dy, op.Shape(y))
+        pending.setdefault(y, []).append(dy)
+    for node in reversed(nodes):
+        got = [_total(op, pending.get(y)) if is_float(y) else None for y in node.outputs]
+        if all(dy is None for dy in got):
+            continue
+        for y, dy in zip(node.outputs, got, strict=True):
+            if dy is not None:
+                pending[y] = [dy]
+        _step(op, node, got, active, pending)
+    result = {}
+    for x in wrt:
+        op.stem = f"{x.name}.grad"
+        found = _total(op, pending.get(x))
+        if found is None and (why := _stopped(x, stops)) is not None:
+            if strict:
+                raise ModelError(f"'{x.name}' has no gradient: {why}")
+            continue
+        result[x.name or ""] = found if found is not None else zeros_like(op, x)
+    _append_used(graph, op.nodes, result.values())
+    return result
+
+
+def _roots(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *graph.initializers.values()]
+
+
+def _mark(
+    graph: ir.Graph, op: Emitter, wrt: Sequence[ir.Value]
+) -> tuple[list[ir.Node], set[ir.Value], list[tuple[ir.Node, str]]]:
+    """Nodes that the gradient passes, in order; the values it reaches; the nodes that stop it.
+
+    On the way, nodes with a body but no rule become their bodies, and those that have values to
+    save return them.
+    """
+    active, nodes, stops = set(wrt), [], []
+    todo = list(reversed(list(graph)))
+    while todo:
+        node = todo.pop()
+        if not any(v in active for v in _reads(node)):
+            continue
+        definition, exposed = lookup(node)
+        rule = definition.grad if definition is not None else None
+        if isinstance(rule, NoGrad):
+            stops.append((node, rule.reason))
+            continue
+        if rule is None and not _captures(node) and (made := expand(graph, op, node)) is not None:
+            todo.extend(reversed(made))
+            continue
+        if definition is not None and definition.saves and not exposed:
+            _expose(op, node, definition)
+        reached = [v for v in node.outputs if is_float(v)]
+        if not reached:
+            stops.append((node, "its output is not of a floating-point type"))
+        active.update(reached)
+        nodes.append(node)
+    return nodes, active, stops
+
+
+def _captures(node: ir.Node) -> bool:
+    return any(subgraphs(a) for a in node.attributes.values())
+
+
+def _reads(node: ir.Node) -> list[ir.Value | None]:
+    """All that a node reads, also from within its subgraphs."""
+    reads = list(node.inputs)
+    for attribute in node.attributes.values():
+        for sub in subgraphs(attribute):
+            for inner in ir.traversal.RecursiveGraphIterator(sub):
+                reads.extend(inner.inputs)
+            reads.extend(sub.outputs)
+    return reads
+
+
+def _expose(op: Emitter, node: ir.Node, definition: OpDef) -> None:
+    """Let a fused node return the inner values its gradient needs."""
+    first = len(node.outputs)
+    node.op_type = definition.op_type(definition.saves)
+    node.resize_outputs(first + len(definition.saves))
+    for value, label in zip(node.outputs[first:], definition.saves, strict=True):
+        value.name = op.fresh(f"{node.outputs[0].name}.{label}")
+        value.dtype = node.outputs[0].dtype
+
+
+def _step(
+    op: Emitter,
+    node: ir.Node,
+    dys: Sequence[ir.Value | None],
+    active: set[ir.Value],
+    pending: dict[ir.Value, list[ir.Value]],
+) -> None:
+    """Pass the gradients of a node's outputs on to its inputs."""
+    definition, _ = lookup(node)
+    rule = definition.grad if definition is not None else None
+    if _captures(node):
+        raise fail(node, "the gradient does not pass through control flow")
+    if rule is None or isinstance(rule, NoGrad):
+        raise fail(node, "this operator has no gradient rule")
+    op.stem = f"{node.name or node.outputs[0].name}.grad"
+    answers = rule(op, node, dys)
+    if len(answers) > len(node.inputs):
+        answers = answers[: len(node.inputs)]
+    for x, dx in zip(node.inputs, answers, strict=False):
+        if x is None or dx is None or x not in active:
+            continue
+        if node.op_type in BROADCASTING or node.domain == FUSE:
+            dx = unbroadcast(op, dx, x)
+        elif x.shape is not None and dx.producer() is not None:
+            dx.shape = x.shape  # which the rule made it, though inference may not see it
+        pending.setdefault(x, []).append(dx)
+
+
+def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:
+    if not terms:
+        return None
+    total = terms[0]
+    for term in terms[1:]:
+        total = op.Add(total, term)
+    return total
+
+
+def _stopped(x: ir.Value, stops: Sequence[tuple[ir.Node, str]]) -> str | None:
+    """Why the gradient of `x` is missing, if a node that has none stopped it."""
+    seen, todo = {x}, [x]
+    while todo:
+        for node, _ in todo.pop().uses():
+            for stop, reason in stops:
+                if stop is node:
+                    return str(fail(node, reason))
+            new = [v for v in node.outputs if v not in seen]
+            seen.update(new)
+            todo.extend(new)
+    return None
+
+
+def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> None:
+    """Append those nodes that the results need: gradients nobody asked for are not built."""
+    wanted, used = set(results), []
+    for node in reversed(nodes):
+        if any(v in wanted for v in node.outputs):
+            wanted.update(v for v in node.inputs if v is not None)
+            used.append(node)
+        else:
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+    graph.extend(reversed(used))
+
+
+# ---- the gradient of a model -----------------------------------------------------------------
+
+
+def attach_loss(
+    model: ir.Model,
+    loss: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    output: str | None = None,
+    labels: str = "labels",
+) -> tuple[ir.Value, ir.Value | None]:
+    """Append the loss named `loss` of an output (the first); returns it and its new label input.
+
+    `loss` is a name of `ops.loss.LOSSES`, or a scalar output of the model that is the loss already.
+    Options that are arrays (weight, pos_weight) become initializers. Raises UsageError.
+    """
+    graph, settings = model.graph, dict(options or {})
+    named = {v.name: v for v in graph.outputs}
+    if loss not in LOSSES:
+        if loss not in named:
+            raise UsageError(
+                f"no loss '{loss}': choose {', '.join(LOSSES)}, or an output that is the loss: "
+                f"{', '.join(str(n) for n in named)}"
+            )
+        return named[loss], None
+    if output is not None and output not in named:
+        raise UsageError(f"the model has no output '{output}': it has {', '.join(map(str, named))}")
+    logits = named[output] if output is not None else graph.outputs[0]
+    op = Emitter(model)
+    op.stem = "loss"
+    label = label_value(logits, loss, op.fresh(labels), settings)
+    graph.inputs.append(label)
+    for key in ("weight", "pos_weight"):
+        if settings.get(key) is not None:
+            array = np.asarray(settings[key])
+            dtype = (logits.dtype or ir.DataType.FLOAT).numpy()
+            value = ir.Value(
+                name=op.fresh(f"loss.{key}"), const_value=ir.tensor(array.astype(dtype))
+            )
+            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+            value.shape = ir.Shape(array.shape)
+            if value.const_value is not None:
+                value.const_value.name = value.name
+            graph.register_initializer(value)
+            settings[key] = value
+    value = LOSSES[loss].build(op, logits, label, settings)
+    value = op.Identity(value)
+    value.name = op.fresh("loss")
+    value.type, value.shape = ir.TensorType(logits.dtype or ir.DataType.FLOAT), ir.Shape(())
+    graph.extend(op.nodes)
+    graph.outputs.append(value)
+    return value, label
+
+
+def trainable(model: ir.Model) -> list[ir.Value]:
+    """The float initializers, in order: what `wrt` means where nothing is said."""
+    return [v for v in model.graph.initializers.values() if v.dtype and is_float(v)]
+
+
+def gradient(
+    model: Model,
+    wrt: Sequence[str] | None = None,
+    loss: str | None = None,
+    **options: Any,
+) -> ir.Model:
+    """The model with its backward: the graph that computes gradients, which onnxruntime runs.
+
+    Without `loss` it is the vector-Jacobian product: for each float output `y` there is an input
+    `y.grad`, and for each name `w` of `wrt` (initializers or graph inputs; default all float
+    initializers that have a gradient) an output `w.grad` of w's shape and dtype. With `loss`, a
+    name of `ops.loss.LOSSES` (or a scalar output), there are an input `labels` and an output
+    `loss`. `options` are the loss's. Raises ModelError, UsageError.
+    """
+    model = load(model)
+    graph = model.graph
+    infer_shapes(model)
+    known = {v.name: v for v in _roots(graph)}
+    for name in wrt or ():
+        if name not in known:
+            raise UsageError(f"the model has no initializer or input '{name}'")
+        if not is_float(known[name]):
+            raise UsageError(f"'{name}' is of type {known[name].dtype}: it has no gradient")
+    dys: dict[ir.Value, ir.Value | None] = {}
+    if loss is not None:
+        value, _ = attach_loss(model, loss, options)
+        dys[value] = None
+    else:
+        op = Emitter(model)
+        for y in graph.outputs:
+            if is_float(y) and y not in dys:
+                dy = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
+                dys[y] = dy
+                graph.inputs.append(dy)
+    if wrt is None:
+        targets = trainable(model)
+    else:
+        targets = [known[name] for name in dict.fromkeys(wrt)]
+    found = backward(model, dys, targets, strict=wrt is not None)
+    op = Emitter(model)
+    for name, value in found.items():
+        out = op.Identity(value)
+        out.name, out.type, out.shape = (
+            op.fresh(f"{name}.grad"),
+            known[name].type,
+            known[name].shape,
+        )
+        graph.outputs.append(out)
+    graph.extend(op.nodes)
+    return model

@@ -1,0 +1,221 @@
+"""The vocabulary of gradient rules: shapes as constants where they are known, zeros, pads, axes.
+
+Rules keep shape arithmetic out of the graph wherever the shape is static; the emitter that runs
+them makes one node of equal ones, so a rule may ask for `Shape(x)` as often as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.ir import Builder, const_array
+from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
+
+Values = Sequence["ir.Value | None"]
+Unary = Callable[[Any, ir.Value, ir.Value, ir.Value, ir.Node], ir.Value]
+"""`rule(op, dy, x, y, node)` gives dx."""
+
+
+def unary(rule: Unary) -> GradRule:
+    """A rule for the first input alone, from the first output's gradient."""
+
+    def grad(op: Builder, node: ir.Node, dys: Values) -> Values:
+        (dy, *_), x = dys, node.inputs[0]
+        assert x is not None
+        return [None if dy is None else rule(op, dy, x, node.outputs[0], node)]
+
+    return grad
+
+
+def table(rules: dict[str, Unary]) -> None:
+    """Register ops of one differentiable input."""
+    register(*(OpDef(name, grad=unary(rule)) for name, rule in rules.items()))
+
+
+def no_grad(reason: str, *names: str) -> None:
+    """Register ops through which no gradient flows."""
+    register(*(OpDef(name, grad=NoGrad(reason)) for name in names))
+
+
+# ---- attributes ------------------------------------------------------------------------------
+
+
+def is_float(value: ir.Value | None) -> bool:
+    """Whether a gradient can exist for the value; an unknown dtype may be one."""
+    return value is not None and (value.dtype is None or value.dtype.is_floating_point())
+
+
+def text(node: ir.Node, name: str, default: str) -> str:
+    return node.attributes.get_string(name, default) or default
+
+
+def ints(node: ir.Node, name: str, default: Sequence[int] | None = None) -> list[int] | None:
+    found = node.attributes.get_ints(name, None)
+    return list(found) if found is not None else (None if default is None else list(default))
+
+
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """Input `index`, None where it is absent."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def constant_ints(value: ir.Value | None) -> list[int] | None:
+    array = const_array(value)
+    return None if array is None else [int(i) for i in array.reshape(-1)]
+
+
+def fail(node: ir.Node, why: str) -> ModelError:
+    return ModelError(
+        f"no gradient for node '{node.name or node.outputs[0].name}' ({node.op_type}): {why}"
+    )
+
+
+def output(node: ir.Node, index: int, like: ir.Value, label: str) -> ir.Value:
+    """Output `index` of a forward node, which gets it (named `<y>.<label>`) where it had none."""
+    if index >= len(node.outputs):
+        node.resize_outputs(index + 1)
+    value = node.outputs[index]
+    if not value.name:
+        value.name, value.dtype = f"{node.outputs[0].name}.{label}", like.dtype
+    return value
+
+
+# ---- shapes ----------------------------------------------------------------------------------
+
+
+def rank(value: ir.Value) -> int:
+    if value.shape is None:
+        producer = value.producer()
+        if producer is None:
+            raise ModelError(f"the gradient needs the rank of '{value.name}', which is unknown")
+        raise fail(producer, f"the rank of '{value.name}' is unknown")
+    return len(value.shape)
+
+
+def dim(value: ir.Value, axis: int) -> int | None:
+    """The static size of an axis, None where it is dynamic."""
+    size = value.shape[axis] if value.shape is not None else None
+    return size if isinstance(size, int) else None
+
+
+def dims(value: ir.Value) -> list[int] | None:
+    """The static shape, None where any axis is dynamic."""
+    sizes = [dim(value, i) for i in range(len(value.shape))] if value.shape is not None else [None]
+    return None if None in sizes else [s for s in sizes if s is not None]
+
+
+def same_dim(a: Any, b: Any) -> bool:
+    """Equal for certain: one size, or one symbol."""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return a.value is not None and a.value == b.value
+
+
+def same_shape(a: ir.Value, b: ir.Value) -> bool:
+    if a.shape is None or b.shape is None:
+        return a is b
+    return len(a.shape) == len(b.shape) and all(map(same_dim, a.shape, b.shape))
+
+
+def shape_of(op: Any, value: ir.Value, axes: Sequence[int] | None = None) -> ir.Value:
+    """The shape (of some axes) as an int64 vector: a constant where it is known."""
+    if axes is None:
+        sizes = dims(value)
+        return op.constant(sizes) if sizes else op.Shape(value)
+    known = [dim(value, a) for a in axes]
+    if None not in known:
+        return op.constant(known)
+    if [a + 1 for a in axes[:-1]] == list(axes[1:]) and (axes[-1] + 1 or value.shape is not None):
+        end = axes[-1] + 1 if axes[-1] != -1 else None
+        return op.Shape(value, start=axes[0], end=end)
+    return op.Gather(op.Shape(value), op.constant(list(axes)))
+
+
+def sizes_of(op: Any, value: ir.Value) -> list[Any]:
+    """Each axis as a number, or as an int64 vector of one."""
+    return [
+        d if (d := dim(value, a)) is not None else op.Shape(value, start=a, end=a + 1)
+        for a in range(rank(value))
+    ]
+
+
+def reshape(op: Any, value: ir.Value, sizes: Sequence[Any]) -> ir.Value:
+    """Reshape to numbers and int64 vectors (of any length), in order; -1 as in Reshape."""
+    return op.Reshape(value, vector(op, sizes), allowzero=None)
+
+
+def vector(op: Any, sizes: Sequence[Any]) -> ir.Value:
+    """Numbers and int64 vectors, concatenated; a constant where all are numbers."""
+    parts: list[Any] = []
+    for size in sizes:
+        if isinstance(size, int) and parts and isinstance(parts[-1], list):
+            parts[-1].append(size)
+        else:
+            parts.append([size] if isinstance(size, int) else size)
+    values = [op.constant(p) if isinstance(p, list) else p for p in parts]
+    if not values:
+        return op.constant(np.zeros(0, np.int64))
+    return values[0] if len(values) == 1 else op.Concat(*values, axis=0)
+
+
+def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> ir.Value:
+    """`value` in the shape of `like`, which has as many elements."""
+    if same_shape(value, like):
+        return value
+    if like.shape is not None:
+        sizes = [dim(like, i) for i in range(len(like.shape))]
+        if sizes.count(None) <= 1 and 0 not in sizes:
+            return (
+                op.Reshape(value, op.constant([-1 if s is None else s for s in sizes]))
+                if sizes
+                else op.Reshape(value, op.constant(np.zeros(0, np.int64)))
+            )
+    return op.Reshape(value, op.Shape(like), allowzero=1)
+
+
+def filled(op: Any, shape: ir.Value, dtype: ir.DataType | None, number: float = 0.0) -> ir.Value:
+    """A tensor of one number."""
+    tensor = ir.tensor(np.full(1, number).astype((dtype or ir.DataType.FLOAT).numpy()))
+    return op.ConstantOfShape(shape, value=tensor)
+
+
+def zeros_like(op: Any, value: ir.Value) -> ir.Value:
+    if value.shape is not None and len(value.shape) == 0:
+        return op.constant(np.zeros((), (value.dtype or ir.DataType.FLOAT).numpy()))
+    return filled(op, shape_of(op, value), value.dtype)
+
+
+def present(op: Any, dy: ir.Value | None, y: ir.Value) -> ir.Value:
+    """The gradient of an output, zeros where none reaches it."""
+    return zeros_like(op, y) if dy is None else dy
+
+
+def norm_axis(axis: int, value: ir.Value) -> int:
+    return axis if axis >= 0 else axis + rank(value)
+
+
+def swap_last(op: Any, value: ir.Value) -> ir.Value:
+    """The transpose of the last two axes."""
+    n = rank(value)
+    return op.Transpose(value, perm=[*range(n - 2), n - 1, n - 2])
+
+
+def to_like(op: Any, value: ir.Value, like: ir.Value) -> ir.Value:
+    """`value` cast to the dtype of `like`."""
+    if value.dtype == like.dtype:
+        return value
+    return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
+
+
+def share(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[ir.Value]:
+    """dy split evenly among the places where the masks (of dy's dtype) are 1."""
+    total = masks[0]
+    for mask in masks[1:]:
+        total = op.Add(total, mask)
+    each = op.Div(dy, total)
+    return [op.Mul(each, mask) for mask in masks]

@@ -1,0 +1,194 @@
+"""Gather and Scatter in all their forms, TopK, OneHot, Compress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import const_array
+from onnx_fuse.ops.derive import (
+    Values,
+    dim,
+    no_grad,
+    norm_axis,
+    rank,
+    reshape,
+    reshape_like,
+    text,
+    to_like,
+    zeros_like,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
+    """Rows of dy added at their indices; one constant index is a pad with zeros."""
+    (x, indices), dy = node.inputs, dys[0]
+    assert x is not None and indices is not None and dy is not None
+    axis = node.attributes.get_int("axis", 0)
+    one = const_array(indices)
+    if one is not None and one.size == 1:
+        if one.ndim > 1:
+            return [_scatter_axis(op, x, indices, dy, axis)]
+        index = int(one.reshape(-1)[0])
+        row = op.Unsqueeze(dy, op.constant([axis])) if one.ndim == 0 else dy
+        size = dim(x, axis) if x.shape is not None else None
+        rest: Any
+        if size is not None:
+            index %= size
+            pads = op.constant([index, size - 1 - index])
+        else:
+            start = axis
+            rest = op.Sub(
+                op.Shape(x, start=start, end=start + 1 if start != -1 else None),
+                abs(index) if index < 0 else index + 1,
+            )
+            around = [[index], rest] if index >= 0 else [rest, [-1 - index]]
+            pads = op.Concat(*around, axis=0)
+        return [op.Pad(row, pads, None, op.constant([axis]))]
+    if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
+        last = op.Unsqueeze(indices, op.constant([-1]))
+        return [op.ScatterND(zeros_like(op, x), last, dy, reduction="add")]
+    return [_scatter_axis(op, x, indices, dy, axis)]
+
+
+def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> ir.Value:
+    """Gather along an inner axis: bring the axis to the front, add rows, bring it back."""
+    n, k, axis = rank(x), rank(indices), norm_axis(axis, x)
+    # dy is [x before axis] + [indices] + [x after axis]
+    forward = [*range(axis, axis + k), *range(axis), *range(axis + k, n + k - 1)]
+    there = [axis, *range(axis), *range(axis + 1, n)]
+    back = [int(i) for i in np.argsort(there)]
+    shape = op.Gather(op.Shape(x), op.constant(there))
+    zeros = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, x.dtype.numpy())))
+    rows = op.Transpose(dy, perm=forward)
+    added = op.ScatterND(zeros, op.Unsqueeze(indices, op.constant([-1])), rows, reduction="add")
+    return op.Transpose(added, perm=back)
+
+
+def _gather_elements(op: Any, node: ir.Node, dys: Values) -> Values:
+    x, indices = node.inputs
+    assert x is not None
+    axis = node.attributes.get_int("axis", 0)
+    return [op.ScatterElements(zeros_like(op, x), indices, dys[0], axis=axis, reduction="add")]
+
+
+def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
+    x, indices = node.inputs
+    assert x is not None and indices is not None
+    full = _with_batch(op, node, x, indices)
+    return [op.ScatterND(zeros_like(op, x), full, dys[0], reduction="add")]
+
+
+def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> ir.Value:
+    """The indices with the coordinates of the batch axes before them."""
+    batch = node.attributes.get_int("batch_dims", 0)
+    if not batch:
+        return indices
+    n = rank(indices)
+    column = op.Concat(op.Shape(indices, start=0, end=n - 1), [1], axis=0)
+    columns = []
+    for axis in range(batch):
+        end = op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
+        steps = op.Range(op.constant(np.int64(0)), end, op.constant(np.int64(1)))
+        columns.append(op.Expand(reshape(op, steps, [-1, *[1] * (n - 1 - axis)]), column))
+    return op.Concat(*columns, indices, axis=-1)
+
+
+def _scatter_elements(op: Any, node: ir.Node, dys: Values) -> Values:
+    axis = node.attributes.get_int("axis", 0)
+    return _scatter(
+        op,
+        node,
+        dys,
+        lambda v: op.GatherElements(v, node.inputs[1], axis=axis),
+        lambda v, u, how: op.ScatterElements(v, node.inputs[1], u, axis=axis, reduction=how),
+    )
+
+
+def _scatter_nd(op: Any, node: ir.Node, dys: Values) -> Values:
+    return _scatter(
+        op,
+        node,
+        dys,
+        lambda v: op.GatherND(v, node.inputs[1]),
+        lambda v, u, how: op.ScatterND(v, node.inputs[1], u, reduction=how),
+    )
+
+
+def _scatter(op: Any, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> Values:
+    (x, _, updates), dy, y = node.inputs, dys[0], node.outputs[0]
+    assert x is not None and updates is not None and dy is not None
+    taken = gather(dy)
+    match text(node, "reduction", "none"):
+        case "none":
+            return [scatter(dy, zeros_like(op, updates), "none"), None, taken]
+        case "add":
+            return [dy, None, taken]
+        case "mul":
+            dyy = op.Mul(dy, y)
+            # the product of all other factors; without zeros among the updates it is y / update
+            factor = scatter(op.Expand(op.constant(1.0, x.dtype), op.Shape(x)), updates, "mul")
+            return [op.Mul(dy, factor), None, op.Div(gather(dyy), updates)]
+    # max, min: the places that reach the extremum share its gradient
+    here = to_like(op, op.Equal(x, y), x)
+    there = to_like(op, op.Equal(updates, gather(y)), x)
+    each = op.Div(dy, scatter(here, there, "add"))
+    return [op.Mul(each, here), None, op.Mul(gather(each), there)]
+
+
+def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
+    x, dy = node.inputs[0], dys[0]
+    if dy is None or x is None:
+        return [None]
+    indices = node.outputs[1] if len(node.outputs) > 1 else None
+    if indices is None or not indices.name:
+        node.resize_outputs(2)
+        indices = node.outputs[1]
+        indices.name, indices.dtype = f"{node.outputs[0].name}.indices", ir.DataType.INT64
+        indices.shape = node.outputs[0].shape
+    axis = node.attributes.get_int("axis", -1)
+    return [op.ScatterElements(zeros_like(op, x), indices, dy, axis=axis, reduction="add")]
+
+
+def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
+    """values = [off, on]: each gets the sum over its places."""
+    dy, y = dys[0], node.outputs[0]
+    assert dy is not None
+    pair = op.OneHot(
+        node.inputs[0],
+        node.inputs[1],
+        op.constant(np.array([0.0, 1.0], np.float32)),
+        axis=node.attributes.get_int("axis", -1),
+    )
+    on = op.ReduceSum(op.Mul(dy, to_like(op, pair, dy)), keepdims=0)
+    off = op.Sub(op.ReduceSum(dy, keepdims=0), on)
+    first = op.constant([0])
+    return [None, None, op.Concat(op.Unsqueeze(off, first), op.Unsqueeze(on, first), axis=0)]
+
+
+def _compress(op: Any, node: ir.Node, dys: Values) -> Values:
+    (x, condition), dy = node.inputs, dys[0]
+    assert x is not None and dy is not None
+    axis = node.attributes.get("axis")
+    rows = op.Squeeze(op.NonZero(condition), op.constant([0]))
+    if axis is None:
+        flat = op.Reshape(zeros_like(op, x), [-1])
+        return [reshape_like(op, op.ScatterElements(flat, rows, dy, axis=0), x)]
+    return [_scatter_axis(op, x, rows, dy, axis.as_int())]
+
+
+register(
+    OpDef("Gather", grad=_gather),
+    OpDef("GatherElements", grad=_gather_elements),
+    OpDef("GatherND", grad=_gather_nd),
+    OpDef("ScatterElements", grad=_scatter_elements),
+    OpDef("Scatter", grad=_scatter_elements),
+    OpDef("ScatterND", grad=_scatter_nd),
+    OpDef("TopK", grad=_topk),
+    OpDef("OneHot", grad=_one_hot),
+    OpDef("Compress", grad=_compress),
+)
+no_grad("it returns positions and counts of distinct values", "Unique")

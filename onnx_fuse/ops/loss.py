@@ -1,0 +1,214 @@
+"""Losses: the two ONNX loss ops and their gradients; the losses that `gradient` and `Trainer` build.
+
+A builder takes (op, logits, labels, options) and returns a scalar loss. Options, all with PyTorch's
+meaning: reduction ("mean", "sum"), ignore_index, label_smoothing, weight (an initializer [C]),
+class_axis, delta (huber), pos_weight (bce_with_logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.ops.derive import Values, dim, given, output, rank, reshape, text, to_like
+from onnx_fuse.ops.opdef import OpDef, register
+
+Options = Mapping[str, Any]
+
+
+# ---- the operators ---------------------------------------------------------------------------
+
+
+def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """(d loss / d (-log p of the label), the labels), both [N, 1, d1, …]; 0 where ignored."""
+    x, labels, weight = node.inputs[0], node.inputs[1], given(node, 2)
+    assert x is not None and labels is not None
+    reduction = text(node, "reduction", "mean")
+    ignore = node.attributes.get("ignore_index")
+    one = op.constant([1])
+    index = op.Unsqueeze(labels, one)
+    counted = None
+    if ignore is not None:
+        kind = (labels.dtype or ir.DataType.INT64).numpy()
+        counted = op.Not(op.Equal(index, op.constant(np.array(ignore.as_int(), kind))))
+        index = op.Where(counted, index, op.constant(np.array(0, kind)))
+        counted = to_like(op, counted, x)
+    each = counted
+    if weight is not None:
+        each = op.Gather(weight, index)
+        each = each if counted is None else op.Mul(each, counted)
+    if reduction == "none":
+        dy = op.Unsqueeze(dy, one)
+        return (dy if each is None else op.Mul(dy, each)), index
+    if each is None:
+        if reduction == "mean":
+            dy = op.Div(dy, to_like(op, op.Size(index), x))
+        return op.Expand(dy, op.Shape(index)), index
+    if reduction == "mean":
+        dy = op.Div(dy, op.ReduceSum(each, keepdims=0))
+    return op.Mul(each, dy), index
+
+
+def _nll(op: Any, node: ir.Node, dys: Values) -> Values:
+    """d loss / d x is -slope at the label, 0 elsewhere."""
+    x, dy = node.inputs[0], dys[0]
+    assert x is not None and dy is not None
+    slope, index = _nll_slope(op, node, dy)
+    zeros = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.zeros(1, x.dtype.numpy())))
+    return [op.ScatterElements(zeros, index, op.Neg(slope), axis=1, reduction="none")]
+
+
+def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
+    """d loss / d x = slope · softmax(x) - slope at the label."""
+    x = node.inputs[0]
+    assert x is not None
+    p = op.Exp(output(node, 1, x, "log_prob"))
+    node.outputs[1].shape = x.shape
+    dx = None
+    if dys[0] is not None:
+        slope, index = _nll_slope(op, node, dys[0])
+        dx = op.ScatterElements(op.Mul(p, slope), index, op.Neg(slope), axis=1, reduction="add")
+    if len(dys) > 1 and dys[1] is not None:
+        total = op.ReduceSum(dys[1], op.constant([1]), keepdims=1)
+        part = op.Sub(dys[1], op.Mul(p, total))
+        dx = part if dx is None else op.Add(dx, part)
+    return [dx]
+
+
+register(
+    OpDef("NegativeLogLikelihoodLoss", grad=_nll),
+    OpDef("SoftmaxCrossEntropyLoss", grad=_cross_entropy),
+)
+
+
+# ---- the losses ------------------------------------------------------------------------------
+
+
+def _rows(
+    op: Any, logits: ir.Value, labels: ir.Value, options: Options
+) -> tuple[ir.Value, ir.Value, int]:
+    """Logits and labels with the class axis at 1, and the rank. The class axis is the last of
+    [N, C] and of a sequence's [N, T, C], and axis 1 of images' [N, C, H, W].
+    """
+    n = rank(logits)
+    axis = options.get("class_axis")
+    axis = (1 if n >= 4 else n - 1) if axis is None else axis % n
+    if axis != 1:
+        if axis != n - 1:
+            raise UsageError(f"class_axis {axis} is neither 1 nor the last of {n} axes")
+        classes = dim(logits, -1)
+        logits = reshape(op, logits, [-1, classes if classes else op.Shape(logits, start=-1)])
+        labels = reshape(op, labels, [-1])
+    return logits, labels, axis
+
+
+def _ignored(options: Options) -> int:
+    found = options.get("ignore_index")
+    return -100 if found is None else int(found)
+
+
+def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+    """-Σ w log softmax(logits)[label] / Σ w; smoothing ε takes (1 - ε) of that and ε/C of all."""
+    x, labels, _ = _rows(op, logits, labels, options)
+    weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
+    reduction, ignore = options.get("reduction", "mean"), _ignored(options)
+    loss, log_p = op.SoftmaxCrossEntropyLoss(
+        x, labels, weight, reduction=reduction, ignore_index=ignore, outputs=2
+    )
+    if not smooth:
+        return loss
+    one = op.constant([1])
+    index = op.Unsqueeze(labels, one)
+    kind = (labels.dtype or ir.DataType.INT64).numpy()
+    counted = op.Not(op.Equal(index, op.constant(np.array(ignore, kind))))
+    index = op.Where(counted, index, op.constant(np.array(0, kind)))
+    total = counted = to_like(op, counted, x)
+    if weight is not None:
+        column = op.Unsqueeze(weight, op.constant(list(range(1, rank(x) - 1))))
+        log_p = op.Mul(log_p, column if rank(x) > 2 else weight)
+        total = op.Mul(op.Gather(weight, index), counted)
+    every = op.Mul(op.ReduceSum(log_p, one, keepdims=1), counted)
+    every = op.Neg(op.ReduceSum(every, keepdims=0))
+    classes = to_like(op, op.Squeeze(op.Shape(x, start=1, end=2), op.constant([0])), x)
+    if reduction == "mean":
+        every = op.Div(every, op.ReduceSum(total, keepdims=0))
+    return op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))
+
+
+def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+    """-Σ w x[label] / Σ w, for a model that ends in log-probabilities."""
+    x, labels, _ = _rows(op, logits, labels, options)
+    return op.NegativeLogLikelihoodLoss(
+        x,
+        labels,
+        options.get("weight"),
+        reduction=options.get("reduction", "mean"),
+        ignore_index=_ignored(options),
+    )
+
+
+def _reduce(op: Any, each: ir.Value, options: Options) -> ir.Value:
+    reduction = options.get("reduction", "mean")
+    return (op.ReduceMean if reduction == "mean" else op.ReduceSum)(each, keepdims=0)
+
+
+def mse(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+    """(x - t)²."""
+    d = op.Sub(logits, labels)
+    return _reduce(op, op.Mul(d, d), options)
+
+
+def l1(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+    """|x - t|."""
+    return _reduce(op, op.Abs(op.Sub(logits, labels)), options)
+
+
+def huber(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+    """½ d² for |d| ≤ δ, δ (|d| - ½ δ) beyond: c (|d| - ½ c) with c = min(|d|, δ)."""
+    d = op.Abs(op.Sub(logits, labels))
+    delta = options.get("delta")
+    c = op.Min(d, 1.0 if delta is None else float(delta))
+    return _reduce(op, op.Mul(c, op.Sub(d, op.Mul(c, 0.5))), options)
+
+
+def bce_with_logits(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+    """(1 - t) x + (1 + (p - 1) t) softplus(-x), with p = pos_weight (1 where none is given)."""
+    negative = op.Softplus(op.Neg(logits))
+    if (weight := options.get("pos_weight")) is not None:
+        negative = op.Mul(negative, op.Add(op.Mul(op.Sub(weight, 1.0), labels), 1.0))
+    return _reduce(op, op.Add(op.Mul(op.Sub(1.0, labels), logits), negative), options)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss by name: its builder, and whether its labels are class numbers (int64)."""
+
+    build: Callable[[Any, ir.Value, ir.Value, Options], ir.Value]
+    classes: bool = False
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, classes=True),
+    "nll": Loss(nll, classes=True),
+    "mse": Loss(mse),
+    "l1": Loss(l1),
+    "huber": Loss(huber),
+    "bce_with_logits": Loss(bce_with_logits),
+}
+
+
+def label_value(logits: ir.Value, loss: str, name: str, options: Options) -> ir.Value:
+    """The label input that a loss wants: class numbers without the class axis, or logits' like."""
+    if not LOSSES[loss].classes or logits.shape is None:
+        dtype = ir.DataType.INT64 if LOSSES[loss].classes else logits.dtype
+        shape = None if LOSSES[loss].classes else logits.shape
+        return ir.Value(name=name, type=ir.TensorType(dtype or ir.DataType.FLOAT), shape=shape)
+    n, axis = len(logits.shape), options.get("class_axis")
+    axis = (1 if n >= 4 else n - 1) if axis is None else axis % n
+    shape = ir.Shape([d for i, d in enumerate(logits.shape) if i != axis])
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=shape)

@@ -1,0 +1,112 @@
+"""MatMul, Gemm, Einsum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.ops.derive import (
+    Values,
+    dim,
+    fail,
+    given,
+    is_float,
+    rank,
+    reshape,
+    reshape_like,
+    swap_last,
+    text,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
+    """dA = dY Bᵀ, dB = Aᵀ dY; a weight [K,N] meets rows of any rank through one 2-D Gemm."""
+    (a, b), dy = node.inputs, dys[0]
+    assert a is not None and b is not None and dy is not None
+    ra, rb = rank(a), rank(b)
+    if ra == 1 or rb == 1:
+        return _vector_matmul(op, a, b, dy, ra, rb)
+    if rb == 2:
+        k = dim(b, 0) if dim(b, 0) is not None else dim(a, -1)
+        n = dim(b, 1) if dim(b, 1) is not None else dim(dy, -1)
+        if ra == 2 or (k is not None and n is not None):
+            a2 = a if ra == 2 else reshape(op, a, [-1, k])
+            dy2 = dy if ra == 2 else reshape(op, dy, [-1, n])
+            return [
+                reshape_like(op, op.Gemm(dy2, b, transB=1), a),
+                op.Gemm(a2, dy2, transA=1),
+            ]
+    return [op.MatMul(dy, swap_last(op, b)), op.MatMul(swap_last(op, a), dy)]
+
+
+def _vector_matmul(op: Any, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, rb: int) -> Values:
+    """A vector is a matrix of one row (a) or one column (b); that axis is missing in dy."""
+    last = op.constant([-1])
+    if ra == 1 and rb == 1:
+        return [op.Mul(dy, b), op.Mul(dy, a)]
+    if rb == 1:
+        column = op.Unsqueeze(dy, last)  # [..., M, 1]
+        da = op.Mul(column, b)
+        return [da, op.Mul(column, a)]
+    row = op.Unsqueeze(dy, op.constant([-2]))  # [..., 1, N]
+    da = op.ReduceSum(op.Mul(row, b), last, keepdims=0)
+    return [da, op.Mul(op.Unsqueeze(a, last), row)]
+
+
+def _gemm(op: Any, node: ir.Node, dys: Values) -> Values:
+    (a, b), dy = node.inputs[:2], dys[0]
+    ta, tb = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
+    alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
+    scale = {} if alpha == 1.0 else {"alpha": alpha}
+    # Y = A' B':  dA' = dY B'ᵀ,  dB' = A'ᵀ dY;  a transposed operand gets the transposed product
+    da = (
+        op.Gemm(b, dy, transA=tb, transB=1, **scale)
+        if ta
+        else op.Gemm(dy, b, transB=1 - tb, **scale)
+    )
+    db = (
+        op.Gemm(dy, a, transA=1, transB=ta, **scale)
+        if tb
+        else op.Gemm(a, dy, transA=1 - ta, **scale)
+    )
+    dc = dy if beta == 1.0 or given(node, 2) is None else op.Mul(dy, beta)
+    return [da, db, dc]
+
+
+def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
+    """dX_i: the same sum with dY in the place of X_i; letters X_i alone has are broadcast back."""
+    equation = text(node, "equation", "").replace(" ", "")
+    if "." in equation:
+        raise fail(node, "its equation has an ellipsis")
+    left, _, right = equation.partition("->")
+    terms, dy = left.split(","), dys[0]
+    if "->" not in equation:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    answers: list[ir.Value | None] = []
+    for i, (x, term) in enumerate(zip(node.inputs, terms, strict=True)):
+        if not is_float(x) or x is None:
+            answers.append(None)
+            continue
+        if len(set(term)) != len(term):
+            raise fail(node, f"term '{term}' of its equation takes a diagonal")
+        others = [(v, t) for j, (v, t) in enumerate(zip(node.inputs, terms, strict=True)) if j != i]
+        known = set(right).union(*(t for _, t in others))
+        kept = "".join(c for c in term if c in known)
+        g = (
+            dy
+            if right == kept and not others
+            else op.Einsum(
+                dy,
+                *(v for v, _ in others),
+                equation=f"{','.join([right, *(t for _, t in others)])}->{kept}",
+            )
+        )
+        if kept != term:
+            g = op.Unsqueeze(g, op.constant([k for k, c in enumerate(term) if c not in known]))
+        answers.append(op.Expand(g, op.Shape(x)) if kept != term else g)
+    return answers
+
+
+register(OpDef("MatMul", grad=_matmul), OpDef("Gemm", grad=_gemm), OpDef("Einsum", grad=_einsum))

@@ -1,0 +1,240 @@
+"""Normalizations. With xh = (x - mean)·rstd, g = dy·scale and means over the normalized axes:
+dx = rstd (g - mean(g) - xh·mean(g·xh)),  dscale = Σ dy·xh,  dbias = Σ dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.ops.derive import (
+    Unary,
+    Values,
+    dim,
+    given,
+    ints,
+    norm_axis,
+    output,
+    rank,
+    reshape,
+    reshape_like,
+    sizes_of,
+    table,
+    to_like,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def normalized(
+    op: Any, g: ir.Value, xh: ir.Value, rstd: ir.Value, axes: ir.Value, centred: bool = True
+) -> ir.Value:
+    """dx of xh = (x - mean)·rstd (or x·rstd), from g = d loss / d xh."""
+    inner = op.ReduceMean(op.Mul(g, xh), axes, keepdims=1)
+    if centred:
+        g = op.Sub(g, op.ReduceMean(g, axes, keepdims=1))
+    return op.Mul(op.Sub(g, op.Mul(xh, inner)), rstd)
+
+
+def _axes(op: Any, axes: Sequence[int]) -> ir.Value:
+    return op.constant(list(axes))
+
+
+def _affine(
+    op: Any, dy: ir.Value, xh: ir.Value, lead: int, scale: ir.Value, bias: ir.Value | None
+) -> tuple[ir.Value, ir.Value | None]:
+    """dscale, dbias: sums over the axes before the normalized ones."""
+    axes = _axes(op, range(lead))
+    dscale, dbias = op.Mul(dy, xh), dy
+    if lead:
+        dscale = op.ReduceSum(dscale, axes, keepdims=0)
+        dbias = op.ReduceSum(dy, axes, keepdims=0)
+    return (
+        _fit(op, dscale, scale),
+        None if bias is None else _fit(op, dbias, bias),
+    )
+
+
+def _fit(op: Any, g: ir.Value, like: ir.Value) -> ir.Value:
+    """Sum away what `like` (of the normalized shape, or ones) was broadcast over."""
+    if like.shape is not None and g.shape is not None and len(like.shape) <= len(g.shape):
+        lead = len(g.shape) - len(like.shape)
+        ones = [i + lead for i, s in enumerate(like.shape) if s == 1 and g.shape[i + lead] != 1]
+        axes = [*range(lead), *ones]
+        g = op.ReduceSum(g, op.constant(axes), keepdims=1) if axes else g
+    return reshape_like(op, g, like)
+
+
+def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+    x, scale, bias, y = node.inputs[0], node.inputs[1], given(node, 2), node.outputs[0]
+    assert x is not None and scale is not None
+    axis, n = norm_axis(node.attributes.get_int("axis", -1), x), rank(x)
+    axes = _axes(op, range(axis, n))
+    mean = to_like(op, output(node, 1, x, "mean"), x)
+    rstd = to_like(op, output(node, 2, x, "rstd"), x)
+    for v in (mean, rstd):
+        if v.shape is None and x.shape is not None:
+            v.shape = ir.Shape([*x.shape[:axis], *[1] * (n - axis)])
+    xh = op.Mul(op.Sub(x, mean), rstd)
+    dx, dscale, dbias = None, None, None
+    if dys[0] is not None:
+        dscale, dbias = _affine(op, dys[0], xh, axis, scale, bias)
+        dx = normalized(op, op.Mul(dys[0], scale), xh, rstd, axes)
+    count = op.Div(op.Size(x), op.Size(mean))
+    if len(dys) > 1 and dys[1] is not None:
+        part = op.Expand(op.Div(to_like(op, dys[1], x), to_like(op, count, x)), op.Shape(x))
+        dx = part if dx is None else op.Add(dx, part)
+    if len(dys) > 2 and dys[2] is not None:
+        # rstd = (var + ε)^-½:  d rstd / dx = -rstd² xh / K
+        slope = op.Div(op.Mul(to_like(op, dys[2], x), op.Mul(rstd, rstd)), to_like(op, count, x))
+        part = op.Neg(op.Mul(slope, xh))
+        dx = part if dx is None else op.Add(dx, part)
+    return [dx, dscale, dbias]
+
+
+def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+    x, scale, dy = node.inputs[0], node.inputs[1], dys[0]
+    assert x is not None and scale is not None and dy is not None
+    axis = norm_axis(node.attributes.get_int("axis", -1), x)
+    axes = _axes(op, range(axis, rank(x)))
+    square = op.ReduceMean(op.Mul(x, x), axes, keepdims=1)
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    rstd = op.Reciprocal(op.Sqrt(op.Add(square, epsilon)))
+    xh = op.Mul(x, rstd)
+    dscale, _ = _affine(op, dy, xh, axis, scale, None)
+    return [normalized(op, op.Mul(dy, scale), xh, rstd, axes, centred=False), dscale]
+
+
+def _moments(op: Any, x: ir.Value, axes: ir.Value, epsilon: float) -> tuple[ir.Value, ir.Value]:
+    """(x - mean)·rstd and rstd over `axes`."""
+    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+    rstd = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    return op.Mul(centred, rstd), rstd
+
+
+def _per_channel(op: Any, value: ir.Value, n: int) -> ir.Value:
+    """[C] as [C, 1, …], which broadcasts along axis 1 of rank n."""
+    return op.Unsqueeze(value, op.constant(list(range(1, n - 1)))) if n > 2 else value
+
+
+def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+    x, scale, bias, mean, variance = node.inputs
+    assert x is not None and scale is not None and mean is not None and variance is not None
+    n, epsilon = rank(x), node.attributes.get_float("epsilon", 1e-5)
+    momentum = node.attributes.get_float("momentum", 0.9)
+    axes = _axes(op, [0, *range(2, n)])
+    if not node.attributes.get_int("training_mode", 0):
+        dy = dys[0]
+        assert dy is not None
+        rstd = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+        rstd = to_like(op, rstd, scale)
+        dbias = op.ReduceSum(dy, axes, keepdims=0)
+        centred = op.Sub(x, _per_channel(op, to_like(op, mean, x), n))
+        inner = op.ReduceSum(op.Mul(dy, centred), axes, keepdims=0)  # Σ dy (x - mean)
+        dscale = op.Mul(inner, rstd)
+        factor = op.Mul(scale, rstd)
+        # y = factor (x - mean) + bias, where factor = scale (var + ε)^-½
+        dmean = op.Neg(op.Mul(dbias, factor))
+        dvar = op.Mul(op.Mul(dscale, op.Mul(scale, op.Mul(rstd, rstd))), -0.5)
+        dx = op.Mul(dy, _per_channel(op, factor, n))
+        return [dx, dscale, dbias, to_like(op, dmean, mean), to_like(op, dvar, variance)]
+    xh, rstd = _moments(op, x, axes, epsilon)
+    dx = dscale = dbias = dmean = dvar = None
+    if dys[0] is not None:
+        dy = dys[0]
+        dscale = op.ReduceSum(op.Mul(dy, xh), axes, keepdims=0)
+        dbias = op.ReduceSum(dy, axes, keepdims=0)
+        dx = normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes)
+    # running = momentum · old + (1 - momentum) · batch statistic (the biased variance)
+    for k, old in ((1, mean), (2, variance)):
+        dr = dys[k] if k < len(dys) else None
+        if dr is None:
+            continue
+        count = op.Div(op.Size(x), op.Size(scale))
+        each = op.Div(to_like(op, op.Mul(dr, 1 - momentum), x), to_like(op, count, x))
+        each = _per_channel(op, each, n)
+        part = op.Expand(each, op.Shape(x))
+        if k == 2:
+            part = op.Mul(op.Mul(each, 2.0), op.Div(xh, rstd))
+            dvar = op.Mul(dr, momentum)
+        else:
+            dmean = op.Mul(dr, momentum)
+        dx = part if dx is None else op.Add(dx, part)
+    return [dx, dscale, dbias, dmean, dvar]
+
+
+def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+    (x, scale, _), dy = node.inputs, dys[0]
+    assert x is not None and scale is not None and dy is not None
+    n = rank(x)
+    axes = _axes(op, range(2, n))
+    xh, rstd = _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5))
+    others = _axes(op, [0, *range(2, n)])
+    dscale = op.ReduceSum(op.Mul(dy, xh), others, keepdims=0)
+    dbias = op.ReduceSum(dy, others, keepdims=0)
+    return [normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes), dscale, dbias]
+
+
+def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+    """Opset 21: scale and bias are per channel."""
+    (x, scale, bias), dy = node.inputs, dys[0]
+    assert x is not None and scale is not None and bias is not None and dy is not None
+    groups, n = node.attributes.get_int("num_groups", 1), rank(x)
+    sizes = sizes_of(op, x)
+    grouped = [sizes[0], groups, -1]
+    if not isinstance(sizes[0], int) and None in [dim(x, a) for a in range(1, n)]:
+        grouped = [0, groups, -1]
+    axes = _axes(op, [2])
+    xh, rstd = _moments(
+        op, reshape(op, x, grouped), axes, node.attributes.get_float("epsilon", 1e-5)
+    )
+    flat = reshape_like(op, xh, x)
+    others = _axes(op, [0, *range(2, n)])
+    dscale = op.ReduceSum(op.Mul(dy, flat), others, keepdims=0)
+    dbias = op.ReduceSum(dy, others, keepdims=0)
+    g = reshape(op, op.Mul(dy, _per_channel(op, scale, n)), grouped)
+    return [reshape_like(op, normalized(op, g, xh, rstd, axes), x), dscale, dbias]
+
+
+def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    axes = _axes(op, ints(n, "axes", [0, 2, 3]) or [])
+    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1))
+    # the operator divides by (standard deviation + 1e-9)
+    rstd = op.Reciprocal(op.Add(deviation, 1e-9))
+    return normalized(op, dy, op.Mul(centred, rstd), rstd, axes)
+
+
+def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    """y = x s^-β, s = bias + α/size Σ_window x²;  dx = dy s^-β - 2αβ/size · x Σ_window' dy y / s."""
+    size, alpha = n.attributes.get_int("size", 1), n.attributes.get_float("alpha", 1e-4)
+    beta, bias = n.attributes.get_float("beta", 0.75), n.attributes.get_float("bias", 1.0)
+    before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
+
+    def window(value: ir.Value, low: int, high: int) -> ir.Value:
+        padded = op.Pad(value, op.constant([low, high]), None, op.constant([1]))
+        channels = op.Shape(x, start=1, end=2)
+        total = None
+        for k in range(low + high + 1):
+            part = op.Slice(padded, [k], op.Add(channels, k), [1])
+            total = part if total is None else op.Add(total, part)
+        assert total is not None
+        return total
+
+    s = op.Add(op.Mul(window(op.Mul(x, x), before, after), alpha / size), bias)
+    direct = op.Mul(dy, op.Pow(s, -beta))
+    around = window(op.Div(op.Mul(dy, y), s), after, before)
+    return op.Sub(direct, op.Mul(op.Mul(x, around), 2 * alpha * beta / size))
+
+
+NORM: dict[str, Unary] = {"MeanVarianceNormalization": _mean_variance, "LRN": _lrn}
+table(NORM)
+register(
+    OpDef("LayerNormalization", grad=_layer_norm),
+    OpDef("RMSNormalization", grad=_rms_norm),
+    OpDef("BatchNormalization", grad=_batch_norm),
+    OpDef("InstanceNormalization", grad=_instance_norm),
+    OpDef("GroupNormalization", grad=_group_norm),
+)

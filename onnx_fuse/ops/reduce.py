@@ -1,0 +1,175 @@
+"""Reductions, softmax, cumulative sums, argmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.ops.derive import (
+    Unary,
+    constant_ints,
+    dim,
+    given,
+    ints,
+    no_grad,
+    norm_axis,
+    rank,
+    shape_of,
+    table,
+    to_like,
+)
+
+
+def axes_of(node: ir.Node) -> list[int] | None:
+    """The reduced axes, from the input or the attribute; None for all of them."""
+    axes = constant_ints(given(node, 1))
+    return axes if axes is not None else ints(node, "axes")
+
+
+def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> ir.Value:
+    """A reduced value (dy, y) with its reduced axes put back as ones."""
+    if node.attributes.get_int("keepdims", 1):
+        return value
+    axes = axes_of(node)
+    if axes is None and given(node, 1) is None:
+        if x.shape is None:
+            return value  # of rank 0: it broadcasts against anything
+        axes = list(range(rank(x)))
+    if axes is None:
+        return op.Unsqueeze(value, node.inputs[1])
+    return op.Unsqueeze(value, op.constant(axes)) if axes else value
+
+
+def _is_noop(node: ir.Node) -> bool:
+    axes = given(node, 1)
+    return bool(node.attributes.get_int("noop_with_empty_axes", 0)) and (
+        axes is None or constant_ints(axes) == []
+    )
+
+
+def _full(op: Any, g: ir.Value, x: ir.Value) -> ir.Value:
+    return op.Expand(g, shape_of(op, x))
+
+
+def _sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return dy if _is_noop(n) else _full(op, _keep(op, dy, x, n), x)
+
+
+def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    if _is_noop(n):
+        return dy
+    axes = axes_of(n)
+    if axes is None and given(n, 1) is None and x.shape is not None:
+        axes = list(range(rank(x)))
+    sizes = [dim(x, a) for a in axes] if axes is not None and x.shape is not None else [None]
+    count = 1
+    for size in sizes:
+        count *= size or 0
+    if count:
+        dy = op.Mul(dy, 1 / count)
+    else:
+        ratio = op.Div(op.Size(x), op.Size(y))
+        dy = op.Div(dy, to_like(op, ratio, dy))
+    return _full(op, _keep(op, dy, x, n), x)
+
+
+def _extremum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    """Ties share the gradient evenly."""
+    if _is_noop(n):
+        return dy
+    mask = to_like(op, op.Equal(x, _keep(op, y, x, n)), x)
+    axes = n.inputs[1] if given(n, 1) is not None else None
+    count = op.ReduceSum(mask, axes, keepdims=1)
+    return op.Mul(mask, op.Div(_keep(op, dy, x, n), count))
+
+
+def _prod(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    """dy · (product of the others): y/x without zeros; with one zero, it alone gets the rest."""
+    if _is_noop(n):
+        return dy
+    axes = n.inputs[1] if given(n, 1) is not None else None
+    is_zero = op.Equal(x, 0.0)
+    zero = to_like(op, is_zero, x)
+    zeros = op.ReduceSum(zero, axes, keepdims=1)
+    safe = op.Add(x, zero)
+    rest = op.ReduceProd(safe, axes, keepdims=1)
+    # an entry's others hold (zeros - its own) zeros: their product is `rest / safe` if that is none
+    alive = to_like(op, op.Equal(op.Sub(zeros, zero), 0.0), x)
+    return op.Mul(op.Mul(_keep(op, dy, x, n), alive), op.Div(rest, safe))
+
+
+def _l2(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    if _is_noop(n):
+        return op.Mul(dy, op.Sign(x))
+    norm = _keep(op, y, x, n)
+    # 0 at the origin, as PyTorch has it
+    safe = op.Add(norm, to_like(op, op.Equal(norm, 0.0), x))
+    return op.Mul(x, op.Div(_keep(op, dy, x, n), safe))
+
+
+def _log_sum_exp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    if _is_noop(n):
+        return dy
+    return op.Mul(_keep(op, dy, x, n), op.Exp(op.Sub(x, _keep(op, y, x, n))))
+
+
+def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    if _is_noop(n):
+        return op.Div(dy, x)
+    return _full(op, op.Div(_keep(op, dy, x, n), op.Exp(_keep(op, y, x, n))), x)
+
+
+def _l1(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return op.Mul(dy if _is_noop(n) else _keep(op, dy, x, n), op.Sign(x))
+
+
+def _sum_square(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return op.Mul(dy if _is_noop(n) else _keep(op, dy, x, n), op.Add(x, x))
+
+
+def _softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    axis = op.constant([n.attributes.get_int("axis", -1)])
+    return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(dy, y), axis, keepdims=1)))
+
+
+def _log_softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    axis = op.constant([n.attributes.get_int("axis", -1)])
+    return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, axis, keepdims=1)))
+
+
+def _cumsum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    reverse = n.attributes.get_int("reverse", 0)
+    exclusive = n.attributes.get_int("exclusive", 0)
+    return op.CumSum(dy, n.inputs[1], reverse=1 - reverse, exclusive=exclusive)
+
+
+def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
+    axis = op.constant([norm_axis(n.attributes.get_int("axis", -1), x)])
+    two = n.attributes.get_int("p", 2) == 2
+    norm = (op.ReduceL2 if two else op.ReduceL1)(x, axis, keepdims=1)
+    norm = op.Add(norm, to_like(op, op.Equal(norm, 0.0), x))
+    slope = y if two else op.Sign(x)
+    inner = op.ReduceSum(op.Mul(dy, y), axis, keepdims=1)
+    return op.Div(op.Sub(dy, op.Mul(slope, inner)), norm)
+
+
+REDUCE: dict[str, Unary] = {
+    "ReduceSum": _sum,
+    "ReduceMean": _mean,
+    "ReduceMax": _extremum,
+    "ReduceMin": _extremum,
+    "ReduceProd": _prod,
+    "ReduceL1": _l1,
+    "ReduceL2": _l2,
+    "ReduceSumSquare": _sum_square,
+    "ReduceLogSum": _log_sum,
+    "ReduceLogSumExp": _log_sum_exp,
+    "Softmax": _softmax,
+    "LogSoftmax": _log_softmax,
+    "CumSum": _cumsum,
+    "LpNormalization": _lp_normalization,
+}
+table(REDUCE)
+no_grad("it returns positions", "ArgMax", "ArgMin", "NonZero", "NonMaxSuppression")

@@ -1,0 +1,271 @@
+"""Ops that move, repeat, cut and join without arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ops.derive import (
+    Unary,
+    Values,
+    constant_ints,
+    dim,
+    fail,
+    given,
+    ints,
+    no_grad,
+    norm_axis,
+    present,
+    rank,
+    reshape,
+    reshape_like,
+    shape_of,
+    sizes_of,
+    table,
+    text,
+    vector,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return reshape_like(op, dy, x)
+
+
+def _unsqueeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return op.Squeeze(dy, n.inputs[1])
+
+
+def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    axes = given(n, 1)
+    return reshape_like(op, dy, x) if axes is None else op.Unsqueeze(dy, axes)
+
+
+def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    perm = ints(n, "perm")
+    if perm is None:
+        return op.Transpose(dy)
+    return op.Transpose(dy, perm=[int(i) for i in np.argsort(perm)])
+
+
+def _trilu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return op.Trilu(dy, given(n, 1), upper=n.attributes.get_int("upper", 1))
+
+
+def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    """Sum over the repeats: dy as [r0, d0, r1, d1, …], reduced over every r."""
+    repeats = constant_ints(n.inputs[1])
+    sizes: list[Any] = []
+    for axis, size in enumerate(sizes_of(op, x)):
+        r = repeats[axis] if repeats is not None else None
+        sizes += [r if r is not None else op.Slice(n.inputs[1], [axis], [axis + 1], [0]), size]
+    axes = [2 * a for a in range(rank(x)) if repeats is None or repeats[a] != 1]
+    return op.ReduceSum(reshape(op, dy, sizes), op.constant(axes), keepdims=0) if axes else dy
+
+
+def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
+    dy, (x, pads), y = dys[0], node.inputs[:2], node.outputs[0]
+    assert dy is not None and x is not None
+    mode = text(node, "mode", "constant")
+    axes = given(node, 3)
+    if mode == "constant":
+        dx = op.Pad(dy, op.Neg(pads), None, axes)
+        fill = given(node, 2)
+        if fill is None:
+            return [dx]
+        whole, inner = op.ReduceSum(dy, keepdims=0), op.ReduceSum(dx, keepdims=0)
+        return [dx, None, reshape_like(op, op.Sub(whole, inner), fill)]
+    found, amounts = constant_ints(axes), constant_ints(pads)
+    padded = list(range(rank(x))) if axes is None else found
+    if padded is None:
+        raise fail(node, f"mode '{mode}' with axes that are not constant")
+    dx, count = dy, len(padded)
+    for i, axis in enumerate(padded):
+        axis = norm_axis(axis, x)
+        if amounts is not None and amounts[i] == amounts[i + count] == 0:
+            continue
+        # Each place of y along the axis holds the place of x it shows: pad the positions the same.
+        positions = op.Range(op.constant(np.int64(0)), _size(op, x, axis), op.constant(np.int64(1)))
+        ends = (
+            op.constant([amounts[i], amounts[i + count]])
+            if amounts is not None
+            else op.Gather(pads, op.constant([i, i + count]))
+        )
+        places = op.Pad(positions, ends, mode=mode)
+        dx = add_along(op, dx, places, axis, _size(op, x, axis), rank(x))
+    return [dx]
+
+
+def _size(op: Any, x: ir.Value, axis: int) -> ir.Value:
+    """The size of an axis as an int64 scalar."""
+    size = dim(x, axis)
+    if size is not None:
+        return op.constant(np.int64(size))
+    return op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
+
+
+def add_along(
+    op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value, n: int
+) -> ir.Value:
+    """x of the given size along `axis` with x[places[i]] += dy[i], the transpose of Gather."""
+    shape = op.Shape(dy)
+    before = [op.Slice(shape, [0], [axis], [0])] if axis else []
+    after = [op.Slice(shape, [axis + 1], [n], [0])] if axis + 1 < n else []
+    whole = vector(op, [*before, op.Unsqueeze(size, op.constant([0])), *after])
+    column = (
+        places if axis == n - 1 else op.Unsqueeze(places, op.constant(list(range(1, n - axis))))
+    )
+    zeros = op.ConstantOfShape(whole, value=ir.tensor(np.zeros(1, dy.dtype.numpy())))
+    return op.ScatterElements(zeros, op.Expand(column, shape), dy, axis=axis, reduction="add")
+
+
+def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
+    dy, axis = dys[0], node.attributes.get_int("axis", 0)
+    inputs = [x for x in node.inputs if x is not None]
+    if len(inputs) == 1:
+        return [dy]
+    sizes = [shape_of(op, x, [norm_axis(axis, x)]) for x in inputs]
+    known = [constant_ints(s) for s in sizes]
+    split = (
+        op.constant([s[0] for s in known if s]) if None not in known else op.Concat(*sizes, axis=0)
+    )
+    parts = op.Split(dy, split, axis=axis, outputs=len(inputs))
+    return list(parts)
+
+
+def _split(op: Any, node: ir.Node, dys: Values) -> Values:
+    parts = [present(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
+    if len(parts) == 1:
+        return parts
+    return [op.Concat(*parts, axis=node.attributes.get_int("axis", 0))]
+
+
+def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
+    """Pad back with zeros; steps other than 1 scatter along each axis."""
+    x, dy, y = node.inputs[0], dys[0], node.outputs[0]
+    assert x is not None and dy is not None
+    starts, ends = constant_ints(node.inputs[1]), constant_ints(node.inputs[2])
+    axes_value, steps_value = given(node, 3), given(node, 4)
+    axes, steps = constant_ints(axes_value), constant_ints(steps_value)
+    if axes_value is None:
+        if starts is None and (node.inputs[1] is None or node.inputs[1].shape is None):
+            raise fail(node, "neither its axes nor the number of its starts are known")
+        axes = list(range(len(starts) if starts is not None else dim(node.inputs[1], 0) or 0))
+    if axes is None:
+        raise fail(node, "its axes are not constant")
+    axes = [norm_axis(a, x) if a < 0 else a for a in axes]
+    if (steps is None and steps_value is not None) or any(s != 1 for s in steps or ()):
+        return [_slice_steps(op, node, x, dy, axes)]
+    return [_slice_pad(op, node, x, y, dy, axes, starts, ends)]
+
+
+def _slice_pad(
+    op: Any,
+    node: ir.Node,
+    x: ir.Value,
+    y: ir.Value,
+    dy: ir.Value,
+    axes: list[int],
+    starts: list[int] | None,
+    ends: list[int] | None,
+) -> ir.Value:
+    if starts is not None and ends is not None:
+        pads = [_static_pads(x, y, a, s, e) for a, s, e in zip(axes, starts, ends, strict=True)]
+        known = [p for p in pads if p is not None]
+        if len(known) == len(pads):
+            if not any(b or e for b, e in known):
+                return dy
+            return op.Pad(
+                dy,
+                op.constant([b for b, _ in known] + [e for _, e in known]),
+                None,
+                op.constant(axes),
+            )
+    whole, part = shape_of(op, x, axes), shape_of(op, y, axes)
+    if starts is not None and all(s >= 0 for s in starts):
+        begin = op.Min(op.constant(starts), whole)
+    else:
+        start = node.inputs[1] if starts is None else op.constant(starts)
+        if start.dtype != ir.DataType.INT64:
+            start = op.Cast(start, to=int(ir.DataType.INT64))
+        start = op.Where(op.Less(start, 0), op.Add(start, whole), start)
+        begin = op.Max(op.Min(start, whole), 0)
+    end = op.Sub(op.Sub(whole, begin), part)
+    return op.Pad(dy, op.Concat(begin, end, axis=0), None, op.constant(axes))
+
+
+def _static_pads(
+    x: ir.Value, y: ir.Value, axis: int, start: int, end: int
+) -> tuple[int, int] | None:
+    """Zeros before and after the slice, where they don't depend on a dynamic size."""
+    size, cut = dim(x, axis), dim(y, axis)
+    if size is not None and cut is not None:
+        begin = min(max(start + size if start < 0 else start, 0), size)
+        return begin, size - begin - cut
+    if start == 0 and end >= 2**31 - 1:
+        return 0, 0
+    return None
+
+
+def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[int]) -> ir.Value:
+    """Undo the axes one by one, the last first: each adds rows at the positions it took."""
+    starts, ends = node.inputs[1], node.inputs[2]
+    for i, axis in reversed(list(enumerate(axes))):
+        size = _size(op, x, axis)
+        positions = op.Range(op.constant(np.int64(0)), size, op.constant(np.int64(1)))
+        one = [op.Slice(v, [i], [i + 1], [0]) for v in (starts, ends)]
+        step = op.Slice(node.inputs[4], [i], [i + 1], [0]) if given(node, 4) is not None else [1]
+        zero = op.constant(np.zeros(1, (starts.dtype or ir.DataType.INT64).numpy()))
+        places = op.Slice(positions, *one, zero, step)
+        dy = add_along(op, dy, places, axis, size, rank(x))
+    return dy
+
+
+def _expand(op: Any, node: ir.Node, dys: Values) -> Values:
+    return [dys[0]]
+
+
+def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    block = n.attributes.get_int("blocksize", 1)
+    if text(n, "mode", "DCR") == "DCR":
+        return op.SpaceToDepth(dy, blocksize=block)
+    # CRD: y[c, h·b + i, w·b + j] = x[c·b² + i·b + j, h, w]
+    batch, channels, height, width = sizes_of(op, x)
+    if not isinstance(channels, int):
+        raise fail(n, "mode CRD with a dynamic number of channels")
+    sizes = [batch, channels // (block * block), height, block, width, block]
+    return reshape_like(op, op.Transpose(reshape(op, dy, sizes), perm=[0, 1, 3, 5, 2, 4]), x)
+
+
+def _space_to_depth(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    return op.DepthToSpace(dy, blocksize=n.attributes.get_int("blocksize", 1), mode="DCR")
+
+
+def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+    batch, time = n.attributes.get_int("batch_axis", 1), n.attributes.get_int("time_axis", 0)
+    return op.ReverseSequence(dy, n.inputs[1], batch_axis=batch, time_axis=time)
+
+
+SHAPE: dict[str, Unary] = {
+    "Reshape": _like,
+    "Flatten": _like,
+    "Unsqueeze": _unsqueeze,
+    "Squeeze": _squeeze,
+    "Transpose": _transpose,
+    "Trilu": _trilu,
+    "Tile": _tile,
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "ReverseSequence": _reverse_sequence,
+}
+table(SHAPE)
+register(
+    OpDef("Pad", grad=_pad),
+    OpDef("Concat", grad=_concat),
+    OpDef("Split", grad=_split),
+    OpDef("Slice", grad=_slice),
+    OpDef("Expand", grad=_expand),
+)
+no_grad("it reads the shape only", "Shape", "Size", "ConstantOfShape", "EyeLike")
