@@ -273,21 +273,30 @@ Lowering = Callable[[Context, ir.Node], "str | None"]
 
 
 @dataclass(frozen=True)
+class Tail:
+    """What onnxruntime runs after the calls: a model whose shapes depend on data."""
+
+    model: bytes = field(repr=False)
+    inputs: tuple[tuple[str, Tensor | np.ndarray], ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """Kernel calls in order over buffers: a pure function of (model, shapes, Hardware).
 
-    `inputs` and `outputs` are in the model's order. An output known at lowering is an array. A
-    `tail`, where there is one, is a model that onnxruntime runs last: its shapes depend on data.
+    `inputs` and `outputs` are in the model's order. An output known at lowering is an array, one of
+    the tail's is None; an output that is a state's next value is that state's own tensor.
     """
 
     calls: tuple[Call, ...]
     buffers: tuple[Buffer, ...]
     inputs: tuple[tuple[str, Tensor], ...]
-    outputs: tuple[tuple[str, Tensor | np.ndarray], ...]
+    outputs: tuple[tuple[str, Tensor | np.ndarray | None], ...]
     constants: Mapping[int, np.ndarray] = field(repr=False)
     fallbacks: tuple[str, ...] = ()
     """Operators that run on onnxruntime, each with the reason."""
-    tail: bytes = field(default=b"", repr=False)
+    tail: Tail | None = None
 
     def __str__(self) -> str:
         lines = [f"input {name} = {tensor}" for name, tensor in self.inputs]

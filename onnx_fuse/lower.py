@@ -1,6 +1,714 @@
-"""HLIR -> Program: every node to kernel calls over static shapes. The contract is in `llir`."""
+"""HLIR -> Program: every node to kernel calls over static shapes. The contract is in `llir`.
+
+Values are tracked as they are lowered: each is known on the host (shape arithmetic, constants), or
+is a Tensor, or belongs to the tail, whose shapes depend on data.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.ir import FUSE, functions_attached, infer_shapes, inline, subgraphs, to_proto
+from onnx_fuse.kernels import refusals, select
+from onnx_fuse.kernels.chains import merge
+from onnx_fuse.kernels.pointwise import Code, call_of, copy, dtype_name
+from onnx_fuse.llir import Buffer, Call, Lowering, Program, Tail, Tensor, dense_strides
+from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
+
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
-FAMILIES: tuple[str, ...] = ()
+FAMILIES: tuple[str, ...] = ("pointwise", "views", "linear", "reduce", "norm", "softmax")
+RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
+          "Multinomial", "Dropout"}  # fmt: skip
+HOST_LIMIT = 1 << 22
+"""Elements up to which a node whose inputs are all known is evaluated at lowering."""
+WEIGHT_LIMIT = 1 << 12
+"""Elements up to which an initializer counts as known rather than as a weight."""
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@cache
+def lowerings() -> dict[tuple[str, str], Lowering]:
+    """(domain, operator) -> its lowering, of all families."""
+    table: dict[tuple[str, str], Lowering] = {}
+    for family in FAMILIES:
+        table.update(import_module(f"onnx_fuse.kernels.{family}").LOWERINGS)
+    return table
+
+
+def lower(
+    model: ir.Model,
+    shapes: Shapes,
+    hw: Hardware,
+    *,
+    math: str = "ieee",
+    prefs: Mapping[str, str] | None = None,
+    state: Mapping[str, str] | None = None,
+) -> Program:
+    """The Program of `model` for inputs of these (shape, dtype), by name.
+
+    `state` maps outputs to the inputs (or initializers) whose next value they are: those are
+    written in place. The initializers among them are never taken for constants.
+    """
+    return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state).run()
+
+
+@dataclass
+class Slot:
+    """What is known of one value: `host` its array, `tensor` where it stands on the device."""
+
+    host: np.ndarray | None = None
+    tensor: Tensor | None = None
+    tail: bool = False
+
+
+class Lowerer:
+    """The one implementation of `llir.Context`."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        shapes: Shapes,
+        hw: Hardware,
+        *,
+        math: str = "ieee",
+        prefs: Mapping[str, str] | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model, self.shapes, self.hw, self.math = model, shapes, hw, math
+        self.prefs, self.state = prefs, dict(state or {})
+        self.opset = model.graph.opset_imports.get("", 1)
+        self.opsets = dict(model.graph.opset_imports) | {FUSE: 1}
+        self.slots: dict[ir.Value, Slot] = {}
+        self.buffers: list[Buffer] = []
+        self.calls: list[Call] = []
+        self.constants: dict[int, np.ndarray] = {}
+        self.fallbacks: dict[str, str] = {}
+        self.tail: list[ir.Node] = []
+        self._copies: dict[Tensor, Tensor] = {}
+        self._names = 0
+        self._owner = ""
+
+    # ---- the walk ----
+
+    def run(self) -> Program:
+        graph = self.model.graph
+        mutable = set(self.state.values())
+        inputs = []
+        for value in graph.inputs:
+            shape, dtype = self.shapes[value.name or ""]
+            tensor = self._buffer("input", shape, dtype, value.name or "")
+            self.slots[value] = Slot(tensor=tensor)
+            inputs.append((value.name or "", tensor))
+        for value in graph.initializers.values():
+            assert value.const_value is not None
+            small = value.const_value.size <= WEIGHT_LIMIT and value.name not in mutable
+            floating = value.const_value.dtype.is_floating_point()
+            if small and (not floating or value.const_value.size == 1):
+                self.slots[value] = Slot(host=value.const_value.numpy())
+            elif value.const_value.dtype == ir.DataType.STRING:
+                self.slots[value] = Slot(host=value.const_value.numpy())
+            else:
+                shape = tuple(int(d) for d in value.const_value.shape)
+                dtype = dtype_name(value.const_value.dtype)
+                tensor = self._buffer("weight", shape, dtype, value.name or "")
+                known = None if value.name in mutable or not small else value.const_value.numpy()
+                self.slots[value] = Slot(host=known, tensor=tensor)
+        for node in graph:
+            self._node(node)
+        outputs, writes = self._outputs()
+        tail = self._tail_model()
+        keep = {t.buffer for _, t in outputs if isinstance(t, Tensor)}
+        keep |= {t.buffer for _, t in writes}
+        if tail is not None:
+            keep |= {t.buffer for _, t in tail.inputs if isinstance(t, Tensor)}
+        calls = merge(self.calls, keep, self.hw)
+        used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
+        return Program(
+            calls,
+            tuple(b for b in self.buffers if b.id in used or b.kind == "input"),
+            tuple(inputs),
+            tuple(outputs),
+            {k: v for k, v in self.constants.items() if k in used},
+            tuple(f"{op}: {why}" for op, why in self.fallbacks.items()),
+            tail,
+        )
+
+    def _node(self, node: ir.Node) -> None:
+        slots = [self.slots[v] for v in node.inputs if v is not None]
+        if any(slot.tail for slot in slots) or any(
+            self.slots[v].tail for v in captured(node) if v in self.slots
+        ):
+            self._defer(node)
+            return
+        if self._evaluate(node):
+            return
+        if node.op_type == "If" and node.domain == "":
+            condition = self.host(node, 0)
+            if condition is not None:
+                self._branch(node, bool(condition.reshape(-1)[0]))
+                return
+        self._lower(node)
+
+    def _lower(self, node: ir.Node) -> None:
+        name = node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
+        lowering = lowerings().get((node.domain, name))
+        mark = len(self.calls)
+        self._owner = self._owner or self.label(node)
+        own = self._owner == self.label(node)
+        try:
+            unsupported = next((v for v in node.inputs if v is not None and not self._numeric(v)), None)
+            if unsupported is not None:
+                reason = f"no kernel takes {unsupported.dtype} tensors"
+            elif lowering is None:
+                reason = "no kernel"
+            else:
+                why = lowering(self, node)
+                if why is None:
+                    return
+                reason = why
+            del self.calls[mark:]
+            if not self._expand(node):
+                self._fallback(node, reason)
+        finally:
+            if own:
+                self._owner = ""
+
+    def _numeric(self, value: ir.Value) -> bool:
+        slot = self.slots[value]
+        if slot.tensor is not None:
+            return slot.tensor.dtype in ITEMSIZE
+        return slot.host is None or slot.host.dtype.name in ITEMSIZE
+
+    def _outputs(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
+        """Each output in a buffer of its own; state written back over what it replaces."""
+        outputs: list[tuple[str, Any]] = []
+        writes: list[tuple[str, Tensor]] = []
+        taken: set[int] = set()
+        named = {v.name: self.slots[v] for v in (*self.model.graph.inputs,
+                 *self.model.graph.initializers.values())}  # fmt: skip
+        # what state is replaced by must be read before it is overwritten: copies come last
+        late: list[tuple[str, Tensor, Tensor]] = []
+        for value in self.model.graph.outputs:
+            slot, name = self.slots[value], value.name or ""
+            if slot.tail:
+                outputs.append((name, None))
+                continue
+            if name in self.state:
+                target = named[self.state[name]].tensor
+                assert target is not None
+                late.append((name, self._tensor(slot), target))
+                outputs.append((name, target))
+                writes.append((name, target))
+                continue
+            if slot.tensor is None:
+                assert slot.host is not None
+                outputs.append((name, slot.host))
+                continue
+            tensor = slot.tensor
+            buffer = self.buffers[tensor.buffer]
+            fresh = buffer.kind == "temp" and tensor.dense and tensor.offset == 0
+            whole = tensor.nbytes == buffer.nbytes
+            if not (fresh and whole) or tensor.buffer in taken:
+                own = self._buffer("output", tensor.shape, tensor.dtype, name)
+                self._copy(name, tensor, own)
+                tensor = own
+            else:
+                self.buffers[tensor.buffer] = replace(buffer, kind="output", name=name)
+            taken.add(tensor.buffer)
+            outputs.append((name, tensor))
+        for name, source, target in late:
+            if source.buffer != target.buffer:
+                self._copy(name, source, target)
+        return outputs, writes
+
+    def _copy(self, label: str, x: Tensor, y: Tensor) -> None:
+        code = Code()
+        self.calls.append(call_of(code.expression(code.load(x)), code.reads, [y], [label]))
+
+    # ---- host ----
+
+    def _evaluate(self, node: ir.Node) -> bool:
+        """Evaluate on the host what the feeds' values do not enter."""
+        if node.op_type in RANDOM and node.domain == "" or node.domain not in ("", "ai.onnx.ml"):
+            return False
+        if node.op_type in ("Shape", "Size"):
+            return self._shape(node)
+        values = [v for v in (*node.inputs, *captured(node)) if v is not None]
+        arrays = [self.slots[v].host for v in values]
+        if any(a is None for a in arrays):
+            return False
+        if any(self.slots[v].tensor is not None for v in values) and not all(
+            a.size <= 64 for a in arrays if a is not None
+        ):
+            return False
+        if node.op_type == "Constant":
+            results = [ir.convenience.get_const_tensor(node.outputs[0])]
+            if results[0] is not None:
+                self._known(node.outputs[0], results[0].numpy())
+                return True
+        if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
+            return True
+        if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
+            return False
+        found = evaluate(node, values, [a for a in arrays if a is not None], self.opsets)
+        if found is None:
+            return False
+        for value, array in zip(node.outputs, found, strict=False):
+            self._known(value, np.asarray(array))
+        return True
+
+    def _known(self, value: ir.Value, array: np.ndarray) -> None:
+        self.slots[value] = Slot(host=array)
+
+    def _shape(self, node: ir.Node) -> bool:
+        slot = self.slots[node.inputs[0]]  # type: ignore[index]
+        shape = slot.tensor.shape if slot.tensor is not None else slot.host.shape  # type: ignore[union-attr]
+        if node.op_type == "Size":
+            self._known(node.outputs[0], np.array(int(np.prod(shape)), np.int64))
+        else:
+            start, end = self.attr(node, "start", 0), self.attr(node, "end", None)
+            self._known(node.outputs[0], np.array(shape[start:end], np.int64))
+        return True
+
+    def _filled(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
+        """A large tensor of one number: a broadcast scalar instead of its elements."""
+        wanted = arrays[-1]
+        assert wanted is not None
+        shape = tuple(int(d) for d in wanted.reshape(-1))
+        if int(np.prod(shape)) <= WEIGHT_LIMIT:
+            return False
+        if node.op_type == "Expand":
+            scalar = arrays[0]
+            if scalar is None or scalar.size != 1:
+                return False
+            shape = tuple(int(d) for d in np.broadcast_shapes(scalar.shape, shape))
+        else:
+            scalar = self.attr(node, "value", np.zeros(1, np.float32))
+        if scalar.dtype.name not in ITEMSIZE:
+            return False
+        self.alias(node, 0, self.constant(scalar.reshape(())).expand(shape))
+        return True
+
+    # ---- bodies, branches, onnxruntime ----
+
+    def _branch(self, node: ir.Node, taken: bool) -> None:
+        graph = node.attributes["then_branch" if taken else "else_branch"].as_graph()
+        self._inner(graph, node.outputs)
+
+    def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
+        for value in graph.initializers.values():
+            assert value.const_value is not None
+            self.slots[value] = Slot(host=value.const_value.numpy())
+        for inner in graph:
+            self._node(inner)
+        for value, result in zip(outputs, graph.outputs, strict=True):
+            self.slots[value] = self.slots[result]
+
+    def _expand(self, node: ir.Node) -> bool:
+        """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
+        body = self._body(node)
+        if body is None:
+            return False
+        given = [v for v in node.inputs if v is not None]
+        for value, outer in zip(body.inputs, given, strict=True):
+            self.slots[value] = self.slots[outer]
+        self._inner(body, [v for v in node.outputs if v.name])
+        return True
+
+    def _body(self, node: ir.Node) -> ir.Graph | None:
+        single = self._single(node)
+        if node.domain == FUSE:
+            return inline(single).graph
+        if node.domain != "" or not onnx.defs.has(node.op_type, self.opset):
+            return None
+        schema = onnx.defs.get_schema(node.op_type, self.opset, "")
+        proto = ir.serde.serialize_node(next(iter(single.graph)))
+        if schema.has_function:
+            function = schema.function_body
+        elif schema.has_context_dependent_function:
+            types = [
+                _type_proto(*self._type(v)).SerializeToString() if v is not None else b""
+                for v in node.inputs
+            ]
+            versions = [v for v in schema.context_dependent_function_opset_versions if v <= self.opset]
+            data = schema.get_context_dependent_function_with_opset_version(
+                max(versions), proto.SerializeToString(), types
+            )
+            if not data:
+                return None
+            function = onnx.FunctionProto.FromString(data)
+        else:
+            return None
+        opset = max((o.version for o in function.opset_import if o.domain in ("", "ai.onnx")), default=self.opset)
+        if opset > self.opset:
+            return None
+        del function.output[len(node.outputs) :]
+        deserialized = ir.serde.deserialize_function(function)
+        # the body is written for an opset at or below the model's, and means the same in it
+        deserialized.domain, deserialized.name = "", node.op_type
+        deserialized.opset_imports[""] = self.opset
+        single.functions[deserialized.identifier()] = deserialized
+        ir.passes.common.InlinePass()(single)
+        return single.graph
+
+    def _single(self, node: ir.Node) -> ir.Model:
+        """A model of this node alone, its inputs typed by what is known of them."""
+        given = [v for v in node.inputs if v is not None]
+        for value in (*given, *node.outputs):
+            if not value.name:
+                self._names += 1
+                value.name = f"value_{self._names}"
+        fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._type(v)[1]),
+                             type=ir.TensorType(self._type(v)[0])) for v in given}  # fmt: skip
+        clone = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if v is None else fresh[v] for v in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+        )
+        for new, old in zip(clone.outputs, node.outputs, strict=True):
+            new.name = old.name
+        inputs = list(dict.fromkeys(fresh[v] for v in given))
+        graph = ir.Graph(inputs, clone.outputs, nodes=[clone], name="node", opset_imports=self.opsets)
+        return ir.Model(graph, ir_version=10)
+
+    def _type(self, value: ir.Value) -> tuple[ir.DataType, tuple[int, ...]]:
+        slot = self.slots[value]
+        if slot.tensor is not None:
+            return data_type(slot.tensor.dtype), slot.tensor.shape
+        assert slot.host is not None
+        return data_type(slot.host.dtype.name), slot.host.shape
+
+    def _fallback(self, node: ir.Node, reason: str) -> None:
+        """onnxruntime, with copies; after everything else where shapes depend on data."""
+        name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
+        self.fallbacks.setdefault(name, reason)
+        types = None if captured(node) else self.infer(node)
+        typed = types is not None and all(t is not None for t in types)
+        if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
+            self._defer(node)
+            return
+        assert types is not None
+        model = to_proto(self._single(node))
+        reads = {v.name: self.contiguous(self._tensor(self.slots[v])) for v in node.inputs if v is not None}
+        writes = {}
+        for i, value in enumerate(node.outputs):
+            found = types[i]
+            assert found is not None
+            writes[value.name] = self.output(node, i, found[1], found[0])
+        for value, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
+            value.CopyFrom(onnx.ValueInfoProto(name=name, type=_type_proto(data_type(tensor.dtype), tensor.shape)))
+        self.calls.append(
+            Call(
+                f"onnxruntime:{node.op_type}",
+                (self.label(node),),
+                (),
+                tuple(reads.items()),  # type: ignore[arg-type]
+                tuple(writes.items()),  # type: ignore[arg-type]
+                why=reason,
+                host=model.SerializeToString(),
+            )
+        )
+
+    def _defer(self, node: ir.Node) -> None:
+        self.tail.append(node)
+        for value in node.outputs:
+            self.slots[value] = Slot(tail=True)
+
+    def _tail_model(self) -> Tail | None:
+        """The nodes whose shapes depend on data, as one model over what stands on the device."""
+        if not self.tail:
+            return None
+        inside = {v for node in self.tail for v in node.outputs}
+        feeds: dict[ir.Value, Tensor | np.ndarray] = {}
+        for node in self.tail:
+            for value in (*node.inputs, *captured(node)):
+                if value is None or value in inside or value in feeds:
+                    continue
+                slot = self.slots[value]
+                feeds[value] = slot.host if slot.tensor is None else self.contiguous(slot.tensor)  # type: ignore[assignment]
+        fresh = {}
+        for value in feeds:
+            dtype, shape = self._type(value)
+            fresh[value.name] = ir.Value(name=value.name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        wanted = [v for v in self.model.graph.outputs if v in inside]
+        protos = [ir.serde.serialize_node(node) for node in self.tail]
+        graph = onnx.helper.make_graph(
+            protos,
+            "tail",
+            [ir.serde.serialize_value(v) for v in fresh.values()],
+            [onnx.ValueInfoProto(name=v.name) for v in wanted],
+        )
+        opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
+        model = ir.serde.deserialize_model(
+            onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        )
+        return Tail(
+            to_proto(model).SerializeToString(),
+            tuple((v.name or "", t) for v, t in feeds.items()),
+            tuple(v.name or "" for v in wanted),
+        )
+
+    def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        """(dtype, shape) of each output, None where it is not static."""
+        single = self._single(node)
+        if node.domain == FUSE:
+            infer_shapes(single)
+            found = [(v.dtype, v.shape) for v in single.graph.outputs]
+            return [
+                (dtype_name(d), tuple(int(n) for n in s))  # type: ignore[arg-type]
+                if d is not None and s is not None and s.is_static()
+                else None
+                for d, s in found
+            ]
+        if not onnx.defs.has(node.op_type, self.opset, node.domain):
+            return None
+        schema = onnx.defs.get_schema(node.op_type, self.opsets.get(node.domain, 1), node.domain)
+        proto = ir.serde.serialize_node(next(iter(single.graph)))
+        types, data = {}, {}
+        for value in node.inputs:
+            if value is None:
+                continue
+            types[value.name] = _type_proto(*self._type(value))
+            host = self.slots[value].host
+            if host is not None and host.size <= WEIGHT_LIMIT and host.dtype.name in ITEMSIZE:
+                data[value.name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(host)))
+        opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
+        try:
+            result = onnx.shape_inference.infer_node_outputs(
+                schema, proto, types, data, opset_imports=opsets, ir_version=10
+            )
+        except onnx.shape_inference.InferenceError:
+            return None
+        return [_static(result.get(v.name or "")) for v in node.outputs]
+
+    # ---- llir.Context ----
+
+    def label(self, node: ir.Node) -> str:
+        """The node's name, or its first output's; inside a body, the whole node's."""
+        if self._owner:
+            return self._owner
+        return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
+
+    def _tensor(self, slot: Slot) -> Tensor:
+        if slot.tensor is None:
+            assert slot.host is not None
+            slot.tensor = self.constant(slot.host)
+        return slot.tensor
+
+    def view(self, node: ir.Node, i: int) -> Tensor:
+        value = node.inputs[i]
+        assert value is not None
+        return self._tensor(self.slots[value])
+
+    def dense(self, node: ir.Node, i: int) -> Tensor:
+        return self.contiguous(self.view(node, i))
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        if tensor.dense and tensor.offset * ITEMSIZE[tensor.dtype] % 16 == 0:
+            if tensor.strides == dense_strides(tensor.shape):
+                return tensor
+            return replace(tensor, strides=dense_strides(tensor.shape))
+        if tensor not in self._copies:
+            y = self.scratch(tensor.dtype, tensor.shape)
+            self._copy(self._owner, tensor, y)
+            self._copies[tensor] = y
+        return self._copies[tensor]
+
+    def has(self, node: ir.Node, i: int) -> bool:
+        return i < len(node.inputs) and node.inputs[i] is not None
+
+    def host(self, node: ir.Node, i: int) -> np.ndarray | None:
+        value = node.inputs[i] if i < len(node.inputs) else None
+        return None if value is None else self.slots[value].host
+
+    def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
+        attribute = node.attributes.get(name)
+        if attribute is None:
+            return default
+        value = attribute.value
+        if attribute.type == ir.AttributeType.TENSOR:
+            return value.numpy()
+        return list(value) if isinstance(value, list | tuple) else value
+
+    def wants(self, node: ir.Node, i: int) -> bool:
+        if i >= len(node.outputs):
+            return False
+        value = node.outputs[i]
+        return bool(value.name) and (bool(value.uses()) or value.is_graph_output())
+
+    def output(
+        self, node: ir.Node, i: int, shape: Sequence[int] | None = None, dtype: str | None = None
+    ) -> Tensor:
+        if shape is None or dtype is None:
+            types = self.infer(node)
+            found = types[i] if types is not None else None
+            if found is None:
+                raise ModelError(f"{self.label(node)}: the shape of output {i} is not static")
+            dtype = dtype or found[0]
+            shape = shape if shape is not None else found[1]
+        tensor = self._buffer("temp", tuple(int(d) for d in shape), dtype)
+        self.slots[node.outputs[i]] = Slot(tensor=tensor)
+        return tensor
+
+    def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
+        if i < len(node.outputs):
+            self.slots[node.outputs[i]] = Slot(tensor=tensor)
+
+    def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        return self._buffer("temp", tuple(int(d) for d in shape), dtype)
+
+    def constant(self, array: np.ndarray) -> Tensor:
+        array = np.array(array, order="C")
+        tensor = self._buffer("constant", array.shape, array.dtype.name)
+        self.constants[tensor.buffer] = array
+        return tensor
+
+    def _buffer(self, kind: str, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
+        shape = tuple(int(d) for d in shape)
+        count = int(np.prod(shape, dtype=np.float64))
+        if count * ITEMSIZE.get(dtype, 1) >= 2**46:
+            raise ModelError(f"{name or 'a tensor'} of shape {list(shape)} is too large")
+        tensor = Tensor(len(self.buffers), dtype, shape, dense_strides(shape))
+        self.buffers.append(Buffer(tensor.buffer, kind, tensor.size * ITEMSIZE.get(dtype, 1), name))
+        return tensor
+
+    def append(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def call(
+        self,
+        node: ir.Node,
+        launches: Launch | Sequence[Launch],
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+        *,
+        workspace: int = 0,
+        flops: int = 0,
+        why: str = "",
+        inplace: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        launches = (launches,) if isinstance(launches, Launch) else tuple(launches)
+        moved = sum(t.nbytes for t in (*reads.values(), *writes.values()))
+        name = node.op_type
+        self.calls.append(
+            Call(
+                name, (self.label(node),), launches, tuple(reads.items()), tuple(writes.items()),
+                workspace, flops, moved, why, tuple(inplace),
+            )  # fmt: skip
+        )
+
+    def select(
+        self,
+        node: ir.Node,
+        problem: Problem,
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+    ) -> str | None:
+        choice = select(problem.op, problem, self.hw, self.prefs)
+        if choice is None:
+            reasons = refusals(problem.op, problem, self.hw)
+            listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            return listing or f"{problem.op} has no kernel"
+        self.call(
+            node,
+            choice.launch(problem, self.hw),
+            reads,
+            writes,
+            workspace=choice.workspace(problem, self.hw),
+            flops=problem.flops,
+            why=f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us",
+        )
+        return None
+
+
+# ---- helpers ------------------------------------------------------------------------------------
+
+_BY_NAME: dict[str, ir.DataType] = {}
+
+
+def data_type(name: str) -> ir.DataType:
+    """The ONNX element type of a NumPy dtype's name."""
+    if not _BY_NAME:
+        for dtype in ir.DataType:
+            if dtype != ir.DataType.UNDEFINED:
+                _BY_NAME.setdefault(dtype_name(dtype), dtype)
+        _BY_NAME["object"] = ir.DataType.STRING
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    return ir.DataType.STRING
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Values of outer graphs that a node's subgraphs read."""
+    graphs = [g for attribute in node.attributes.values() for g in subgraphs(attribute)]
+    if not graphs:
+        return []
+    inside: set[ir.Value] = set()
+    read: dict[ir.Value, None] = {}
+    while graphs:
+        graph = graphs.pop()
+        inside.update(graph.inputs, graph.initializers.values())
+        read.update(dict.fromkeys(graph.outputs))
+        for inner in graph:
+            inside.update(inner.outputs)
+            read.update((v, None) for v in inner.inputs if v is not None)
+            graphs += [g for attr in inner.attributes.values() for g in subgraphs(attr)]
+    return [v for v in read if v not in inside]
+
+
+def evaluate(
+    node: ir.Node,
+    values: Sequence[ir.Value],
+    arrays: Sequence[np.ndarray],
+    opsets: Mapping[str, int],
+) -> list[np.ndarray] | None:
+    """The node's outputs by onnx's reference evaluator; None where that has no such operator."""
+    from onnx.reference import ReferenceEvaluator
+
+    inputs = list(dict.fromkeys(values))
+    graph = onnx.helper.make_graph(
+        [ir.serde.serialize_node(node)],
+        "node",
+        [
+            onnx.helper.make_tensor_value_info(v.name, data_type(a.dtype.name).value, a.shape)
+            for v, a in dict(zip(values, arrays, strict=True)).items()
+        ],
+        [onnx.ValueInfoProto(name=v.name) for v in node.outputs if v.name],
+    )
+    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items() if d != FUSE]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    try:
+        evaluator = ReferenceEvaluator(model)
+        feeds = {v.name: a for v, a in zip(values, arrays, strict=True) if v in inputs}
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return list(evaluator.run(None, feeds))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError):
+        return None  # a node the reference cannot run has a kernel, or onnxruntime
+
+
+def _type_proto(dtype: ir.DataType, shape: Sequence[int]) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(dtype.value, list(shape))
+
+
+def _static(proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:
+    if proto is None or not proto.HasField("tensor_type"):
+        return None
+    tensor = proto.tensor_type
+    if not tensor.HasField("shape") or any(not d.HasField("dim_value") for d in tensor.shape.dim):
+        return None
+    shape = tuple(d.dim_value for d in tensor.shape.dim)
+    return dtype_name(ir.DataType(tensor.elem_type)), shape

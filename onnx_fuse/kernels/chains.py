@@ -1,0 +1,301 @@
+"""Passes over the call list: drop unread calls, share equal ones, merge pointwise chains.
+
+Calls form a graph by the buffers they read and write. A pointwise call is contracted into a
+pointwise producer whose element it reads at the same place, if no other path leads from the one to
+the other; what only the chain itself read is then never stored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import prod
+
+from onnx_fuse.kernels.pointwise import Expression, Step, finish
+from onnx_fuse.llir import Call, Tensor
+from onnx_fuse.problem import Hardware
+
+MAX_OPERANDS = 24
+MAX_STEPS = 96
+
+
+def merge(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> tuple[Call, ...]:
+    """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
+    alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
+    return tuple(finish(c) if c.expression else c for c in fuse(alive, keep))
+
+
+def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Without the calls whose results nothing reads."""
+    live, kept = set(keep), []
+    for call in reversed(calls):
+        if any(t.buffer in live for _, t in call.writes):
+            live.update(t.buffer for _, t in call.reads)
+            kept.append(call)
+    return kept[::-1]
+
+
+def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Equal calls on equal operands run once."""
+    writers: dict[int, int] = defaultdict(int)
+    for call in calls:
+        for _, tensor in call.writes:
+            writers[tensor.buffer] += 1
+    seen: dict[object, Call] = {}
+    same: dict[int, int] = {}
+    kept = []
+    for old in calls:
+        call = replace(old, reads=tuple((n, _moved(t, same)) for n, t in old.reads))
+        own = [t.buffer for _, t in call.writes]
+        pure = all(writers[b] == 1 and b not in keep for b in own)
+        # a buffer that is written again later reads differently then
+        pure = pure and all(writers[t.buffer] <= 1 for _, t in call.reads)
+        pure = pure and not any(t.buffer in keep for _, t in call.reads)
+        outputs = tuple((n, replace(t, buffer=-1)) for n, t in call.writes)
+        key = (call.kernel, call.launches, call.expression, call.host, call.reads, outputs)
+        if pure and key in seen:
+            for (_, a), (_, b) in zip(call.writes, seen[key].writes, strict=True):
+                same[a.buffer] = b.buffer
+            continue
+        if pure:
+            seen[key] = call
+        kept.append(call)
+    return kept
+
+
+def _moved(tensor: Tensor, same: dict[int, int]) -> Tensor:
+    return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
+
+
+def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Contract pointwise chains, then order the groups and forget stores nothing reads."""
+    groups: dict[int, Call] = {}
+    parents: dict[int, set[int]] = {}
+    ancestors: list[int] = []
+    home: dict[int, int] = {}  # call index -> group that holds it
+    writers: dict[int, list[int]] = defaultdict(list)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for q, call in enumerate(calls):
+        read = {t.buffer for _, t in call.reads}
+        wrote = {t.buffer for _, t in call.writes}
+        direct = {w for b in read | wrote for w in writers[b]}
+        direct |= {r for b in wrote for r in readers[b]}
+        deps = {home[d] for d in direct}
+        groups[q], parents[q], home[q] = call, deps, q
+        mask = 0
+        for d in deps:
+            mask |= ancestors[d] | 1 << d
+        ancestors.append(mask)
+        for b in read:
+            readers[b].append(q)
+        for b in wrote:
+            writers[b].append(q)
+        group = q
+        for p in sorted(deps, reverse=True):
+            if p == group or p not in groups or groups[group].expression is None:
+                continue
+            if any(ancestors[e] >> p & 1 for e in _bits(ancestors[group]) if e != p and e in groups):
+                continue
+            joined = join(groups[p], groups[group])
+            if joined is None:
+                continue
+            # `group` lives on in p: everything that knew it now knows p
+            groups[p] = joined
+            parents[p] = (parents[p] | parents[group]) - {p, group}
+            extra = ancestors[group] & ~(1 << p)
+            for g in groups:
+                if ancestors[g] >> group & 1:
+                    ancestors[g] = ancestors[g] & ~(1 << group) | 1 << p
+                    parents[g] = {p if x == group else x for x in parents[g]}
+            ancestors[p] |= extra
+            for g in groups:
+                if ancestors[g] >> p & 1:
+                    ancestors[g] |= extra
+            del groups[group]
+            for index, h in home.items():
+                if h == group:
+                    home[index] = p
+            group = p
+    ordered = _order(groups, parents)
+    return _forget([groups[g] for g in ordered], keep)
+
+
+def _bits(mask: int) -> list[int]:
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found
+
+
+def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
+    waiting = {g: len(parents[g]) for g in groups}
+    children: dict[int, list[int]] = defaultdict(list)
+    for g in groups:
+        for p in parents[g]:
+            children[p].append(g)
+    ready = [g for g, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        g = heapq.heappop(ready)
+        order.append(g)
+        for child in children[g]:
+            waiting[child] -= 1
+            if waiting[child] == 0:
+                heapq.heappush(ready, child)
+    assert len(order) == len(groups), "the call graph has a cycle"
+    return order
+
+
+def _forget(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Stores that only their own group read are dropped, then steps and loads without a use."""
+    read = set(keep)
+    for call in calls:
+        read.update(t.buffer for _, t in call.reads)
+    kept = []
+    for call in calls:
+        if call.expression is None:
+            kept.append(call)
+            continue
+        stays = [i for i, (_, t) in enumerate(call.writes) if t.buffer in read]
+        stores = tuple(call.expression.stores[i] for i in stays)
+        expression = replace(call.expression, stores=stores)
+        writes = tuple(call.writes[i][1] for i in stays)
+        kept.append(_renamed(call, expression, [t for _, t in call.reads], writes))
+    return kept
+
+
+def _renamed(
+    call: Call, expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> Call:
+    """The call with unused steps and loads removed and its operands numbered again."""
+    first = expression.loads + len(expression.scalars)
+    needed = set(expression.stores)
+    for i in reversed(range(len(expression.steps))):
+        if first + i in needed:
+            needed.update(expression.steps[i].args)
+    number: dict[int, int] = {}
+    loads = [i for i in range(expression.loads) if i in needed]
+    scalars = [i for i in range(len(expression.scalars)) if expression.loads + i in needed]
+    steps = [i for i in range(len(expression.steps)) if first + i in needed]
+    old = [*loads, *(expression.loads + i for i in scalars), *(first + i for i in steps)]
+    number = {value: i for i, value in enumerate(old)}
+    fresh = Expression(
+        len(loads),
+        tuple(expression.scalars[i] for i in scalars),
+        tuple(
+            replace(expression.steps[i], args=tuple(number[a] for a in expression.steps[i].args))
+            for i in steps
+        ),
+        tuple(number[s] for s in expression.stores),
+    )
+    return replace(
+        call,
+        kernel=fresh.name,
+        expression=fresh,
+        reads=tuple((f"a{i}", reads[k]) for i, k in enumerate(loads)),
+        writes=tuple((f"y{i}", t) for i, t in enumerate(writes)),
+    )
+
+
+def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
+    """The coarsest shape that both shapes are merges of, None where there is none."""
+    if prod(a) != prod(b) or 0 in a:
+        return None
+    cuts = set()
+    for shape in (a, b):
+        step = 1
+        for d in reversed(shape):
+            step *= d
+            cuts.add(step)
+    ordered = sorted(cuts | {1})
+    if any(high % low for low, high in zip(ordered, ordered[1:], strict=False)):
+        return None
+    return [high // low for low, high in zip(ordered, ordered[1:], strict=False)][::-1]
+
+
+def join(a: Call, b: Call) -> Call | None:
+    """One call that does `a`, then `b`, element by element; None where that is not possible."""
+    if a.expression is None or b.expression is None:
+        return None
+    shape = list(a.writes[0][1].shape)
+    other = list(b.writes[0][1].shape)
+    common = shape if shape == other else refine(shape, other)
+    if common is None or len(a.expression.steps) + len(b.expression.steps) > MAX_STEPS:
+        return None
+    views = [[t if list(t.shape) == common else t.reshape(common) for _, t in part]
+             for part in (a.reads, a.writes, b.reads, b.writes)]  # fmt: skip
+    if any(t is None for part in views for t in part):
+        return None
+    a_reads, a_writes, b_reads, b_writes = [[_plain(t) for t in part if t] for part in views]
+    stored = {t.buffer: t for t in a_writes}
+    if len(stored) < len(a_writes) or any(t.buffer in stored for t in b_writes):
+        return None
+    if any(t.buffer in stored and t != stored[t.buffer] for t in b_reads):
+        return None
+    # one element is read and written by one thread alone
+    written = {t.buffer: t for t in b_writes}
+    if any(t.buffer in written and t != written[t.buffer] for t in (*a_reads, *b_reads)):
+        return None
+    reads = list(a_reads)
+    source: list[tuple[str, int]] = []
+    for t in b_reads:
+        if t.buffer in stored:
+            source.append(("a", a.expression.stores[a_writes.index(t)]))
+        else:
+            if t not in reads:
+                reads.append(t)
+            source.append(("load", reads.index(t)))
+    if len(reads) + len(a_writes) + len(b_writes) > MAX_OPERANDS:
+        return None
+    ea, eb = a.expression, b.expression
+    scalars = list(ea.scalars)
+    places = []
+    for scalar in eb.scalars:
+        if scalar not in scalars:
+            scalars.append(scalar)
+        places.append(scalars.index(scalar))
+    base = len(reads)
+
+    def from_a(i: int) -> int:
+        if i < ea.loads:
+            return i
+        if i < ea.loads + len(ea.scalars):
+            return base + i - ea.loads
+        return base + len(scalars) + i - ea.loads - len(ea.scalars)
+
+    def from_b(i: int) -> int:
+        if i < eb.loads:
+            kind, value = source[i]
+            return from_a(value) if kind == "a" else value
+        if i < eb.loads + len(eb.scalars):
+            return base + places[i - eb.loads]
+        return base + len(scalars) + len(ea.steps) + i - eb.loads - len(eb.scalars)
+
+    def moved(step: Step, number: object) -> Step:
+        return replace(step, args=tuple(number(i) for i in step.args))  # type: ignore[operator]
+
+    expression = Expression(
+        len(reads),
+        tuple(scalars),
+        tuple([moved(s, from_a) for s in ea.steps] + [moved(s, from_b) for s in eb.steps]),
+        tuple([from_a(i) for i in ea.stores] + [from_b(i) for i in eb.stores]),
+    )
+    return replace(
+        a,
+        kernel=expression.name,
+        nodes=tuple(dict.fromkeys((*a.nodes, *b.nodes))),
+        expression=expression,
+        reads=tuple((f"a{i}", t) for i, t in enumerate(reads)),
+        writes=tuple((f"y{i}", t) for i, t in enumerate((*a_writes, *b_writes))),
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Strides of axes of size 1 set to 0, so that equal views compare equal."""
+    pairs = zip(tensor.shape, tensor.strides, strict=True)
+    return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))

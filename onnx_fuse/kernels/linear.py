@@ -1,0 +1,225 @@
+"""MatMul, Gemm and the fused Gemm+activation ops, as Problems of the Gemm candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE
+from onnx_fuse.kernels.pointwise import FLOATS
+from onnx_fuse.kernels.views import reshaped
+from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
+from onnx_fuse.problem import ITEMSIZE, Problem
+
+MAX_BATCH = 3
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A [batch..., rows, cols] operand as the Gemm candidates take it."""
+
+    tensor: Tensor
+    trans: bool
+    ld: int
+    batch_strides: tuple[int, ...]
+
+
+def matrix(ctx: Context, t: Tensor) -> Matrix:
+    """`t` [batch..., rows, cols] with unit stride along rows or columns, copied if it has none."""
+    rows, cols = t.shape[-2:]
+    down, right = t.strides[-2:]
+    if cols == 1 and rows > 1 and down != 1:
+        right = 1
+    elif cols == 1:
+        right = 1 if rows == 1 or down == 1 else right
+    if right == 1 and (rows == 1 or down >= cols):
+        ld = down if rows > 1 else cols
+        return Matrix(t, False, max(ld, cols), t.strides[:-2])
+    if (down == 1 or rows == 1) and (cols == 1 or right >= rows):
+        ld = right if cols > 1 else rows
+        return Matrix(t, True, max(ld, rows), t.strides[:-2])
+    dense = ctx.contiguous(t)
+    return Matrix(dense, False, cols, dense.strides[:-2])
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Bytes that every operand's address is a multiple of, 16 at most."""
+    size = 16
+    while any(t.offset * ITEMSIZE[t.dtype] % size for t in tensors):
+        size //= 2
+    return size
+
+
+def _batches(shape: Sequence[int], a: Matrix, b: Matrix) -> tuple[list[int], list[int], list[int]]:
+    """Batch axes merged where both operands walk them as one; size-1 axes dropped."""
+    dims: list[int] = []
+    sa: list[int] = []
+    sb: list[int] = []
+    for d, x, y in zip(shape, a.batch_strides, b.batch_strides, strict=True):
+        if d == 1:
+            continue
+        if dims and sa[-1] == x * d and sb[-1] == y * d:
+            dims[-1], sa[-1], sb[-1] = dims[-1] * d, x, y
+        else:
+            dims.append(d)
+            sa.append(x)
+            sb.append(y)
+    return dims, sa, sb
+
+
+def product(
+    ctx: Context,
+    node: ir.Node,
+    a: Tensor,
+    b: Tensor,
+    y: Tensor,
+    extra: dict[str, Tensor] | None = None,
+    writes: dict[str, Tensor] | None = None,
+    **attrs: object,
+) -> str | None:
+    """y [..., M, N] = a [..., M, K] · b [..., K, N]; batch axes already broadcast to one shape."""
+    if 0 in y.shape:
+        return None
+    if a.shape[-1] == 0:
+        return "a product over no elements"
+    m, k = a.shape[-2:]
+    n = b.shape[-1]
+    batch = y.shape[:-2]
+    # one weight for every row: the batch is only more rows
+    flat = None
+    if prod(batch) > 1 and all(s == 0 or d == 1 for d, s in zip(b.shape[:-2], b.strides[:-2], strict=True)):
+        strides = reshape_strides(a.shape, a.strides, (prod(batch) * m, k))
+        if strides is None and a.strides[-1] != 1:
+            a = ctx.contiguous(a)
+        flat = a.reshape((prod(batch) * m, k))
+    if flat is not None:
+        a, b = flat, Tensor(b.buffer, b.dtype, b.shape[-2:], b.strides[-2:], b.offset)
+        m, batch = prod(batch) * m, ()
+    left, right = matrix(ctx, a), matrix(ctx, b)
+    dims, sa, sb = _batches(batch, left, right)
+    if len(dims) > MAX_BATCH:
+        whole = (prod(batch), m, k), (prod(batch), k, n)
+        left = matrix(ctx, reshaped(ctx, ctx.contiguous(a), whole[0]))
+        right = matrix(ctx, reshaped(ctx, ctx.contiguous(b), whole[1]))
+        dims, sa, sb = _batches((prod(batch),), left, right)
+    problem = Problem.of(
+        "Gemm",
+        m=m,
+        n=n,
+        k=k,
+        batch=tuple(dims),
+        dtype=a.dtype,
+        out_dtype=y.dtype,
+        trans_a=left.trans,
+        trans_b=right.trans,
+        math=ctx.math,
+        lda=left.ld,
+        ldb=right.ld,
+        a_strides=tuple(sa),
+        b_strides=tuple(sb),
+        align=alignment(left.tensor, right.tensor),
+        **attrs,  # type: ignore[arg-type]
+    )
+    reads = {"a": left.tensor, "b": right.tensor, **(extra or {})}
+    return ctx.select(node, problem, reads, {"y": y, **(writes or {})})
+
+
+def matmul(ctx: Context, node: ir.Node) -> str | None:
+    """y = a · b with NumPy's rules for 1-D operands and broadcast batches."""
+    a, b = ctx.view(node, 0), ctx.view(node, 1)
+    if a.shape[-1] == 0:
+        return "a product over no elements"
+    vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
+    if vector_a:
+        a = Tensor(a.buffer, a.dtype, (1, *a.shape), (0, *a.strides), a.offset)
+    if vector_b:
+        b = Tensor(b.buffer, b.dtype, (*b.shape, 1), (*b.strides, 0), b.offset)
+    import numpy as np
+
+    batch = tuple(int(d) for d in np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    m, n = a.shape[-2], b.shape[-1]
+    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    y = ctx.output(node, 0, shape, a.dtype)
+    full = y.reshape((*batch, m, n))
+    assert full is not None
+    return product(
+        ctx, node, a.expand((*batch, *a.shape[-2:])), b.expand((*batch, *b.shape[-2:])), full
+    )
+
+
+def gemm(ctx: Context, node: ir.Node) -> str | None:
+    """Y = alpha A' · B' + beta C."""
+    a, b = ctx.view(node, 0), ctx.view(node, 1)
+    a = a.permute((1, 0)) if ctx.attr(node, "transA", 0) else a
+    b = b.permute((1, 0)) if ctx.attr(node, "transB", 0) else b
+    if a.shape[-1] == 0:
+        return "a product over no elements"
+    shape = (a.shape[0], b.shape[1])
+    y = ctx.output(node, 0, shape, a.dtype)
+    alpha, beta = ctx.attr(node, "alpha", 1.0), ctx.attr(node, "beta", 1.0)
+    attrs: dict[str, object] = {"alpha": alpha} if alpha != 1 else {}
+    extra = {}
+    if ctx.has(node, 2) and beta != 0:
+        c = ctx.view(node, 2).expand(shape)
+        if beta == 1 and alpha == 1 and c.strides == (0, 1) and a.dtype in FLOATS:
+            extra["col1"], attrs["bias"] = c, True
+        else:
+            extra["c"] = c
+            attrs |= {"beta": beta, "c_rows": c.strides[0], "c_cols": c.strides[1]}
+    return product(ctx, node, a, b, y, extra, **attrs)
+
+
+# fused op's suffix -> epilogue.cuh's activation
+ACTIVATIONS = {
+    "": "", "Relu": "relu", "LeakyRelu": "leaky_relu", "Gelu": "gelu", "QuickGelu": "quick_gelu",
+    "Silu": "silu", "Sigmoid": "sigmoid", "Tanh": "tanh",
+}  # fmt: skip
+
+
+def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
+    """The epilogue's attrs for an activation suffix of a fused op."""
+    act = ACTIVATIONS[suffix]
+    if not act:
+        return {}
+    if act == "gelu" and ctx.attr(node, "approximate", "none") == "tanh":
+        act = "gelu_tanh"
+    alpha = {"leaky_relu": 0.01, "quick_gelu": 1.702}.get(act)
+    attrs: dict[str, object] = {"act": act}
+    if alpha is not None:
+        attrs["act_alpha"] = float(ctx.attr(node, "alpha", alpha))
+    return attrs
+
+
+def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
+    """Gemm, Gemm<Act>: y = act(x · w + c), z the pre-activation where it is exposed."""
+    name, *exposed = node.op_type.split("_")
+    if exposed not in ([], ["z"]):
+        return f"no kernel gives {', '.join(exposed)}"
+    x, w, c = ctx.view(node, 0), ctx.view(node, 1), ctx.view(node, 2)
+    n = w.shape[1]
+    if c.size != n or c.shape[-1:] != (n,):
+        return "the bias is not one row"
+    attrs = {"bias": True} | activation(ctx, node, name.removeprefix("Gemm"))
+    shape = (*x.shape[:-1], n)
+    if len(x.shape) == 1:
+        return "x is a vector"
+    y = ctx.output(node, 0, shape, x.dtype)
+    writes = {}
+    if exposed:
+        z = ctx.output(node, 1, shape, x.dtype)
+        writes["z"] = z
+        attrs["save_z"] = True
+    row = c.reshape((n,))
+    assert row is not None
+    row = ctx.contiguous(row)
+    return product(ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, **attrs)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "MatMul"): matmul,
+    ("", "Gemm"): gemm,
+    **{(FUSE, f"Gemm{suffix}"): fused_gemm for suffix in ACTIVATIONS},
+}
