@@ -27,3 +27,7 @@ class CheckFailed(OnnxFuseError):
 
 class DeviceError(OnnxFuseError):
     """The GPU, its driver or NVRTC is missing or failed (exit 1)."""
+
+
+class DataError(OnnxFuseError):
+    """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""

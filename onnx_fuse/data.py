@@ -1,0 +1,129 @@
+"""Training data: named arrays whose first axis counts examples, and the order they come in."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Array]:
+    """The arrays of an .npz file, or of a folder of .npy files, which are mapped, not read.
+
+    Raises DataError for what is neither, and for arrays of Python objects.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            arrays = {p.stem: np.load(p, mmap_mode="r") for p in sorted(path.glob("*.npy"))}
+            if not arrays:
+                raise DataError(f"{path}: the folder holds no .npy file")
+            return arrays
+        loaded = np.load(path)
+        if isinstance(loaded, np.lib.npyio.NpzFile):
+            with loaded:
+                return {name: loaded[name] for name in loaded.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise DataError(f"{path}: not an .npz file or a folder of .npy files: {reason}") from error
+    raise DataError(f"{path}: one unnamed array: save it by np.savez with the name of an input")
+
+
+def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
+    """Number of examples, after a check that the arrays fit the inputs whatever the batch.
+
+    Raises DataError that names the array, what it is and what it should be.
+    """
+    fit({v.name or "": arrays[v.name] for v in inputs if v.name in arrays}, inputs, batch=False)
+    sizes = {v.name: len(arrays[v.name]) for v in inputs if v.name is not None}
+    if len(set(sizes.values())) != 1:
+        listed = ", ".join(f"'{k}' {n}" for k, n in sizes.items())
+        raise DataError(f"the arrays differ in their number of examples: {listed}")
+    (examples,) = set(sizes.values())
+    if not examples:
+        raise DataError("the arrays hold no example")
+    return examples
+
+
+def fit(
+    arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value], *, batch: bool = True
+) -> dict[str, Array]:
+    """The arrays as the inputs want them, converted only where no value can change.
+
+    Equal symbols must stand for equal sizes. `batch=False`: whole data sets, whose first axis is
+    not the batch and which are checked but not converted. Raises DataError.
+    """
+    names = [v.name or "" for v in inputs]
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise DataError(
+            f"no array for the input {', '.join(map(repr, missing))}: the model reads "
+            f"{', '.join(map(repr, names))}, given are {', '.join(map(repr, arrays)) or 'none'}"
+        )
+    sizes: dict[str, tuple[int, str]] = {}
+    fitted = {}
+    for value, name in zip(inputs, names, strict=True):
+        array = np.asarray(arrays[name]) if batch else arrays[name]
+        dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
+        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "safe"):
+            raise DataError(
+                f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
+                f".astype('{dtype}')"
+            )
+        _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
+        fitted[name] = np.ascontiguousarray(array, dtype) if batch else array
+    return fitted
+
+
+def _check_shape(
+    name: str,
+    got: tuple[int, ...],
+    expected: onnx_ir.Shape | None,
+    sizes: dict[str, tuple[int, str]],
+    first: int,
+) -> None:
+    if expected is None:
+        if first > len(got):
+            raise DataError(f"'{name}' is a single number, not one for each example")
+        return
+    wanted = [d if isinstance(d, int) else d.value for d in expected]
+    shown = f"[{', '.join('?' if d is None else str(d) for d in wanted)}]"
+    if len(got) != len(wanted) or (first and not got):
+        raise DataError(f"'{name}' has shape {list(got)}, the model reads {shown}")
+    for i, (size, dim) in enumerate(zip(got, wanted, strict=True)):
+        if i < first or dim is None:
+            continue
+        if isinstance(dim, int) and size != dim:
+            raise DataError(f"'{name}' has shape {list(got)}, the model reads {shown}")
+        if isinstance(dim, str):
+            known, where = sizes.setdefault(dim, (size, name))
+            if known != size:
+                raise DataError(
+                    f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {known} in '{where}'"
+                )
+
+
+def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Array:
+    """Indices of an epoch: a function of its arguments alone, so that a resumed run agrees."""
+    if not shuffle:
+        return np.arange(examples)
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(examples)
+
+
+def batches(
+    arrays: Mapping[str, Array], indices: Array, batch_size: int, start: int = 0
+) -> Iterator[dict[str, Array]]:
+    """Batches number `start` on of the examples `indices`; the last one may be smaller."""
+    for i in range(start * batch_size, len(indices), batch_size):
+        # Ascending, so that a mapped file is read forwards.
+        rows = np.sort(indices[i : i + batch_size])
+        yield {name: array[rows] for name, array in arrays.items()}
