@@ -47,9 +47,6 @@ class Kernel(Protocol):
 MODULES: dict[str, str] = {
     "Gemm": "gemm",
     "LayerNormGemm": "layernorm_gemm",
-    "LayerNormGemmGrad": "layernorm_gemm",
-    "LayerNormFold": "layernorm_gemm",
-    "RowStats": "layernorm_gemm",
 }
 
 

@@ -1,0 +1,346 @@
+// gemm/wgmma_sm90.cu: y = epilogue(op(a) . op(b)) on Hopper: TMA, wgmma, persistent, warp-specialised.
+// Idea     : one CTA an SM walks over output tiles. A producer warp keeps STAGES k-steps of 64 in flight
+//            by TMA; two consumer warpgroups multiply. Cooperative: each owns half the rows of a tile
+//            of 128 MI rows. PINGPONG: each owns whole tiles of 64 MI rows, one multiplies while the
+//            other runs its epilogue. CLUSTER 2: two CTAs below each other share b's tile, each loads
+//            half of it for both. Tiles go in bands of GROUP clusters of rows, which stay in L2.
+// Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), bf16 or f16, by TMA: row strides and
+//            addresses multiples of 16 bytes; M, N, K any (TMA fills with zeros, clips stores).
+//            PASSES 3 or 6: a and b are stacks of 2 or 3 bf16 planes whose sum is the fp32 operand; the
+//            passes multiply plane by plane, the smallest products first.
+// Outputs  : y [M,N] TO; DIRECT 0: 16-bit by TMA, DIRECT 1: any type and N by plain stores.
+//            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
+// Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES; the
+//            epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
+// Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
+// Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
+#include "gemm/epilogue.cuh"
+#include "sm90.cuh"
+#ifndef PASSES
+#define PASSES 1
+#endif
+constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BOX = 16 * 128;                      // a warp's store: 16 rows of 64 16-bit columns
+constexpr int OUT_BOXES = DIRECT ? 0 : 2;          // boxes a warp keeps in flight
+constexpr int C_BOXES = EPI_OPERAND && !DIRECT ? 2 : 0;
+constexpr int COL_SETS = PINGPONG ? 2 : 1;         // cooperative warpgroups share their columns
+constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX;
+constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
+constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
+constexpr int BOXES = BN / 64;
+
+// Planes of pass p: smallest products first, hi . hi last.
+DEVICE int plane_a(int p) {
+    if (PASSES == 3) return p == 0;
+    return p == 2 ? 2 : p == 1 || p == 4;  // (0,2) (1,1) (2,0) (0,1) (1,0) (0,0)
+}
+DEVICE int plane_b(int p) {
+    if (PASSES == 3) return p == 1;
+    return p == 0 ? 2 : p == 1 || p == 3;
+}
+
+struct Tile { int m, n, batch, split; };
+struct Work {
+    int tiles_m, tiles_n, batches, splits;  // tiles_m counts clusters
+    DEVICE int count() const { return tiles_m * tiles_n * batches * splits; }
+    DEVICE Tile at(int id, int rank) const {
+        int per = tiles_m * tiles_n, batch = id / per;
+        id %= per;
+        int band = id / (GROUP * tiles_n), first = band * GROUP;
+        int height = tiles_m - first < GROUP ? tiles_m - first : GROUP;
+        id -= first * tiles_n;
+        return {((first + id % height) * CLUSTER + rank) * BM, id / height * BN, batch % batches,
+                batch / batches};
+    }
+};
+
+extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
+    const __grid_constant__ TensorMap map_c, TO* __restrict__ y, TO* __restrict__ z,
+    const TO* __restrict__ c, int M, int N, int k_steps, int batches, int batch_a, int batch_b,
+    int splits, const float* __restrict__ row0, const float* __restrict__ row1,
+    const float* __restrict__ row2, const float* __restrict__ row3, const TV* __restrict__ col0,
+    const TV* __restrict__ col1, float alpha, float beta, float act_alpha, float* __restrict__ part) {
+    extern __shared__ __align__(1024) u8 smem[];
+    u32 base = smem_address(smem);
+    u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full + s * 8, 1);
+            mbarrier_init(empty + s * 8, CONSUMER_WARPS * CLUSTER);
+        }
+        for (int i = 0; i < 8 * C_BOXES; i++) mbarrier_init(c_bar + i * 8, 1);
+        fence_barrier_init();
+    }
+    if (CLUSTER > 1) cluster_sync();
+    else __syncthreads();
+
+    Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
+    int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
+    int all_steps = k_steps * PASSES, per_split = (all_steps + splits - 1) / splits;
+    auto steps_of = [&](int split) {
+        int left = all_steps - split * per_split;
+        return left < per_split ? left : per_split;
+    };
+
+    if (warp < 4) {  // ---- producer ----
+        registers_shrink<40>();
+        if (threadIdx.x == 0) {
+            tma_prefetch(map_a);
+            tma_prefetch(map_b);
+            int s = 0;
+            u32 phase = 1;
+            for (int id = start; id < count; id += stride) {
+                Tile t = work.at(id, rank);
+                int steps = steps_of(t.split);
+                for (int step = 0; step < steps; step++) {
+                    int at = t.split * per_split + step, pass = PASSES > 1 ? at / k_steps : 0;
+                    int k = (at - pass * k_steps) * BK;
+                    int za = PASSES > 1 ? plane_a(pass) : t.batch * batch_a;
+                    int zb = PASSES > 1 ? plane_b(pass) : t.batch * batch_b;
+                    u32 a = base + s * STAGE_BYTES, b = a + A_BYTES, bar = full + s * 8;
+                    mbarrier_wait(empty + s * 8, phase);
+                    mbarrier_expect(bar, STAGE_BYTES);
+                    if (TRANS_A)
+#pragma unroll
+                        for (int i = 0; i < BM / 64; i++)
+                            tma_load(a + i * 8192, map_a, bar, t.m + i * 64, k, za);
+                    else
+                        tma_load(a, map_a, bar, k, t.m, za);
+                    if (CLUSTER == 1) {
+                        if (TRANS_B)
+                            tma_load(b, map_b, bar, k, t.n, zb);
+                        else
+#pragma unroll
+                            for (int i = 0; i < BN / 64; i++)
+                                tma_load(b + i * 8192, map_b, bar, t.n + i * 64, k, zb);
+                    } else {  // this CTA's half, to both
+                        if (TRANS_B)
+                            tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k,
+                                               t.n + rank * (BN / 2), zb, 3);
+                        else
+#pragma unroll
+                            for (int i = 0; i < BN / 64; i++)
+                                tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar,
+                                                   t.n + i * 64, k + rank * 32, zb, 3);
+                    }
+                    if (++s == STAGES) s = 0, phase ^= 1;
+                }
+            }
+        }
+    } else {  // ---- consumers ----
+        registers_grow<(MI * BN > 256 ? 240 : 232)>();
+        int group = warp / 4 - 1, me = threadIdx.x - 128;
+        int wrow = (PINGPONG ? 0 : group * MI * 64) + warp % 4 * 16;  // this warp's rows, + 64 a block
+        float* columns = (float*)(smem + COL_AT) + (PINGPONG ? group * EPI_COLS * BN : 0);
+        constexpr int SHARERS = PINGPONG ? 128 : 256;  // threads that share `columns`
+        int column = PINGPONG ? me % 128 : me;
+        u32 out = base + OUT_AT + (warp - 4) * OUT_BOXES * BOX;
+        u32 cin = base + C_AT + (warp - 4) * C_BOXES * BOX, cbar = c_bar + (warp - 4) * C_BOXES * 8;
+        // where this lane's ldmatrix / stmatrix row lies in a box, but for the 16-byte chunk
+        int brow = lane % 16, bchunk = lane / 16;
+        int s = 0, turn = 0, out_slot = 0, c_slot = 0, c_load = 0;
+        u32 phase = 0, c_phase = 0;
+        float acc[MI][BN / 2];
+        if (PINGPONG && group == 1) bar_arrive(2, 256);  // group 0 multiplies first
+
+        for (int id = start; id < count; id += stride, turn++) {
+            Tile t = work.at(id, rank);
+            int steps = steps_of(t.split);
+            if (PINGPONG && turn % 2 != group) {
+                s += steps;
+                phase ^= s / STAGES & 1;
+                s %= STAGES;
+                continue;
+            }
+            // what the epilogue will need starts its way before the multiplication
+            float cv[2][(BN + SHARERS - 1) / SHARERS];
+#pragma unroll
+            for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
+                int at = column + i * SHARERS, n = t.n + at;
+                bool in = at < BN && n < N;
+                cv[0][i] = EPI_COLS > 1 && in ? to_float(col0[n]) : 0.0f;
+                cv[1][i] = EPI_COLS > 0 && in ? to_float(col1[n]) : 0.0f;
+            }
+            Row rows[MI][2];
+#pragma unroll
+            for (int i = 0; i < MI; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
+                    bool in = m < M;
+                    rows[i][h] = {EPI_ROWS > 0 && in ? row0[m] : 0.0f,
+                                  EPI_ROWS > 1 && in ? row1[m] : 0.0f,
+                                  EPI_ROWS > 2 && in ? row2[m] : 0.0f,
+                                  EPI_ROWS > 3 && in ? row3[m] : 0.0f};
+                }
+            auto load_c = [&](int box) {  // box = block * BOXES + 64-column block, by lane 0
+                mbarrier_expect(cbar + c_load * 8, BOX);
+                tma_load(cin + c_load * BOX, map_c, cbar + c_load * 8, t.n + box % BOXES * 64,
+                         t.m + wrow + box / BOXES * 64, t.batch);
+            };
+            if (C_BOXES) {
+                __syncwarp();
+#pragma unroll
+                for (int box = 0; box < C_BOXES; box++) {
+                    if (lane == 0) load_c(box);
+                    c_load = (c_load + 1) % (C_BOXES ? C_BOXES : 1);
+                }
+            }
+
+            if (PINGPONG) bar_sync(2 + group, 256);
+            for (int step = 0; step < steps; step++) {
+                u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
+                u32 b = base + s * STAGE_BYTES + A_BYTES;
+                mbarrier_wait(full + s * 8, phase);
+                wgmma_fence();
+#pragma unroll
+                for (int q = 0; q < BK / 16; q++) {
+                    u64 db = wgmma_descriptor<TRANS_B>(b + q * (TRANS_B ? 32 : 2048));
+#pragma unroll
+                    for (int i = 0; i < MI; i++)
+                        Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
+                            acc[i],
+                            wgmma_descriptor<!TRANS_A>(a + i * 8192 + q * (TRANS_A ? 2048 : 32)), db,
+                            step | q);
+                }
+                wgmma_commit();
+                if (step > 0) {  // the step before is done: its stage is free
+                    wgmma_wait<1>();
+                    int before = s == 0 ? STAGES - 1 : s - 1;
+                    if (CLUSTER == 1) {
+                        if (lane == 0) mbarrier_arrive(empty + before * 8);
+                    } else if (lane < CLUSTER) {
+                        mbarrier_arrive_remote(empty + before * 8, lane);
+                    }
+                }
+                if (++s == STAGES) s = 0, phase ^= 1;
+            }
+            if (PINGPONG) bar_arrive(3 - group, 256);
+            wgmma_wait<0>();
+            {
+                int before = s == 0 ? STAGES - 1 : s - 1;
+                if (CLUSTER == 1) {
+                    if (lane == 0) mbarrier_arrive(empty + before * 8);
+                } else if (lane < CLUSTER) {
+                    mbarrier_arrive_remote(empty + before * 8, lane);
+                }
+            }
+
+            if (EPI_COLS) {
+                bar_sync(4 + (PINGPONG ? group : 0), SHARERS);  // the last tile's readers are done
+#pragma unroll
+                for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
+                    int at = column + i * SHARERS;
+                    if (at < BN) {
+                        columns[at] = cv[1][i];
+                        if (EPI_COLS > 1) columns[BN + at] = cv[0][i];
+                    }
+                }
+                bar_sync(4 + (PINGPONG ? group : 0), SHARERS);
+            }
+#pragma unroll
+            for (int i = 0; i < MI; i++) {
+                float dot[2] = {};
+                int m = t.m + wrow + i * 64;
+#pragma unroll
+                for (int j = 0; j < BOXES; j++) {
+                    if (C_BOXES) mbarrier_wait(cbar + c_slot * 8, c_phase);
+                    u32 to = out + out_slot * BOX, toz = 0;
+                    if (!DIRECT) {  // the store that last used this box has read it
+                        if (SAVE_Z) {
+                            toz = out + (out_slot ^ 1) * BOX;
+                            if (lane == 0) tma_store_wait_read<0>();
+                        } else {
+                            if (lane == 0) tma_store_wait_read<1>();
+                        }
+                        __syncwarp();
+                    }
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        int n = j * 64 + q * 16 + lane % 4 * 2;  // and n + 8, in the tile
+                        u32 swizzled = brow * 128 + (((q * 2 + bchunk) ^ (brow & 7)) << 4);
+                        u32 cr[4];
+                        if (C_BOXES) ldmatrix_x4(cr, cin + c_slot * BOX + swizzled);
+                        u32 packed[4], packed_z[4];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {  // row lane/4 + 8 (e%2), columns + 8 (e/2)
+                            int h = e % 2, nn = n + e / 2 * 8;
+                            float2 v = {acc[i][j * 32 + q * 8 + e / 2 * 4 + h * 2],
+                                        acc[i][j * 32 + q * 8 + e / 2 * 4 + h * 2 + 1]};
+                            float2 k0 = {}, k1 = {}, cc = {}, zz = {};
+                            if (EPI_COLS > 0) k1 = *(float2*)&columns[nn];
+                            if (EPI_COLS > 1) k0 = *(float2*)&columns[BN + nn];
+                            int gm = m + h * 8 + lane / 4, gn = t.n + nn;
+                            i64 at = ((i64)t.batch * M + gm) * N + gn;
+                            if constexpr (C_BOXES > 0) {
+                                cc = unpack2<TO>(cr[e]);
+                            } else if (EPI_OPERAND && DIRECT) {
+                                if (gm < M && gn < N) cc.x = to_float(c[at]);
+                                if (gm < M && gn + 1 < N) cc.y = to_float(c[at + 1]);
+                            }
+                            v.x = epilogue<float>(v.x, rows[i][h], k0.x, k1.x, cc.x, alpha, beta,
+                                                  act_alpha, zz.x, dot[h]);
+                            v.y = epilogue<float>(v.y, rows[i][h], k0.y, k1.y, cc.y, alpha, beta,
+                                                  act_alpha, zz.y, dot[h]);
+                            if constexpr (DIRECT) {
+                                at += (i64)t.split * M * N;
+                                if (gm < M && gn < N) {
+                                    y[at] = from_float<TO>(v.x);
+                                    if (SAVE_Z) z[at] = from_float<TO>(zz.x);
+                                }
+                                if (gm < M && gn + 1 < N) {
+                                    y[at + 1] = from_float<TO>(v.y);
+                                    if (SAVE_Z) z[at + 1] = from_float<TO>(zz.y);
+                                }
+                            } else {
+                                packed[e] = pack2<TO>(v.x, v.y);
+                                if (SAVE_Z) packed_z[e] = pack2<TO>(zz.x, zz.y);
+                            }
+                        }
+                        if (!DIRECT) {
+                            stmatrix_x4(to + swizzled, packed[0], packed[1], packed[2], packed[3]);
+                            if (SAVE_Z)
+                                stmatrix_x4(toz + swizzled, packed_z[0], packed_z[1], packed_z[2],
+                                            packed_z[3]);
+                        }
+                    }
+                    if (!DIRECT) {
+                        fence_proxy_async();
+                        __syncwarp();
+                        if (lane == 0) {
+                            tma_store(map_y, to, t.n + j * 64, m, t.batch);
+                            if (SAVE_Z) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
+                            tma_store_commit();
+                        }
+                        out_slot ^= 1;
+                    }
+                    if (C_BOXES) {
+                        __syncwarp();
+                        if (++c_slot == C_BOXES) c_slot = 0, c_phase ^= 1;
+                        if (i * BOXES + j + C_BOXES < MI * BOXES) {
+                            if (lane == 0) load_c(i * BOXES + j + C_BOXES);
+                            c_load = (c_load + 1) % (C_BOXES ? C_BOXES : 1);
+                        }
+                    }
+                }
+                if (EPI_DW) {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+                        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+                        int gm = m + h * 8 + lane / 4;
+                        if (lane % 4 == 0 && gm < M) part[(i64)(t.n / BN) * M + gm] = dot[h];
+                    }
+                }
+            }
+        }
+    }
+    // a CTA's barriers and tiles are the other's too, until both are through
+    if (CLUSTER > 1) cluster_sync();
+}

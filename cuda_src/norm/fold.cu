@@ -1,0 +1,93 @@
+// norm/fold.cu: LayerNorm's scale and bias moved into the weights of the product that follows.
+//   wq = round(gamma w)   cs[n] = sum_k wq[k, n] (of the ROUNDED wq)   cv[n] = sum_k beta[k] w[k, n] + c[n]
+// Idea     : one pass over w. fold_rows: w is [N,K], a block a row. fold_columns: w is [K,N], a block
+//            sums 64 rows of 256 columns into part[K/64][2][N]; fold_finish adds those in order.
+// Inputs   : w T, gamma, beta [K] TP or null, c [N] TP or null.   Outputs: wq TO, cs, cv [N] f32.
+// Macros   : T, TO, TP, VEC (elements an access: 8 where rows are 16-byte aligned, else 1).
+// Launch   : fold_rows N x 128; fold_columns (ceil(N/256), ceil(K/64)) x 256; fold_finish ceil(N/128) x 128.
+// Numerics : f32 sums in an order that depends on the shape alone.
+// Bound    : bytes, w read and wq written.
+#include "common.cuh"
+
+DEVICE void fold_one(T w, float g, float b, TO& q, float& cs, float& cv) {
+    float x = to_float(w);
+    q = from_float<TO>(g * x);
+    cs += to_float(q);
+    cv += b * x;
+}
+
+extern "C" __global__ __launch_bounds__(128) void fold_rows(
+    const T* __restrict__ w, const TP* __restrict__ gamma, const TP* __restrict__ beta,
+    const TP* __restrict__ c, int K, int N, TO* __restrict__ wq, float* __restrict__ cs,
+    float* __restrict__ cv) {
+    __shared__ float scratch[4];
+    i64 row = (i64)blockIdx.x * K;
+    float s = 0, v = 0;
+    for (int k = threadIdx.x * VEC; k < K; k += 128 * VEC) {
+        auto in = load<VEC>(w + row + k);
+        Vec<TO, VEC> q;
+#pragma unroll
+        for (int j = 0; j < VEC; j++)
+            fold_one(in.at[j], gamma ? to_float(gamma[k + j]) : 1.0f,
+                     beta ? to_float(beta[k + j]) : 0.0f, q.at[j], s, v);
+        store<VEC>(wq + row + k, q);
+    }
+    s = block_sum<128>(s, scratch);
+    v = block_sum<128>(v, scratch);
+    if (threadIdx.x == 0) {
+        cs[blockIdx.x] = s;
+        cv[blockIdx.x] = v + (c ? to_float(c[blockIdx.x]) : 0.0f);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(256) void fold_columns(
+    const T* __restrict__ w, const TP* __restrict__ gamma, const TP* __restrict__ beta, int K, int N,
+    TO* __restrict__ wq, float* __restrict__ part) {
+    constexpr int LANES = 256 / VEC < 256 ? 256 / VEC : 256, DEEP = 256 / LANES;
+    __shared__ float sums[2][DEEP][256];
+    int lane = threadIdx.x % LANES, deep = threadIdx.x / LANES;
+    int n = blockIdx.x * 256 + lane * VEC;
+    float s[VEC] = {}, v[VEC] = {};
+    if (n < N)
+#pragma unroll 4
+        for (int i = deep; i < 64; i += DEEP) {
+            int k = blockIdx.y * 64 + i;
+            if (k >= K) break;
+            float g = gamma ? to_float(gamma[k]) : 1.0f, b = beta ? to_float(beta[k]) : 0.0f;
+            auto in = load<VEC>(w + (i64)k * N + n);
+            Vec<TO, VEC> q;
+#pragma unroll
+            for (int j = 0; j < VEC; j++) fold_one(in.at[j], g, b, q.at[j], s[j], v[j]);
+            store<VEC>(wq + (i64)k * N + n, q);
+        }
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        sums[0][deep][lane * VEC + j] = s[j];
+        sums[1][deep][lane * VEC + j] = v[j];
+    }
+    __syncthreads();
+    n = blockIdx.x * 256 + threadIdx.x;
+    if (n >= N) return;
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        float total = 0;
+#pragma unroll
+        for (int d = 0; d < DEEP; d++) total += sums[which][d][threadIdx.x];
+        part[((i64)blockIdx.y * 2 + which) * N + n] = total;
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128) void fold_finish(
+    const float* __restrict__ part, const TP* __restrict__ c, int parts, int N,
+    float* __restrict__ cs, float* __restrict__ cv) {
+    int n = blockIdx.x * 128 + threadIdx.x;
+    if (n >= N) return;
+    float s = 0, v = 0;
+#pragma unroll 8
+    for (int i = 0; i < parts; i++) {
+        s += part[(i64)i * 2 * N + n];
+        v += part[((i64)i * 2 + 1) * N + n];
+    }
+    cs[n] = s;
+    cv[n] = v + (c ? to_float(c[n]) : 0.0f);
+}

@@ -1,0 +1,158 @@
+// sm90.cuh: Hopper's mbarrier, TMA, wgmma, stmatrix and cluster instructions, as PTX spells them.
+#pragma once
+#include "common.cuh"
+
+// A TMA descriptor, built on the host; kernels take it as `const __grid_constant__ TensorMap`.
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- mbarrier ----
+DEVICE void mbarrier_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+DEVICE void mbarrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
+}
+DEVICE void mbarrier_wait(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra READY;\nbra AGAIN;\nREADY:\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+DEVICE void mbarrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// Arrive on the barrier at the same place in CTA `rank` of the cluster.
+DEVICE void mbarrier_arrive_remote(u32 bar, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+        "r"(rank)
+        : "memory");
+}
+
+// ---- clusters, named barriers, registers ----
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void bar_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void bar_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+template <int N> DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// ---- TMA: boxes of a 3-D tensor; x is the innermost coordinate ----
+DEVICE void tma_prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map));
+}
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+// The same box to the same place in every CTA of `mask`; completes on each one's barrier.
+DEVICE void tma_load_multicast(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"(mask)
+        : "memory");
+}
+DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Wait until at most N stores still read their shared memory.
+template <int N> DEVICE void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- fragments to and from 128-byte-swizzled shared memory ----
+DEVICE void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// ---- wgmma: d[64, BN] += a[64, 16] b[16, BN], both from 128-byte-swizzled shared memory ----
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// Operand descriptor. k contiguous: 8-row groups lie 1024 bytes apart. m or n contiguous: 8-k groups
+// lie 1024 bytes apart and 64-wide blocks of m or n 8192 (64 k of 128 bytes each).
+template <bool CONTIG_K> DEVICE u64 wgmma_descriptor(u32 address) {
+    u64 lead = CONTIG_K ? 1 : 8192 >> 4;
+    return (u64)((address & 0x3ffff) >> 4) | lead << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+#define R10_(p)                                                                                    \
+    "%" #p "0,%" #p "1,%" #p "2,%" #p "3,%" #p "4,%" #p "5,%" #p "6,%" #p "7,%" #p "8,%" #p "9,"
+#define R30_ "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," R10_(1) R10_(2)
+#define R60_ R30_ R10_(3) R10_(4) R10_(5)
+#define R90_ R60_ R10_(6) R10_(7) R10_(8)
+#define R120_ R90_ R10_(9) R10_(10) R10_(11)
+#define F8_(i)                                                                                     \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+#define F32_(i) F8_(i), F8_(i + 8), F8_(i + 16), F8_(i + 24)
+#define WGMMA_(n, type, regs, da, db, sc, ta, tb, ...)                                             \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, "   \
+                 "%" #da ", %" #db ", p, 1, 1, %" #ta ", %" #tb ";\n}"                             \
+                 : __VA_ARGS__                                                                     \
+                 : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB))
+
+// `add` 0 starts the sum; TA, TB: 1 where m or n is the contiguous dimension.
+template <class E, int WIDTH, int TA, int TB> struct Wgmma;
+#define WGMMA_TYPE_(E_, type)                                                                      \
+    template <int TA, int TB> struct Wgmma<E_, 64, TA, TB> {                                       \
+        DEVICE static void run(float (&d)[32], u64 a, u64 b, int add) {                            \
+            WGMMA_(64, type, R30_ "%30,%31", 32, 33, 34, 35, 36, F32_(0));                         \
+        }                                                                                          \
+    };                                                                                             \
+    template <int TA, int TB> struct Wgmma<E_, 128, TA, TB> {                                      \
+        DEVICE static void run(float (&d)[64], u64 a, u64 b, int add) {                            \
+            WGMMA_(128, type, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, F32_(0), F32_(32));      \
+        }                                                                                          \
+    };                                                                                             \
+    template <int TA, int TB> struct Wgmma<E_, 192, TA, TB> {                                      \
+        DEVICE static void run(float (&d)[96], u64 a, u64 b, int add) {                            \
+            WGMMA_(192, type, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100, F32_(0),        \
+                   F32_(32), F32_(64));                                                            \
+        }                                                                                          \
+    };                                                                                             \
+    template <int TA, int TB> struct Wgmma<E_, 256, TA, TB> {                                      \
+        DEVICE static void run(float (&d)[128], u64 a, u64 b, int add) {                           \
+            WGMMA_(256, type, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131, \
+                   132, F32_(0), F32_(32), F32_(64), F32_(96));                                    \
+        }                                                                                          \
+    };
+WGMMA_TYPE_(bf16, "bf16")
+WGMMA_TYPE_(f16, "f16")

@@ -1,0 +1,290 @@
+"""The portable Gemm candidates (SIMT, mma.sync), and what every Gemm candidate shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+
+C_TYPES = {
+    "float32": "float", "float64": "double", "float16": "f16", "bfloat16": "bf16",
+    "int8": "signed char", "uint8": "u8", "int16": "short", "uint16": "u16",
+    "int32": "int", "uint32": "u32", "int64": "i64", "uint64": "u64", "bool": "bool",
+}  # fmt: skip
+ACTIVATIONS = (
+    "relu", "leaky_relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh",
+)  # fmt: skip
+Defines = tuple[tuple[str, str], ...]
+
+
+def operand(problem: Problem) -> bool:
+    """Whether the epilogue reads one more [M, N] operand, "c"."""
+    return any(problem.attr(name) for name in ("beta", "dact", "dx", "dw", "residual"))
+
+
+def epilogue_defines(problem: Problem) -> dict[str, object]:
+    """The epilogue's macros; defaults are left out, so that equal code has one key."""
+    flags = {
+        "ALPHA": problem.attr("alpha", 1.0) != 1.0,
+        "EPI_LN": problem.attr("layernorm"),
+        "EPI_BIAS": problem.attr("bias"),
+        "EPI_C": problem.attr("beta"),
+        "SAVE_Z": problem.attr("save_z"),
+        "EPI_DACT": problem.attr("dact"),
+        "EPI_DX": problem.attr("dx"),
+        "EPI_DW": problem.attr("dw"),
+        "EPI_RES": problem.attr("residual"),
+    }
+    defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
+    if act := problem.text("act"):
+        defines["ACT"] = act.upper()
+    return defines
+
+
+def type_defines(problem: Problem) -> dict[str, object]:
+    """T (operands), TO (result), TV (column vectors)."""
+    fp32_columns = problem.attr("layernorm") or problem.attr("dw")
+    column = "float32" if fp32_columns else problem.text("bias_dtype", problem.dtype)
+    return {
+        "T": C_TYPES[problem.dtype],
+        "TO": C_TYPES[problem.out],
+        "TV": C_TYPES[column],
+    }
+
+
+def as_defines(*tables: Mapping[str, object]) -> Defines:
+    """Sorted (name, text) pairs."""
+    return tuple(sorted((name, str(int(v) if isinstance(v, bool) else v))
+                        for table in tables for name, v in table.items()))  # fmt: skip
+
+
+def ld(problem: Problem) -> tuple[int, int]:
+    """Row strides of a and b in elements."""
+    return (
+        problem.integer("lda", problem.m if problem.trans_a else problem.k),
+        problem.integer("ldb", problem.k if problem.trans_b else problem.n),
+    )
+
+
+def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:
+    """The three batch strides of an operand, padded with zeros in front."""
+    default: list[int] = []
+    for size in reversed(problem.batch):
+        default.insert(0, dense)
+        dense *= size
+    strides = problem.integers(f"{name}_strides", tuple(default))
+    return (0,) * (3 - len(strides)) + strides
+
+
+def aligned(problem: Problem) -> bool:
+    """Whether every line of a and b starts at a multiple of 16 bytes."""
+    size = ITEMSIZE[problem.dtype]
+    steps = [*ld(problem), *batch_strides(problem, "a", 0), *batch_strides(problem, "b", 0)]
+    dense = [problem.m * problem.k, problem.k * problem.n] if problem.batch else []
+    return problem.integer("align", 16) % 16 == 0 and all(
+        step * size % 16 == 0 for step in [*steps, *dense]
+    )
+
+
+def portable_args(problem: Problem) -> tuple[Arg, ...]:
+    """GEMM_PARAMS of gemm/portable.cuh."""
+    m, n, k = problem.m, problem.n, problem.k
+    lda, ldb = ld(problem)
+    sizes = (1,) * (3 - len(problem.batch)) + problem.batch
+    crow, ccol = problem.integer("c_rows", n), problem.integer("c_cols", 1)
+
+    def strides(name: str, dense: int) -> list[Arg]:
+        return [Num("i64", step) for step in batch_strides(problem, name, dense)]
+
+    return (
+        Ptr("a"), Ptr("b"), Ptr("y"), Num("i32", m), Num("i32", n), Num("i32", k),
+        Num("i64", lda), Num("i64", ldb), Num("i32", sizes[1]), Num("i32", sizes[2]),
+        *strides("a", m * k), *strides("b", k * n),
+        Ptr("c"), *strides("c", m * n), Num("i64", crow), Num("i64", ccol),
+        Ptr("z"), Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr("col0"), Ptr("col1"),
+        Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
+        Num("f32", problem.number("act_alpha", 1.0)), Ptr("part"),
+    )  # fmt: skip
+
+
+def tile_seconds(
+    problem: Problem, bm: int, bn: int, per_sm: float, hw: Hardware, step_us: float, bk: int
+) -> float:
+    """Whole waves of bm x bn tiles at `per_sm` operations/s, floored by bytes and latency."""
+    tiles = ceil(problem.m / bm) * ceil(problem.n / bn) * problem.batches
+    waves = ceil(tiles / hw.sm_count)
+    work = waves * 2 * bm * bn * problem.k / per_sm
+    latency = ceil(problem.k / bk) * step_us * 1e-6
+    return max(work, latency, problem.bytes / hw.bandwidth) + hw.launch_seconds
+
+
+class _Portable:
+    """What the two portable kernels share."""
+
+    name: str
+    source: str
+
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        return 0
+
+    def _refusal(self, problem: Problem) -> str | None:
+        if problem.attr("dw"):
+            return "dgamma's row sums need a block that owns whole rows of its tile"
+        if len(problem.batch) > 3:
+            return f"{len(problem.batch)} batch dims (at most 3)"
+        if problem.batches > 65535:
+            return f"{problem.batches} matrices (at most 65535 grid rows)"
+        if sum(bool(problem.attr(x)) for x in ("beta", "dact", "dx", "residual")) > 1:
+            return "the epilogue takes one extra operand"
+        act = problem.text("act")
+        if act and act not in ACTIVATIONS:
+            return f"no activation {act!r}"
+        if max(problem.m, problem.n, problem.k) >= 2**31:
+            return "a dimension of 2^31 or more"
+        return None
+
+
+SIMT_TILES: dict[int, dict[str, int]] = {
+    128: {"BM": 128, "BN": 128, "BK": 16, "TM": 8, "TN": 8},
+    64: {"BM": 64, "BN": 64, "BK": 16, "TM": 4, "TN": 4},
+    32: {"BM": 32, "BN": 32, "BK": 32, "TM": 2, "TN": 2},
+}
+
+
+class Simt(_Portable):
+    """gemm/simt.cu: IEEE products on the ordinary cores; serves every problem."""
+
+    name = "simt"
+    source = "gemm/simt.cu"
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        fancy = any(problem.attr(x) for x in ("layernorm", "dx", "act", "dact"))
+        if fancy and problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"no such epilogue in {problem.dtype}"
+        return self._refusal(problem)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """One config a tile size; 8-byte types keep to the smaller ones."""
+        sizes = [64, 32] if ITEMSIZE[problem.dtype] == 8 else [128, 64, 32]
+        return [Config.of(tile=size) for size in sizes]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """FMA-rate waves."""
+        size = config.integer("tile")
+        kind = "float64" if problem.dtype == "float64" else "float32"
+        efficiency = {128: 0.75, 64: 0.5, 32: 0.25}[size]
+        per_sm = hw.rate(kind) * efficiency / hw.sm_count
+        return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One call."""
+        tile = SIMT_TILES[config.integer("tile")]
+        vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
+        layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
+        tiles = ceil(problem.m / tile["BM"]) * ceil(problem.n / tile["BN"])
+        threads = tile["BM"] // tile["TM"] * (tile["BN"] // tile["TN"])
+        return (
+            Launch(
+                self.source,
+                "gemm_simt",
+                (tiles, 1, problem.batches),
+                (threads, 1, 1),
+                portable_args(problem),
+                as_defines(type_defines(problem), layout, tile, epilogue_defines(problem)),
+            ),
+        )
+
+
+# BM, BN, WM, WN -> share of the full rate that the tile reaches on Hopper
+MMA_TILES: dict[tuple[int, ...], float] = {
+    (128, 128, 64, 32): 0.5,
+    (64, 128, 32, 32): 0.38,
+    (64, 64, 32, 32): 0.28,
+    (32, 64, 16, 32): 0.16,
+    (16, 64, 16, 16): 0.09,
+}
+
+
+class Mma(_Portable):
+    """gemm/mma_sm80.cu: mma.sync; 16-bit operands, tf32, or fp32 as split bf16."""
+
+    name = "mma"
+    source = "gemm/mma_sm80.cu"
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if hw.cc < 80:
+            return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
+        if problem.dtype not in ("float16", "bfloat16", "float32"):
+            return f"no tensor core products for {problem.dtype}"
+        if problem.dtype == "float32" and problem.math not in ("tf32", "bf16x3"):
+            return f"products asked for are {problem.math}"
+        if problem.out not in ("float16", "bfloat16", "float32"):
+            return f"no {problem.out} result"
+        return self._refusal(problem)
+
+    def _tile(self, problem: Problem, config: Config) -> dict[str, object]:
+        bm, bn, wm, wn = config.integers("tile")
+        split = {"SPLIT": 3} if problem.dtype == "float32" and problem.math == "bf16x3" else {}
+        stages = config.integer("stages")
+        return {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": 32, "STAGES": stages, **split}
+
+    def _smem(self, problem: Problem, config: Config) -> int:
+        bm, bn, _, _ = config.integers("tile")
+        size = ITEMSIZE[problem.dtype]
+
+        def tile(rows: int, contiguous_k: bool) -> int:
+            pad = 8 if size == 2 or not contiguous_k else 4
+            return (rows * (32 + pad) if contiguous_k else 32 * (rows + pad)) * size
+
+        return config.integer("stages") * (
+            tile(bm, not problem.trans_a) + tile(bn, problem.trans_b)
+        )
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Tiles with as many stages as fit."""
+        every = [Config.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)]
+        fit = [how for how in every if self._smem(problem, how) <= hw.smem_per_block]
+        return [how for how in fit if how.integer("stages") == 4 or how.having(stages=4) not in fit]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Tensor-core waves, at the tile's share of the full rate."""
+        bm, bn, _, _ = tile = config.integers("tile")
+        kind = "tf32" if problem.dtype == "float32" else problem.dtype
+        share = MMA_TILES[tile] * (0.7 if problem.dtype == "float32" else 1.0)
+        if hw.cc < 90:
+            share = min(1.0, 1.8 * share)  # rates there are mma.sync's own
+        if problem.math == "bf16x3" and problem.dtype == "float32":
+            share *= 0.6
+        return tile_seconds(problem, bm, bn, hw.rate(kind) * share / hw.sm_count, hw, 0.4, 32)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One call."""
+        bm, bn, wm, wn = config.integers("tile")
+        layout = {
+            "TRANS_A": problem.trans_a,
+            "TRANS_B": problem.trans_b,
+            "VEC": 16 // ITEMSIZE[problem.dtype] if aligned(problem) else 1,
+        }
+        tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
+        return (
+            Launch(
+                self.source,
+                "gemm_mma",
+                (tiles, 1, problem.batches),
+                (32 * (bm // wm) * (bn // wn), 1, 1),
+                portable_args(problem),
+                as_defines(
+                    type_defines(problem),
+                    layout,
+                    self._tile(problem, config),
+                    epilogue_defines(problem),
+                ),
+                smem=self._smem(problem, config),
+            ),
+        )

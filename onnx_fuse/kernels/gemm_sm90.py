@@ -1,0 +1,323 @@
+"""The Hopper Gemm candidates: TMA and wgmma (gemm/wgmma_sm90.cu), split k, split fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from onnx_fuse.kernels.gemm_portable import (
+    ACTIVATIONS,
+    as_defines,
+    batch_strides,
+    epilogue_defines,
+    ld,
+    operand,
+    type_defines,
+)
+from onnx_fuse.kernels.rows import rename, row_stats
+from onnx_fuse.problem import (
+    ITEMSIZE,
+    Arg,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    TensorMap,
+)
+
+# MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN
+TILES = ((1, 256, 0), (2, 128, 0), (2, 192, 1), (2, 128, 1), (1, 256, 1), (1, 128, 0), (1, 64, 0))
+BK = 64
+BOX = 2048
+
+
+def columns(problem: Problem) -> int:
+    """How many column vectors the epilogue reads."""
+    return 2 if problem.attr("layernorm") or problem.attr("dw") else int(bool(problem.attr("bias")))
+
+
+def direct(problem: Problem, splits: int = 1) -> bool:
+    """Whether y leaves by plain stores: TMA stores 16-bit rows of a multiple of 16 bytes."""
+    return splits > 1 or ITEMSIZE[problem.out] != 2 or problem.n % 8 != 0
+
+
+class Wgmma:
+    """gemm/wgmma_sm90.cu."""
+
+    name = "wgmma"
+    source = "gemm/wgmma_sm90.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        """The GEMM and the reduction over splits."""
+        return (self.source, "gemm/reduce.cu")
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if hw.arch != "sm_90a":
+            return f"wgmma needs sm_90a, this is {hw.arch}"
+        planes = problem.integer("planes")
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"no wgmma candidate for {problem.dtype} operands"
+        if problem.out not in ("float16", "bfloat16", "float32"):
+            return f"no {problem.out} result"
+        if planes and (problem.batch or planes not in (2, 3)):
+            return f"planes={planes} with batch={problem.batch}"
+        act = problem.text("act")
+        if act and act not in ACTIVATIONS:
+            return f"no activation {act!r}"
+        extra = [x for x in ("beta", "dact", "dx", "dw", "residual") if problem.attr(x)]
+        if len(extra) > 1:
+            return f"the epilogue takes one extra operand, not {extra}"
+        dense_c = (problem.integer("c_rows", problem.n), problem.integer("c_cols", 1))
+        if extra and dense_c != (problem.n, 1):
+            return f"c is read as a dense [M, N], its strides are {dense_c}"
+        steps = [x * 2 for x in ld(problem)]
+        if len(problem.batch) > 1:
+            return "one batch dim at most"
+        if problem.batch:
+            m, n, k = problem.m, problem.n, problem.k
+            steps += [2 * batch_strides(problem, "a", m * k)[2]]
+            steps += [2 * batch_strides(problem, "b", k * n)[2]]
+            if extra and batch_strides(problem, "c", m * n)[2] != m * n:
+                return "c is broadcast over the batch"
+        if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
+            return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
+        if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
+            return "empty or too large"
+        return None
+
+    def _smem(self, problem: Problem, config: Config, stages: int) -> int:
+        mi, bn, pingpong = config.integers("tile")
+        rows = (64 if pingpong else 128) * mi
+        plain = direct(problem, config.integer("splits"))
+        boxes = 0 if plain else 2 + (2 if operand(problem) else 0)
+        cols = (2 if pingpong else 1) * columns(problem) * bn * 4
+        return stages * (rows + bn) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8
+
+    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        room = [s for s in range(2, 9) if self._smem(problem, config, s) <= hw.smem_per_block]
+        return max(room, default=0)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Tiles, clusters where two rows of tiles exist, and splits where tiles are few."""
+        found = []
+        steps = ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.integer("planes")])
+        for mi, bn, pingpong in TILES:
+            bm = (64 if pingpong else 128) * mi
+            tiles_m, tiles_n = ceil(problem.m / bm), ceil(problem.n / bn)
+            tiles = tiles_m * tiles_n * problem.batches
+            for cluster in (2, 1) if tiles_m > 1 else (1,):
+                for splits in (1, 2, 3, 4, 6, 8):
+                    per = ceil(steps / splits)
+                    if splits > 1 and (
+                        tiles * splits > 2 * hw.sm_count
+                        or per < 4
+                        or (splits - 1) * per >= steps
+                        or problem.batch
+                    ):
+                        continue
+                    found.append(
+                        Config.of(tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8)
+                    )
+        return [how for how in found if self._stages(problem, how, hw) >= 3]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""
+        mi, bn, pingpong = config.integers("tile")
+        cluster, splits = config.integer("cluster"), config.integer("splits")
+        bm = (64 if pingpong else 128) * mi
+        passes = {0: 1, 2: 3, 3: 6}[problem.integer("planes")]
+        units = ceil(ceil(problem.m / bm) / cluster) * ceil(problem.n / bn) * problem.batches
+        slots = hw.sm_count // cluster
+        waves = ceil(units * splits / slots)
+        per_sm = hw.rate(problem.dtype) / hw.sm_count
+        # operand traffic bounds small tiles: 2 (bm + bn) bytes into smem for bm bn products
+        reach = min(1.0, 1.08 * bm * bn / (bm * bn + 40 * (bm + bn)) + (0.04 if cluster > 1 else 0))
+        products = 2 * bm * bn * problem.k * passes / splits / (per_sm * reach)
+        tail = 1.5e-6 if pingpong else 2.5e-6
+        epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * (0.1 if pingpong else 0.5)
+        seconds = waves * (products + epilogue) + tail
+        if splits > 1:
+            seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + hw.launch_seconds
+        return max(seconds, problem.bytes / hw.bandwidth) + hw.launch_seconds
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """The splits' partial sums."""
+        splits = config.integer("splits")
+        return 4 * splits * problem.m * problem.n if splits > 1 else 0
+
+    def part_rows(self, problem: Problem, config: Config) -> int:
+        """How many [M] rows of "part" hold dgamma's partial sums."""
+        return 1 if config.integer("splits") > 1 else ceil(problem.n / config.integers("tile")[1])
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product, then the reduction where k is split."""
+        m, n, k = problem.m, problem.n, problem.k
+        mi, bn, pingpong = config.integers("tile")
+        cluster, splits = config.integer("cluster"), config.integer("splits")
+        bm, batches = (64 if pingpong else 128) * mi, problem.batches
+        planes = problem.integer("planes")
+        lda, ldb = ld(problem)
+        size = ITEMSIZE[problem.dtype]
+        step_a, step_b = (
+            batch_strides(problem, "a", m * k)[2],
+            batch_strides(problem, "b", k * n)[2],
+        )
+        dense_a, dense_b = (
+            lda * (k if problem.trans_a else m),
+            ldb * (n if problem.trans_b else k),
+        )
+
+        def load(name: str, inner: int, outer: int, step: int, depth: int, box: tuple[int, int],
+                 stride: int) -> TensorMap:  # fmt: skip
+            return TensorMap(
+                Ptr(name), problem.dtype, (inner, outer, depth), (stride * size, step * size),
+                (*box, 1),
+            )  # fmt: skip
+
+        depth_a = planes or (batches if step_a else 1)
+        depth_b = planes or (batches if step_b else 1)
+        map_a = (
+            load("a", m, k, step_a or dense_a, depth_a, (64, BK), lda)
+            if problem.trans_a
+            else load("a", k, m, step_a or dense_a, depth_a, (BK, bm), lda)
+        )
+        map_b = (
+            load("b", k, n, step_b or dense_b, depth_b, (BK, bn // cluster), ldb)
+            if problem.trans_b
+            else load("b", n, k, step_b or dense_b, depth_b, (64, BK // cluster), ldb)
+        )
+        plain = direct(problem, splits)
+        out_size = ITEMSIZE[problem.out]
+
+        def stored(name: str, used: object) -> TensorMap:
+            return TensorMap(
+                Ptr(name if used and not plain else "none"), problem.out, (n, m, batches),
+                (n * out_size, m * n * out_size), (64, 16, 1),
+            )  # fmt: skip
+
+        vectors: tuple[Arg, ...] = (
+            Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr("col0"), Ptr("col1"),
+            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
+            Num("f32", problem.number("act_alpha", 1.0)), Ptr("part"),
+        )  # fmt: skip
+        units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * splits
+        types = type_defines(problem)
+        tile = {
+            "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster, "DIRECT": plain,
+            "STAGES": self._stages(problem, config, hw), "GROUP": config.integer("group"),
+            "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
+        } | ({"PASSES": {2: 3, 3: 6}[planes]} if planes else {})  # fmt: skip
+        epilogue = epilogue_defines(problem)
+        gemm = Launch(
+            self.source,
+            "gemm_wgmma",
+            (min(hw.sm_count // cluster, units) * cluster, 1, 1),
+            (384, 1, 1),
+            (
+                map_a, map_b, stored("y", True), stored("z", problem.attr("save_z")),
+                stored("c", operand(problem)),
+                Ptr("workspace" if splits > 1 else "y"), Ptr("z"), Ptr("c"),
+                Num("i32", m), Num("i32", n), Num("i32", ceil(k / BK)), Num("i32", batches),
+                Num("i32", int(step_a != 0)), Num("i32", int(step_b != 0)), Num("i32", splits),
+                *vectors,
+            ),
+            as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
+            smem=self._smem(problem, config, self._stages(problem, config, hw)),
+            cluster=cluster,
+        )  # fmt: skip
+        if splits == 1:
+            return (gemm,)
+        reduce = Launch(
+            "gemm/reduce.cu",
+            "gemm_reduce",
+            (m, 1, 1),
+            (256, 1, 1),
+            (
+                Ptr("workspace"), Num("i32", splits), Num("i32", m), Num("i32", n),
+                Ptr("y"), Ptr("z"), Ptr("c"), *vectors,
+            ),
+            as_defines({"TO": types["TO"], "TV": types["TV"]}, epilogue),
+        )  # fmt: skip
+        return (gemm, reduce)
+
+
+class SplitWgmma:
+    """fp32 operands as sums of bf16 planes, multiplied plane by plane by Wgmma.
+
+    bf16x3: 2 planes, 3 products, 4e-6 relative error; bf16x6: 3 planes, 6 products, as fp32 itself.
+    """
+
+    name = "wgmma_split"
+
+    def __init__(self) -> None:
+        self.inner = Wgmma()
+
+    def sources(self) -> tuple[str, ...]:
+        """The GEMM's and the splitting's."""
+        return (*self.inner.sources(), "norm/row_stats.cu")
+
+    def planes(self, problem: Problem) -> int:
+        """bf16 planes an operand is split into."""
+        return 2 if problem.math == "bf16x3" else 3
+
+    def _gemm(self, problem: Problem) -> Problem:
+        own = {"lda", "ldb"}
+        attrs = {name: value for name, value in problem.attrs if name not in own}
+        if problem.attr("bias"):
+            attrs["bias_dtype"] = problem.text("bias_dtype", problem.dtype)
+        return Problem.of(
+            "Gemm", m=problem.m, n=problem.n, k=problem.k, dtype="bfloat16",
+            out_dtype=problem.out, trans_a=problem.trans_a, trans_b=problem.trans_b,
+            **(attrs | {"planes": self.planes(problem)}),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if problem.dtype != "float32" or problem.math not in ("bf16x3", "bf16x6"):
+            return f"for fp32 operands and bf16x3 or bf16x6, not {problem.dtype} {problem.math}"
+        if problem.batch:
+            return "no batches"
+        return self.inner.supports(self._gemm(problem), hw)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """The bf16 product's."""
+        return self.inner.configs(self._gemm(problem), hw)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Both splittings (4 bytes read, 2 a plane written) and the passes."""
+        moved = (4 + 2 * self.planes(problem)) * problem.k * (problem.m + problem.n)
+        split = moved / hw.bandwidth + 2 * hw.launch_seconds
+        return split + self.inner.cost(self._gemm(problem), config, hw)
+
+    def _sizes(self, problem: Problem) -> tuple[int, int]:
+        each = 2 * self.planes(problem) * problem.k
+        return ceil(each * problem.m / 256) * 256, ceil(each * problem.n / 256) * 256
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """a's planes, b's planes, the product's own."""
+        return sum(self._sizes(problem)) + self.inner.workspace(self._gemm(problem), config, hw)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """Split a, split b, multiply."""
+        lda, ldb = ld(problem)
+        a, b = self._sizes(problem)
+        rows_a, line_a = (problem.k, problem.m) if problem.trans_a else (problem.m, problem.k)
+        rows_b, line_b = (problem.n, problem.k) if problem.trans_b else (problem.k, problem.n)
+        planes, align = self.planes(problem), problem.integer("align", 16)
+
+        def split(name: str, rows: int, line: int, stride: int, to: Ptr) -> Launch:
+            call = row_stats(
+                rows, line, "float32", ldx=stride, stats=False, planes=planes, align=align
+            )
+            return rename(call, {"x": Ptr(name), "out": to})
+
+        names = {"a": Ptr("workspace"), "b": Ptr("workspace", a),
+                 "workspace": Ptr("workspace", a + b)}  # fmt: skip
+        return (
+            split("a", rows_a, line_a, lda, Ptr("workspace")),
+            split("b", rows_b, line_b, ldb, Ptr("workspace", a)),
+            *(rename(call, names) for call in self.inner.launch(self._gemm(problem), config, hw)),
+        )

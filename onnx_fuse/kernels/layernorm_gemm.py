@@ -1,0 +1,207 @@
+"""LayerNormGemm candidates: y = act(LayerNormalization(x; gamma, beta, epsilon) op(w) + c).
+
+Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; attrs epsilon, act, act_alpha, save_z,
+residual, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given: made once by `rows.fold`),
+stats (mean, rstd are given: their producer wrote them).
+Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
+with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+from onnx_fuse.kernels.gemm_portable import Mma, Simt
+from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
+from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_stats
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
+
+if TYPE_CHECKING:
+    from onnx_fuse.kernels import Kernel
+
+KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype")
+
+
+def _pad(size: int) -> int:
+    return ceil(size / 256) * 256
+
+
+def gemm_problem(problem: Problem, **values: Value) -> Problem:
+    """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
+    kept = {name: problem.attr(name) for name in KEPT if problem.attr(name)}
+    return Problem.of(
+        "Gemm",
+        m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, out_dtype=problem.out,
+        trans_b=problem.trans_b, math=problem.math, **(kept | values),
+    )  # fmt: skip
+
+
+def stats_seconds(problem: Problem, hw: Hardware) -> float:
+    """One read of x."""
+    size = ITEMSIZE[problem.dtype] * problem.m * problem.k
+    return hw.launch_seconds + size / hw.bandwidth
+
+
+class Fold:
+    """LayerNorm folded into the weights and the epilogue of a 16-bit GEMM; x is never rewritten."""
+
+    def __init__(self, inner: Wgmma | Mma) -> None:
+        self.inner = inner
+        self.name = f"fold_{inner.name}"
+
+    def sources(self) -> tuple[str, ...]:
+        """The GEMM's, and the two preparations."""
+        return (*self.inner.sources(), "norm/row_stats.cu", "norm/fold.cu")
+
+    def _gemm(self, problem: Problem) -> Problem:
+        return gemm_problem(problem, layernorm=True)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if problem.dtype not in ("bfloat16", "float16"):
+            # the tensor core would round x, and the error would grow with |mean| / std
+            return f"the fold is exact for 16-bit x only, not {problem.dtype}"
+        return self.inner.supports(self._gemm(problem), hw)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """The GEMM's."""
+        return self.inner.configs(self._gemm(problem), hw)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The GEMM, one read of x, and the weights' preparation where it is not done before."""
+        seconds = self.inner.cost(self._gemm(problem), config, hw)
+        if not problem.attr("stats"):
+            seconds += stats_seconds(problem, hw)
+        if not problem.attr("folded"):
+            moved = 2 * ITEMSIZE[problem.dtype] * problem.k * problem.n
+            seconds += moved / hw.bandwidth + hw.launch_seconds * (1 if problem.trans_b else 2)
+        return seconds
+
+    def _sizes(self, problem: Problem) -> tuple[int, int, int]:
+        """Bytes of wq, of cs (and cv), and of the fold's partial sums, in the workspace."""
+        if problem.attr("folded"):
+            return 0, 0, 0
+        wq = ITEMSIZE[problem.dtype] * problem.k * problem.n
+        parts = fold_parts(problem.k, problem.trans_b)
+        return _pad(wq), _pad(4 * problem.n), _pad(8 * parts * problem.n)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """Folded weights, partial sums, the GEMM's own."""
+        wq, cs, parts = self._sizes(problem)
+        return wq + 2 * cs + parts + self.inner.workspace(self._gemm(problem), config, hw)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """Statistics, fold, GEMM: each where it is needed."""
+        wq, cs, parts = self._sizes(problem)
+        names = {
+            "wq": Ptr("wq"), "cs": Ptr("cs"), "cv": Ptr("cv"),
+        } if problem.attr("folded") else {
+            "wq": Ptr("workspace"), "cs": Ptr("workspace", wq), "cv": Ptr("workspace", wq + cs),
+            "workspace": Ptr("workspace", wq + 2 * cs),
+        }  # fmt: skip
+        calls: list[Launch] = []
+        if not problem.attr("stats"):
+            calls.append(
+                row_stats(
+                    problem.m,
+                    problem.k,
+                    problem.dtype,
+                    epsilon=problem.number("epsilon", 1e-5),
+                    rms=bool(problem.attr("rms")),
+                    align=problem.integer("align", 16),
+                )
+            )
+        if not problem.attr("folded"):
+            calls += [
+                rename(call, names)
+                for call in fold(problem.k, problem.n, problem.dtype, problem.trans_b)
+            ]
+        operands = {
+            "a": Ptr("x"), "b": names["wq"], "row0": Ptr("rstd"), "row1": Ptr("mean"),
+            "col0": names["cs"], "col1": names["cv"], "c": Ptr("r"),
+            "workspace": Ptr("workspace", wq + 2 * cs + parts),
+        }  # fmt: skip
+        calls += [
+            rename(call, operands) for call in self.inner.launch(self._gemm(problem), config, hw)
+        ]
+        return tuple(calls)
+
+
+class Apply:
+    """The plain way: rows normalised into the workspace, then any Gemm; serves every problem.
+
+    fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
+    """
+
+    def __init__(self, inner: Wgmma | SplitWgmma | Mma | Simt) -> None:
+        self.inner = inner
+        self.name = f"apply_{inner.name}"
+
+    def sources(self) -> tuple[str, ...]:
+        """The GEMM's and the normalisation's."""
+        return (*self.inner.sources(), "norm/row_stats.cu")
+
+    def _gemm(self, problem: Problem) -> Problem:
+        return gemm_problem(problem, bias=bool(problem.attr("bias")))
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if problem.attr("folded"):
+            return "the weights are folded: gamma and beta are not given"
+        if problem.dtype not in ("float32", "bfloat16", "float16"):
+            return f"no row statistics in {problem.dtype}"
+        return self.inner.supports(self._gemm(problem), hw)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """The GEMM's."""
+        return self.inner.configs(self._gemm(problem), hw)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The GEMM, and x read and written once."""
+        seconds = self.inner.cost(self._gemm(problem), config, hw)
+        return seconds + 2 * stats_seconds(problem, hw) - hw.launch_seconds
+
+    def _copy(self, problem: Problem) -> int:
+        if isinstance(self.inner, SplitWgmma):
+            return 0
+        return _pad(ITEMSIZE[problem.dtype] * problem.m * problem.k)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """The normalised rows and the GEMM's own."""
+        return self._copy(problem) + self.inner.workspace(self._gemm(problem), config, hw)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """Normalise, multiply."""
+        inner = self._gemm(problem)
+        calls = self.inner.launch(inner, config, hw)
+        fused = isinstance(self.inner, SplitWgmma)
+        planes = self.inner.planes(inner) if isinstance(self.inner, SplitWgmma) else 1
+        norm = row_stats(
+            problem.m,
+            problem.k,
+            problem.dtype,
+            epsilon=problem.number("epsilon", 1e-5),
+            norm=True,
+            rms=bool(problem.attr("rms")),
+            planes=planes,
+            out_dtype="bfloat16" if fused else problem.dtype,
+            align=problem.integer("align", 16),
+        )
+        rest = {"b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
+        copy = self._copy(problem)
+        if fused:  # its first call makes a's planes at the workspace's start: ours takes its place
+            first = rename(norm, {"out": Ptr("workspace")})
+            return (first, *(rename(call, rest) for call in calls[1:]))
+        rest |= {"a": Ptr("workspace"), "workspace": Ptr("workspace", copy)}
+        first = rename(norm, {"out": Ptr("workspace")})
+        return (first, *(rename(call, rest) for call in calls))
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "LayerNormGemm": (
+        Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
+        Apply(Wgmma()), Apply(Mma()), Apply(Simt()),
+    ),
+}  # fmt: skip

@@ -1,0 +1,104 @@
+"""Launches of norm/row_stats.cu and norm/fold.cu: statistics, rewritten rows, folded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+
+from onnx_fuse.kernels.gemm_portable import C_TYPES, as_defines
+from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, TensorMap
+
+
+def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
+    """`launch` with the pointers called `names` replaced: how launches are composed."""
+
+    def change(ptr: Ptr) -> Ptr:
+        new = names.get(ptr.name)
+        return ptr if new is None else Ptr(new.name, new.offset + ptr.offset)
+
+    def changed(arg: Arg) -> Arg:
+        if isinstance(arg, Ptr):
+            return change(arg)
+        return replace(arg, ptr=change(arg.ptr)) if isinstance(arg, TensorMap) else arg
+
+    return replace(launch, args=tuple(changed(arg) for arg in launch.args))
+
+
+def row_stats(
+    m: int,
+    k: int,
+    dtype: str,
+    *,
+    ldx: int = 0,
+    epsilon: float = 1e-5,
+    stats: bool = True,
+    norm: bool = False,
+    rms: bool = False,
+    planes: int = 0,
+    out_dtype: str = "bfloat16",
+    param_dtype: str = "",
+    align: int = 16,
+) -> Launch:
+    """Pointers x, mean, rstd, gamma, beta, out; x is [m, k], out is [planes, m, k]."""
+    size, ldx = ITEMSIZE[dtype], ldx or k
+    vec = 16 // size if (ldx * size) % 16 == 0 and align % 16 == 0 else 1
+    if planes and k % vec:
+        vec = 1
+    vectors = ceil(k / vec)
+    tpr = next((t for t in (32, 64, 128, 256, 512) if vectors <= 4 * t), 512)
+    held = min(8, ceil(vectors / tpr))
+    rows = 4 if tpr == 32 else 1
+    return Launch(
+        "norm/row_stats.cu",
+        "row_stats",
+        (ceil(m / rows), 1, 1),
+        (tpr * rows, 1, 1),
+        (
+            Ptr("x"), Num("i32", m), Num("i32", k), Num("i64", ldx), Num("f32", epsilon),
+            Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"), Ptr("out"),
+        ),
+        as_defines({
+            "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype], "TP": C_TYPES[param_dtype or dtype],
+            "STATS": stats, "NORM": norm, "PLANES": planes, "TPR": tpr, "ROWS": rows,
+            "HELD": held, "VEC": vec,
+        } | ({"RMS": 1} if rms else {})),
+    )  # fmt: skip
+
+
+def fold_parts(k: int, trans_b: bool) -> int:
+    """How many partial sums a column has: the workspace of `fold` is 8 n of them."""
+    return 0 if trans_b else ceil(k / 64)
+
+
+def fold(
+    k: int,
+    n: int,
+    dtype: str,
+    trans_b: bool,
+    *,
+    out_dtype: str = "",
+    param_dtype: str = "",
+    align: int = 16,
+) -> tuple[Launch, ...]:
+    """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv; "workspace" unless trans_b."""
+    line = k if trans_b else n
+    vec = 8 if line % 8 == 0 and align % 16 == 0 else 1
+    defines = as_defines({
+        "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype or dtype],
+        "TP": C_TYPES[param_dtype or dtype], "VEC": vec,
+    })  # fmt: skip
+    source, shape = "norm/fold.cu", (Num("i32", k), Num("i32", n))
+    weights = (Ptr("w"), Ptr("gamma"), Ptr("beta"))
+    if trans_b:
+        args = (*weights, Ptr("c"), *shape, Ptr("wq"), Ptr("cs"), Ptr("cv"))
+        return (Launch(source, "fold_rows", (n, 1, 1), (128, 1, 1), args, defines),)
+    parts = fold_parts(k, trans_b)
+    columns = (*weights, *shape, Ptr("wq"), Ptr("workspace"))
+    finish = (
+        Ptr("workspace"), Ptr("c"), Num("i32", parts), Num("i32", n), Ptr("cs"), Ptr("cv"),
+    )  # fmt: skip
+    return (
+        Launch(source, "fold_columns", (ceil(n / 256), parts, 1), (256, 1, 1), columns, defines),
+        Launch(source, "fold_finish", (ceil(n / 128), 1, 1), (128, 1, 1), finish, defines),
+    )
