@@ -78,15 +78,22 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
 
     Raises DataError where there is none.
     """
-    for path in _steps(Path(folder)):
-        try:
-            return _read(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"{path} is damaged and left out: {error}", stacklevel=2)
-    raise DataError(f"{folder}: holds no whole checkpoint to resume from")
+    whole = filter(None, map(_read, _steps(Path(folder))))
+    found = next(whole, None)
+    if found is None:
+        raise DataError(f"{folder}: holds no whole checkpoint to resume from")
+    return found
 
 
-def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
+    try:
+        return _parse(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path} is damaged and left out: {error}", stacklevel=4)
+        return None
+
+
+def _parse(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     from safetensors.numpy import load
 
     manifest = json.loads((path / _MANIFEST).read_text())

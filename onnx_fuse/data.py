@@ -43,8 +43,7 @@ def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
 
     Raises DataError that names the array, what it is and what it should be.
     """
-    fit({v.name or "": arrays[v.name] for v in inputs if v.name in arrays}, inputs, batch=False)
-    sizes = {v.name: len(arrays[v.name]) for v in inputs if v.name is not None}
+    sizes = {name: len(array) for name, array in fit(arrays, inputs, batch=False).items()}
     if len(set(sizes.values())) != 1:
         listed = ", ".join(f"'{k}' {n}" for k, n in sizes.items())
         raise DataError(f"the arrays differ in their number of examples: {listed}")
@@ -108,7 +107,8 @@ def _check_shape(
             known, where = sizes.setdefault(dim, (size, name))
             if known != size:
                 raise DataError(
-                    f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {known} in '{where}'"
+                    f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {known} in "
+                    f"'{where}'"
                 )
 
 
