@@ -21,7 +21,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import ModelError, UsageError
 
 FUSE = "onnx_fuse"
 """Domain of the fused operators."""
@@ -357,8 +357,10 @@ class Builder:
         outputs: int | Sequence[str] = 1,
         domain: str = "",
         name: str | None = None,
-        **attributes: Any,
+        attributes: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Any:
+        """The node in full: `attributes` and further keywords together are its attributes."""
         like = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype), None)
         values = [
             v if v is None or isinstance(v, ir.Value) else self.constant(v, like) for v in inputs
@@ -369,7 +371,7 @@ class Builder:
         node = ir.node(
             op_type,
             values,
-            {k: v for k, v in attributes.items() if v is not None},
+            {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None},
             domain=domain,
             num_outputs=count,
             name=name,
@@ -421,6 +423,38 @@ def infer_shapes(model: ir.Model) -> None:
     """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
     with functions_attached(model), _quiet("onnx_ir"):
         common_passes.ShapeInferencePass(strict_mode=False, check_type=False)(model)
+
+
+def fix_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Give inputs the shapes named, in place; -1 leaves an axis free.
+
+    A symbolic axis that gets a size gets it wherever its name stands. Raises UsageError.
+    """
+    inputs = {v.name: v for v in model.graph.inputs}
+    sizes: dict[str, int] = {}
+    for name, given in shapes.items():
+        if name not in inputs:
+            raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
+        dims = list(inputs[name].shape or [None] * len(given))
+        if len(dims) != len(given):
+            raise UsageError(f"input '{name}' has {len(dims)} dimensions, not {len(given)}")
+        for axis, (dim, size) in enumerate(zip(dims, given, strict=True)):
+            if size < 0:
+                continue
+            symbol = dim.value if isinstance(dim, ir.SymbolicDim) else None
+            fixed = dim if isinstance(dim, int) else size
+            if symbol:
+                fixed = sizes.setdefault(symbol, size)
+            if fixed != size:
+                raise UsageError(f"input '{name}': axis {axis} is {fixed}, not {size}")
+            dims[axis] = size
+        inputs[name].shape = ir.Shape(dims)
+    for graph in (model.graph, *model.graph.subgraphs()):
+        values = [*graph.inputs, *(v for node in graph for v in node.outputs)]
+        for value in values:
+            if value.shape is not None:
+                symbolic = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+                value.shape = ir.Shape([sizes.get(str(d), d) for d in symbolic])
 
 
 # ---- save ------------------------------------------------------------------------------------

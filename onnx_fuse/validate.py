@@ -186,6 +186,8 @@ def validate(
     Raises ModelError where onnxruntime cannot run the original.
     """
     model = load(original)
+    if shapes:
+        ir.fix_shapes(model, shapes)
     ir.infer_shapes(model)
     check = Check(tolerance=tolerance_of(model))
     if rtol is not None or atol is not None:
@@ -199,7 +201,7 @@ def validate(
     candidate, given = _runner(fused, device)
     if given != names:
         raise ModelError(f"the fused model's outputs are {given}, the original's {names}")
-    pairs = _reference(model, lambda f: ort.run(oracle, f), feeds, shapes, seed, check.notes)
+    pairs = _reference(model, lambda f: ort.run(oracle, f), feeds, seed, check.notes)
     random = random_outputs(model)
     if random:
         check.notes.append(f"random by design, only their shapes compared: {', '.join(random)}")
@@ -240,12 +242,11 @@ def _reference(
     model: onnx_ir.Model,
     run: Run,
     feeds: Sequence[Feeds] | None,
-    shapes: Mapping[str, Sequence[int]] | None,
     seed: int,
     notes: list[str],
 ) -> list[tuple[Feeds, list[Any]]]:
     if feeds is None:
-        return generate(model, run, shapes=shapes, seed=seed, notes=notes)
+        return generate(model, run, seed=seed, notes=notes)
     with ort.faults("the original"):
         return [(dict(feed), run(dict(feed))) for feed in feeds]
 
@@ -283,7 +284,6 @@ def generate(
     model: onnx_ir.Model,
     run: Run,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
     notes: list[str] | None = None,
 ) -> list[tuple[Feeds, list[Any]]]:
@@ -293,7 +293,7 @@ def generate(
     the right; positions count up. Axes with one symbolic name get one size. `notes` receives what
     could not be done. Raises ModelError if `run` accepts none.
     """
-    dims = _dims(model, shapes or {})
+    dims = _dims(model)
     symbols = _symbols(dims)
     leading = {d[0] for d in dims.values() if d and isinstance(d[0], str)}
     bounds = {v.name or "": index_bound(v) for v in model.graph.inputs}
@@ -344,46 +344,19 @@ def generate(
 Dim = int | str
 
 
-def _dims(model: onnx_ir.Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Dim]]:
-    inputs = [v.name for v in model.graph.inputs]
-    unknown = [name for name in shapes if name not in inputs]
-    if unknown:
-        raise UsageError(f"the model has no input '{unknown[0]}' (it has {inputs})")
+def _dims(model: onnx_ir.Model) -> dict[str, list[Dim]]:
     result: dict[str, list[Dim]] = {}
     for value in model.graph.inputs:
         name = value.name or ""
         if not isinstance(value.type, onnx_ir.TensorType):
             raise ModelError(f"input '{name}' is no tensor: give inputs (--inputs FILE.npz)")
         # An input without a shape is taken for a matrix.
-        own = [None, None] if value.shape is None else list(value.shape)
-        given = list(shapes.get(name, [-1] * len(own)))
-        if len(given) != len(own) and value.shape is not None:
-            raise UsageError(f"input '{name}' has {len(own)} dimensions, not {len(given)}")
-        if value.shape is None:
-            own = [None] * len(given)
-        dims: list[Dim] = []
-        for axis, (size, dim) in enumerate(zip(given, own, strict=True)):
-            if size >= 0:
-                dims.append(size)
-            elif isinstance(dim, int):
-                dims.append(dim)
-            else:
-                dims.append((dim.value if dim is not None else None) or f"{name}.{axis}")
-        result[name] = dims
-    return _bind(result, model, shapes)
-
-
-def _bind(
-    dims: dict[str, list[Dim]], model: onnx_ir.Model, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, list[Dim]]:
-    """A symbol whose size is given for one input has that size in all."""
-    bound: dict[Dim, int] = {}
-    for value in model.graph.inputs:
-        for dim, size in zip(value.shape or (), shapes.get(value.name or "", ()), strict=False):
-            symbol = dim.value if isinstance(dim, onnx_ir.SymbolicDim) and size >= 0 else None
-            if symbol and bound.setdefault(symbol, size) != size:
-                raise UsageError(f"axis '{symbol}' is given two sizes")
-    return {name: [bound.get(d, d) for d in own] for name, own in dims.items()}
+        dims = [None, None] if value.shape is None else list(value.shape)
+        result[name] = [
+            d if isinstance(d, int) else ((d.value if d is not None else None) or f"{name}.{axis}")
+            for axis, d in enumerate(dims)
+        ]
+    return result
 
 
 def _symbols(dims: Mapping[str, Sequence[Dim]]) -> list[str]:

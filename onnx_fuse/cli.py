@@ -1,0 +1,606 @@
+"""The `onnx-fuse` command. Everything heavy is imported inside the command that needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_fuse import __version__
+from onnx_fuse.errors import CheckFailed, ModelError, OnnxFuseError, UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse import report
+    from onnx_fuse.validate import Check
+
+app = typer.Typer(
+    name="onnx-fuse",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write what is shown as JSON.")
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write what is shown as HTML.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Device = Annotated[str, typer.Option(help="cpu (onnxruntime) or cuda (this project's kernels).")]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.npz", help="Arrays named like the inputs; default: generated."),
+]
+ModelArg = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input-shapes", metavar="NAME:1,128 ...", help="Fix the shapes of inputs; -1 stays free."
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("-v", "--version", help="Print the version.")] = False,
+) -> None:
+    """Fuse, run, check, differentiate and train ONNX models."""
+    if version:
+        print(f"onnx-fuse {__version__}")
+        raise typer.Exit
+
+
+# ---- optimize --------------------------------------------------------------------------------
+
+
+@app.command()
+def optimize(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="An .onnx file.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .fused.onnx."),
+    ] = None,
+    level: Annotated[int, typer.Option(min=0, max=3, help="0 canonicalize to 3.")] = 2,
+    fuse: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Turn a fusion on, whatever the level.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Turn a fusion off.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the fusions and levels.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which near misses were not fused, and why.")
+    ] = False,
+    inline: Annotated[
+        bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare with onnxruntime on the original.")
+    ] = True,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Write the result even if the check fails.")
+    ] = False,
+    input_shapes: Shapes = None,
+    external: Annotated[
+        bool,
+        typer.Option("--save-as-external-data", help="Weights into OUT.data beside the model."),
+    ] = False,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Fuse MODEL into a file that still runs on stock onnxruntime, and check it."""
+    printer = _printer()
+    if list_:
+        _list_fusions(printer, json, html)
+        return
+    if model is None:
+        raise UsageError("give the MODEL to optimize")
+    output = output or model.with_suffix(".fused.onnx")
+    _refuse_same(model, output)
+    from onnx_fuse import ir, passes, report
+
+    started = time.perf_counter()
+    original = ir.read(model)
+    before = report.summary(original, "original", model)
+    graph = _load(original, str(model))
+    shapes = _shapes(input_shapes)
+    ir.fix_shapes(graph, shapes)
+    found = passes.optimize(graph, level=level, fuse=_names(fuse), skip=_names(skip))
+    result = ir.inline(graph) if inline else graph
+    checked: Check | None = None
+    with _written_beside(output) as draft:
+        ir.save(result, draft, external=external)
+        seconds = time.perf_counter() - started
+        after = report.summary(result, "fused", draft)
+        if check:
+            checked = _check(model, draft, shapes=shapes)
+        failed = checked is not None and not checked.ok
+        if failed and not keep:
+            draft.unlink()
+        _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
+    data = {
+        "input": str(model),
+        "output": None if failed and not keep else str(output),
+        "fusions": dict(found.fusions),
+        "not_fused": [{"nodes": list(r.nodes), "reason": r.reason} for r in found.not_fused],
+        "notes": list(found.notes),
+        "nodes": {"before": before.nodes, "after": after.nodes},
+        "bytes": {"before": before.bytes, "after": after.bytes},
+        "seconds": seconds,
+        "models": [report.as_dict(before), report.as_dict(after)],
+        "check": checked.to_dict() if checked else None,
+    }
+    _write_reports(printer, data, json, html)
+    if failed:
+        raise CheckFailed(
+            f"{model}: the fused model differs from the original "
+            + (f"(written all the same: {output})" if keep else "(nothing was written)")
+            + ": run onnx-fuse validate --blame"
+        )
+    printer.text(f"wrote {output}")
+
+
+def _refuse_same(model: Path, output: Path) -> None:
+    same = output.resolve() == model.resolve()
+    if same or (output.exists() and model.exists() and output.samefile(model)):
+        raise UsageError(f"{output}: the output is the input: choose another with -o")
+    if output.is_dir():
+        raise ModelError(f"{output}: cannot be written: it is a directory")
+
+
+@contextlib.contextmanager
+def _written_beside(output: Path) -> Iterator[Path]:
+    """A path in a new folder beside `output`; what is there at the end is moved to `output`."""
+    try:
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
+            yield Path(folder) / output.name
+            # The data file first: a model never stands without its weights.
+            for path in sorted(Path(folder).iterdir(), key=lambda p: p.name == output.name):
+                os.replace(path, output.parent / path.name)
+    except OSError as error:
+        raise ModelError(f"{output}: cannot be written: {error.strerror or error}") from error
+
+
+def _show_optimize(
+    printer: report.Printer,
+    before: report.Summary,
+    after: report.Summary,
+    found: Any,
+    checked: Check | None,
+    seconds: float,
+    *,
+    explain: bool,
+) -> None:
+    from onnx_fuse import report
+
+    rows = report.models_rows([before, after])
+    rows.append(["seconds", "", f"{seconds:.2f}"])
+    printer.table("", ["", before.name, after.name], rows)
+    if found.fusions:
+        printer.table(
+            "fusions", ["fused op", "count"], [[k, str(v)] for k, v in found.fusions.items()]
+        )
+    else:
+        printer.text("fusions: none found (--explain says why)")
+    if explain:
+        rows = [[", ".join(r.nodes), r.reason] for r in found.not_fused]
+        printer.table("not fused", ["nodes", "reason"], rows, left=2)
+    printer.text(*(f"note: {note}" for note in found.notes))
+    if checked:
+        printer.text(*report.check_lines(checked))
+
+
+def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:
+    from onnx_fuse import passes
+
+    printer.table("levels", ["level", "what"], [[str(k), v] for k, v in passes.LEVELS.items()])
+    rows = [[name, str(level)] for name, level in passes.FUSIONS.items()]
+    printer.table("fusions", ["name (for --fuse, --skip)", "from level"], rows)
+    levels = {str(k): v for k, v in passes.LEVELS.items()}
+    _write_reports(printer, {"levels": levels, "fusions": dict(passes.FUSIONS)}, json, html)
+
+
+# ---- validate, run ---------------------------------------------------------------------------
+
+
+@app.command()
+def validate(
+    model: ModelArg,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="ORIGINAL", help="The original; default: MODEL against its fusion."),
+    ] = None,
+    grad: Annotated[
+        bool, typer.Option("--grad", help="Check every gradient by central differences.")
+    ] = False,
+    blame: Annotated[
+        bool, typer.Option("--blame", help="Trace a difference to the node that makes it.")
+    ] = False,
+    device: Device = "cpu",
+    inputs: Inputs = None,
+    input_shapes: Shapes = None,
+    rtol: Annotated[float | None, typer.Option(min=0.0, help="Of the largest value.")] = None,
+    atol: Annotated[float | None, typer.Option(min=0.0, help="Absolute.")] = None,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Compare MODEL with ORIGINAL (or with its own fusion) under onnxruntime."""
+    from onnx_fuse import ir, report
+
+    printer = _printer()
+    _check_device(device)
+    original = against or model
+    candidate: Any = model
+    source = _load(ir.read(original), str(original))
+    if against is None:
+        from onnx_fuse import passes
+
+        candidate = source.clone()
+        passes.optimize(candidate)
+    else:
+        ir.read(model)
+    checked = _check(
+        original,
+        candidate,
+        shapes=_shapes(input_shapes),
+        inputs=inputs,
+        rtol=rtol,
+        atol=atol,
+        device=device,
+        blame=blame,
+    )
+    printer.text(*report.check_lines(checked))
+    data: dict[str, Any] = {"model": str(model), "original": str(original)}
+    _write_reports(printer, data | {"check": checked.to_dict()}, json, html)
+    if not checked.ok:
+        culprit = f": {checked.culprits[0]}" if checked.culprits else ""
+        raise CheckFailed(f"{model}: differs from {original}{culprit}")
+
+
+@app.command()
+def run(
+    model: ModelArg,
+    inputs: Inputs = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT.npz", help="Save the outputs.")
+    ] = None,
+    device: Device = "cpu",
+    input_shapes: Shapes = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Time by operator, as onnxruntime sees it.")
+    ] = False,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Run MODEL, fused, on given or generated inputs."""
+    import numpy as np
+
+    from onnx_fuse import bench, ir
+    from onnx_fuse import validate as checks
+
+    printer = _printer()
+    _check_device(device)
+    graph = _load(model, str(model))
+    feeds = checks.read_feeds(inputs, graph) if inputs else None
+    ir.fix_shapes(graph, _shapes(input_shapes))
+    result = _guarded(
+        lambda: bench.run_once(graph, feeds, device=device, profile=profile), str(model), device
+    )
+    rows = [
+        [name, str(y.dtype), str(list(y.shape)), _range(y)] for name, y in result.outputs.items()
+    ]
+    printer.table("outputs", ["name", "dtype", "shape", "min … max"], rows, left=3)
+    if result.operators:
+        rows = [
+            [op, str(n), f"{us:,.0f}", f"{us / result.total_us:.1%}"]
+            for op, (n, us) in result.operators.items()
+        ]
+        printer.table("time", ["operator", "runs", "µs", "share"], rows)
+    printer.text(f"{result.milliseconds:.2f} ms on {device}")
+    data = {
+        "model": str(model),
+        "device": device,
+        "milliseconds": result.milliseconds,
+        "inputs": {k: list(v.shape) for k, v in result.feeds.items()},
+        "outputs": {
+            k: {"dtype": str(v.dtype), "shape": list(v.shape)} for k, v in result.outputs.items()
+        },
+        "operators": {k: {"runs": n, "us": us} for k, (n, us) in result.operators.items()},
+        "output": str(output) if output else None,
+    }
+    if output:
+        _refuse_same(model, output)
+        with _written_beside(output) as draft, draft.open("wb") as file:
+            np.savez(file, **result.outputs)
+    _write_reports(printer, data, json, html)
+
+
+def _range(array: Any) -> str:
+    if not array.size or array.dtype.kind not in "biuf":
+        return ""
+    return f"{array.min():.6g} … {array.max():.6g}"
+
+
+# ---- bench, inspect, doctor ------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    model: ModelArg,
+    inputs: Inputs = None,
+    input_shapes: Shapes = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Time MODEL as it is and fused, under onnxruntime, taking turns; print the ratio."""
+    from onnx_fuse import bench as timing
+    from onnx_fuse import ir
+    from onnx_fuse import validate as checks
+
+    printer = _printer()
+    graph = _load(model, str(model))
+    feeds = checks.read_feeds(inputs, graph) if inputs else None
+    ir.fix_shapes(graph, _shapes(input_shapes))
+    result = _guarded(lambda: timing.compare(model, graph, feeds, repeat=repeat), str(model), "cpu")
+    rows = [
+        [name, f"{t.median:.3f}", f"{t.low:.3f}", f"{t.high:.3f}"]
+        for name, t in (("original", result.original), ("fused", result.fused))
+    ]
+    printer.table("onnxruntime, CPU", ["model", "median ms", "10 %", "90 %"], rows)
+    printer.text(f"fused / original: {result.ratio:.3f}")
+    _write_reports(printer, {"model": str(model)} | result.to_dict(), json, html)
+
+
+@app.command()
+def inspect(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL ...", help="One or more files.")],
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Show models side by side: inputs, outputs, operators, sizes."""
+    from onnx_fuse import ir, report
+
+    printer = _printer()
+    found = [report.summary(ir.read(path), path.name, path) for path in models]
+    printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
+    _write_reports(printer, {"models": [report.as_dict(m) for m in found]}, json, html)
+
+
+@app.command()
+def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
+    """Show versions, devices and settings, and try the portable backend."""
+    import platform
+    from importlib import metadata
+
+    from onnx_fuse import config
+    from onnx_fuse.runtime import ort
+
+    printer = _printer()
+    installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    found = {"python": platform.python_version(), "onnx-fuse": __version__}
+    found |= {name: installed.get(name, "not installed") for name in _PACKAGES}
+    printer.table("versions", ["package", "version"], [[k, v] for k, v in found.items()])
+    variables = {
+        v.name: (str(v.value if v.value is not None else ""), v.help) for v in config.VARIABLES
+    }
+    rows = [[name, value, text] for name, (value, text) in variables.items()]
+    printer.table("settings", ["variable", "value", "what"], rows, left=3)
+    cpu = ort.guarded(_try_onnxruntime, "onnxruntime")
+    gpu = _gpu()
+    printer.text(f"cpu: {cpu}", f"cuda: {gpu}")
+    data = {
+        "versions": found,
+        "settings": {name: value for name, (value, _) in variables.items()},
+        "cpu": cpu,
+        "cuda": gpu,
+    }
+    _write_reports(printer, data, json, html)
+
+
+_PACKAGES = (
+    *("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors"),
+    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas"),
+)
+
+
+def _try_onnxruntime() -> str:
+    """Run a small fused model, so that a broken installation shows here."""
+    import numpy as np
+
+    from onnx_fuse import ir
+    from onnx_fuse.session import InferenceSession
+
+    model = ir.text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
+    [y] = InferenceSession(model).run(None, {"x": np.array([-1, 2], np.float32)})
+    return "ok" if y.tolist() == [0, 2] else f"wrong: Relu([-1, 2]) gave {y.tolist()}"
+
+
+def _gpu() -> str:
+    try:
+        from cuda.core import Device
+    except ImportError:
+        return "the CUDA packages are not installed: pip install 'onnx-fuse[cuda13]'"
+    try:
+        device = Device(0)
+        device.set_current()
+        major, minor = device.compute_capability
+        return f"{device.name}, compute capability {major}.{minor}"
+    except Exception as error:  # noqa: BLE001 - each driver failure has its own type
+        return f"no usable GPU ({' '.join(str(error).split()) or type(error).__name__})"
+
+
+# ---- shared ----------------------------------------------------------------------------------
+
+
+def _printer() -> report.Printer:
+    from onnx_fuse.report import Printer
+
+    return Printer()
+
+
+def _write_reports(
+    printer: report.Printer, data: Mapping[str, Any], json: Path | None, html: Path | None
+) -> None:
+    from onnx_fuse import report
+
+    if json:
+        report.write_json(json, data)
+    if html:
+        printer.html(html)
+
+
+def _load(model: Any, name: str) -> Any:
+    """`session.load`, with the file's name in the error also where the model is parsed already."""
+    from onnx_fuse.session import load
+
+    try:
+        return load(model)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model: ", f"{name}: ", 1)) from error
+
+
+def _check(
+    original: Path,
+    candidate: Any,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+    inputs: Path | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    device: str = "cpu",
+    blame: bool = False,
+) -> Check:
+    from onnx_fuse import validate as checks
+
+    def work() -> Check:
+        feeds = [checks.read_feeds(inputs, _load(original, str(original)))] if inputs else None
+        return checks.validate(
+            original,
+            candidate,
+            feeds=feeds,
+            shapes=shapes,
+            rtol=rtol,
+            atol=atol,
+            device=device,
+            find_culprit=blame,
+        )
+
+    checked: Check = _guarded(work, str(original), device)
+    return checked
+
+
+def _guarded(work: Callable[[], Any], name: str, device: str) -> Any:
+    """`work()` where a crash of onnxruntime cannot take this process along."""
+    from onnx_fuse.runtime import ort
+
+    if device == "cpu":
+        return ort.guarded(work, name)
+    with ort.faults(name):  # a CUDA context does not survive a fork
+        return work()
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: choose cpu or cuda")
+
+
+def _names(values: Sequence[str] | None) -> list[str]:
+    return [name for value in values or () for name in value.split(",") if name]
+
+
+def _shapes(values: Sequence[str] | None) -> dict[str, list[int]]:
+    """`NAME:1,128` to {NAME: [1, 128]}; the name itself may hold colons."""
+    shapes = {}
+    for value in values or ():
+        name, _, dims = value.rpartition(":")
+        try:
+            shapes[name] = [int(d) for d in dims.split(",")] if dims else []
+        except ValueError as error:
+            raise UsageError(f"--input-shapes {value}: expected NAME:1,128") from error
+        if not name or any(d < -1 for d in shapes[name]):
+            raise UsageError(f"--input-shapes {value}: expected NAME:1,128")
+    return shapes
+
+
+_SHAPE = re.compile(r".+:-?\d+(,-?\d+)*")
+
+
+def expand(arguments: Sequence[str]) -> list[str]:
+    """`--input-shapes a:1,2 b:3` to one option a value, which is all the parser knows."""
+    result: list[str] = []
+    inside = False
+    for argument in arguments:
+        if inside and _SHAPE.fullmatch(argument) and result[-1] != "--input-shapes":
+            result.append("--input-shapes")
+        elif argument.startswith("-") or not _SHAPE.fullmatch(argument):
+            inside = False
+        inside = inside or argument == "--input-shapes"
+        result.append(argument)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: every fault becomes an exit code and one line on stderr."""
+    arguments = expand(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_run(arguments, debug="--debug" in arguments))
+
+
+def _run(arguments: Sequence[str], *, debug: bool) -> int:
+    try:
+        code = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output left; nobody is there to be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except OnnxFuseError as error:
+        if debug:
+            raise
+        return _fail(str(error), error.exit_code)
+    except MemoryError:
+        if debug:
+            raise
+        return _fail("out of memory", 1)
+    except Exception as error:
+        if isinstance(error, _USAGE):
+            error.show()
+            return 2
+        if debug:
+            raise
+        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
+
+
+# The parser's own errors; their base class has no public name in typer.
+_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _fail(text: str, code: int) -> int:
+    line = " ".join(text.split())
+    with contextlib.suppress(OSError):
+        print(f"onnx-fuse: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What a command prints: summaries of models, rich tables, the same as JSON or HTML."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_fuse.errors import ModelError
+
+if TYPE_CHECKING:
+    import onnx_ir
+    from rich.console import Console
+
+    from onnx_fuse.validate import Check
+
+
+@dataclass
+class Summary:
+    """What a model is, seen from outside: its ends, its nodes by operator, its size."""
+
+    name: str
+    opset: str
+    ir_version: int
+    producer: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    ops: dict[str, int]
+    parameters: int
+    bytes: int
+
+    @property
+    def nodes(self) -> int:
+        return sum(self.ops.values())
+
+
+def summary(model: onnx_ir.Model, name: str, path: str | os.PathLike[str] | None = None) -> Summary:
+    """The Summary of a model; its bytes are those of its files where it has a `path`."""
+    import onnx_ir
+
+    from onnx_fuse import ir
+
+    graph = model.graph
+    ops: Counter[str] = Counter()
+    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        if node.op_type != "Constant":  # data, not an operation
+            ops[f"{node.domain}.{node.op_type}" if node.domain else node.op_type] += 1
+    tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
+    return Summary(
+        name=name,
+        opset=", ".join(f"{d or 'ai.onnx'} {v}" for d, v in graph.opset_imports.items()),
+        ir_version=model.ir_version,
+        producer=f"{model.producer_name or ''} {model.producer_version or ''}".strip(),
+        inputs={v.name or "": _type(v) for v in graph.inputs if v.name not in graph.initializers},
+        outputs={v.name or "": _type(v) for v in graph.outputs},
+        ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
+        parameters=sum(t.size for t in tensors if t.dtype.is_floating_point()),
+        bytes=file_bytes(path) if path else ir.weight_bytes(model),
+    )
+
+
+def file_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of a model file and of the data file that `ir.save` puts beside it."""
+    files = (Path(path), Path(f"{os.fspath(path)}.data"))
+    return sum(f.stat().st_size for f in files if f.is_file())
+
+
+def _type(value: onnx_ir.Value) -> str:
+    kind = value.dtype.name.lower() if value.dtype is not None else str(value.type)
+    if value.shape is None:
+        return kind
+    dims = (d if isinstance(d, int) else (d.value or "?") for d in value.shape)
+    return f"{kind} [{', '.join(str(d) for d in dims)}]"
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+class Printer:
+    """The console of one command: it prints, and remembers, so that `--html` can write it too."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        width = None if sys.stdout.isatty() else 120
+        self.console: Console = Console(record=True, width=width, highlight=False, soft_wrap=False)
+
+    def text(self, *lines: str) -> None:
+        for line in lines:
+            self.console.print(line, markup=False, soft_wrap=True)
+
+    def table(
+        self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
+    ) -> None:
+        """A table whose first `left` columns are left-aligned; an empty row draws a line."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(title), title_justify="left", title_style="bold")
+        for i, name in enumerate(header):
+            justify: Any = "left" if i < left else "right"
+            table.add_column(Text(name), justify=justify, overflow="fold")
+        for row in rows:
+            if row:
+                table.add_row(*(Text(cell) for cell in row))
+            else:
+                table.add_section()
+        self.console.print(table)
+
+    def html(self, path: Path) -> None:
+        write_whole(path, self.console.export_html())
+
+
+def models_rows(models: Sequence[Summary]) -> list[list[str]]:
+    """The rows of a table with one column a model: ends, operators, sizes."""
+    rows = [
+        ["opset", *(m.opset for m in models)],
+        ["ir version", *(str(m.ir_version) for m in models)],
+    ]
+    for kind in ("inputs", "outputs"):
+        ends: list[Mapping[str, str]] = [getattr(m, kind) for m in models]
+        names = dict.fromkeys(n for end in ends for n in end)
+        rows += [[f"{kind[:-1]} {name}", *(end.get(name, "") for end in ends)] for name in names]
+    rows.append([])
+    ops = dict.fromkeys(op for m in models for op in m.ops)
+    rows += [[op, *(str(m.ops.get(op, "")) for m in models)] for op in ops]
+    rows.append([])
+    rows.append(["nodes", *(str(m.nodes) for m in models)])
+    rows.append(["parameters", *(f"{m.parameters:,}" for m in models)])
+    rows.append(["bytes", *(f"{m.bytes:,}" for m in models)])
+    return rows
+
+
+def check_lines(check: Check) -> list[str]:
+    """A Check in a few lines: the verdict, the worst output, the notes, the blame."""
+    worst = check.worst
+    lines = []
+    if worst is None:
+        lines.append("check: there was nothing to compare")
+    else:
+        verdict = "ok" if check.ok else "FAILED"
+        lines.append(
+            f"check {verdict}: largest difference {worst.max_abs:.3g} (limit {worst.limit:.3g}) at "
+            f"{worst.where}; relative {max(d.max_rel for d in check.differences):.3g}"
+        )
+    sizes = "; ".join(
+        ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds
+    )
+    lines.append(f"  inputs: {sizes}")
+    lines.append(f"  tolerance: {check.tolerance.reason}")
+    lines.extend(f"  note: {note}" for note in check.notes)
+    for culprit in check.culprits:
+        certainty = "confirmed" if culprit.confirmed else "not the only cause"
+        lines.append(f"  culprit: {culprit} ({certainty})")
+    return lines
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """`data` as strict JSON: infinities and NaN become strings."""
+    write_whole(path, json.dumps(_strict(data), indent=2, allow_nan=False) + "\n")
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all. Raises ModelError if it cannot be written."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            draft = Path(folder) / path.name
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def as_dict(model: Summary) -> dict[str, Any]:
+    return asdict(model) | {"nodes": model.nodes}
