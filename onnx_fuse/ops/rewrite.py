@@ -1,8 +1,8 @@
 """What a rewrite rule is, and the small vocabulary its matching is written in.
 
 A rule is anchored at one kind of node and walks from there. That is one function where a pattern
-language needs one pattern a spelling (casts between, either operand order, Pow or Mul), and it knows
-the reason when it stops: `Rewriter.refuse` is what `--explain` prints.
+language needs a pattern for every spelling (casts between, either operand order, Pow or Mul), and
+it knows the reason when it stops: `Rewriter.refuse` is what `--explain` prints.
 """
 
 from __future__ import annotations
@@ -103,8 +103,16 @@ class Rewriter:
             if held is not None and held.dtype == array.dtype and np.array_equal(held, array):
                 return existing
         name = unique_name(self.graph, key)
-        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-        value.shape, value.dtype = value.const_value.shape, value.const_value.dtype  # type: ignore[union-attr]
+        return self._register(name, array)
+
+    def _register(self, name: str, array: np.ndarray) -> ir.Value:
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(
+            name=name,
+            const_value=tensor,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(tensor.dtype),
+        )
         self.graph.register_initializer(value)
         return value
 
@@ -117,7 +125,7 @@ class Rewriter:
     def pack(
         self, parts: Sequence[ir.Value], perm: Sequence[int] | None, axis: int | None, stem: str
     ) -> ir.Value:
-        """concat(axis, [transpose(part, perm)]) of initializers, as a new one that remembers them."""
+        """concat(axis, [transpose(part, perm)]) as a new initializer that remembers its parts."""
         entries: list[dict[str, object]] = []
         arrays = []
         for part in parts:
@@ -141,10 +149,7 @@ class Rewriter:
         value = self.initializer(stem, packed)
         if PACKED in value.metadata_props or value.uses():
             # The same bytes under another origin: a second initializer, or training would tie them.
-            name = unique_name(self.graph, value.name or stem)
-            value = ir.Value(name=name, const_value=ir.tensor(packed, name=name))
-            value.shape, value.dtype = ir.Shape(packed.shape), parts[0].dtype
-            self.graph.register_initializer(value)
+            value = self._register(unique_name(self.graph, value.name or stem), packed)
         value.metadata_props[PACKED] = record
         return value
 
@@ -228,6 +233,19 @@ def is_float(value: ir.Value | None) -> bool:
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
+def typed(
+    value: ir.Value,
+    like: ir.Value | None,
+    shape: ir.Shape | Sequence[int | str | ir.SymbolicDim | None] | None = None,
+) -> ir.Value:
+    """`value` with the dtype of `like` and, where known, a shape: the next rule looks at both."""
+    if like is not None and like.dtype is not None:
+        value.dtype = like.dtype
+    if shape is not None:
+        value.shape = shape if isinstance(shape, ir.Shape) else ir.Shape(shape)
+    return value
+
+
 def close(a: float | None, b: float, rtol: float = 2e-3) -> bool:
     """Constants of an exporter agree with the formula's; fp16 files hold three digits of them."""
     return a is not None and math.isclose(a, b, rel_tol=rtol)
@@ -288,8 +306,7 @@ def copy_onto(op: Builder, views: Sequence[ir.Node], x: ir.Value) -> ir.Value:
             [x, *view.inputs[1:]],
             **{name: value.value for name, value in view.attributes.items()},
         )
-        copied.dtype, copied.shape = x.dtype, view.outputs[0].shape
-        x = copied
+        x = typed(copied, x, view.outputs[0].shape)
     return x
 
 

@@ -1,4 +1,4 @@
-"""Graph optimization: `optimize` runs the pipeline over a model in place and reports what it did."""
+"""Graph optimization: `optimize` runs the pipeline over a model in place and says what it did."""
 
 from __future__ import annotations
 

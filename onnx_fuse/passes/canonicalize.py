@@ -57,8 +57,8 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
     clean(model)
 
 
-# x + 0, x - 0, x * 1, x / 1, by the position of the constant and its value. onnxscript has rules for
-# these, but they compare with a tolerance: to them BERT's epsilon of 1e-12 is zero (onnxscript 0.7.2).
+# x + 0, x - 0, x * 1, x / 1, by the position of the constant and its value. onnxscript has rules
+# for these, but they compare with a tolerance: to them BERT's epsilon of 1e-12 is zero (0.7.2).
 _NEUTRAL = {"Add": (0, 1, 0.0), "Sub": (1, 1, 0.0), "Mul": (0, 1, 1.0), "Div": (1, 1, 1.0)}
 
 
@@ -84,8 +84,11 @@ def _drop_no_ops(model: ir.Model) -> None:
 
 
 _KEEPS_SHAPE = frozenset(
-    "LayerNormalization RMSNormalization Softmax LogSoftmax Relu Gelu Erf Tanh Sigmoid Sqrt Exp Neg Abs "
-    "Cast Silu QuickGelu Identity Not Reciprocal Clip LeakyRelu Elu".split()
+    (
+        *("LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax", "Cast", "Identity"),
+        *("Relu", "LeakyRelu", "Elu", "Gelu", "QuickGelu", "Silu", "Tanh", "Sigmoid", "Clip"),
+        *("Erf", "Exp", "Sqrt", "Reciprocal", "Neg", "Abs", "Not"),
+    )
 )
 
 
@@ -108,7 +111,7 @@ def _lift_constants(model: ir.Model) -> None:
 
 
 def fold_batch_norm(model: ir.Model) -> int:
-    """Fold inference BatchNormalization into the Conv, ConvTranspose or Gemm before it; how many."""
+    """Fold inference BatchNormalization into the Conv, ConvTranspose or Gemm before it: a count."""
     from onnxscript.rewriter import RewriteRuleSet
     from onnxscript.rewriter.rules import common as rules
 

@@ -17,5 +17,5 @@ RULES: tuple[Rule, ...] = (
     norm.SKIP,
     gemm.FOLD_AFFINE,
 )
-"""All rewrite rules in the order they run: canonical forms first, what a Gemm takes over before what
-is left to a residual add."""
+"""All rewrite rules in the order they run: canonical forms first, and what a Gemm takes over before
+what is left to a residual add."""

@@ -20,8 +20,8 @@ from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, close, is_float, sc
 class Activation:
     """`y = act(z)`: `forward` computes y from z, `derivative` computes d = act'(z) from z.
 
-    `op_type`, `domain` name the standalone op; `fixed` are attributes it must have, `attributes` the
-    ones a fused op takes over, as an ONNX signature with defaults.
+    `op_type`, `domain` name the standalone op; `fixed` are attributes it must have, `attributes`
+    those a fused op takes over, as an ONNX signature with defaults.
     """
 
     name: str
@@ -251,7 +251,7 @@ FORMS = (
 
 
 def _sources(argument: ir.Value | None) -> list[ir.Value]:
-    """Values that the polynomial under an anchor may be written in: itself and what it is made of."""
+    """What the polynomial under an anchor may be written in: itself and what it is made of."""
     found: list[ir.Value] = []
     queue = [argument]
     while queue and len(found) < 24:
@@ -284,7 +284,7 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
             if quick and not close(alpha, 1.0):
                 y = op.QuickGelu(x, domain=FUSE, alpha=alpha)
             else:
-                y = op.node(form.op_type, [x], domain=form.domain, **dict(form.attributes))
+                y = op.node(form.op_type, [x], domain=form.domain, attributes=dict(form.attributes))
             producer = top.producer()
             assert producer is not None
             return rw.replace(producer, op, [top], [y])

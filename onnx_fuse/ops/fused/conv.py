@@ -66,7 +66,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         pads=attribute(conv, "pads", [0] * 2 * spatial),
         dilations=attribute(conv, "dilations", [1] * spatial),
         group=attribute(conv, "group", 1),
-        **attributes,
+        attributes=attributes,
     )
     return rw.replace(near, op, [near.outputs[0]], [y])
 

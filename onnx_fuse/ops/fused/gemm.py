@@ -45,6 +45,7 @@ from onnx_fuse.ops.rewrite import (
     rank,
     scalar,
     through_row_views,
+    typed,
     users,
 )
 
@@ -157,7 +158,7 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
 
 
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
-    # An activation is elementwise: it may as well run before a Reshape or Transpose behind the Gemm.
+    # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
     after: list[ir.Node] = []
     while (view := _only_reader(z := after[-1].outputs[0] if after else site.output)) is not None:
         if view.domain or view.op_type not in _MOVES or view.inputs[0] is not z:
@@ -221,17 +222,12 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         w = rw.pack([w], [1, 0], None, f"{w.name}.T") if is_initializer(w) else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
     name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
-    y = op.node(name, [x, *inputs, w, c], domain=FUSE, **attributes)
+    y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
     before = site.output if not site.after else site.after[0].inputs[0]
     for view in site.after:
         _move_shape_readers(before, y)
         before = view.outputs[0]
-        y.dtype = site.output.dtype
-        y = op.node(
-            view.op_type,
-            [y, *view.inputs[1:]],
-            **{k: v.value for k, v in view.attributes.items()},
-        )
+        y = copy_onto(op, [view], typed(y, site.output))
     if site.activation is not None:
         _move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
     return rw.replace(site.nodes[-1], op, [site.output], [y])
@@ -296,8 +292,10 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         return False
     weights, biases, widths = [], [], []
     for peer in family:
-        *_, w, c = _parts(peer) or ()
-        if not isinstance(w, ir.Value) or _packed_many(w) or (c is not None and _packed_many(c)):
+        theirs = _parts(peer)
+        assert theirs is not None
+        w, c = theirs[3:]
+        if _packed_many(w) or (c is not None and _packed_many(c)):
             return False
         weights.append(w)
         biases.append(c)
@@ -319,16 +317,17 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         name = f"{parts[0]}Gemm{act}"
         kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
         y = op.node(name, [*parts[2], w, c], domain=FUSE, **kept)
-    y.dtype = node.outputs[0].dtype
+    typed(y, node.outputs[0])
     pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
     results = []
     for peer, piece in zip(family, pieces, strict=True):
         peer_act = (_parts(peer) or ("", ""))[1]
-        piece.dtype, piece.shape = peer.outputs[0].dtype, peer.outputs[0].shape
+        typed(piece, peer.outputs[0], peer.outputs[0].shape)
         if peer_act and not act:
             row = ACTIVATIONS[peer_act]
             kept = {k: v.value for k, v in peer.attributes.items() if k not in norms}
-            piece = op.node(row.op_type, [piece], domain=row.domain, **dict(row.fixed), **kept)
+            kept.update(row.fixed)
+            piece = op.node(row.op_type, [piece], domain=row.domain, attributes=kept)
         results.append(piece)
     rw.fusions["MergedGemm"] += 1
     rw.notes.append(f"merged into one {name}: {', '.join(label(n) for n in family)}")
@@ -393,8 +392,8 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
         )
         readers = len(users(node.outputs[0])) + node.outputs[0].is_graph_output()
         rw.notes.append(
-            f"{label(node)}: kept as a second output of {label(peer)} for {readers} other reader(s); "
-            "recomputing it would read its input once more"
+            f"{label(node)}: kept as a second output of {label(peer)} for {readers} other "
+            "reader(s); recomputing it would read its input once more"
         )
         return rw.replace(node, op, [node.outputs[0], peer.outputs[0]], [n, y])
     return False
@@ -405,7 +404,7 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     parts = _parts(node)
     if parts is None or not parts[0] or parts[4] is None:
         return False
-    prefix, _, head, w, c = parts
+    _, _, head, w, c = parts
     arrays = [const_array(v) for v in (*head[1:], w, c)]
     if any(a is None for a in arrays) or not all(map(is_initializer, (*head[1:], w))):
         return False
@@ -416,10 +415,9 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     width = scale.shape[0]
     ones = rw.initializer(f"onex{np.dtype(dtype).name}x{width}", np.ones(width, dtype))
     folded = rw.initializer(f"{w.name}.folded", (scale[:, None] * weight).astype(dtype))
-    inputs = [head[0], ones, *([rw.zeros(w, width)] if bias else []), folded]
-    inputs.append(
-        rw.initializer(f"{w.name}.shift", (bias[0] @ weight + shift).astype(dtype)) if bias else c
-    )
+    inputs: list[ir.Value | None] = [head[0], ones, *([rw.zeros(w, width)] if bias else []), folded]
+    moved = (bias[0] @ weight + shift).astype(dtype) if bias else None
+    inputs.append(c if moved is None else rw.initializer(f"{w.name}.shift", moved))
     for i, value in enumerate(inputs):
         node.replace_input_with(i, value)
     rw.fusions["FoldAffine"] += 1

@@ -34,7 +34,8 @@ from onnx_fuse.ops.rewrite import (
 EPSILON = "epsilon: float = 1e-05"
 STASH = "stash_type: int = 1"
 
-# Pow, Div and Mul in this order are what onnxruntime's own SimplifiedLayerNormalization fusion finds.
+# Pow, Div and Mul in this order are what onnxruntime's own SimplifiedLayerNormalization fusion
+# finds.
 RMS_TEXT = """  xs = Cast <to: int = @stash_type> (x)
   two_f = Constant <value_float: float = 2.0> ()
   two = CastLike (two_f, xs)
@@ -300,7 +301,7 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
             return rw.refuse("SkipLayerNorm", [add, node], "the residual is broadcast")
     op = Builder()
     name = f"Skip{norm.kind}"
-    y, s = op.node(name, [a, b, *norm.affine], outputs=2, domain=FUSE, **norm.attributes)
+    y, s = op.node(name, [a, b, *norm.affine], outputs=2, domain=FUSE, attributes=norm.attributes)
     return rw.replace(add, op, [add.outputs[0], node.outputs[0]], [s, y])
 
 

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: Sdpa and its relatives, one body each from one template.
 
     y = softmax(scale · q kᵀ + mask) v,  q [B, H, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]
-Sdpa has no mask, SdpaMask an additive one broadcastable to [B, H, S, T], SdpaMaskGuard gives 0 where
+Sdpa has no mask, SdpaMask an additive one broadcastable to [B, H, S, T], SdpaMaskGuard gives 0 if
 a whole row is -inf (the Softmax, IsNaN, Where ending of exporters), SdpaCausal keeps j <= i.
 Grouped… is the same with H a multiple of Hkv: query head h reads key head h // (H / Hkv).
 """
@@ -28,6 +28,7 @@ from onnx_fuse.ops.rewrite import (
     only_use,
     rank,
     scalar,
+    typed,
     users,
 )
 
@@ -184,7 +185,8 @@ def _peel(value: ir.Value) -> tuple[ir.Value, float]:
             value = a
             continue
         b = node.inputs[1]
-        number, rest = scalar(b), a
+        number = scalar(b)
+        rest: ir.Value | None = a
         if number is None and node.op_type == "Mul":
             number, rest = scalar(a), b
         if not number or rest is None:
@@ -212,10 +214,7 @@ def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
 
 def _transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
     y: ir.Value = op.Transpose(x, perm=list(perm))
-    y.dtype = x.dtype
-    if x.shape is not None:
-        y.shape = ir.Shape([x.shape[p] for p in perm])
-    return y
+    return typed(y, x, None if x.shape is None else [x.shape[p] for p in perm])
 
 
 def _ungrouped(value: ir.Value) -> ir.Value | None:
@@ -231,6 +230,12 @@ def _ungrouped(value: ir.Value) -> ir.Value | None:
     if rank(middle) != 5 or dim(middle, 2) != 1 or dim(middle, 1) != groups:
         return None
     return source if heads and groups and heads % groups == 0 else None
+
+
+def _without_repeats(k: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value, bool]:
+    """k and v before their heads were repeated for the query heads; whether they had been."""
+    k_group, v_group = _ungrouped(k), _ungrouped(v)
+    return (k, v, False) if k_group is None or v_group is None else (k_group, v_group, True)
 
 
 def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
@@ -254,17 +259,13 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     op = Builder()
     q, q_scale = _peel(left)
     k, k_scale = _key(op, right)
-    grouped = False
-    if size == 4:
-        k_group, v_group = _ungrouped(k), _ungrouped(v)
-        if k_group is not None and v_group is not None:
-            k, v, grouped = k_group, v_group, True
+    k, v, grouped = _without_repeats(k, v)
     mask = _mask(op, rw, found, size)
     if size == 3:
         q, k, v = (op.Unsqueeze(t, op.constant([1])) for t in (q, k, v))
     kind = "" if mask is None else "MaskGuard" if guarded else "Mask"
     scale = found.scale * q_scale * k_scale
-    y = _emit(op, f"{'Grouped' if grouped else ''}Sdpa{kind}", q, k, v, mask, scale)
+    y = _emit(op, kind, grouped, [q, k, v], mask, scale)
     if size == 3:
         y = op.Squeeze(y, op.constant([1]))
     return rw.replace(last, op, [last.outputs[0]], [y])
@@ -272,17 +273,16 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
 
 def _emit(
     op: Builder,
-    name: str,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
+    kind: str,
+    grouped: bool,
+    qkv: Sequence[ir.Value],
     mask: ir.Value | None,
     scale: float,
 ) -> ir.Value:
-    inputs = [q, k, v] if mask is None else [q, k, v, mask]
+    name = f"{'Grouped' if grouped else ''}Sdpa{kind}"
+    inputs = [*qkv] if mask is None else [*qkv, mask]
     y: ir.Value = op.node(name, inputs, domain=FUSE, scale=scale)
-    y.dtype = q.dtype
-    return y
+    return typed(y, qkv[0])
 
 
 def _ending(softmax: ir.Node) -> tuple[ir.Node | None, bool, str]:
@@ -327,13 +327,11 @@ def _mask(op: Builder, rw: Rewriter, found: _Scores, size: int) -> ir.Value | No
         low = rw.initializer(f"low{np.dtype(dtype).name}x{fill:g}", np.asarray(fill, dtype))
         branches = (low, rw.zeros(like)) if holds else (rw.zeros(like), low)
         term = op.Where(condition, *branches)
-        term.dtype, term.shape = like.dtype, condition.shape
-        terms.append(term)
+        terms.append(typed(term, like, condition.shape))
     for term in terms:
         if size == 3 and rank(term) == 3:
             term = op.Unsqueeze(term, op.constant([1]))
-        total = term if total is None else op.Add(total, term)
-        total.dtype = like.dtype
+        total = typed(term if total is None else op.Add(total, term), like)
     return total
 
 
@@ -379,11 +377,10 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
         low = rw.initializer(
             f"lowest{np.dtype(dtype).name}", np.asarray(np.finfo(dtype).min, dtype)
         )
-        shape, mask = mask.shape, op.Where(mask, rw.zeros(q), low)
-        mask.dtype, mask.shape = q.dtype, shape
+        mask = typed(op.Where(mask, rw.zeros(q), low), q, mask.shape)
     kind = "Causal" if causal else "" if mask is None else "Mask"
-    name = f"{'Grouped' if heads != groups else ''}Sdpa{kind}"
-    y = _emit(op, name, q, k, v, mask, scale)
+    k, v, repeated = _without_repeats(k, v)
+    y = _emit(op, kind, repeated or heads != groups, [q, k, v], mask, scale)
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     return rw.replace(node, op, [node.outputs[0]], [y])
@@ -392,7 +389,7 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
 def _split_heads(op: Builder, x: ir.Value, heads: int) -> ir.Value:
     width = dim(x, -1)
     rows = op.Reshape(x, op.constant([0, 0, heads, -1]))
-    rows.dtype = x.dtype
+    typed(rows, x)
     if x.shape is not None and width is not None:
         rows.shape = ir.Shape([x.shape[0], x.shape[1], heads, width // heads])
     return _transposed(op, rows, [0, 2, 1, 3])
