@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onnx_fuse.ops import (  # noqa: F401
+    conv,
     elementwise,
     indexing,
     loss,
@@ -11,6 +12,7 @@ from onnx_fuse.ops import (  # noqa: F401
     random,
     reduce,
     shape,
+    update,
 )
 from onnx_fuse.ops.opdef import OPS, GradRule, NoGrad, OpDef, lookup, register
 

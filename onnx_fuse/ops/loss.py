@@ -89,6 +89,12 @@ register(
 # ---- the losses ------------------------------------------------------------------------------
 
 
+def class_axis(n: int, options: Options) -> int:
+    """The axis of logits of rank n that counts classes."""
+    axis = options.get("class_axis")
+    return (1 if n >= 4 else n - 1) if axis is None else int(axis) % n
+
+
 def _rows(
     op: Any, logits: ir.Value, labels: ir.Value, options: Options
 ) -> tuple[ir.Value, ir.Value, int]:
@@ -96,8 +102,7 @@ def _rows(
     [N, C] and of a sequence's [N, T, C], and axis 1 of images' [N, C, H, W].
     """
     n = rank(logits)
-    axis = options.get("class_axis")
-    axis = (1 if n >= 4 else n - 1) if axis is None else axis % n
+    axis = class_axis(n, options)
     if axis != 1:
         if axis != n - 1:
             raise UsageError(f"class_axis {axis} is neither 1 nor the last of {n} axes")
@@ -208,7 +213,6 @@ def label_value(logits: ir.Value, loss: str, name: str, options: Options) -> ir.
         dtype = ir.DataType.INT64 if LOSSES[loss].classes else logits.dtype
         shape = None if LOSSES[loss].classes else logits.shape
         return ir.Value(name=name, type=ir.TensorType(dtype or ir.DataType.FLOAT), shape=shape)
-    n, axis = len(logits.shape), options.get("class_axis")
-    axis = (1 if n >= 4 else n - 1) if axis is None else axis % n
+    axis = class_axis(len(logits.shape), options)
     shape = ir.Shape([d for i, d in enumerate(logits.shape) if i != axis])
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
