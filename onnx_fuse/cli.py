@@ -206,7 +206,9 @@ def _show_optimize(
 def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:
     from onnx_fuse import passes
 
-    printer.table("levels", ["level", "what"], [[str(k), v] for k, v in passes.LEVELS.items()])
+    printer.table(
+        "levels", ["level", "what"], [[str(k), v] for k, v in passes.LEVELS.items()], left=2
+    )
     rows = [[name, str(level)] for name, level in passes.FUSIONS.items()]
     printer.table("fusions", ["name (for --fuse, --skip)", "from level"], rows)
     levels = {str(k): v for k, v in passes.LEVELS.items()}
@@ -565,7 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str], *, debug: bool) -> int:
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):

@@ -1,0 +1,115 @@
+"""`onnx.backend.base.Backend` over this project: the interface the ONNX backend tests speak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+from onnx.backend.base import Backend as Base
+from onnx.backend.base import BackendRep, Device, DeviceType, namedtupledict
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.session import InferenceSession, load
+
+_DEVICES = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
+
+
+class Rep(BackendRep):
+    """A prepared model; `run` takes the inputs as a list (in order), an array or a dict."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.session = session
+
+    def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The outputs, as a tuple that also has them by name."""
+        names = [v.name for v in self.session.get_inputs()]
+        if not isinstance(inputs, dict):
+            values = inputs if isinstance(inputs, list | tuple) else [inputs]
+            if len(values) < len(names):
+                raise ValueError(f"{len(values)} inputs given, the model takes {len(names)}")
+            inputs = dict(zip(names, values, strict=False))
+        outputs = [v.name for v in self.session.get_outputs()]
+        named: tuple[Any, ...] = namedtupledict("Outputs", outputs)(
+            *self.session.run(None, inputs, kwargs.get("run_options"))
+        )
+        return named
+
+
+class Backend(Base):
+    """prepare, run_model, run_node; `device` is "CPU" or "CUDA:0"."""
+
+    @classmethod
+    def is_compatible(
+        cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: Any
+    ) -> bool:
+        """Whether the model is valid, of operators known here, and the device usable."""
+        try:
+            load(model)
+        except ModelError:
+            return False
+        return cls.supports_device(device)
+
+    @classmethod
+    def prepare(
+        cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: Any
+    ) -> Rep:
+        """The model, optimized and ready. Raises ModelError or DeviceError."""
+        return Rep(InferenceSession(model, device=_DEVICES[Device(device).type], **kwargs))
+
+    @classmethod
+    def run_model(
+        cls,
+        model: onnx.ModelProto | bytes | str,
+        inputs: Any,
+        device: str = "CPU",
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        return cls.prepare(model, device, **kwargs).run(inputs)
+
+    @classmethod
+    def run_node(
+        cls,
+        node: onnx.NodeProto,
+        inputs: Any,
+        device: str = "CPU",
+        outputs_info: Sequence[tuple[np.dtype[Any], tuple[int, ...]]] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """One node as a model; inputs left out ("") take no array."""
+        arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
+        names = [name for name in node.input if name]
+        ends = [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+            )
+            for name, array in zip(names, arrays, strict=True)
+        ]
+        outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+        opset = kwargs.pop("opset", None) or onnx.defs.onnx_opset_version()
+        graph = helper.make_graph([node], node.op_type, ends, outputs)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid(node.domain, opset)])
+        model = onnx.shape_inference.infer_shapes(model)
+        return cls.run_model(model, dict(zip(names, arrays, strict=True)), device, **kwargs)
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        """Whether `device` can run models here."""
+        kind = Device(device).type
+        if kind == DeviceType.CUDA:
+            try:
+                from cuda.core import Device as Gpu
+
+                Gpu(Device(device).device_id).set_current()
+            except Exception:  # noqa: BLE001 - each driver failure has its own type
+                return False
+        return kind in _DEVICES
+
+
+is_compatible = Backend.is_compatible
+prepare = Backend.prepare
+run_model = Backend.run_model
+run_node = Backend.run_node
+supports_device = Backend.supports_device
