@@ -7,7 +7,7 @@ them makes one node of equal ones, so a rule may ask for `Shape(x)` as often as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -16,8 +16,10 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.ir import Builder, const_array
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 
-Values = Sequence["ir.Value | None"]
-Unary = Callable[[Any, ir.Value, ir.Value, ir.Value, ir.Node], ir.Value]
+Tensor: TypeAlias = Any
+"""The ir.Value that a call of the (untyped) builder returns."""
+Values: TypeAlias = Sequence[Any]
+Unary: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, ir.Node], Tensor]
 """`rule(op, dy, x, y, node)` gives dx."""
 
 
@@ -62,6 +64,11 @@ def ints(node: ir.Node, name: str, default: Sequence[int] | None = None) -> list
 def given(node: ir.Node, index: int) -> ir.Value | None:
     """Input `index`, None where it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+def arguments(node: ir.Node, count: int) -> list[Any]:
+    """The first `count` inputs, None for those that are absent."""
+    return [given(node, i) for i in range(count)]
 
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:

@@ -1,0 +1,470 @@
+"""Convolutions, pools and resizing, in 1 to 3 spatial axes, for any stride, dilation, group and pads.
+
+Convolution is linear in the image and in the weight. Its transposes are standard ops: for the image
+ConvTranspose, for the weight a Conv whose batch and channel axes are swapped, strides and dilations
+exchanged. A pool other than MaxPool is a depthwise convolution with a constant kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import const_array
+from onnx_fuse.ops.derive import (
+    Tensor,
+    Unary,
+    Values,
+    arguments,
+    constant_ints,
+    dim,
+    fail,
+    filled,
+    ints,
+    rank,
+    reshape,
+    reshape_like,
+    shape_of,
+    sizes_of,
+    table,
+    text,
+    to_like,
+    vector,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def _window(node: ir.Node, n: int, kernel: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """(strides, dilations, extent of the dilated kernel) of `n` spatial axes."""
+    strides = ints(node, "strides", [1] * n) or []
+    dilations = ints(node, "dilations", [1] * n) or []
+    extent = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+    return strides, dilations, extent
+
+
+def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
+    kernel = ints(node, "kernel_shape")
+    if kernel is not None:
+        return kernel
+    sizes = [dim(weight, 2 + a) for a in range(n)] if weight is not None else [None]
+    if None in sizes:
+        raise fail(node, "the size of its kernel is not known")
+    return [s for s in sizes if s is not None]
+
+
+def _padded(
+    op: Any, node: ir.Node, x: ir.Value, strides: list[int], extent: list[int], fill: float
+) -> tuple[Tensor, list[int]]:
+    """The image and the explicit pads (begins, then ends) that auto_pad stands for; sizes known at
+    run time only are padded there, and no pads remain.
+    """
+    n, mode = len(strides), text(node, "auto_pad", "NOTSET")
+    if mode == "NOTSET":
+        return x, ints(node, "pads", [0] * 2 * n) or []
+    if mode == "VALID":
+        return x, [0] * 2 * n
+    totals: list[int | None] = []
+    for a in range(n):
+        size = dim(x, 2 + a)
+        if strides[a] == 1:
+            totals.append(extent[a] - 1)
+        elif size is None:
+            totals.append(None)
+        else:
+            out = -(-size // strides[a])
+            totals.append(max((out - 1) * strides[a] + extent[a] - size, 0))
+    known = [t for t in totals if t is not None]
+    if len(known) == n:
+        small, large = [t // 2 for t in known], [t - t // 2 for t in known]
+        return x, (small + large if mode == "SAME_UPPER" else large + small)
+    size = shape_of(op, x, list(range(2, 2 + n)))
+    stride = op.constant(strides)
+    rest = op.Mul(op.Div(op.Sub(size, 1), stride), stride)  # (ceil(size / s) - 1) s
+    total = op.Max(op.Sub(op.Add(rest, op.constant(extent)), size), 0)
+    half = op.Div(total, 2)
+    parts = [half, op.Sub(total, half)]
+    if mode == "SAME_LOWER":
+        parts.reverse()
+    pads = op.Concat(*parts, axis=0)
+    number = op.constant(np.array(fill, x.dtype.numpy())) if fill and x.dtype else None
+    return op.Pad(x, pads, number, op.constant(list(range(2, 2 + n)))), [0] * 2 * n
+
+
+def image_grad(
+    op: Any,
+    dy: ir.Value,
+    weight: ir.Value,
+    x: ir.Value,
+    strides: list[int],
+    dilations: list[int],
+    extent: list[int],
+    pads: list[int],
+    group: int,
+) -> Tensor:
+    """d loss / d image of Conv: ConvTranspose(dy, weight), of the image's own size."""
+    n = len(strides)
+    sizes = [dim(x, 2 + a) for a in range(n)]
+    # A stride skips the last few rows of some images: how many, output_padding says. Where sizes are
+    # dynamic, take the most there can be and cut.
+    if None in sizes and any(s > 1 for s in strides):
+        extra = [s - 1 for s in strides]
+    else:
+        extra = [
+            0
+            if s is None or strides[a] == 1
+            else (s + pads[a] + pads[n + a] - extent[a]) % strides[a]
+            for a, s in enumerate(sizes)
+        ]
+    dx = op.ConvTranspose(
+        dy,
+        weight,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        group=group,
+        output_padding=extra if any(extra) else None,
+    )
+    if None in sizes and any(extra):
+        spatial = list(range(2, 2 + n))
+        dx = op.Slice(dx, op.constant([0] * n), shape_of(op, x, spatial), op.constant(spatial))
+    return dx
+
+
+def weight_grad(
+    op: Any,
+    x: ir.Value,
+    dy: ir.Value,
+    weight: ir.Value,
+    kernel: list[int],
+    strides: list[int],
+    dilations: list[int],
+    pads: list[int],
+    group: int,
+) -> Tensor:
+    """d loss / d weight of Conv: the image convolved with dy, channels in the place of the batch."""
+    n = len(strides)
+    spatial = list(range(2, 2 + n))
+    if set(kernel) == set(strides) == set(dilations) == {1} and not any(pads) and group == 1:
+        # A 1x1 convolution is a matrix product, summed over batch and places.
+        return _pointwise_weight_grad(op, x, dy, weight)
+    if group == 1:
+        images = op.Transpose(x, perm=[1, 0, *spatial])
+    else:
+        # [N, g, C/g, ...] -> [C/g, g N, ...]: each group sees its own N images
+        batch, channels, *rest = sizes_of(op, x)
+        each = channels // group if isinstance(channels, int) else -1
+        split = reshape(op, x, [batch, group, each, *rest])
+        swapped = op.Transpose(split, perm=[2, 1, 0, *(s + 1 for s in spatial)])
+        merged = batch * group if isinstance(batch, int) else op.Mul(batch, group)
+        images = reshape(op, swapped, [each, merged, *rest])
+    taps = op.Transpose(dy, perm=[1, 0, *spatial])
+    # strides and dilations change places
+    dw = op.Conv(images, taps, strides=dilations, dilations=strides, pads=pads, group=group)
+    if any(s > 1 for s in strides):
+        # rows that the stride skipped make a few taps too many
+        dw = op.Slice(dw, op.constant([0] * n), op.constant(kernel), op.constant(spatial))
+    return op.Transpose(dw, perm=[1, 0, *spatial])
+
+
+def _pointwise_weight_grad(op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
+    """[M, C, 1, …] from Σ_n dy[n] [M, P] · x[n]ᵀ [P, C]."""
+    rows = op.Reshape(dy, op.constant([0, 0, -1]))
+    columns = op.Transpose(op.Reshape(x, op.constant([0, 0, -1])), perm=[0, 2, 1])
+    product = op.ReduceSum(op.MatMul(rows, columns), op.constant([0]), keepdims=0)
+    return reshape_like(op, product, weight)
+
+
+def _bias_grad(op: Any, dy: ir.Value, n: int) -> Tensor:
+    return op.ReduceSum(dy, op.constant([0, *range(2, 2 + n)]), keepdims=0)
+
+
+def _conv(op: Any, node: ir.Node, dys: Values) -> Values:
+    (x, weight, _), dy = arguments(node, 3), dys[0]
+    n, group = rank(x) - 2, node.attributes.get_int("group", 1)
+    kernel = _kernel(node, weight, n)
+    strides, dilations, extent = _window(node, n, kernel)
+    image, pads = _padded(op, node, x, strides, extent, 0.0)
+    dx = image_grad(op, dy, weight, image, strides, dilations, extent, pads, group)
+    if image is not x:
+        dx = _unpad(op, dx, image, x, n)
+    dw = weight_grad(op, image, dy, weight, kernel, strides, dilations, pads, group)
+    return [dx, dw, _bias_grad(op, dy, n)]
+
+
+def _unpad(op: Any, dx: Tensor, image: ir.Value, x: ir.Value, n: int) -> Tensor:
+    """Cut off what `_padded` added at run time, which its Pad node tells."""
+    pads = image.producer()
+    assert pads is not None
+    return op.Pad(dx, op.Neg(pads.inputs[1]), None, op.constant(list(range(2, 2 + n))))
+
+
+def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
+    """The roles swap: dx = Conv(dy, weight); the weight's gradient sees dy as the image."""
+    (x, weight, _), dy = arguments(node, 3), dys[0]
+    n, group = rank(x) - 2, node.attributes.get_int("group", 1)
+    kernel = _kernel(node, weight, n)
+    strides, dilations, extent = _window(node, n, kernel)
+    pads = ints(node, "pads", [0] * 2 * n) or []
+    shape, mode = ints(node, "output_shape"), text(node, "auto_pad", "NOTSET")
+    if mode == "VALID":
+        pads = [0] * 2 * n
+    if shape is not None or mode.startswith("SAME"):
+        extra = ints(node, "output_padding", [0] * n) or []
+        begins, ends = [], []
+        for a in range(n):
+            size = dim(x, 2 + a)
+            # SAME_*: the output is size · stride, so the size of the input drops out
+            whole = -strides[a] + extent[a] + extra[a]
+            if shape is not None:
+                if size is None:
+                    raise fail(node, "it has an output_shape, and its input a dynamic size")
+                whole += strides[a] * size - shape[-n:][a]
+            total = max(whole, 0)
+            small = total // 2
+            begin = total - small if mode == "SAME_LOWER" or mode == "NOTSET" else small
+            begins.append(begin)
+            ends.append(total - begin)
+        pads = begins + ends
+    dx = op.Conv(dy, weight, strides=strides, dilations=dilations, pads=pads, group=group)
+    dw = weight_grad(op, dy, x, weight, kernel, strides, dilations, pads, group)
+    return [dx, dw, _bias_grad(op, dy, n)]
+
+
+# ---- pools -----------------------------------------------------------------------------------
+
+
+def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
+    """dy added at the flat positions that the pool reports; windows may overlap."""
+    if node.attributes.get_int("storage_order", 0):
+        attributes = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
+        _, indices = op.MaxPool(x, outputs=2, **attributes)
+    else:
+        if len(node.outputs) < 2:
+            node.resize_outputs(2)
+        indices = node.outputs[1]
+        if not indices.name:
+            indices.name, indices.shape = f"{y.name}.indices", y.shape
+            indices.dtype = ir.DataType.INT64
+    flat = op.constant([-1])
+    zeros = filled(op, op.Reshape(op.Size(x), flat), x.dtype)
+    places, rows = op.Reshape(indices, flat), op.Reshape(dy, flat)
+    return reshape_like(op, op.ScatterElements(zeros, places, rows, axis=0, reduction="add"), x)
+
+
+def _spread(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
+    """Each output's gradient added to all of its window: ConvTranspose with ones, by channel."""
+    n = rank(x) - 2
+    spatial = list(range(2, 2 + n))
+    kernel = _kernel(node, None, n)
+    strides, dilations, extent = _window(node, n, kernel)
+    image, pads = _padded(op, node, x, strides, extent, 0.0)
+    begin = op.constant(pads[:n])
+    if extent == strides:
+        # Windows that tile the image: every value is repeated over its own.
+        batch, channels, *size = sizes_of(op, dy)
+        pairs = [(s, k) for s, k in zip(size, kernel, strict=True)]
+        ones = reshape(op, dy, [batch, channels, *(v for s, _ in pairs for v in (s, 1))])
+        tiles = op.Expand(ones, op.constant([1, 1, *(v for k in kernel for v in (1, k))]))
+        tiled = [s * k if isinstance(s, int) else op.Mul(s, k) for s, k in pairs]
+        whole = reshape(op, tiles, [batch, channels, *tiled])
+    else:
+        # Channels join the batch, so that one window of ones serves them all.
+        rows = reshape(op, dy, [-1, 1, *sizes_of(op, dy)[2:]])
+        window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
+        whole = op.ConvTranspose(rows, window, strides=strides, dilations=dilations)
+        batch, channels, *_ = sizes_of(op, x)
+        whole = op.Reshape(
+            whole, vector(op, [batch, channels, op.Shape(whole, start=2)]), allowzero=1
+        )
+    # Of [0, whole), the image is [begin, begin + size): padding before it, and places no window
+    # reached (or that stick out) after it. A negative pad cuts.
+    size = shape_of(op, image, spatial)
+    after = op.Sub(op.Add(size, begin), op.Shape(whole, start=2))
+    dx = op.Pad(whole, op.Concat(op.Neg(begin), after, axis=0), None, op.constant(spatial))
+    dx.shape = image.shape
+    return dx if image is x else _unpad(op, dx, image, x, n)
+
+
+def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
+    """dy / (places the window counts), spread over the window."""
+    n = rank(x) - 2
+    kernel = _kernel(node, None, n)
+    strides, dilations, extent = _window(node, n, kernel)
+    ceil = node.attributes.get_int("ceil_mode", 0)
+    include = node.attributes.get_int("count_include_pad", 0)
+    padded = any(ints(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith("SAME")
+    if not ceil and (include or not padded):
+        return _spread(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
+    ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
+    ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
+    image, pads = _padded(op, node, ones, strides, extent, 0.0)
+    if ceil:
+        pads = [*pads[:n], *(p + s - 1 for p, s in zip(pads[n:], strides, strict=True))]
+    window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
+    counts = op.Conv(image, window, strides=strides, dilations=dilations, pads=pads)
+    if ceil:
+        spatial = list(range(2, 2 + n))
+        ends = op.Shape(y, start=2)
+        counts = op.Slice(counts, op.constant([0] * n), ends, op.constant(spatial))
+    dy = op.Div(dy, counts)
+    if include:
+        # the pool of ones is (places in the image) / divisor
+        dy = op.Mul(dy, op.AveragePool(ones, **{k: a.value for k, a in node.attributes.items()}))
+    return _spread(op, node, dy, x)
+
+
+def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
+    """y = (Σ |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) Σ_windows dy y^(1-p)."""
+    p = node.attributes.get_int("p", 2)
+    if p == 1:
+        return op.Mul(op.Sign(x), _spread(op, node, dy, x))
+    safe = op.Add(y, to_like(op, op.Equal(y, 0.0), y))
+    each = op.Div(dy, safe) if p == 2 else op.Div(dy, op.Pow(safe, float(p - 1)))
+    around = _spread(op, node, each, x)
+    return op.Mul(x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2))), around)
+
+
+def _global_axes(op: Any, x: ir.Value) -> Tensor:
+    return op.constant(list(range(2, rank(x))))
+
+
+def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    sizes = [dim(x, a) for a in range(2, rank(x))]
+    if None not in sizes:
+        each = op.Mul(dy, 1 / math.prod(s for s in sizes if s is not None))
+    else:
+        places = op.ReduceProd(op.Shape(x, start=2), keepdims=0)
+        each = op.Div(dy, to_like(op, places, dy))
+    return op.Expand(each, shape_of(op, x))
+
+
+def _global_max(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    mask = to_like(op, op.Equal(x, y), x)
+    count = op.ReduceSum(mask, _global_axes(op, x), keepdims=1)
+    return op.Mul(mask, op.Div(dy, count))
+
+
+def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    p = n.attributes.get_int("p", 2)
+    if p == 1:
+        return op.Mul(dy, op.Sign(x))
+    safe = op.Add(y, to_like(op, op.Equal(y, 0.0), y))
+    if p == 2:
+        return op.Mul(x, op.Div(dy, safe))
+    power = op.Mul(x, op.Pow(op.Abs(x), float(p - 2)))
+    return op.Mul(power, op.Div(dy, op.Pow(safe, float(p - 1))))
+
+
+# ---- resize ----------------------------------------------------------------------------------
+
+
+def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
+    """Resizing is linear, axis by axis. The matrix of an axis is the resized identity."""
+    (x, roi, scales, sizes), dy = arguments(node, 4), dys[0]
+    mode = text(node, "mode", "nearest")
+    transform = text(node, "coordinate_transformation_mode", "half_pixel")
+    if text(node, "keep_aspect_ratio_policy", "stretch") != "stretch":
+        raise fail(node, "keep_aspect_ratio_policy is not 'stretch'")
+    if transform == "tf_crop_and_resize":
+        raise fail(node, "coordinate_transformation_mode is 'tf_crop_and_resize'")
+    n = rank(x)
+    axes = [a % n for a in ints(node, "axes", list(range(n))) or []]
+    factors = const_array(scales)
+    whole = _repeats(node, x, axes, factors, constant_ints(sizes), mode, transform)
+    if whole is not None:
+        pairs = [v for s, r in zip(sizes_of(op, x), whole, strict=True) for v in (s, r)]
+        split = [2 * a + 1 for a in range(n) if whole[a] != 1]
+        return [
+            op.ReduceSum(reshape(op, dy, pairs), op.constant(split), keepdims=0) if split else dy
+        ]
+    keep = {
+        k: a.value
+        for k, a in node.attributes.items()
+        if k not in ("axes", "keep_aspect_ratio_policy", "extrapolation_value")
+    }
+    for i, axis in enumerate(axes):
+        if factors is not None and float(factors.reshape(-1)[i]) == 1.0:
+            continue
+        if (
+            sizes is not None
+            and dim(x, axis) is not None
+            and dim(x, axis) == dim(node.outputs[0], axis)
+        ):
+            continue
+        size = shape_of(op, x, [axis])
+        eye = op.EyeLike(filled(op, op.Concat(size, size, axis=0), x.dtype))
+        last = axis == n - 1
+        # [out, in] for the last axis (dy · M), [in, out] for the others (M · dy)
+        if sizes is not None:
+            target = op.Slice(sizes, [i], [i + 1], [0])
+            pair = [target, size] if last else [size, target]
+            matrix = op.Resize(eye, None, None, op.Concat(*pair, axis=0), **keep)
+        else:
+            factor = op.Slice(scales, [i], [i + 1], [0])
+            one = op.constant(np.ones(1, np.float32))
+            pair = [factor, one] if last else [one, factor]
+            matrix = op.Resize(eye, None, op.Concat(*pair, axis=0), **keep)
+        if last:
+            dy = op.MatMul(dy, matrix)
+            continue
+        before, after = sizes_of(op, dy)[:axis], sizes_of(op, dy)[axis + 1 :]
+        flat = (
+            dy
+            if axis == n - 2
+            else op.Reshape(dy, vector(op, [*before, op.Shape(dy, start=axis, end=axis + 1), -1]))
+        )
+        dy = op.MatMul(matrix, flat)
+        if axis != n - 2:
+            dy = op.Reshape(dy, vector(op, [*before, size, *after]))
+    return [dy]
+
+
+def _repeats(
+    node: ir.Node,
+    x: ir.Value,
+    axes: list[int],
+    factors: np.ndarray | None,
+    sizes: list[int] | None,
+    mode: str,
+    transform: str,
+) -> list[int] | None:
+    """How often each axis repeats its entries, where nearest-neighbour resizing does just that."""
+    rounding = text(node, "nearest_mode", "round_prefer_floor")
+    if mode != "nearest" or (transform, rounding) not in (
+        ("half_pixel", "round_prefer_floor"),
+        ("half_pixel", "round_prefer_ceil"),
+        ("half_pixel_symmetric", "round_prefer_floor"),
+        ("asymmetric", "floor"),
+    ):
+        return None
+    repeats = [1] * rank(x)
+    for i, axis in enumerate(axes):
+        if factors is not None:
+            factor = float(factors.reshape(-1)[i])
+        elif sizes is not None and dim(x, axis):
+            factor = sizes[i] / (dim(x, axis) or 1)
+        else:
+            return None
+        if factor != int(factor) or factor < 1:
+            return None
+        repeats[axis] = int(factor)
+    return repeats
+
+
+CONV: dict[str, Unary] = {
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "LpPool": _lp_pool,
+    "GlobalAveragePool": _global_average,
+    "GlobalMaxPool": _global_max,
+    "GlobalLpPool": _global_lp,
+}
+table(CONV)
+register(
+    OpDef("Conv", grad=_conv),
+    OpDef("ConvTranspose", grad=_conv_transpose),
+    OpDef("Resize", grad=_resize),
+)
