@@ -287,8 +287,8 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
         return same and is_initializer(w) and rank(w) == 2 and column and full and eps == norms
 
-    family = [n for n in users(parts[2][0]) if mergeable(n)]
-    if len(family) < 2 or family[0] is not node or len({n.inputs[-2] for n in family}) == 1:
+    family = _worth_merging([n for n in users(parts[2][0]) if mergeable(n)])
+    if len(family) < 2 or node is not family[0] or len({n.inputs[-2] for n in family}) == 1:
         return False
     weights, biases, widths = [], [], []
     for peer in family:
@@ -337,6 +337,26 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         if not peer.outputs[0].uses() and peer.graph is not None:
             peer.graph.remove(peer, safe=True)
     return True
+
+
+def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
+    """Those of the family whose activation does not leave an epilogue for a pass of its own.
+
+    An activated member may join if its output is only multiplied with another member's (the gate of
+    a gated unit): that product is a pass over both anyway.
+    """
+    outputs = {n.outputs[0] for n in family}
+
+    def gates(node: ir.Node) -> bool:
+        reader = only_use(node.outputs[0])
+        if reader is None or reader.op_type != "Mul":
+            return False
+        return other(reader, node.outputs[0]) in outputs
+
+    act = {n: (_parts(n) or ("", ""))[1] for n in family}
+    if len({(act[n], *((k, v.value) for k, v in n.attributes.items())) for n in family}) == 1:
+        return family
+    return [n for n in family if not act[n] or gates(n)]
 
 
 def _packed_many(value: ir.Value) -> bool:

@@ -120,6 +120,10 @@ class _Scores:
 
     product: ir.Node
     scale: float = 1.0
+    factors: list[tuple[str, ir.Value]] = field(default_factory=list)
+    """("Mul" or "Div", scalar computed in the graph)."""
+    split: ir.Node | None = None
+    """The Reshape from [B·H, S, T] to [B, H, S, T], where heads were folded into the batch."""
     masks: list[ir.Value] = field(default_factory=list)
     conditions: list[tuple[ir.Value, bool, float]] = field(default_factory=list)
     """(condition, fill where it holds, fill)."""
@@ -140,14 +144,30 @@ def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
         case "Cast" if is_float(a) and a is not None and a.dtype == node.outputs[0].dtype:
             return _scores(a, depth - 1)
         case "Mul" | "Div":
-            inner, factor = _scores(a, depth - 1), scalar(b)
+            inner, factor = _scores(a, depth - 1), b
             if inner is None and node.op_type == "Mul":
-                inner, factor = _scores(b, depth - 1), scalar(a)
-            if not isinstance(inner, _Scores) or not factor:
-                return inner if isinstance(inner, str) else None
+                inner, factor = _scores(b, depth - 1), a
+            if not isinstance(inner, _Scores) or factor is None:
+                return inner
             if inner.masks or inner.conditions:
                 return "the mask is added before the scale"
-            inner.scale *= factor if node.op_type == "Mul" else 1 / factor
+            number = scalar(factor)
+            if number:
+                inner.scale *= number if node.op_type == "Mul" else 1 / number
+            elif all(d == 1 for d in factor.shape or (None,)):
+                inner.factors.append((node.op_type, factor))
+            else:
+                return f"the scores are scaled by the tensor '{factor.name}'"
+            return inner
+        case "Reshape":
+            inner = _scores(a, depth - 1)
+            if not isinstance(inner, _Scores):
+                return inner
+            if rank(a) != 3 or rank(node.outputs[0]) != 4 or inner.split:
+                return "the scores are reshaped"
+            if inner.masks or inner.conditions:
+                return "a mask is added before the heads are split from the batch"
+            inner.split = node
             return inner
         case "Add":
             for scores, mask in ((a, b), (b, a)):
@@ -171,7 +191,8 @@ def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
                 inner.conditions.append((a, holds, number))
                 return inner
             return None
-    return None
+    below = _scores(a, depth - 1) if is_float(a) and depth > 5 else None
+    return f"{node.op_type} stands between the product and the softmax" if below else None
 
 
 def _peel(value: ir.Value) -> tuple[ir.Value, float]:
@@ -247,18 +268,28 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         return False
     if isinstance(found, str):
         return rw.refuse("Sdpa", [softmax], found)
+    split = found.split is not None
     if size not in (3, 4):
         return rw.refuse("Sdpa", [found.product, softmax], f"scores of rank {size}")
-    last, guarded, reason = _ending(softmax)
+    last, guarded, reason = _ending(softmax, split)
     if last is None:
         return rw.refuse("Sdpa", [found.product, softmax], reason)
     left, right = found.product.inputs[0], found.product.inputs[1]
     v = last.inputs[1]
-    if left is None or right is None or v is None or rank(left) != size or rank(right) != size:
+    inner = 3 if split else size
+    if left is None or right is None or v is None or {rank(t) for t in (left, right, v)} != {inner}:
         return rw.refuse("Sdpa", [found.product, softmax], "operands of differing rank")
     op = Builder()
     q, q_scale = _peel(left)
     k, k_scale = _key(op, right)
+    if split:
+        four = [_unfolded(t, dim(softmax.outputs[0], 1)) for t in (q, k, v)]
+        if any(t is None for t in four):
+            reason = "heads folded into the batch, and not by a Reshape of [B, H, S, D]"
+            return rw.refuse("Sdpa", [found.product, softmax], reason)
+        q, k, v = (t for t in four if t is not None)
+    for op_type, factor in found.factors:
+        q = typed(op.node(op_type, [q, factor]), q, q.shape)
     k, v, grouped = _without_repeats(k, v)
     mask = _mask(op, rw, found, size)
     if size == 3:
@@ -268,6 +299,8 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     y = _emit(op, kind, grouped, [q, k, v], mask, scale)
     if size == 3:
         y = op.Squeeze(y, op.constant([1]))
+    if split:
+        y = op.Reshape(y, op.Concat(op.constant([-1]), op.Shape(y, start=2), axis=0))
     return rw.replace(last, op, [last.outputs[0]], [y])
 
 
@@ -285,7 +318,15 @@ def _emit(
     return typed(y, qkv[0])
 
 
-def _ending(softmax: ir.Node) -> tuple[ir.Node | None, bool, str]:
+def _unfolded(value: ir.Value, heads: int | None) -> ir.Value | None:
+    """[B, H, S, D] behind [B·H, S, D]."""
+    node = made_by(value, "Reshape")
+    source = node.inputs[0] if node is not None else None
+    same = dim(source, -1) is not None and dim(source, -1) == dim(value, -1)
+    return source if same and rank(source) == 4 and heads and dim(source, 1) == heads else None
+
+
+def _ending(softmax: ir.Node, split: bool) -> tuple[ir.Node | None, bool, str]:
     """(the product with v, whether NaN rows become 0, why there is none)."""
     p, guarded = softmax.outputs[0], False
     while True:
@@ -308,6 +349,9 @@ def _ending(softmax: ir.Node) -> tuple[ir.Node | None, bool, str]:
             )
         if node.op_type in ("Identity", "Cast") and node.outputs[0].dtype == p.dtype:
             p = node.outputs[0]
+            continue
+        if split and node.op_type == "Reshape" and rank(node.outputs[0]) == 3:
+            p, split = node.outputs[0], False
             continue
         if node.op_type == "Dropout" and len(node.inputs) < 3:
             p = node.outputs[0]
