@@ -15,13 +15,30 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.ir import FUSE, Builder, Model, fused_function, infer_shapes, load, subgraphs
 from onnx_fuse.ops import NoGrad, OpDef, lookup
-from onnx_fuse.ops.derive import fail, filled, is_float, same_dim, same_shape, zeros_like
+from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
 
 # The rules of these answer in the shape of the output, to which the inputs were broadcast; all
 # other rules answer in the shape of the input.
 BROADCASTING = frozenset(
-    ["Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where", "PRelu", "Expand", "MatMul", "Gemm", "Dropout"]
+    [
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Mod",
+        "Max",
+        "Min",
+        "Sum",
+        "Mean",
+        "Where",
+        "PRelu",
+        "Expand",
+        "MatMul",
+        "Gemm",
+        "Dropout",
+    ]
 )
 
 
@@ -134,35 +151,6 @@ def _key(node: ir.Node) -> Any:
     return node.domain, node.op_type, inputs, tuple(attributes), len(node.outputs)
 
 
-def unbroadcast(op: Any, g: ir.Value, x: ir.Value) -> ir.Value:
-    """Sum `g` over the axes along which `x` was broadcast, so that it has the shape of `x`.
-
-    Axes are static where ranks and sizes (or their symbols) tell; otherwise they are found at run
-    time, as the places where x, its shape filled up with ones on the left, has size 1.
-    """
-    if same_shape(g, x):
-        return g
-    if g.shape is not None and x.shape is not None and len(g.shape) >= len(x.shape):
-        lead = len(g.shape) - len(x.shape)
-        pairs = list(enumerate(zip(g.shape[lead:], x.shape, strict=True), start=lead))
-        ones = [i for i, (gd, xd) in pairs if xd == 1 and gd != 1]
-        # A known size other than 1 was not broadcast, whatever g's is; nor was one equal to g's.
-        if all(isinstance(xd, int) or gd == 1 or same_dim(gd, xd) for _, (gd, xd) in pairs):
-            if lead:
-                axes = [*range(lead), *ones]
-                g = op.ReduceSum(g, op.constant(axes), keepdims=int(bool(ones)))
-                return op.Squeeze(g, op.constant(list(range(lead)))) if ones else g
-            return op.ReduceSum(g, op.constant(ones), keepdims=1) if ones else g
-    shape = op.Shape(x)
-    full = shape
-    if g.shape is None or x.shape is None or len(g.shape) != len(x.shape):
-        missing = op.Sub(op.Shape(op.Shape(g)), op.Shape(shape))
-        full = op.Concat(filled(op, missing, ir.DataType.INT64, 1), shape, axis=0)
-    axes = op.Squeeze(op.NonZero(op.Equal(full, 1)), op.constant([0]))
-    g = op.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
-    return g if full is shape else op.Reshape(g, shape, allowzero=1)
-
-
 # ---- expand a node that has a body but no rule -----------------------------------------------
 
 
@@ -236,7 +224,14 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
         )
     else:
         return None
-    return ir.serde.deserialize_function(onnx.FunctionProto.FromString(data)) if data else None
+    if not data:
+        return None
+    function = onnx.FunctionProto.FromString(data)
+    # outputs the node does not ask for, the body need not make
+    made = {name for inner in function.node for name in inner.output}
+    while function.output and function.output[-1] not in made:
+        function.output.pop()
+    return ir.serde.deserialize_function(function)
 
 
 # ---- walk ------------------------------------------------------------------------------------

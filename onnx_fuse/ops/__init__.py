@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onnx_fuse.ops import (  # noqa: F401
+    attention,
     conv,
     elementwise,
     indexing,

@@ -82,7 +82,7 @@ def fail(node: ir.Node, why: str) -> ModelError:
     )
 
 
-def output(node: ir.Node, index: int, like: ir.Value, label: str) -> ir.Value:
+def output(node: ir.Node, index: int, like: ir.Value, label: str) -> Tensor:
     """Output `index` of a forward node, which gets it (named `<y>.<label>`) where it had none."""
     if index >= len(node.outputs):
         node.resize_outputs(index + 1)
@@ -129,7 +129,7 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
     return len(a.shape) == len(b.shape) and all(map(same_dim, a.shape, b.shape))
 
 
-def shape_of(op: Any, value: ir.Value, axes: Sequence[int] | None = None) -> ir.Value:
+def shape_of(op: Any, value: ir.Value, axes: Sequence[int] | None = None) -> Tensor:
     """The shape (of some axes) as an int64 vector: a constant where it is known."""
     if axes is None:
         sizes = dims(value)
@@ -151,12 +151,12 @@ def sizes_of(op: Any, value: ir.Value) -> list[Any]:
     ]
 
 
-def reshape(op: Any, value: ir.Value, sizes: Sequence[Any]) -> ir.Value:
+def reshape(op: Any, value: ir.Value, sizes: Sequence[Any]) -> Tensor:
     """Reshape to numbers and int64 vectors (of any length), in order; -1 as in Reshape."""
     return op.Reshape(value, vector(op, sizes), allowzero=None)
 
 
-def vector(op: Any, sizes: Sequence[Any]) -> ir.Value:
+def vector(op: Any, sizes: Sequence[Any]) -> Tensor:
     """Numbers and int64 vectors, concatenated; a constant where all are numbers."""
     parts: list[Any] = []
     for size in sizes:
@@ -170,7 +170,7 @@ def vector(op: Any, sizes: Sequence[Any]) -> ir.Value:
     return values[0] if len(values) == 1 else op.Concat(*values, axis=0)
 
 
-def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> ir.Value:
+def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
     """`value` in the shape of `like`, which has as many elements."""
     if same_shape(value, like):
         return value
@@ -185,44 +185,81 @@ def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> ir.Value:
     return op.Reshape(value, op.Shape(like), allowzero=1)
 
 
-def filled(op: Any, shape: ir.Value, dtype: ir.DataType | None, number: float = 0.0) -> ir.Value:
+def filled(op: Any, shape: ir.Value, dtype: ir.DataType | None, number: float = 0.0) -> Tensor:
     """A tensor of one number."""
     tensor = ir.tensor(np.full(1, number).astype((dtype or ir.DataType.FLOAT).numpy()))
     return op.ConstantOfShape(shape, value=tensor)
 
 
-def zeros_like(op: Any, value: ir.Value) -> ir.Value:
+def zeros_like(op: Any, value: ir.Value) -> Tensor:
     if value.shape is not None and len(value.shape) == 0:
         return op.constant(np.zeros((), (value.dtype or ir.DataType.FLOAT).numpy()))
     return filled(op, shape_of(op, value), value.dtype)
 
 
-def present(op: Any, dy: ir.Value | None, y: ir.Value) -> ir.Value:
+def present(op: Any, dy: ir.Value | None, y: ir.Value) -> Tensor:
     """The gradient of an output, zeros where none reaches it."""
     return zeros_like(op, y) if dy is None else dy
+
+
+def size_of(op: Any, x: Tensor, axis: int) -> Tensor:
+    """The size of an axis as an int64 scalar."""
+    size = dim(x, axis)
+    if size is not None:
+        return op.constant(np.int64(size))
+    return op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
 
 
 def norm_axis(axis: int, value: ir.Value) -> int:
     return axis if axis >= 0 else axis + rank(value)
 
 
-def swap_last(op: Any, value: ir.Value) -> ir.Value:
+def swap_last(op: Any, value: ir.Value) -> Tensor:
     """The transpose of the last two axes."""
     n = rank(value)
     return op.Transpose(value, perm=[*range(n - 2), n - 1, n - 2])
 
 
-def to_like(op: Any, value: ir.Value, like: ir.Value) -> ir.Value:
+def to_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
     """`value` cast to the dtype of `like`."""
     if value.dtype == like.dtype:
         return value
     return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
 
 
-def share(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[ir.Value]:
+def share(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:
     """dy split evenly among the places where the masks (of dy's dtype) are 1."""
     total = masks[0]
     for mask in masks[1:]:
         total = op.Add(total, mask)
     each = op.Div(dy, total)
     return [op.Mul(each, mask) for mask in masks]
+
+
+def unbroadcast(op: Any, g: Tensor, x: ir.Value) -> Tensor:
+    """Sum `g` over the axes along which `x` was broadcast, so that it has the shape of `x`.
+
+    Axes are static where ranks and sizes (or their symbols) tell; otherwise they are found at run
+    time, as the places where x, its shape filled up with ones on the left, has size 1.
+    """
+    if same_shape(g, x):
+        return g
+    if g.shape is not None and x.shape is not None and len(g.shape) >= len(x.shape):
+        lead = len(g.shape) - len(x.shape)
+        pairs = list(enumerate(zip(g.shape[lead:], x.shape, strict=True), start=lead))
+        ones = [i for i, (gd, xd) in pairs if xd == 1 and gd != 1]
+        # A known size other than 1 was not broadcast, whatever g's is; nor was one equal to g's.
+        if all(isinstance(xd, int) or gd == 1 or same_dim(gd, xd) for _, (gd, xd) in pairs):
+            if lead:
+                axes = [*range(lead), *ones]
+                g = op.ReduceSum(g, op.constant(axes), keepdims=int(bool(ones)))
+                return op.Squeeze(g, op.constant(list(range(lead)))) if ones else g
+            return op.ReduceSum(g, op.constant(ones), keepdims=1) if ones else g
+    shape = op.Shape(x)
+    full = shape
+    if g.shape is None or x.shape is None or len(g.shape) != len(x.shape):
+        missing = op.Sub(op.Shape(op.Shape(g)), op.Shape(shape))
+        full = op.Concat(filled(op, missing, ir.DataType.INT64, 1), shape, axis=0)
+    axes = op.Squeeze(op.NonZero(op.Equal(full, 1)), op.constant([0]))
+    g = op.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
+    return g if full is shape else op.Reshape(g, shape, allowzero=1)

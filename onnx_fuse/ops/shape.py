@@ -22,6 +22,7 @@ from onnx_fuse.ops.derive import (
     reshape,
     reshape_like,
     shape_of,
+    size_of,
     sizes_of,
     table,
     text,
@@ -87,23 +88,17 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
         if amounts is not None and amounts[i] == amounts[i + count] == 0:
             continue
         # Each place of y along the axis holds the place of x it shows: pad the positions the same.
-        positions = op.Range(op.constant(np.int64(0)), _size(op, x, axis), op.constant(np.int64(1)))
+        positions = op.Range(
+            op.constant(np.int64(0)), size_of(op, x, axis), op.constant(np.int64(1))
+        )
         ends = (
             op.constant([amounts[i], amounts[i + count]])
             if amounts is not None
             else op.Gather(pads, op.constant([i, i + count]))
         )
         places = op.Pad(positions, ends, mode=mode)
-        dx = add_along(op, dx, places, axis, _size(op, x, axis), rank(x))
+        dx = add_along(op, dx, places, axis, size_of(op, x, axis), rank(x))
     return [dx]
-
-
-def _size(op: Any, x: ir.Value, axis: int) -> ir.Value:
-    """The size of an axis as an int64 scalar."""
-    size = dim(x, axis)
-    if size is not None:
-        return op.constant(np.int64(size))
-    return op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
 
 
 def add_along(
@@ -213,7 +208,7 @@ def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[i
     """Undo the axes one by one, the last first: each adds rows at the positions it took."""
     starts, ends = node.inputs[1], node.inputs[2]
     for i, axis in reversed(list(enumerate(axes))):
-        size = _size(op, x, axis)
+        size = size_of(op, x, axis)
         positions = op.Range(op.constant(np.int64(0)), size, op.constant(np.int64(1)))
         one = [op.Slice(v, [i], [i + 1], [0]) for v in (starts, ends)]
         step = op.Slice(node.inputs[4], [i], [i + 1], [0]) if given(node, 4) is not None else [1]

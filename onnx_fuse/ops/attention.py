@@ -1,0 +1,188 @@
+"""Attention (opset 23: grouped heads, masks, causal, softcap, past) and RotaryEmbedding.
+
+With P = softmax(u) and u = scale·QKᵀ (+ mask):  dV = Pᵀ dY,  dU = P ⊙ (dY Vᵀ - rowsum(dY ⊙ Y)),
+dQ = scale·dU K,  dK = scale·dUᵀ Q. P is computed again: nothing of size [S, T] is kept for it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ops.derive import (
+    Tensor,
+    Values,
+    arguments,
+    dim,
+    fail,
+    rank,
+    reshape,
+    reshape_like,
+    size_of,
+    sizes_of,
+    swap_last,
+    to_like,
+    unbroadcast,
+    zeros_like,
+)
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def _heads(op: Any, x: Tensor, heads: int) -> Tensor:
+    """[B, S, H D] as [B, H, S, D]."""
+    return op.Transpose(op.Reshape(x, op.constant([0, 0, heads, -1])), perm=[0, 2, 1, 3])
+
+
+def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
+    (q, k, v, mask, past_k, past_v, lengths), dy = arguments(node, 7), dys[0]
+    flat, y = rank(q) == 3, node.outputs[0]
+    if lengths is not None:
+        raise fail(node, "it has nonpad_kv_seqlen, which belongs to an inference cache")
+    if len(dys) > 3 and dys[3] is not None:
+        raise fail(node, "the gradient would have to flow through qk_matmul_output")
+    heads = node.attributes.get_int("q_num_heads", 0) if flat else dim(q, 1)
+    shared = node.attributes.get_int("kv_num_heads", 0) if flat else dim(k, 1)
+    if not heads or not shared:
+        raise fail(node, "its numbers of heads are not static")
+    q4, k4, v4 = (
+        (_heads(op, q, heads), _heads(op, k, shared), _heads(op, v, shared)) if flat else (q, k, v)
+    )
+    new_k, new_v = k4, v4
+    if past_k is not None:
+        k4, v4 = op.Concat(past_k, k4, axis=2), op.Concat(past_v, v4, axis=2)
+
+    def fold(x: Tensor) -> Tensor:
+        """[B, H, S, E] as [B, Hkv, (H/Hkv) S, E]: the rows that share keys, together."""
+        return x if heads == shared else reshape(op, x, [0, shared, -1, sizes_of(op, x)[3]])
+
+    def unfold(x: Tensor) -> Tensor:
+        return x if heads == shared else reshape(op, x, [0, heads, sizes_of(op, q4)[2], -1])
+
+    scale = node.attributes.get_float("scale", 0.0)
+    width = dim(q4, 3)
+    if not scale and width is None:
+        root = op.Sqrt(to_like(op, size_of(op, q4, 3), q))
+        scaled, factor = op.Div(q4, root), op.Reciprocal(root)
+    else:
+        factor = scale or 1 / math.sqrt(width or 1)
+        scaled = op.Mul(q4, factor)
+    scaled = fold(scaled)
+    u = unfold(op.MatMul(scaled, swap_last(op, k4)))
+    softcap, tanh = node.attributes.get_float("softcap", 0.0), None
+    if softcap:
+        tanh = op.Tanh(op.Mul(u, 1 / softcap))
+        u = op.Mul(tanh, softcap)
+    allowed = None
+    if mask is not None and mask.dtype == ir.DataType.BOOL:
+        allowed = mask
+    elif mask is not None:
+        u = op.Add(u, mask)
+        allowed = op.Not(op.IsInf(mask, detect_positive=0))
+    if node.attributes.get_int("is_causal", 0):
+        causal = _causal(op, q4, k4, past_k)
+        allowed = causal if allowed is None else op.And(allowed, causal)
+    if allowed is None:
+        p = op.Softmax(u, axis=-1)
+    else:
+        # A row with no key allowed gives 0, as its output does.
+        dtype = (q.dtype or ir.DataType.FLOAT).numpy()
+        lowest = op.constant(np.asarray(ir.DataType(q.dtype).min).astype(dtype))
+        p = op.Softmax(op.Where(allowed, u, lowest), axis=-1)
+        p = op.Where(allowed, p, op.constant(0.0, q.dtype))
+
+    dq = dk = dv = dmask = None
+    if dy is not None:
+        dy4 = _heads(op, dy, heads) if flat else dy
+        # rowsum(P ⊙ dP) is rowsum(dY ⊙ Y), which has no [S, T] in it
+        product = op.Mul(dy, y)
+        if flat:
+            product = op.Reshape(product, op.constant([0, 0, heads, -1]))
+        delta = op.ReduceSum(product, op.constant([-1]), keepdims=1)
+        if flat:
+            delta = op.Transpose(delta, perm=[0, 2, 1, 3])
+        rows = fold(dy4)
+        dv = op.MatMul(swap_last(op, fold(p)), rows)
+        dp = unfold(op.MatMul(rows, swap_last(op, v4)))
+        du = op.Mul(p, op.Sub(dp, delta))
+        if mask is not None and mask.dtype != ir.DataType.BOOL:
+            dmask = unbroadcast(op, du, mask)
+        if tanh is not None:
+            du = op.Mul(du, op.Sub(1.0, op.Mul(tanh, tanh)))
+        du = fold(du)
+        dq = op.Mul(reshape_like(op, op.MatMul(du, k4), q4), factor)
+        dk = op.MatMul(swap_last(op, du), scaled)
+    for i in (1, 2):
+        if len(dys) > i and dys[i] is not None:
+            dk = _plus(op, dk, dys[i]) if i == 1 else dk
+            dv = _plus(op, dv, dys[i]) if i == 2 else dv
+    dpast_k = dpast_v = None
+    if past_k is not None:
+        dpast_k, dk = _cut(op, dk, k4, past_k, new_k)
+        dpast_v, dv = _cut(op, dv, v4, past_v, new_v)
+    if flat:
+        dq, dk, dv = (_join(op, g, x) for g, x in ((dq, q), (dk, k), (dv, v)))
+    return [dq, dk, dv, dmask, dpast_k, dpast_v]
+
+
+def _plus(op: Any, a: Tensor, b: Tensor) -> Tensor:
+    return b if a is None else op.Add(a, b)
+
+
+def _cut(op: Any, g: Tensor, whole: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    if g is None:
+        g = zeros_like(op, whole)
+    sizes = op.Concat(*(op.Shape(x, start=2, end=3) for x in (past, new)), axis=0)
+    first, second = op.Split(g, sizes, axis=2, outputs=2)
+    return first, second
+
+
+def _join(op: Any, g: Tensor, x: Tensor) -> Tensor:
+    """[B, H, S, D] back to [B, S, H D]."""
+    return None if g is None else reshape_like(op, op.Transpose(g, perm=[0, 2, 1, 3]), x)
+
+
+def _causal(op: Any, q: Tensor, k: Tensor, past: Tensor) -> Tensor:
+    """[S, T] bool: key j is seen by query i where j <= i + the length of the past."""
+    zero, one = op.constant(np.int64(0)), op.constant(np.int64(1))
+    queries = op.Range(zero, size_of(op, q, 2), one)
+    keys = op.Range(zero, size_of(op, k, 2), one)
+    if past is not None:
+        queries = op.Add(queries, size_of(op, past, 2))
+    return op.LessOrEqual(keys, op.Unsqueeze(queries, op.constant([1])))
+
+
+def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
+    """A rotation: dx turns dy back, by the same op with -sin. With y1 = c x1 - s x2 and
+    y2 = s x1 + c x2:  dc = dy1 x1 + dy2 x2,  ds = dy2 x1 - dy1 x2, summed over heads.
+    """
+    (x, cos, sin, positions), dy = arguments(node, 4), dys[0]
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    dx = op.RotaryEmbedding(dy, cos, op.Neg(sin), positions, **attributes)
+    heads, turned = attributes.get("num_heads", 0), attributes.get("rotary_embedding_dim", 0)
+
+    def halves(value: Tensor) -> tuple[Tensor, Tensor]:
+        if rank(value) == 3:
+            value = op.Reshape(value, op.constant([0, 0, heads, -1]))
+        if turned:
+            value = op.Slice(value, [0], [turned], [-1])
+        if attributes.get("interleaved", 0):
+            end = [np.iinfo(np.int64).max]
+            return op.Slice(value, [0], end, [-1], [2]), op.Slice(value, [1], end, [-1], [2])
+        first, second = op.Split(value, axis=-1, num_outputs=2, outputs=2)
+        return first, second
+
+    (x1, x2), (dy1, dy2) = halves(x), halves(dy)
+    axis = op.constant([2 if rank(x) == 3 else 1])
+    dcos = op.ReduceSum(op.Add(op.Mul(dy1, x1), op.Mul(dy2, x2)), axis, keepdims=0)
+    dsin = op.ReduceSum(op.Sub(op.Mul(dy2, x1), op.Mul(dy1, x2)), axis, keepdims=0)
+    if positions is not None:
+        rows = op.Unsqueeze(positions, op.constant([-1]))
+        dcos = op.ScatterND(zeros_like(op, cos), rows, dcos, reduction="add")
+        dsin = op.ScatterND(zeros_like(op, sin), rows, dsin, reduction="add")
+    return [dx, dcos, dsin]
+
+
+register(OpDef("Attention", grad=_attention), OpDef("RotaryEmbedding", grad=_rotary))
