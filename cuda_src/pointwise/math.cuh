@@ -1,4 +1,5 @@
 // pointwise/math.cuh: functions of the expression table, one name for float and double.
+// (Template parameters are E: files that include this one are compiled with a macro T.)
 #pragma once
 #include "common.cuh"
 
@@ -30,22 +31,22 @@ BOTH(m_tanh, tanhf(x), tanh(x))
 BOTH(m_sigmoid, 1.0f / (1.0f + expf(-x)), 1.0 / (1.0 + exp(-x)))
 BOTH(m_softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))), fmax(x, 0.0) + log1p(exp(-fabs(x))))
 #undef BOTH
-template <class T> DEVICE T m_abs(T x) { return x < 0 ? -x : x; }
-template <class T> DEVICE T m_ceil(T x) { return x; }
-template <class T> DEVICE T m_floor(T x) { return x; }
+template <class E> DEVICE E m_abs(E x) { return x < 0 ? -x : x; }
+template <class E> DEVICE E m_ceil(E x) { return x; }
+template <class E> DEVICE E m_floor(E x) { return x; }
 
 DEVICE bool is_nan(float x) { return x != x; }
 DEVICE bool is_nan(double x) { return x != x; }
-template <class T> DEVICE bool is_nan(T) { return false; }
+template <class E> DEVICE bool is_nan(E) { return false; }
 // A NaN operand is the result, as in NumPy.
-template <class T> DEVICE T m_max(T a, T b) { return is_nan(a) || a > b ? a : b; }
-template <class T> DEVICE T m_min(T a, T b) { return is_nan(a) || a < b ? a : b; }
+template <class E> DEVICE E m_max(E a, E b) { return is_nan(a) || a > b ? a : b; }
+template <class E> DEVICE E m_min(E a, E b) { return is_nan(a) || a < b ? a : b; }
 
 DEVICE float m_pow(float a, float b) { return powf(a, b); }
 DEVICE double m_pow(double a, double b) { return pow(a, b); }
-template <class T> DEVICE T m_pow(T a, T b) {
-    T y = 1;
-    if (b < 0) return a == 1 ? 1 : a == (T)-1 ? (b & 1 ? (T)-1 : (T)1) : 0;
+template <class E> DEVICE E m_pow(E a, E b) {
+    E y = 1;
+    if (b < 0) return a == 1 ? 1 : a == (E)-1 ? (b & 1 ? (E)-1 : (E)1) : 0;
     for (; b; b >>= 1, a *= a)
         if (b & 1) y *= a;
     return y;
@@ -53,35 +54,35 @@ template <class T> DEVICE T m_pow(T a, T b) {
 // The sign of the divisor (Mod) and of the dividend (fmod).
 DEVICE float m_mod(float a, float b) { float r = fmodf(a, b); return r && (r < 0) != (b < 0) ? r + b : r; }
 DEVICE double m_mod(double a, double b) { double r = fmod(a, b); return r && (r < 0) != (b < 0) ? r + b : r; }
-template <class T> DEVICE T m_mod(T a, T b) {
+template <class E> DEVICE E m_mod(E a, E b) {
     if (!b) return 0;
-    T r = a % b;
+    E r = a % b;
     return r && (r < 0) != (b < 0) ? r + b : r;
 }
 DEVICE float m_fmod(float a, float b) { return fmodf(a, b); }
 DEVICE double m_fmod(double a, double b) { return fmod(a, b); }
-template <class T> DEVICE T m_fmod(T a, T b) { return b ? a % b : 0; }
+template <class E> DEVICE E m_fmod(E a, E b) { return b ? a % b : 0; }
 DEVICE float m_div(float a, float b) { return a / b; }
 DEVICE double m_div(double a, double b) { return a / b; }
-template <class T> DEVICE T m_div(T a, T b) { return b ? a / b : 0; }
+template <class E> DEVICE E m_div(E a, E b) { return b ? a / b : 0; }
 
 DEVICE float round_f16(float x) { return to_float(from_float<f16>(x)); }
 DEVICE float round_bf16(float x) { return to_float(from_float<bf16>(x)); }
-template <class T> DEVICE float round_f16(T x) { return round_f16((float)x); }
-template <class T> DEVICE float round_bf16(T x) { return round_bf16((float)x); }
+template <class E> DEVICE float round_f16(E x) { return round_f16((float)x); }
+template <class E> DEVICE float round_bf16(E x) { return round_bf16((float)x); }
 
 template <> DEVICE f16 narrow<f16>(double x) { return from_float<f16>((float)x); }
 template <> DEVICE bf16 narrow<bf16>(double x) { return from_float<bf16>((float)x); }
 
 // The part of a vector that lies inside the tensor.
-template <int V, class T> DEVICE Vec<T, V> load_part(const T* p, i64 left) {
-    Vec<T, V> x = {};
+template <int V, class E> DEVICE Vec<E, V> load_part(const E* p, i64 left) {
+    Vec<E, V> x = {};
 #pragma unroll
     for (int v = 0; v < V; v++)
         if (v < left) x.at[v] = p[v];
     return x;
 }
-template <int V, class T> DEVICE void store_part(T* p, const Vec<T, V>& x, i64 left) {
+template <int V, class E> DEVICE void store_part(E* p, const Vec<E, V>& x, i64 left) {
 #pragma unroll
     for (int v = 0; v < V; v++)
         if (v < left) p[v] = x.at[v];

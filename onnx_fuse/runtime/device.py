@@ -1,0 +1,145 @@
+"""The driver calls the runtime makes: memory, copies, streams, graphs; faults as DeviceError."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.errors import DeviceError
+
+
+def bindings() -> Any:
+    """cuda.bindings.driver, or a DeviceError that says what to install."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(
+            f"device 'cuda' needs the CUDA packages ({error}): pip install 'onnx-fuse[cuda13]'"
+        ) from error
+    return driver
+
+
+def check(result: Sequence[Any], what: str) -> Any:
+    """The value of a driver call's result; a DeviceError that names `what` where it failed."""
+    if int(result[0]):
+        driver = bindings()
+        name, text = driver.cuGetErrorName(result[0])[1], driver.cuGetErrorString(result[0])[1]
+        detail = f"{_text(name)} ({_text(text)})"
+        if "OUT_OF_MEMORY" in detail:
+            raise DeviceMemoryError(f"{what}: {detail}")
+        raise DeviceError(f"{what}: {detail}")
+    return result[1] if len(result) > 1 else None
+
+
+class DeviceMemoryError(DeviceError):
+    """The GPU has too little free memory."""
+
+
+def _text(name: object) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def start(device_id: int = 0) -> None:
+    """Make the GPU's primary context current on this thread."""
+    driver = bindings()
+    try:
+        result = driver.cuInit(0)
+    except RuntimeError as error:  # the bindings find no libcuda
+        raise DeviceError(f"no NVIDIA driver was found ({error}); device 'cpu' needs none") from error
+    check(result, "the NVIDIA driver does not start")
+    count = check(driver.cuDeviceGetCount(), "counting GPUs")
+    if device_id >= count:
+        raise DeviceError(f"GPU {device_id} does not exist: this machine has {count}")
+    from cuda.core import Device
+
+    Device(device_id).set_current()
+
+
+class Memory:
+    """One device allocation; freed when the object goes."""
+
+    def __init__(self, nbytes: int, what: str) -> None:
+        self.nbytes = max(nbytes, 1)
+        self._free: Callable[..., Any] = bindings().cuMemFree
+        self.address = int(check(bindings().cuMemAlloc(self.nbytes), f"{what}: {nbytes:,} bytes"))
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            self._free(self.address)
+            self.address = 0
+
+
+class Pinned:
+    """Page-locked host memory as a uint8 array."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free: Callable[..., Any] = bindings().cuMemFreeHost
+        self.address = int(
+            check(bindings().cuMemAllocHost(max(nbytes, 1)), f"{nbytes:,} bytes of pinned memory")
+        )
+        raw = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.address)
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(raw, np.uint8)
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            self._free(self.address)
+            self.address = 0
+
+
+class Stream:
+    """A CUDA stream, and the copies and graphs that go through it."""
+
+    def __init__(self) -> None:
+        driver = bindings()
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.raw = check(driver.cuStreamCreate(int(flags)), "a CUDA stream")
+        self.handle = int(self.raw)
+
+    def upload(self, address: int, source: int, nbytes: int) -> None:
+        """Host to device, in stream order."""
+        check(bindings().cuMemcpyHtoDAsync(address, source, nbytes, self.raw), "copy to the GPU")
+
+    def download(self, target: int, address: int, nbytes: int) -> None:
+        """Device to host, in stream order."""
+        check(bindings().cuMemcpyDtoHAsync(target, address, nbytes, self.raw), "copy from the GPU")
+
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        """Device to device, in stream order."""
+        check(bindings().cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
+
+    def wait(self, what: str) -> None:
+        """Until everything enqueued is done; a kernel's fault surfaces here."""
+        check(bindings().cuStreamSynchronize(self.raw), what)
+
+    def capture(self, enqueue: Callable[[], None]) -> Graph:
+        """What `enqueue` puts into the stream, as an executable CUDA graph."""
+        driver = bindings()
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
+        try:
+            enqueue()
+        except BaseException:
+            driver.cuStreamEndCapture(self.raw)
+            raise
+        graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
+        executable = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
+        check(driver.cuGraphDestroy(graph), "graph capture")
+        return Graph(executable)
+
+    def launch(self, graph: Graph, what: str) -> None:
+        """Launch an executable graph."""
+        check(bindings().cuGraphLaunch(graph.raw, self.raw), what)
+
+
+class Graph:
+    """An executable CUDA graph; destroyed when the object goes."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self._destroy: Callable[..., Any] = bindings().cuGraphExecDestroy
+
+    def __del__(self) -> None:
+        self._destroy(self.raw)

@@ -1,0 +1,379 @@
+"""Program + Plan -> bound pointers and CUDA graphs: one Instance a shape key, LRU-bounded.
+
+All memory of an instance (inputs, outputs, constants, arena) is one allocation, and so is the
+pinned memory its feeds and fetches pass through: a run is one copy in, one graph launch, one copy
+out. Weights and state stand outside, shared by all instances.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse import config
+from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Program, Tensor
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import ITEMSIZE, Hardware
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.plan import aligned, plan
+from onnx_fuse.runtime.schedule import Segment, segments
+
+INSTANCES = 32
+"""Shape keys kept; the least recently used goes first."""
+KEEP_BYTES = 4 << 30
+"""Instances beyond the current one are dropped while all of them hold more than this."""
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy dtype of a problem.ITEMSIZE name."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+class Executable:
+    """A model on one GPU: lowered, planned and captured for each set of input shapes it meets.
+
+    `state` maps outputs to the inputs or initializers they replace in place: those stay on the
+    device (`read` and `write` reach them) and are not fed. Raises DeviceError for what the GPU, its
+    driver or NVRTC cannot do.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        *,
+        math: str = "ieee",
+        prefs: Mapping[str, str] | None = None,
+        state: Mapping[str, str] | None = None,
+        device_id: int = 0,
+    ) -> None:
+        device.start(device_id)
+        self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
+        self.device_id = device_id
+        self.hw = Hardware.detect(device_id)
+        self.stream = device.Stream()
+        self.resident: dict[str, tuple[Tensor, int]] = {}
+        self._blocks: list[device.Memory] = []
+        self._instances: OrderedDict[tuple[Any, ...], Instance] = OrderedDict()
+        self._lock = threading.RLock()
+        self._warned: set[str] = set()
+
+    def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[np.ndarray]:
+        """The outputs named (None: all but state), as arrays; feeds are arrays or device tensors."""
+        with self._lock:
+            instance = self.instance(feeds)
+            instance.feed(feeds)
+            instance.launch()
+            return instance.fetch(names)
+
+    def instance(self, feeds: Mapping[str, Any]) -> Instance:
+        """The instance for the shapes and dtypes of `feeds`, made if need be."""
+        device.start(self.device_id)
+        key = tuple((name, *signature(value)) for name, value in sorted(feeds.items()))
+        found = self._instances.get(key)
+        if found is None:
+            self._make_room(0)
+            try:
+                found = Instance(self, {name: (shape, dtype) for name, shape, dtype in key})
+            except device.DeviceMemoryError:
+                if not self._instances:
+                    raise
+                self._instances.clear()
+                found = Instance(self, {name: (shape, dtype) for name, shape, dtype in key})
+            self._instances[key] = found
+            self._make_room(1)
+        self._instances.move_to_end(key)
+        return found
+
+    def program(self, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> Program:
+        """The Program for these input shapes."""
+        known = {name: (t.shape, t.dtype) for name, (t, _) in self.resident.items()}
+        program = lower(
+            self.model,
+            {**known, **shapes},
+            self.hw,
+            math=self.math,
+            prefs=self.prefs,
+            state=self.state,
+        )
+        for fallback in program.fallbacks:
+            if fallback not in self._warned:
+                self._warned.add(fallback)
+                warnings.warn(f"runs on onnxruntime, with copies: {fallback}", stacklevel=4)
+        return program
+
+    def _make_room(self, keep: int) -> None:
+        def held() -> int:
+            return sum(i.memory.nbytes for i in self._instances.values())
+
+        while len(self._instances) > keep and (
+            len(self._instances) > INSTANCES or held() > KEEP_BYTES
+        ):
+            self._instances.popitem(last=False)
+
+    def release_memory(self) -> int:
+        """Free every instance's memory (weights and state stay); the bytes that were held."""
+        with self._lock:
+            self.stream.wait("release_memory")
+            held = sum(i.memory.nbytes for i in self._instances.values())
+            self._instances.clear()
+            return held
+
+    # ---- weights and state ----
+
+    def place(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put weights or state on the device under their names, in one allocation."""
+        sizes = {name: aligned(array.nbytes) for name, array in arrays.items()}
+        block = device.Memory(sum(sizes.values()), f"{len(arrays)} weights")
+        self._blocks.append(block)
+        at = block.address
+        for name, array in arrays.items():
+            dense = np.ascontiguousarray(array)
+            tensor = _tensor(dense.shape, dense.dtype.name)
+            self.resident[name] = (tensor, at)
+            if dense.nbytes:
+                self.stream.upload(at, dense.ctypes.data, dense.nbytes)
+                self.stream.wait(f"uploading {name}")
+            at += sizes[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """The present value of a weight or state."""
+        tensor, address = self.resident[name]
+        array = np.empty(tensor.shape, dtype_of(tensor.dtype))
+        if array.nbytes:
+            self.stream.download(array.ctypes.data, address, array.nbytes)
+        self.stream.wait(f"reading {name}")
+        return array
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Replace a weight or state; shape and dtype stay."""
+        tensor, address = self.resident[name]
+        dense = np.ascontiguousarray(array)
+        if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
+            raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dense.dtype}{list(dense.shape)}")
+        if dense.nbytes:
+            self.stream.upload(address, dense.ctypes.data, dense.nbytes)
+        self.stream.wait(f"writing {name}")
+
+
+class Instance:
+    """A Program with its memory and graphs."""
+
+    def __init__(
+        self, owner: Executable, shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    ) -> None:
+        self.owner = owner
+        self.program = program = owner.program(shapes)
+        self.plan = plan(program)
+        if config.DEBUG.value >= 1:
+            print(f"{len(program.calls)} calls; {self.plan}", file=sys.stderr)
+        if config.DEBUG.value >= 2:
+            print(program, file=sys.stderr)
+        jit.compile_all((x for c in program.calls for x in c.launches), owner.hw.arch)
+        self._place_weights()
+        own = [b for b in program.buffers if b.kind in ("input", "output", "constant")]
+        own = [b for b in own if b.name not in owner.resident or b.kind == "output"]
+        at: dict[str, int] = {}
+        where: dict[int, int] = {}
+        total = 0
+        for kind in ("input", "output", "constant"):
+            at[kind] = total
+            for b in own:
+                if b.kind == kind:
+                    where[b.id] = total
+                    total += aligned(b.nbytes)
+        self._spans = {
+            "input": (at["input"], at["output"] - at["input"]),
+            "output": (at["output"], at["constant"] - at["output"]),
+        }
+        try:
+            self.memory = device.Memory(total + self.plan.arena, "the arena")
+        except device.DeviceMemoryError as error:
+            weights = sum(m.nbytes for m in owner._blocks)
+            raise device.DeviceMemoryError(
+                f"{error}; weights and state hold {weights:,} bytes, this shape's temporaries need "
+                f"{self.plan.arena:,}: lower the batch or sequence length, or call release_memory()"
+            ) from error
+        base = self.memory.address
+        self.address = {b: base + offset for b, offset in where.items()}
+        for b, offset in self.plan.offsets.items():
+            self.address[b] = base + total + offset
+        for b in program.buffers:
+            if b.kind in ("input", "weight") and b.name in owner.resident:
+                self.address[b.id] = owner.resident[b.name][1]
+        self._arena = base + total
+        self._pinned_in = device.Pinned(self._spans["input"][1])
+        self._pinned_out = device.Pinned(self._spans["output"][1])
+        for buffer, array in program.constants.items():
+            if array.nbytes:
+                owner.stream.upload(self.address[buffer], array.ctypes.data, array.nbytes)
+        owner.stream.wait("uploading constants")
+        self._inputs = {name: t for name, t in program.inputs if name not in owner.resident}
+        self._steps = [self._prepare(s) for s in segments(program)]
+        self._tail: Any = None
+
+    def _place_weights(self) -> None:
+        owner, graph = self.owner, self.owner.model.graph
+        arrays = {}
+        for b in self.program.buffers:
+            if b.kind == "weight" and b.name not in owner.resident:
+                value = graph.initializers[b.name].const_value
+                assert value is not None
+                arrays[b.name] = value.numpy()
+        if arrays:
+            owner.place(arrays)
+
+    def _prepare(self, segment: Segment) -> Any:
+        """Bound launches as a callable: a captured graph, single launches, or a host call."""
+        owner = self.owner
+        if segment.host:
+            from onnx_fuse.runtime import ort
+
+            return lambda session=ort.session(segment.host): self._host(segment, session)
+        bound: list[tuple[str, jit.Bound]] = []
+        for i, call in enumerate(segment.calls, segment.first):
+            pointers = {
+                name: self.address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
+                for name, t in (*call.reads, *call.writes)
+            }
+            if call.workspace:
+                pointers["workspace"] = self._arena + self.plan.workspaces[i]
+            label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
+            for launch in call.launches:
+                try:
+                    bound.append((label, jit.Bound(launch, pointers, owner.hw)))
+                except DeviceError as error:
+                    raise DeviceError(f"{label}: {error}") from error
+        if not bound:
+            return lambda: None
+
+        def enqueue() -> None:
+            for label, step in bound:
+                try:
+                    step.enqueue(owner.stream.handle)
+                except DeviceError as error:
+                    raise DeviceError(f"{label}: {error}") from error
+
+        if not config.GRAPH.value:
+            return enqueue
+        graph = owner.stream.capture(enqueue)
+        return lambda: owner.stream.launch(graph, f"a graph of {len(bound)} launches")
+
+    def _array(self, tensor: Tensor) -> np.ndarray:
+        array = np.empty(tensor.shape, dtype_of(tensor.dtype))
+        if array.nbytes:
+            address = self.address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
+            self.owner.stream.download(array.ctypes.data, address, array.nbytes)
+        return array
+
+    def _host(self, segment: Segment, session: Any) -> None:
+        call, stream = segment.calls[0], self.owner.stream
+        feeds = {name: self._array(tensor) for name, tensor in call.reads}
+        stream.wait(f"before {call.kernel} ({call.nodes[0]})")
+        results = session.run([name for name, _ in call.writes], feeds)
+        for (_, tensor), result in zip(call.writes, results, strict=True):
+            dense = np.ascontiguousarray(result)
+            if dense.nbytes:
+                stream.upload(self.address[tensor.buffer], dense.ctypes.data, dense.nbytes)
+        stream.wait(f"after {call.kernel}")
+
+    # ---- run ----
+
+    def feed(self, feeds: Mapping[str, Any]) -> None:
+        """Copy the feeds into the instance's input memory."""
+        stream = self.owner.stream
+        start, span = self._spans["input"]
+        base = self.memory.address
+        staged = False
+        for name, tensor in self._inputs.items():
+            value = feeds[name]
+            at = self.address[tensor.buffer]
+            if isinstance(value, np.ndarray):
+                if value.nbytes:
+                    room = self._pinned_in.array[at - base - start :][: value.nbytes]
+                    np.copyto(room.view(value.dtype).reshape(value.shape), value)
+                    staged = True
+        if staged:
+            stream.upload(base + start, self._pinned_in.address, span)
+        for name, tensor in self._inputs.items():
+            pointer = device_pointer(feeds[name])
+            if pointer is not None and tensor.nbytes:
+                stream.move(self.address[tensor.buffer], pointer, tensor.nbytes)
+
+    def launch(self) -> None:
+        """Everything between the feeds and the fetches, asynchronously where nothing runs on the host."""
+        for step in self._steps:
+            step()
+
+    def fetch(self, names: Sequence[str] | None = None) -> list[np.ndarray]:
+        """The outputs named (None: all but state), after waiting for them."""
+        program, stream = self.program, self.owner.stream
+        start, span = self._spans["output"]
+        if span:
+            stream.download(self._pinned_out.address, self.memory.address + start, span)
+        stream.wait(self._describe())
+        found: dict[str, Any] = dict(self._run_tail()) if program.tail is not None else {}
+        wanted = names or [n for n, _ in program.outputs if n not in self.owner.state]
+        known = dict(program.outputs)
+        results = []
+        for name in wanted:
+            value = known[name]
+            if isinstance(value, Tensor) and name in self.owner.state:
+                results.append(self.owner.read(self.owner.state[name]))
+            elif isinstance(value, Tensor):
+                at = self.address[value.buffer] - self.memory.address - start
+                raw = self._pinned_out.array[at : at + value.nbytes]
+                results.append(raw.copy().view(dtype_of(value.dtype)).reshape(value.shape))
+            else:
+                results.append(found[name] if value is None else value.copy())
+        return results
+
+    def _describe(self) -> str:
+        return f"running a program of {len(self.program.calls)} calls"
+
+    def _run_tail(self) -> list[tuple[str, Any]]:
+        tail = self.program.tail
+        assert tail is not None
+        if self._tail is None:
+            from onnx_fuse.runtime import ort
+
+            self._tail = ort.session(tail.model)
+        feeds = {n: self._array(t) if isinstance(t, Tensor) else t for n, t in tail.inputs}
+        self.owner.stream.wait("before the tail")
+        return list(zip(tail.outputs, self._tail.run(list(tail.outputs), feeds), strict=True))
+
+
+def _tensor(shape: Sequence[int], dtype: str) -> Tensor:
+    from onnx_fuse.llir import dense_strides
+
+    return Tensor(-1, dtype, tuple(shape), dense_strides(shape))
+
+
+def signature(value: Any) -> tuple[tuple[int, ...], str]:
+    """(shape, dtype) of a feed: an array, or an object with __cuda_array_interface__."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.name
+    interface = value.__cuda_array_interface__
+    return tuple(interface["shape"]), np.dtype(interface["typestr"]).name
+
+
+def device_pointer(value: Any) -> int | None:
+    """Address of a feed that stands on the device, None for an array."""
+    if isinstance(value, np.ndarray):
+        return None
+    interface = value.__cuda_array_interface__
+    if interface.get("strides") is not None:
+        raise UsageError("a device tensor that is fed must be contiguous")
+    return int(interface["data"][0])
