@@ -1,0 +1,136 @@
+"""A Program run by NumPy: pointwise calls step by step, every other call as its ONNX node.
+
+Lowered with a table of the families under test alone, all other nodes of a model become host calls,
+so lowering, views, chain merging and the plan are checked against onnxruntime without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from onnx_fuse.kernels.pointwise import Expression
+from onnx_fuse.llir import Program, Tensor
+from onnx_fuse.runtime.executable import dtype_of
+from onnx_fuse.runtime.plan import Plan, plan
+
+_ERF = np.vectorize(math.erf, otypes=[float])
+
+
+def _trunc_div(a: Any, b: Any) -> Any:
+    return a / b if np.asarray(a).dtype.kind == "f" else np.trunc(np.true_divide(a, b))
+
+
+STEPS: dict[str, Any] = {
+    "Identity": lambda x: x,
+    "Cast": lambda x: x,
+    "CastFloat16": lambda x: np.asarray(x).astype(np.float16),
+    "CastBool": lambda x: np.asarray(x) != 0,
+    "Abs": np.abs,
+    "Add": np.add,
+    "And": np.logical_and,
+    "ClipMax": np.minimum,
+    "ClipMin": np.maximum,
+    "Cos": np.cos,
+    "Div": _trunc_div,
+    "Equal": np.equal,
+    "Erf": _ERF,
+    "Exp": np.exp,
+    "Gelu": lambda x: 0.5 * x * (1 + _ERF(x * 0.7071067811865476)),
+    "GeluTanh": lambda x: 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3))),
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "IsNaN": np.isnan,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Log": np.log,
+    "Max": np.maximum,
+    "Min": np.minimum,
+    "Mul": np.multiply,
+    "Neg": np.negative,
+    "Not": np.logical_not,
+    "Or": np.logical_or,
+    "Pow": np.power,
+    "QuickGelu": lambda x, a: x / (1 + np.exp(-a * x)),
+    "Reciprocal": lambda x: 1 / x,
+    "Relu": lambda x: np.maximum(x, 0),
+    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Sign": np.sign,
+    "Silu": lambda x: x / (1 + np.exp(-x)),
+    "Sin": np.sin,
+    "Sqrt": np.sqrt,
+    "Square": lambda x: x * x,
+    "Sub": np.subtract,
+    "Tanh": np.tanh,
+    "Where": np.where,
+}
+
+
+class Memory:
+    """Buffers of a program as bytes: temporaries in one arena at the plan's offsets."""
+
+    def __init__(self, program: Program, layout: Plan) -> None:
+        self.arena = np.full(layout.arena, 0xA5, np.uint8)
+        self.parts = {}
+        for b in program.buffers:
+            if b.id in layout.offsets:
+                at = layout.offsets[b.id]
+                self.parts[b.id] = self.arena[at : at + b.nbytes]
+            else:
+                self.parts[b.id] = np.full(b.nbytes, 0xA5, np.uint8)
+
+    def view(self, t: Tensor) -> np.ndarray:
+        dtype = dtype_of(t.dtype)
+        flat = self.parts[t.buffer].view(dtype)[t.offset :]
+        strides = [s * dtype.itemsize for s in t.strides]
+        return np.lib.stride_tricks.as_strided(flat, t.shape, strides)
+
+
+def interpret(
+    program: Program, feeds: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The program's outputs; temporaries really share memory as planned."""
+    memory = Memory(program, plan(program))
+    for name, tensor in program.inputs:
+        memory.view(tensor)[...] = feeds[name]
+    for b in program.buffers:
+        if b.kind == "weight":
+            memory.parts[b.id][...] = np.ascontiguousarray(weights[b.name]).reshape(-1).view(np.uint8)
+    for buffer, array in program.constants.items():
+        memory.parts[buffer][...] = array.reshape(-1).view(np.uint8)
+    for call in program.calls:
+        if call.expression is not None:
+            results = _evaluate(call.expression, [memory.view(t).copy() for _, t in call.reads],
+                                [t for _, t in call.writes])  # fmt: skip
+        else:
+            assert call.host, f"no interpreter for {call.kernel}"
+            session = onnxruntime.InferenceSession(call.host)
+            results = session.run(
+                [n for n, _ in call.writes], {n: memory.view(t).copy() for n, t in call.reads}
+            )
+        for (_, tensor), result in zip(call.writes, results, strict=True):
+            memory.view(tensor)[...] = result
+    known = {}
+    for name, value in program.outputs:
+        known[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
+    if program.tail is not None:
+        session = onnxruntime.InferenceSession(program.tail.model)
+        inputs = {n: memory.view(t) if isinstance(t, Tensor) else t for n, t in program.tail.inputs}
+        names = list(program.tail.outputs)
+        known.update(zip(names, session.run(names, inputs), strict=True))
+    return known
+
+
+def _evaluate(
+    expression: Expression, reads: list[np.ndarray], writes: list[Tensor]
+) -> list[np.ndarray]:
+    values: list[Any] = [*reads, *(np.asarray(v) for _, v in expression.scalars)]
+    with np.errstate(all="ignore"):
+        for step in expression.steps:
+            result = STEPS[step.name](*(values[a] for a in step.args))
+            values.append(np.asarray(result).astype(dtype_of(step.dtype)))
+    return [np.broadcast_to(values[s], t.shape) for s, t in zip(expression.stores, writes, strict=True)]

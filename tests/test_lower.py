@@ -1,0 +1,220 @@
+"""lower: Programs of real and small graphs, run by NumPy against onnxruntime; no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import onnxruntime
+from interpret import interpret
+from onnx_fuse import ir, lower
+from onnx_fuse.kernels import pointwise, views
+from onnx_fuse.llir import Program, Tensor, reshape_strides
+from onnx_fuse.problem import CHIPS
+
+H200 = CHIPS["H200"]
+
+
+def program_of(model, feeds, **options) -> Program:
+    shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
+    return lower.lower(model, shapes, H200, **options)
+
+
+def weights_of(model) -> dict[str, np.ndarray]:
+    return {name: v.const_value.numpy() for name, v in model.graph.initializers.items()}
+
+
+@pytest.fixture
+def moves_only(monkeypatch):
+    """Pointwise and views are kernels, every other node a host call."""
+    table = {**pointwise.LOWERINGS, **views.LOWERINGS}
+    monkeypatch.setattr(lower, "lowerings", lambda: table)
+    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+
+
+# text of a graph, feeds: each row names what it exercises
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((3, 4, 6)).astype(np.float32)
+GRAPHS = {
+    "chain with broadcasting": (
+        "agraph (float[3,4,6] x, float[6] b) => (float[3,4,6] y) "
+        "{ s = Add(x, b) t = Tanh(s) y = Mul(t, s) }",
+        {"x": X, "b": X[0, 0]},
+    ),
+    "a chain through a reshape": (
+        "agraph (float[3,4,6] x) => (float[12,6] y) <int64[2] shape = {12, 6}> "
+        "{ s = Exp(x) r = Reshape(s, shape) y = Neg(r) }",
+        {"x": X},
+    ),
+    "two paths that must not close a cycle": (
+        "agraph (float[3,4,6] x) => (float[3,4,6] y) "
+        "{ a = Exp(x) s = Softmax(a) y = Add(a, s) }",
+        {"x": X},
+    ),
+    "transposed views into one kernel": (
+        "agraph (float[3,4,6] x) => (float[6,4,3] y) "
+        "{ t = Transpose<perm=[2,1,0]>(x) u = Relu(t) y = Add(u, t) }",
+        {"x": X},
+    ),
+    "slices with negative steps": (
+        "agraph (float[3,4,6] x) => (float[3,2,6] y) "
+        "<int64[2] s = {-1, 5}, int64[2] e = {-5, -7}, int64[2] a = {1, 2}, int64[2] k = {-2, -1}> "
+        "{ y = Slice(x, s, e, a, k) }",
+        {"x": X},
+    ),
+    "split and concat": (
+        "agraph (float[3,4,6] x) => (float[3,4,6] y) "
+        "{ a, b, c = Split<axis=2, num_outputs=3>(x) n = Neg(b) y = Concat<axis=2>(c, n, a) }",
+        {"x": X},
+    ),
+    "pad, constant and cropped": (
+        "agraph (float[3,4,6] x) => (float[y0,y1,y2] y) "
+        "<int64[6] p = {1, -1, 0, 0, 2, -3}, float v = {7}> { y = Pad(x, p, v) }",
+        {"x": X},
+    ),
+    "pad, reflected": (
+        'agraph (float[3,4,6] x) => (float[y0,y1,y2] y) <int64[6] p = {2, 0, 3, 1, 0, 5}> '
+        '{ y = Pad<mode="reflect">(x, p) }',
+        {"x": X},
+    ),
+    "pad, edges": (
+        'agraph (float[3,4,6] x) => (float[y0,y1,y2] y) <int64[6] p = {2, 0, 3, 1, 0, 5}> '
+        '{ y = Pad<mode="edge">(x, p) }',
+        {"x": X},
+    ),
+    "tile": (
+        "agraph (float[3,4,6] x) => (float[6,4,18] y) <int64[3] n = {2, 1, 3}> { y = Tile(x, n) }",
+        {"x": X},
+    ),
+    "shape arithmetic on the host": (
+        "agraph (float[3,b,6] x) => (float[N,M] y) <int64 one = {1}, int64[1] m = {-1}, "
+        "int64[1] zero = {0}> { s = Shape(x) n = Gather(s, one) u = Unsqueeze(n, zero) "
+        "w = Concat<axis=0>(u, m) y = Reshape(x, w) }",
+        {"x": X},
+    ),
+    "an input returned as it is": ("agraph (float[N] x) => (float[N] y) { y = Identity(x) }", {"x": X[0, 0]}),
+    "one value, two outputs": (
+        "agraph (float[N] x) => (float[N] y, float[N] z) { y = Neg(x) z = Identity(y) }",
+        {"x": X[0, 0]},
+    ),
+    "an output known at lowering": (
+        "agraph (float[N] x) => (int64[1] y) { y = Shape(x) }",
+        {"x": X[0, 0]},
+    ),
+    "a shape that depends on data": (
+        "agraph (float[N] x) => (int64[1,K] y, float[N] z) { a = Neg(x) y = NonZero(a) z = Exp(a) }",
+        {"x": np.array([0, 1, 0, 2], np.float32)},
+    ),
+    "integer division and modulo": (
+        "agraph (int64[N] x) => (int64[N] y) <int64 d = {3}> { q = Div(x, d) m = Mul(q, x) y = Abs(m) }",
+        {"x": np.arange(-5, 6)},
+    ),
+    "an empty tensor": (
+        "agraph (float[N] x) => (float[N] y) { a = Exp(x) y = Neg(a) }",
+        {"x": np.zeros(0, np.float32)},
+    ),
+    "depth to space": (
+        'agraph (float[1,8,2,3] x) => (float[1,2,4,6] y) { y = DepthToSpace<blocksize=2, mode="CRD">(x) }',
+        {"x": RNG.standard_normal((1, 8, 2, 3)).astype(np.float32)},
+    ),
+    "trilu": (
+        "agraph (float[3,4,6] x) => (float[3,4,6] y) <int64 k = {1}> { y = Trilu<upper=0>(x, k) }",
+        {"x": X},
+    ),
+    "If with a condition known at lowering": (
+        "agraph (float[N] x) => (float[N] y) <int64 n = {3}, int64 z = {0}> { s = Shape(x) "
+        "d = Gather(s, z) c = Greater(d, n) y = If(c) <then_branch = a () => (float[N] t) "
+        "{ t = Neg(x) }, else_branch = b () => (float[N] e) { e = Exp(x) }> }",
+        {"x": X[0, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graph_gives_onnxruntimes_results(name, moves_only):
+    text, feeds = GRAPHS[name]
+    model = ir.text_model(text)
+    program = program_of(model, feeds)
+    expected = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, feeds)
+    got = interpret(program, feeds, weights_of(model))
+    for value, want in zip(model.graph.outputs, expected, strict=True):
+        assert got[value.name].shape == want.shape
+        np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=1e-6)
+
+
+def test_views_launch_nothing():
+    text = """agraph (float[4,6] x) => (float[2,12] y) <int64[3] a = {2, 2, 6}, int64[2] b = {2, 12}>
+    { r = Reshape(x, a) e = Exp(r) y = Reshape(e, b) }"""
+    program = program_of(ir.text_model(text), {"x": np.zeros((4, 6), np.float32)})
+    assert [call.kernel for call in program.calls] == ["Exp"]
+
+
+def test_chain_is_one_kernel_that_stores_what_is_read_later():
+    text = "agraph (float[8] x) => (float[8] y, float[8] z) { a = Exp(x) y = Neg(a) z = Mul(a, y) }"
+    program = program_of(ir.text_model(text), {"x": np.zeros(8, np.float32)})
+    (call,) = program.calls
+    assert len(call.reads) == 1
+    assert len(call.writes) == 2
+
+
+def test_equal_nodes_run_once():
+    text = "agraph (float[8] x) => (float[8] y) { a = Softmax(x) b = Softmax(x) y = Add(a, b) }"
+    program = program_of(ir.text_model(text), {"x": np.zeros(8, np.float32)})
+    assert len([c for c in program.calls if "Softmax" in c.kernel]) == 1
+
+
+def test_program_is_a_function_of_its_arguments():
+    text, feeds = GRAPHS["chain with broadcasting"]
+    first, second = (program_of(ir.text_model(text), feeds) for _ in range(2))
+    assert str(first) == str(second)
+    assert first.calls == second.calls
+
+
+def test_names_never_reach_the_source():
+    text = 'agraph (float[8] x) => (float[8] y) { z = Exp(x) y = Neg(z) }'
+    model = ir.text_model(text)
+    for value in (*model.graph.inputs, *model.graph.outputs, model.graph[0].outputs[0]):
+        value.name = f'{value.name}"; #error'
+    for node in model.graph:
+        node.name = "/* evil"
+    feeds = {model.graph.inputs[0].name: np.zeros(8, np.float32)}
+    for call in program_of(model, feeds).calls:
+        for launch in call.launches:
+            assert "evil" not in launch.source
+            assert "#error" not in launch.source
+
+
+def test_state_is_written_in_place():
+    text = "agraph (float[8] w, float[8] g) => (float[8] w1) <float r = {0.5}> { s = Mul(g, r) w1 = Sub(w, s) }"
+    feeds = {"w": np.zeros(8, np.float32), "g": np.zeros(8, np.float32)}
+    program = program_of(ir.text_model(text), feeds, state={"w1": "w"})
+    (call,) = program.calls
+    assert dict(program.outputs)["w1"] == dict(program.inputs)["w"]
+    assert call.writes[0][1].buffer == dict(program.inputs)["w"].buffer
+
+
+RESHAPES = [
+    ((2, 3, 4), (12, 4, 1), (6, 4), (4, 1)),
+    ((3, 2, 4), (4, 12, 1), (6, 4), None),
+    ((3, 2, 4), (4, 12, 1), (3, 2, 2, 2), (4, 12, 2, 1)),
+    ((4,), (0,), (2, 2), (0, 0)),
+    ((1,), (5,), (), ()),
+]
+
+
+@pytest.mark.parametrize(("shape", "strides", "wanted", "expected"), RESHAPES)
+def test_reshape_strides(shape, strides, wanted, expected):
+    assert reshape_strides(shape, strides, wanted) == expected
+
+
+def test_width_follows_alignment():
+    def width(offset, shape, strides):
+        t = Tensor(0, "float32", shape, strides, offset)
+        y = Tensor(1, "float32", shape, (shape[1], 1), 0)
+        dims, s = pointwise.collapse(shape, [t.strides, y.strides])
+        return pointwise.vector_width(dims, [t, y], s)
+
+    assert width(0, (4, 8), (8, 1)) == 4
+    assert width(2, (4, 8), (8, 1)) == 2
+    assert width(0, (4, 8), (9, 1)) == 1
+    assert width(0, (4, 6), (8, 1)) == 2
