@@ -18,28 +18,10 @@ from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
 
-# The rules of these answer in the shape of the output, to which the inputs were broadcast; all
-# other rules answer in the shape of the input.
-BROADCASTING = frozenset(
-    [
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Pow",
-        "Mod",
-        "Max",
-        "Min",
-        "Sum",
-        "Mean",
-        "Where",
-        "PRelu",
-        "Expand",
-        "MatMul",
-        "Gemm",
-        "Dropout",
-    ]
-)
+# The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
+# back; all other rules answer in the shape of the input.
+ELEMENTWISE = frozenset("Add Sub Mul Div Pow Mod Max Min Sum Mean Where PRelu Expand".split())
+MATRIX = frozenset(("MatMul", "Gemm"))
 
 
 # ---- emit ------------------------------------------------------------------------------------
@@ -272,7 +254,7 @@ def backward(
             continue
         for y, dy in zip(node.outputs, got, strict=True):
             if dy is not None:
-                pending[y] = [dy]
+                pending[y] = [_shaped(dy, y)]
         _step(op, node, got, active, pending)
     result = {}
     for x in wrt:
@@ -369,11 +351,20 @@ def _step(
     for x, dx in zip(node.inputs, answers, strict=False):
         if x is None or dx is None or x not in active:
             continue
-        if node.op_type in BROADCASTING or node.domain == FUSE:
+        if node.op_type in ELEMENTWISE:
+            dx = unbroadcast(op, _shaped(dx, node.outputs[0]), x)
+        elif node.op_type in MATRIX or node.domain == FUSE:
             dx = unbroadcast(op, dx, x)
-        elif x.shape is not None and dx.producer() is not None:
-            dx.shape = x.shape  # which the rule made it, though inference may not see it
+        else:
+            dx = _shaped(dx, x)
         pending.setdefault(x, []).append(dx)
+
+
+def _shaped(g: ir.Value, like: ir.Value) -> ir.Value:
+    """`g` with the shape that a rule gave it, of which inference may see less."""
+    if like.shape is not None and g.producer() is not None:
+        g.shape = like.shape
+    return g
 
 
 def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:

@@ -174,15 +174,14 @@ def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
     """`value` in the shape of `like`, which has as many elements."""
     if same_shape(value, like):
         return value
-    if like.shape is not None:
-        sizes = [dim(like, i) for i in range(len(like.shape))]
-        if sizes.count(None) <= 1 and 0 not in sizes:
-            return (
-                op.Reshape(value, op.constant([-1 if s is None else s for s in sizes]))
-                if sizes
-                else op.Reshape(value, op.constant(np.zeros(0, np.int64)))
-            )
-    return op.Reshape(value, op.Shape(like), allowzero=1)
+    sizes = [dim(like, i) for i in range(len(like.shape))] if like.shape is not None else [None] * 2
+    if sizes.count(None) <= 1 and 0 not in sizes:
+        shape = op.constant(np.array([-1 if s is None else s for s in sizes], np.int64))
+        result = op.Reshape(value, shape)
+    else:
+        result = op.Reshape(value, op.Shape(like), allowzero=1)
+    result.shape = like.shape or result.shape
+    return result
 
 
 def filled(op: Any, shape: ir.Value, dtype: ir.DataType | None, number: float = 0.0) -> Tensor:
