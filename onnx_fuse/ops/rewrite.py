@@ -255,59 +255,65 @@ def close(a: float | None, b: float, rtol: float = 2e-3) -> bool:
 # the last axis.
 
 
-def row_view_source(node: ir.Node) -> ir.Value | None:
-    """The input of `node` when it only moves whole last-axis rows, else None."""
-    if node.domain or not node.inputs:
-        return None
-    x = node.inputs[0]
+def _moves_rows(node: ir.Node) -> bool:
+    """Whether `node` only moves whole last-axis rows of its first input (Concat: of all inputs)."""
+    x = node.inputs[0] if node.inputs else None
     size, out_size = rank(x), rank(node.outputs[0])
-    if x is None or size is None:
-        return None
+    if x is None or not size or node.domain:
+        return False
     match node.op_type:
         case "Identity":
-            return x
+            return True
         case "Reshape" | "Flatten":
-            same = dim(x, -1) is not None and dim(x, -1) == dim(node.outputs[0], -1)
-            return x if same else None
+            return dim(x, -1) is not None and dim(x, -1) == dim(node.outputs[0], -1)
         case "Transpose":
             perm = attribute(node, "perm")
-            return x if isinstance(perm, Sequence) and perm[-1] == size - 1 else None
-        case "Gather":
+            return isinstance(perm, Sequence) and perm[-1] == size - 1
+        case "Gather" | "Concat" | "Split":
             axis = attribute(node, "axis", 0)
-            assert isinstance(axis, int)
-            return x if axis % size != size - 1 else None
+            return isinstance(axis, int) and axis % size != size - 1
         case "Slice":
             axes = ints(node.inputs[3]) if len(node.inputs) > 3 else list(range(size))
-            return x if axes is not None and all(a % size != size - 1 for a in axes) else None
+            return axes is not None and all(a % size != size - 1 for a in axes)
         case "Squeeze" | "Unsqueeze" if len(node.inputs) > 1 and out_size:
             axes = ints(node.inputs[1])
             bound = size if node.op_type == "Squeeze" else out_size
-            return x if axes is not None and all(a % bound != bound - 1 for a in axes) else None
-    return None
+            return axes is not None and all(a % bound != bound - 1 for a in axes)
+    return False
 
 
 def through_row_views(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.Node]]:
-    """Climb over row-wise views: the value below them, and the views from it upward."""
-    views: list[ir.Node] = []
-    while value is not None and (node := value.producer()) is not None:
-        source = row_view_source(node)
-        if source is None:
-            break
-        views.append(node)
-        value = source
-    return value, views[::-1]
+    """Climb over row-wise views: the value below them all, and the views from it upward.
+
+    Slices joined again by a Concat (a roll) count, when all of them are of one value.
+    """
+    node = value.producer() if value is not None else None
+    if node is None or not _moves_rows(node):
+        return value, []
+    sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+    climbs = [through_row_views(source) for source in sources]
+    if any(base is not climbs[0][0] for base, _ in climbs):
+        return value, []
+    below = dict.fromkeys(view for _, views in climbs for view in views)
+    return climbs[0][0], [*below, node]
 
 
-def copy_onto(op: Builder, views: Sequence[ir.Node], x: ir.Value) -> ir.Value:
-    """The same chain of views over another source of the same shape."""
+def copy_onto(
+    op: Builder, views: Sequence[ir.Node], old: ir.Value | None, new: ir.Value
+) -> ir.Value:
+    """The same views as over `old`, over `new`, a value of its shape."""
+    moved = {old: new}
     for view in views:
         copied = op.node(
             view.op_type,
-            [x, *view.inputs[1:]],
-            **{name: value.value for name, value in view.attributes.items()},
+            [moved.get(v, v) for v in view.inputs],
+            outputs=len(view.outputs),
+            attributes={name: value.value for name, value in view.attributes.items()},
         )
-        x = typed(copied, x, view.outputs[0].shape)
-    return x
+        outputs = copied if isinstance(copied, tuple) else (copied,)
+        for before, after in zip(view.outputs, outputs, strict=True):
+            moved[before] = new = typed(after, new, before.shape)
+    return moved[views[-1].outputs[0]] if views else new
 
 
 def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]:

@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.ir import const_array
+from onnx_fuse.errors import ModelError
+from onnx_fuse.ir import MAKES_SEQUENCES, const_array, quiet
 from onnx_fuse.ops.rewrite import attribute, is_float, rank, scalar, users
 
 FOLD_LIMIT = (
@@ -15,9 +16,12 @@ FOLD_LIMIT = (
 
 
 def clean(model: ir.Model) -> None:
-    """Dead nodes, functions and initializers go; the rest in topological order."""
+    """Dead and repeated nodes and unused initializers go; the rest in topological order."""
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
+    if not any(n.op_type in ("Bernoulli", "Dropout") for n in model.graph):
+        # The pass knows the other random operators, but would make one of two Dropouts.
+        common_passes.CommonSubexpressionEliminationPass()(model)
 
 
 def canonicalize(model: ir.Model, *, training: bool) -> None:
@@ -35,15 +39,20 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
 
     def should_fold(node: ir.Node) -> bool | None:
         """Only what costs nothing to keep: never a matrix that would be stored twice."""
+        if node.op_type in MAKES_SEQUENCES:
+            return False
         if training and any(v in parameters for v in node.inputs if v is not None):
             return False
         return None
 
-    fold_constants(
-        model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT, should_fold=should_fold
-    )
+    limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
+    try:
+        with quiet("onnxscript"):  # it logs what it leaves alone
+            fold_constants(model, **limits, should_fold=should_fold)
+    except RuntimeError as error:
+        raise ModelError(f"{error}: its constant inputs do not fit it") from error
     _lift_constants(model)
-    common_passes.IdentityEliminationPass()(model)
+    _drop_identities(model)
     RewriteRuleSet(
         [
             rules.no_op_cast_rule,
@@ -53,8 +62,29 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
         ]
     ).apply_to_model(model)
     _drop_no_ops(model)
-    common_passes.CommonSubexpressionEliminationPass()(model)
     clean(model)
+
+
+def _drop_identities(model: ir.Model) -> None:
+    """Readers of Identity(x) read x; an Identity that makes an output leaves its name to x.
+
+    onnx-ir's pass (1.1) renames x even where x is an output itself, whose name is then lost.
+    """
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        x, graph = (node.inputs[0] if node.inputs else None), node.graph
+        if node.op_type != "Identity" or node.domain or x is None or graph is None:
+            continue
+        y = node.outputs[0]
+        for use in tuple(y.uses()):
+            use.node.replace_input_with(use.idx, x)
+        producer = x.producer()
+        if not y.is_graph_output():
+            x.merge_shapes(y.shape)
+        elif producer is not None and producer.graph is graph and not x.is_graph_output():
+            name, x.type, x.shape = y.name, y.type or x.type, y.shape or x.shape
+            graph.outputs[:] = [x if v is y else v for v in graph.outputs]
+            graph.remove(node, safe=True)
+            x.name = name
 
 
 # x + 0, x - 0, x * 1, x / 1, by the position of the constant and its value. onnxscript has rules
@@ -78,6 +108,10 @@ def _drop_no_ops(model: ir.Model) -> None:
         elif node.op_type == "Dropout" and not (len(node.outputs) > 1 and users(node.outputs[1])):
             mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else np.False_
             if mode is not None and not mode.any():
+                kept = node.inputs[0]
+        elif node.op_type == "Pad":
+            pads = const_array(node.inputs[1])
+            if pads is not None and not pads.any():
                 kept = node.inputs[0]
         if kept is not None and kept.dtype == node.outputs[0].dtype:
             node.outputs[0].replace_all_uses_with(kept)

@@ -215,8 +215,9 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     inputs: list[ir.Value] = []
     attributes: dict[str, float | int] = dict(site.attributes)
     if site.norm is not None:
-        x, prefix = copy_onto(op, site.views, site.norm.x), site.norm.kind
-        inputs, attributes = list(site.norm.affine), {**site.norm.attributes, **attributes}
+        norm = site.norm
+        x, prefix = copy_onto(op, site.views, norm.node.outputs[0], norm.x), norm.kind
+        inputs, attributes = list(norm.affine), {**norm.attributes, **attributes}
     w = site.w
     if site.transposed:
         w = rw.pack([w], [1, 0], None, f"{w.name}.T") if is_initializer(w) else op.Transpose(w)
@@ -227,7 +228,7 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     for view in site.after:
         _move_shape_readers(before, y)
         before = view.outputs[0]
-        y = copy_onto(op, [view], typed(y, site.output))
+        y = copy_onto(op, [view], view.inputs[0], typed(y, site.output))
     if site.activation is not None:
         _move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
     return rw.replace(site.nodes[-1], op, [site.output], [y])
