@@ -69,6 +69,7 @@ def read(source: Model) -> ir.Model:
                 proto = _checked(_parse(Path(source).read_bytes()))
             _check_tensors(proto, folder)
             model = ir.serde.deserialize_model(proto)
+            model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
             if folder is not None:
                 _map_external(model, folder)
         _check_graph(model)
@@ -105,7 +106,8 @@ def _parse(data: bytes) -> onnx.ModelProto:
 def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     if not proto.ir_version or not proto.HasField("graph"):
         raise ModelError("not an ONNX file (it holds no graph)")
-    if not any(o.domain in ("", "ai.onnx") for o in proto.opset_import):
+    imported = {o.domain for o in proto.opset_import}
+    if not imported & {"", "ai.onnx"} and any(n.domain == "" for n in proto.graph.node):
         raise ModelError("the model imports no ai.onnx opset")
     return proto
 
@@ -273,6 +275,9 @@ def _canonical(model: ir.Model) -> ir.Model:
     # Old exporters list every weight as an input as well; a weight must be known to be constant.
     common_passes.RemoveInitializersFromInputsPass()(model)
     version = model.graph.opset_imports.get("", 1)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    if version < 9 and (scan := next((n for n in nodes if n.op_type == "Scan"), None)):
+        raise ModelError(f"node '{scan.name}': opset {version}'s Scan has no later counterpart")
     if version < CANONICAL_OPSET:
         model = _upgrade(model)
     model.ir_version = max(model.ir_version, 10)
@@ -303,7 +308,7 @@ def _upgrade(model: ir.Model) -> ir.Model:
     kept = (graph.name, graph.doc_string, dict(graph.metadata_props), dict(graph.opset_imports))
     shapes = [(v.name, v.type, v.shape, v.doc_string, dict(v.metadata_props)) for v in _ends(graph)]
     notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
-    with _quiet("onnxscript"):
+    with quiet("onnxscript"):
         model = ConvertVersionPass(target_version=CANONICAL_OPSET, fallback=True)(model).model
     graph = model.graph
     if graph.opset_imports.get("") != CANONICAL_OPSET:
@@ -421,8 +426,30 @@ def unique_name(graph: ir.Graph, stem: str) -> str:
 
 def infer_shapes(model: ir.Model) -> None:
     """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
-    with functions_attached(model), _quiet("onnx_ir"):
+    with functions_attached(model), quiet("onnx_ir"):
+        kept = [(v, v.type, v.shape) for v in _sequences(model)]
         common_passes.ShapeInferencePass(strict_mode=False, check_type=False)(model)
+        for value, type_, shape in kept:
+            value.type, value.shape = type_, shape
+
+
+def _sequences(model: ir.Model) -> list[ir.Value]:
+    """Values that may be sequences or optionals, which onnx-ir (1.1) would infer as tensors."""
+    found: dict[ir.Value, None] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        graphs = [g for a in node.attributes.values() for g in subgraphs(a)]
+        reads = [*node.inputs, *(v for g in graphs for v in g.outputs)]
+        if node.op_type in MAKES_SEQUENCES or (
+            (graphs or node.op_type == "Identity") and any(v in found for v in reads)
+        ):
+            found.update(dict.fromkeys(node.outputs))
+    return list(found)
+
+
+MAKES_SEQUENCES = {
+    *("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceMap"),
+    *("SplitToSequence", "Optional", "OptionalGetElement"),
+}
 
 
 def fix_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -479,7 +506,7 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
         yield
     finally:
         for key in added:
-            del model.functions[key]
+            model.functions.pop(key, None)  # the inliner takes away what it used up
         if added and not imported:
             model.graph.opset_imports[FUSE] = 1
 
@@ -588,8 +615,8 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet(logger_name: str) -> Iterator[None]:
-    """The converter and shape inference log what `load` reports itself, or need not report."""
+def quiet(logger_name: str) -> Iterator[None]:
+    """Within the block this logger says nothing: what it logs we report, or need not report."""
     import logging
 
     logger = logging.getLogger(logger_name)

@@ -629,7 +629,8 @@ def _cut(model: onnx_ir.Model, values: Mapping[str, Array]) -> onnx_ir.Model:
     for name, value in _by_name(model, list(values)).items():
         kind = DataType.from_numpy(values[name].dtype)
         source = Value(name=name + _ORACLE, type=onnx_ir.TensorType(kind))
-        value.replace_all_uses_with(source)
+        for use in tuple(value.uses()):
+            use.node.replace_input_with(use.idx, source)
         model.graph.inputs.append(source)
     return model
 
