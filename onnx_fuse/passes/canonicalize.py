@@ -7,12 +7,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import MAKES_SEQUENCES, const_array, quiet
+from onnx_fuse.ir import MAKES_SEQUENCES, const_array, infer_shapes, quiet
 from onnx_fuse.ops.rewrite import attribute, is_float, rank, scalar, users
 
-FOLD_LIMIT = (
-    1 << 16
-)  # elements; a larger constant costs more in the file than its nodes at run time
+FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
+
+_SMALL = 64
 
 
 def clean(model: ir.Model) -> None:
@@ -43,15 +43,20 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
             return False
         if training and any(v in parameters for v in node.inputs if v is not None):
             return False
+        if node.op_type == "ConstantOfShape" and (shape := const_array(node.inputs[0])) is not None:
+            # onnxscript leaves them all alone; exporters build pads and shapes out of small ones.
+            return int(shape.prod()) <= _SMALL
         return None
 
     limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
-    try:
-        with quiet("onnxscript"):  # it logs what it leaves alone
-            fold_constants(model, **limits, should_fold=should_fold)
-    except RuntimeError as error:
-        raise ModelError(f"{error}: its constant inputs do not fit it") from error
-    _lift_constants(model)
+    for _ in range(2):  # shapes known after the first round make more of them constants
+        infer_shapes(model)
+        try:
+            with quiet("onnxscript"):  # it logs what it leaves alone
+                fold_constants(model, **limits, should_fold=should_fold)
+        except RuntimeError as error:
+            raise ModelError(f"{error}: its constant inputs do not fit it") from error
+        _lift_constants(model)
     _drop_identities(model)
     RewriteRuleSet(
         [
