@@ -26,7 +26,8 @@ from onnx_fuse.llir import Buffer, Call, Lowering, Program, Tail, Tensor, dense_
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
-FAMILIES: tuple[str, ...] = ("pointwise", "views", "indexing", "linear", "reduce", "norm", "softmax")
+FAMILIES: tuple[str, ...] = ("pointwise", "views", "indexing", "linear", "reduce", "norm", "softmax",
+                             "conv", "pool", "scan", "loss")  # fmt: skip
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
 HOST_LIMIT = 1 << 22

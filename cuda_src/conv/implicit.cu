@@ -1,0 +1,110 @@
+// conv/implicit.cu: Conv and ConvTranspose of 1 to 3 axes, any group, stride, dilation, padding.
+// Idea     : implicit GEMM y[m, q] = sum_k w[m, k] x[k, q]: m filters of a group, q = (image, pixel),
+//            k = (channel, tap), the x operand gathered on its way to shared memory. BM x BN tiles,
+//            8 x 8 (FRAGMENTS 2) or 4 x 4 outputs a thread, the next BK in registers meanwhile.
+//            Few tiles: `chunk` of k a block, partial sums to `part`, conv_finish adds them in order.
+// Inputs   : x T [n, groups * channels, d, h, w], weight T (geometry.cuh), bias T [groups * filters] or null.
+// Outputs  : y T [n, groups * filters, od, oh, ow], or part ACC [splits, n, groups * filters, pixels].
+// Macros   : T ACC BM BN BK FRAGMENTS, geometry.cuh's, SPLIT, ACT.   Threads: BM * BN / 16 / FRAGMENTS^2.
+// Numerics : products and sums in ACC (IEEE), k in order.
+// Bound    : FMA rate; the gather costs about 30 instructions an element of the x tile.
+#include "conv/geometry.cuh"
+#define THREADS (BM * BN / (16 * FRAGMENTS * FRAGMENTS))
+#ifndef ACT
+#define ACT NONE
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
+    conv(const T* x, const T* weight, const T* bias, T* y, ACC* part, i64 columns, int groups, int channels,
+         int filters, int d, int h, int w, int od, int oh, int ow, int chunk, float alpha) {
+    __shared__ __align__(16) ACC as[2][BK][BM + 4], bs[2][BK][BN + 4];
+    constexpr int A_LOADS = BM * BK / THREADS, B_LOADS = BN * BK / THREADS;
+    const int tiles_m = (filters + BM - 1) / BM, g = blockIdx.y / tiles_m;
+    const int m0 = blockIdx.y % tiles_m * BM;
+    const i64 q0 = (i64)blockIdx.x * BN;
+    const int depth = channels * TAPS, first = blockIdx.z * chunk, last = min(first + chunk, depth);
+    const int pixels = od * oh * ow, plane = d * h * w;
+
+    // The column this thread gathers is the same at every k.
+    const int column = threadIdx.x % BN, b_row = threadIdx.x / BN;
+    const i64 q = q0 + column;
+    const bool inside = q < columns;
+    const int p = inside ? q % pixels : 0, ox = p % ow, oy = p / ow % oh, oz = p / (ow * oh);
+    const T* image = x + ((inside ? q / pixels : 0) * groups + g) * channels * plane;
+    const int a_k = threadIdx.x % BK, a_row = threadIdx.x / BK;
+
+    ACC a[A_LOADS], b[B_LOADS], acc[4 * FRAGMENTS][4 * FRAGMENTS] = {};
+    auto fetch = [&](int k0) {
+#pragma unroll
+        for (int i = 0; i < A_LOADS; i++) {
+            const int k = k0 + a_k, m = m0 + a_row + i * (THREADS / BK);
+            a[i] = k < last && m < filters ? (ACC)widen(weight[weight_index(g, m, k, filters, channels)]) : (ACC)0;
+        }
+#pragma unroll
+        for (int i = 0; i < B_LOADS; i++) {
+            const int k = k0 + b_row + i * (THREADS / BN);
+            const int at = plane_offset(k % TAPS, oz, oy, ox, d, h, w);
+            b[i] = inside && k < last && at >= 0 ? (ACC)widen(image[(i64)(k / TAPS) * plane + at]) : (ACC)0;
+        }
+    };
+    auto stage = [&](int s) {
+#pragma unroll
+        for (int i = 0; i < A_LOADS; i++) as[s][a_k][a_row + i * (THREADS / BK)] = a[i];
+#pragma unroll
+        for (int i = 0; i < B_LOADS; i++) bs[s][b_row + i * (THREADS / BN)][column] = b[i];
+    };
+    const int tx = threadIdx.x % (BN / 4 / FRAGMENTS), ty = threadIdx.x / (BN / 4 / FRAGMENTS);
+    fetch(first);
+    stage(0);
+    __syncthreads();
+    for (int k0 = first, s = 0; k0 < last; k0 += BK, s ^= 1) {
+        if (k0 + BK < last) fetch(k0 + BK);
+#pragma unroll
+        for (int k = 0; k < BK; k++) {
+            ACC u[4 * FRAGMENTS], v[4 * FRAGMENTS];
+#pragma unroll
+            for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    u[f * 4 + j] = as[s][k][f * (BM / 2) + ty * 4 + j];
+                    v[f * 4 + j] = bs[s][k][f * (BN / 2) + tx * 4 + j];
+                }
+#pragma unroll
+            for (int i = 0; i < 4 * FRAGMENTS; i++)
+#pragma unroll
+                for (int j = 0; j < 4 * FRAGMENTS; j++) acc[i][j] += u[i] * v[j];
+        }
+        if (k0 + BK < last) stage(s ^ 1);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < 4 * FRAGMENTS; j++) {
+        const i64 out_q = q0 + j / 4 * (BN / 2) + tx * 4 + j % 4;
+        if (out_q >= columns) continue;
+        const i64 base = out_q / pixels * groups * filters * pixels + out_q % pixels;
+#pragma unroll
+        for (int i = 0; i < 4 * FRAGMENTS; i++) {
+            const int m = m0 + i / 4 * (BM / 2) + ty * 4 + i % 4;
+            if (m >= filters) continue;
+            const i64 at = base + (i64)(g * filters + m) * pixels;
+#if SPLIT
+            part[blockIdx.z * (columns * groups * filters) + at] = acc[i][j];
+#else
+            const ACC z = acc[i][j] + (bias ? (ACC)widen(bias[g * filters + m]) : (ACC)0);
+            y[at] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
+#endif
+        }
+    }
+}
+
+#if SPLIT
+extern "C" __global__ void __launch_bounds__(256)
+    conv_finish(const ACC* part, const T* bias, T* y, i64 size, int filters, int pixels, int splits, float alpha) {
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= size) return;
+    ACC z = 0;
+    for (int s = 0; s < splits; s++) z += part[s * size + i];
+    if (bias) z += (ACC)widen(bias[i / pixels % filters]);
+    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
+}
+#endif

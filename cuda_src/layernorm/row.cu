@@ -1,0 +1,83 @@
+// layernorm/row.cu: y = (s - mean) * rstd * scale + bias over rows of x[rows, length], s = x (+ residual).
+// Idea     : one kernel for LayerNormalization, RMSNormalization, Group- and InstanceNormalization
+//            and their residual forms: TEAM threads a row, the row in registers (ITEMS vectors a
+//            thread; 0: read again), two passes over it: mean, then the squares about the mean.
+// Inputs   : x, residual [rows, length] T aligned to VEC; scale, bias P: by element [length] (AFFINE 1)
+//            or by channel (AFFINE 2): index row % groups * channels + i / inner; VEC divides inner.
+// Outputs  : y [rows, length] T, and, where not null, sum = s T, mean and rstd [rows] M.
+// Macros   : T P M ACC VEC ITEMS TEAM BLOCK; RMS, RESIDUAL, AFFINE (0: neither scale nor bias).
+// Numerics : ACC throughout (s rounded to T first, as it is stored); population variance.
+// Bound    : HBM, each operand once.
+#include "reduce/team.cuh"
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, T* y, T* sum, M* mean_out,
+                  M* rstd_out, i64 rows, i64 length, i64 groups, i64 channels, i64 inner, float epsilon) {
+    __shared__ ACC scratch[TEAM > 32 ? TEAM / 32 : 1];
+    const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
+    const bool live = row < rows;
+    const int lane = threadIdx.x % TEAM, n = live ? (int)length : 0;
+    const i64 base = (live ? row : 0) * length;
+    constexpr int STEP = TEAM * VEC;
+#if ITEMS
+    Vec<T, VEC> kept[ITEMS];
+#define EACH(u, i) _Pragma("unroll") for (int u = 0, i = lane * VEC; u < ITEMS; u++, i += STEP) if (i < n)
+#define ROW(u, i) kept[u]
+#else
+#define EACH(u, i) for (int i = lane * VEC; i < n; i += STEP)
+#define ROW(u, i) load<VEC>((RESIDUAL ? sum : x) + base + i)
+#endif
+    ACC total = 0;
+    EACH(u, i) {
+        Vec<T, VEC> t = load<VEC>(x + base + i);
+#if RESIDUAL
+        const Vec<T, VEC> r = load<VEC>(residual + base + i);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) + (ACC)widen(r.at[j]));
+        if (sum) store<VEC>(sum + base + i, t);
+#endif
+#if ITEMS
+        kept[u] = t;
+#endif
+#pragma unroll
+        for (int j = 0; j < VEC; j++) total += RMS ? (ACC)widen(t.at[j]) * (ACC)widen(t.at[j]) : (ACC)widen(t.at[j]);
+    }
+    ACC mean = team_sum<TEAM>(total, scratch) / (ACC)length, variance = mean;
+    if (RMS) mean = 0;
+#if !RMS
+    ACC squares = 0;
+    EACH(u, i) {
+        const Vec<T, VEC> t = ROW(u, i);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) squares += ((ACC)widen(t.at[j]) - mean) * ((ACC)widen(t.at[j]) - mean);
+    }
+    variance = team_sum<TEAM>(squares, scratch) / (ACC)length;
+#endif
+    const ACC rstd = 1 / sqrt(variance + (ACC)epsilon);
+    if (live && lane == 0) {
+        if (mean_out) mean_out[row] = narrow<M>(mean);
+        if (rstd_out) rstd_out[row] = narrow<M>(rstd);
+    }
+    const i64 channel = row % groups * channels;
+    EACH(u, i) {
+        Vec<T, VEC> t = ROW(u, i);
+#if AFFINE == 1
+        const Vec<P, VEC> a = load<VEC>(scale + i), b = bias ? load<VEC>(bias + i) : Vec<P, VEC>();
+#elif AFFINE == 2
+        const i64 at = channel + i / (int)inner;
+        const ACC a = widen(scale[at]), b = widen(bias[at]);
+#endif
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            ACC v = ((ACC)widen(t.at[j]) - mean) * rstd;
+#if AFFINE == 1
+            v *= (ACC)widen(a.at[j]);
+            if (bias) v += (ACC)widen(b.at[j]);
+#elif AFFINE == 2
+            v = v * a + b;
+#endif
+            t.at[j] = narrow<T>(v);
+        }
+        store<VEC>(y + base + i, t);
+    }
+}

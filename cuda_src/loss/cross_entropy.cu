@@ -1,0 +1,68 @@
+// loss/cross_entropy.cu: -w[t] log p[t] per row of scores x[n, classes, inner] for targets t[n, inner].
+// Idea     : one read of the scores: a running (maximum, sum of exp) a thread, merged over TEAM threads
+//            (inner = 1), or a thread a row (inner > 1, neighbours contiguous). Row losses and weights
+//            go to `rows`; cross_entropy_total, one block, adds them up in a fixed order.
+// Inputs   : x [n, classes, inner] T scores (LOG_SOFTMAX 1) or log probabilities (0); target I; weight T
+//            [classes] or null; targets equal to `ignored` count nothing.
+// Outputs  : loss T [n, inner] (null where reduced); rows ACC2 pairs (loss, weight); log_prob T or null.
+// Macros   : T I ACC LOG_SOFTMAX VEC TEAM BLOCK; MEAN (total divides by the sum of weights).
+// Bound    : HBM, x once (twice with log_prob).
+#include "reduce/team.cuh"
+
+struct Pair { ACC loss, weight; };
+struct Sofar { ACC top, sum; };
+
+DEVICE Sofar merge(Sofar a, Sofar b) {
+    const ACC m = a.top > b.top || a.top != a.top ? a.top : b.top;
+    return {m, (a.sum == 0 ? a.sum : a.sum * exp(a.top - m)) + (b.sum == 0 ? b.sum : b.sum * exp(b.top - m))};
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    cross_entropy_row(const T* x, const I* target, const T* weight, T* loss, Pair* rows, T* log_prob,
+                      i64 count, i64 classes, i64 inner, i64 ignored) {
+    __shared__ Sofar scratch[TEAM > 32 ? TEAM / 32 : 1];
+    const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
+    const bool live = row < count;
+    const int lane = threadIdx.x % TEAM;
+    const i64 base = live ? row / inner * classes * inner + row % inner : 0;
+    ACC lse = 0;
+#if LOG_SOFTMAX
+    Sofar s = {-INFINITE, 0};
+    for (i64 c = lane * VEC; c < (live ? classes : 0); c += TEAM * VEC) {
+        const Vec<T, VEC> t = load<VEC>(x + base + c * inner);
+        ACC top = s.top;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
+        if (top > s.top) s.sum *= exp(s.top - top), s.top = top;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) s.sum += s.top == -INFINITE ? (ACC)0 : exp((ACC)widen(t.at[j]) - s.top);
+    }
+    s = team_merge<TEAM>(s, [](Sofar a, Sofar b) { return merge(a, b); }, scratch);
+    lse = s.top + log(s.sum);
+    if (log_prob)
+        for (i64 c = lane * VEC; c < (live ? classes : 0); c += TEAM * VEC) {
+            Vec<T, VEC> t = load<VEC>(x + base + c * inner);
+#pragma unroll
+            for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) - lse);
+            store<VEC>(log_prob + base + c * inner, t);
+        }
+#endif
+    if (!live || lane) return;
+    const i64 t = target[row];
+    Pair p = {0, 0};
+    if (t != ignored) {
+        p.weight = t < 0 || t >= classes ? 0 / (ACC)0 : weight ? (ACC)widen(weight[t]) : (ACC)1;
+        p.loss = t < 0 || t >= classes ? p.weight : (lse - (ACC)widen(x[base + t * inner])) * p.weight;
+    }
+    if (loss) loss[row] = narrow<T>(p.loss);
+    if (rows) rows[row] = p;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    cross_entropy_total(const Pair* rows, T* loss, i64 count) {
+    __shared__ Pair scratch[32];
+    Pair p = {0, 0};
+    for (i64 i = threadIdx.x; i < count; i += 1024) p.loss += rows[i].loss, p.weight += rows[i].weight;
+    p = team_merge<1024>(p, [](Pair a, Pair b) { return Pair{a.loss + b.loss, a.weight + b.weight}; }, scratch);
+    if (threadIdx.x == 0) *loss = narrow<T>(MEAN ? p.loss / p.weight : p.loss);
+}

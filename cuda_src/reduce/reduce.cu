@@ -1,0 +1,116 @@
+// reduce/reduce.cu: y[outer, inner] = reduce over r of x[outer, r, inner], one pass of a Reduce*.
+// Idea     : any set of axes is a sequence of such passes, innermost reduced axis first; a pass that
+//            would leave the chip idle is split into chunks of r and becomes two passes over States.
+//            reduce_row (inner = 1): TEAM threads a row, 16-byte loads. reduce_column: BX threads of
+//            VEC columns by BY rows.
+// Inputs   : x dense, aligned to VEC elements; T, or State where FROM_STATE (an earlier pass's).
+// Outputs  : y [outer, splits, inner] State where TO_STATE, else U; y2 the variance of Moments.
+// Macros   : T U ACC REDUCER FROM_STATE TO_STATE VEC; TEAM (power of two <= 1024), BLOCK; BX, BY.
+// Numerics : states in ACC; the order depends on the shape and the macros alone.
+// Bound    : HBM, bytes of x once.
+#include "reduce/reducers.cuh"
+
+typedef REDUCER<ACC> R;
+typedef R::State State;
+#if FROM_STATE
+typedef State In;
+DEVICE State add(State s, State x, i64) { return R::merge(s, x); }
+#else
+typedef T In;
+DEVICE State add(State s, T x, i64 at) { return R::take(s, (ACC)widen(x), at); }
+#endif
+#if TO_STATE
+typedef State Out;
+#else
+typedef U Out;
+#endif
+struct alignas(FROM_STATE ? alignof(In) : sizeof(In) * VEC < 16 ? sizeof(In) * VEC : 16) Pack { In at[VEC]; };
+DEVICE Pack fetch(const In* p) { return *(const Pack*)p; }
+
+DEVICE void emit(State s, i64 at, i64 count, Out* y, ACC* y2) {
+#if TO_STATE
+    y[at] = s;
+#else
+    y[at] = Round<U>::of(R::value(s, count));
+#ifdef SECOND
+    y2[at] = R::second(s, count);
+#endif
+#endif
+}
+
+#ifdef TEAM
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    reduce_row(const In* x, Out* y, ACC* y2, i64 rows, i64 length, i64 chunk, i64 splits, i64 count) {
+    const i64 task = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
+    const int lane = threadIdx.x % TEAM;
+    const bool live = task < rows * splits;
+    const i64 row = live ? task / splits : 0, first = live ? task % splits * chunk : 0;
+    const int n = live ? (int)min(chunk, length - first) : 0;
+    const In* p = x + row * length + first;
+    State s = R::identity();
+    constexpr int STEP = TEAM * VEC, UNROLL = 4;
+    int i = lane * VEC;
+    for (; i + (UNROLL - 1) * STEP < n; i += UNROLL * STEP) {
+        Pack v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + i + u * STEP);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+            for (int j = 0; j < VEC; j++) s = add(s, v[u].at[j], first + i + u * STEP + j);
+    }
+    for (; i < n; i += STEP) {
+        const Pack v = fetch(p + i);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) s = add(s, v.at[j], first + i + j);
+    }
+    __shared__ State scratch[TEAM > 32 ? TEAM / 32 : 1];
+    s = team_merge<TEAM>(s, [](State a, State b) { return R::merge(a, b); }, scratch);
+    if (live && lane == 0) emit(s, task, count, y, y2);
+}
+#endif
+
+#ifdef BX
+extern "C" __global__ void __launch_bounds__(BX* BY)
+    reduce_column(const In* x, Out* y, ACC* y2, i64 length, i64 inner, i64 chunk, i64 splits, i64 count) {
+    const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
+    const i64 tiles = (inner + BX * VEC - 1) / (BX * VEC), rest = blockIdx.x / tiles;
+    const i64 column = blockIdx.x % tiles * (BX * VEC) + tx * VEC;
+    const i64 first = rest % splits * chunk, last = min(first + chunk, length);
+    State s[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; j++) s[j] = R::identity();
+    if (column < inner) {
+        const In* p = x + rest / splits * length * inner + column;
+        constexpr int UNROLL = 4;
+        i64 r = first + ty;
+        for (; r + (UNROLL - 1) * BY < last; r += UNROLL * BY) {
+            Pack v[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + (r + u * BY) * inner);
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+                for (int j = 0; j < VEC; j++) s[j] = add(s[j], v[u].at[j], r + u * BY);
+        }
+        for (; r < last; r += BY) {
+            const Pack v = fetch(p + r * inner);
+#pragma unroll
+            for (int j = 0; j < VEC; j++) s[j] = add(s[j], v.at[j], r);
+        }
+    }
+    __shared__ State part[BY][BX * VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; j++) part[ty][tx * VEC + j] = s[j];
+    for (int step = BY / 2; step; step /= 2) {
+        __syncthreads();
+        if (ty < step)
+#pragma unroll
+            for (int j = 0; j < VEC; j++)
+                part[ty][tx * VEC + j] = R::merge(part[ty][tx * VEC + j], part[ty + step][tx * VEC + j]);
+    }
+    if (ty == 0 && column < inner)
+#pragma unroll
+        for (int j = 0; j < VEC; j++) emit(part[0][tx * VEC + j], rest * inner + column + j, count, y, y2);
+}
+#endif

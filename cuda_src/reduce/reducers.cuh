@@ -1,0 +1,129 @@
+// reducers.cuh: what a reduction keeps (State), how it takes one element, merges, and finishes.
+// Macros: T element, U result, ACC accumulator (fp32 for 16-bit floats), REDUCER one of the structs.
+#pragma once
+#include "reduce/team.cuh"
+
+template <class S> struct Limits;
+template <> struct Limits<float> {
+    static DEVICE float low() { return __int_as_float(0xff800000); }
+    static DEVICE float high() { return __int_as_float(0x7f800000); }
+};
+template <> struct Limits<double> {
+    static DEVICE double low() { return __longlong_as_double(0xfff0000000000000ull); }
+    static DEVICE double high() { return __longlong_as_double(0x7ff0000000000000ull); }
+};
+template <> struct Limits<int> {
+    static DEVICE int low() { return 0x80000000; }
+    static DEVICE int high() { return 0x7fffffff; }
+};
+template <> struct Limits<u32> {
+    static DEVICE u32 low() { return 0; }
+    static DEVICE u32 high() { return 0xffffffffu; }
+};
+template <> struct Limits<i64> {
+    static DEVICE i64 low() { return 0x8000000000000000ll; }
+    static DEVICE i64 high() { return 0x7fffffffffffffffll; }
+};
+template <> struct Limits<u64> {
+    static DEVICE u64 low() { return 0; }
+    static DEVICE u64 high() { return ~0ull; }
+};
+
+template <class To> struct Round {
+    template <class S> static DEVICE To of(S x) { return (To)x; }
+};
+template <> struct Round<bf16> {
+    template <class S> static DEVICE bf16 of(S x) { return from_float<bf16>((float)x); }
+};
+template <> struct Round<f16> {
+    template <class S> static DEVICE f16 of(S x) { return from_float<f16>((float)x); }
+};
+
+// ---- reducers ----
+template <class S> struct Single {  // one number is the whole state
+    typedef S State;
+    static DEVICE S merge(S a, S b) { return a + b; }
+    static DEVICE S identity() { return 0; }
+    static DEVICE S value(S s, i64) { return s; }
+};
+template <class S> struct Sum : Single<S> {
+    static DEVICE S take(S s, S x, i64) { return s + x; }
+};
+template <class S> struct Mean : Sum<S> {
+    static DEVICE S value(S s, i64 count) { return s / (S)count; }
+};
+template <class S> struct SumSquare : Single<S> {
+    static DEVICE S take(S s, S x, i64) { return s + x * x; }
+};
+template <class S> struct L1 : Single<S> {
+    static DEVICE S take(S s, S x, i64) { return s + (x < (S)0 ? (S)0 - x : x); }
+};
+template <class S> struct L2 : SumSquare<S> {
+    static DEVICE S value(S s, i64) { return sqrt(s); }
+};
+template <class S> struct LogSum : Sum<S> {
+    static DEVICE S value(S s, i64) { return log(s); }
+};
+template <class S> struct Prod {
+    typedef S State;
+    static DEVICE S identity() { return 1; }
+    static DEVICE S take(S s, S x, i64) { return s * x; }
+    static DEVICE S merge(S a, S b) { return a * b; }
+    static DEVICE S value(S s, i64) { return s; }
+};
+template <class S> struct Max {  // a NaN wins, as in numpy
+    typedef S State;
+    static DEVICE S identity() { return Limits<S>::low(); }
+    static DEVICE S take(S s, S x, i64) { return s >= x || s != s ? s : x; }
+    static DEVICE S merge(S a, S b) { return take(a, b, 0); }
+    static DEVICE S value(S s, i64) { return s; }
+};
+template <class S> struct Min : Max<S> {
+    static DEVICE S identity() { return Limits<S>::high(); }
+    static DEVICE S take(S s, S x, i64) { return s <= x || s != s ? s : x; }
+    static DEVICE S merge(S a, S b) { return take(a, b, 0); }
+};
+template <class S> struct LogSumExp {  // m = largest so far, s = sum of exp(x - m)
+    struct State { S m, s; };
+    static DEVICE State identity() { return {Limits<S>::low(), 0}; }
+    static DEVICE State take(State a, S x, i64) { return merge(a, {x, 1}); }
+    static DEVICE State merge(State a, State b) {
+        const S m = a.m > b.m || a.m != a.m ? a.m : b.m;
+        if (m == Limits<S>::low() || m == Limits<S>::high()) return {m, a.s + b.s};
+        return {m, a.s * exp(a.m - m) + b.s * exp(b.m - m)};
+    }
+    static DEVICE S value(State s, i64) { return s.m + log(s.s); }
+};
+template <class S, bool MAX, bool LAST> struct Arg {  // ties: the first index, or the last
+    struct State { S x; i64 at; };
+    static DEVICE State identity() { return {MAX ? Limits<S>::low() : Limits<S>::high(), -1}; }
+    static DEVICE State take(State s, S x, i64 at) { return merge(s, {x, at}); }
+    static DEVICE State merge(State a, State b) {
+        const bool earlier = (u64)a.at < (u64)b.at;  // -1, nothing yet, is the largest
+        if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;
+        if (a.x != a.x || b.x != b.x) return a.x != a.x && (earlier || b.x == b.x) ? a : b;
+        if (a.x == b.x) return earlier != LAST ? a : b;
+        return (a.x > b.x) == MAX ? a : b;
+    }
+    static DEVICE i64 value(State s, i64) { return s.at; }
+};
+template <class S> struct ArgMax : Arg<S, true, false> {};
+template <class S> struct ArgMin : Arg<S, false, false> {};
+template <class S> struct ArgMaxLast : Arg<S, true, true> {};
+template <class S> struct ArgMinLast : Arg<S, false, true> {};
+template <class S> struct Moments {  // Welford inside a thread, Chan's merge between threads
+    struct State { S n, mean, m2; };
+    static DEVICE State identity() { return {0, 0, 0}; }
+    static DEVICE State take(State s, S x, i64) {
+        const S n = s.n + 1, d = x - s.mean, mean = s.mean + d / n;
+        return {n, mean, s.m2 + d * (x - mean)};
+    }
+    static DEVICE State merge(State a, State b) {
+        const S n = a.n + b.n;
+        if (n == 0) return a;
+        const S d = b.mean - a.mean, f = b.n / n;
+        return {n, a.mean + d * f, a.m2 + b.m2 + d * d * a.n * f};
+    }
+    static DEVICE S value(State s, i64) { return s.mean; }
+    static DEVICE S second(State s, i64 count) { return s.m2 / (S)count; }
+};

@@ -1,0 +1,34 @@
+// team.cuh: a value agreed on by N neighbouring threads, merged in an order N alone decides.
+#pragma once
+#include "common.cuh"
+
+// Any struct of 4-byte words through a shuffle.
+template <class S> DEVICE S shuffle_xor(S s, int step) {
+    union { S s; u32 word[sizeof(S) / 4]; } a;
+    a.s = s;
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(S) / 4); i++) a.word[i] = __shfl_xor_sync(~0u, a.word[i], step);
+    return a.s;
+}
+// N is a power of two; above 32 it is the whole block, and `scratch` holds N / 32 values.
+template <int N, class S, class Merge> DEVICE S team_merge(S s, Merge merge, S* scratch) {
+#pragma unroll
+    for (int step = 1; step < (N < 32 ? N : 32); step *= 2) s = merge(s, shuffle_xor(s, step));
+    if (N <= 32) return s;
+    __syncthreads();  // scratch may still be read from the last merge
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = s;
+    __syncthreads();
+    s = scratch[0];
+    for (int w = 1; w < N / 32; w++) s = merge(s, scratch[w]);
+    return s;
+}
+template <int N, class S> DEVICE S team_sum(S s, S* scratch) {
+    return team_merge<N>(s, [](S a, S b) { return a + b; }, scratch);
+}
+template <int N, class S> DEVICE S team_max(S s, S* scratch) {
+    return team_merge<N>(s, [](S a, S b) { return a > b || a != a ? a : b; }, scratch);
+}
+
+#ifdef ACC
+#define INFINITE ((ACC)__int_as_float(0x7f800000))
+#endif

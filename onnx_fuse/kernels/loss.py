@@ -1,0 +1,60 @@
+"""SoftmaxCrossEntropyLoss and NegativeLogLikelihoodLoss."""
+
+from __future__ import annotations
+
+from math import prod
+
+import onnx_ir as ir
+
+from onnx_fuse.kernels.gemm import C_TYPES
+from onnx_fuse.kernels.reduce import FLOATS, accumulator, block_of, defines, team, vector
+from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.problem import Launch, Num, Ptr
+
+
+def cross_entropy(ctx: Context, node: ir.Node) -> str | None:
+    """-w[t] log p[t] by row; their sum, or their mean weighted by w; optionally log p itself."""
+    x, target = ctx.dense(node, 0), ctx.dense(node, 1)
+    if x.dtype not in FLOATS:
+        return f"no kernel for {x.dtype}"
+    classes, inner = x.shape[1], prod(x.shape[2:])
+    count = x.shape[0] * inner
+    kind = ctx.attr(node, "reduction", "mean")
+    loss = ctx.output(node, 0)
+    reads: dict[str, Tensor] = {"x": x, "target": target}
+    if ctx.has(node, 2):
+        reads["weight"] = ctx.dense(node, 2)
+    acc = accumulator(x.dtype)
+    rows = ctx.scratch("float64" if acc == "double" else "float32", (max(count, 1), 2))
+    writes = {"loss": loss} if kind == "none" else {"rows": rows}
+    if len(node.outputs) > 1 and ctx.wants(node, 1):
+        writes["log_prob"] = ctx.output(node, 1)
+    vec = vector(classes, x.dtype) if inner == 1 else 1
+    threads = team(count, classes, vec) if inner == 1 else 1
+    block = block_of(threads)
+    ignored = ctx.attr(node, "ignore_index")
+    macros = defines(
+        T=C_TYPES[x.dtype], I=C_TYPES[target.dtype], ACC=acc, VEC=vec, TEAM=threads, BLOCK=block,
+        LOG_SOFTMAX=node.op_type == "SoftmaxCrossEntropyLoss", MEAN=kind == "mean",
+    )  # fmt: skip
+    numbers = (count, classes, inner, -(2**62) if ignored is None else ignored)
+    names = ("x", "target", "weight", "loss", "rows", "log_prob")
+    if count:
+        launch = Launch(
+            "loss/cross_entropy.cu", "cross_entropy_row", (-(-count * threads // block), 1, 1),
+            (block, 1, 1), (*map(Ptr, names), *(Num("i64", n) for n in numbers)), macros,
+        )  # fmt: skip
+        ctx.call(node, launch, reads, writes)
+    if kind != "none":
+        total = Launch(
+            "loss/cross_entropy.cu", "cross_entropy_total", (1, 1, 1), (1024, 1, 1),
+            (Ptr("rows"), Ptr("loss"), Num("i64", count)), macros,
+        )  # fmt: skip
+        ctx.call(node, total, {"rows": rows}, {"loss": loss})
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "SoftmaxCrossEntropyLoss"): cross_entropy,
+    ("", "NegativeLogLikelihoodLoss"): cross_entropy,
+}

@@ -1,0 +1,204 @@
+"""Reductions over any axes: Reduce*, ArgMax, ArgMin, and what norms and losses need of them.
+
+A reduction is a list of passes (outer, length, inner), innermost reduced axes first; a pass too
+long for the blocks it has is split and merged by one more. How it is cut depends on the shape
+alone, never on the GPU: the bits are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from onnx_fuse.kernels.gemm import C_TYPES
+from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+REDUCERS = {
+    "ReduceSum": "Sum", "ReduceMean": "Mean", "ReduceSumSquare": "SumSquare", "ReduceL1": "L1",
+    "ReduceL2": "L2", "ReduceLogSum": "LogSum", "ReduceLogSumExp": "LogSumExp",
+    "ReduceProd": "Prod", "ReduceMax": "Max", "ReduceMin": "Min",
+}  # fmt: skip
+_STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
+_BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
+BLOCK = 256
+
+
+def accumulator(dtype: str, reducer: str = "Sum") -> str:
+    """C type of sums over `dtype`."""
+    if dtype in FLOATS:
+        return "double" if dtype == "float64" else "float"
+    if reducer in ("L2", "LogSum", "LogSumExp"):
+        return "double"
+    return C_TYPES[dtype] if dtype in ("int64", "uint64", "uint32") else "int"
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def defines(**macros: object) -> tuple[tuple[str, str], ...]:
+    """-D macros in a fixed order; False becomes 0."""
+    return tuple(sorted((k, str(int(v) if isinstance(v, bool) else v)) for k, v in macros.items()))
+
+
+def vector(length: int, dtype: str, most: int = 16) -> int:
+    """Elements of `dtype` an access may take where every row of `length` starts aligned."""
+    width = max(1, most // ITEMSIZE[dtype])
+    while length % width:
+        width //= 2
+    return width
+
+
+def team(rows: int, length: int, vec: int) -> int:
+    """Threads a row, a power of two: at most a warp up to 8 vectors each, more where rows are few."""
+    vectors = -(-length // vec)
+    if vectors <= 256:
+        return pow2(vectors) if vectors <= 32 else 32 if rows >= 1024 else min(256, pow2(vectors))
+    return min(1024, pow2(-(-vectors // 4)))
+
+
+def block_of(threads: int) -> int:
+    """Threads a block for teams of `threads`: several teams of a warp or less, or one larger."""
+    return BLOCK if threads <= 32 else threads
+
+
+def passes(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(outer, length, inner) of each pass, innermost reduced axes first."""
+    groups: list[list[int]] = []  # [size, whether reduced], neighbours of a kind merged
+    for axis, size in enumerate(shape):
+        kind = int(axis in axes)
+        if size == 1:
+            continue
+        if groups and groups[-1][1] == kind:
+            groups[-1][0] *= size
+        else:
+            groups.append([size, kind])
+    found = []
+    while any(kind for _, kind in groups):
+        at = max(i for i, (_, kind) in enumerate(groups) if kind)
+        sizes = [size for size, _ in groups]
+        found.append((prod(sizes[:at]), sizes[at], prod(sizes[at + 1 :])))
+        groups.pop(at)
+    return found or [(prod(shape), 1, 1)]
+
+
+def pieces(outer: int, length: int, inner: int, vec: int) -> int:
+    """Elements of `length` that one block (or team) reduces; `length` if the pass is not split."""
+    if inner == 1:
+        least, blocks = BLOCK * vec * 4, outer
+    else:
+        least, blocks = 32, outer * -(-inner // (min(32, pow2(-(-inner // vec))) * vec))
+    splits = min(length // least, -(-_BLOCKS // max(1, blocks)))
+    return length if splits < 2 else -(-(-(-length // splits)) // vec) * vec
+
+
+def reduction(
+    ctx: Context,
+    node: ir.Node,
+    x: Tensor,
+    y: Tensor,
+    reducer: str,
+    axes: Sequence[int],
+    second: Tensor | None = None,
+    shape: Sequence[int] | None = None,
+) -> None:
+    """Emit y = reducer over `axes` of dense x seen as `shape`; `second`: the variance (Moments)."""
+    shape = x.shape if shape is None else shape
+    acc = accumulator(x.dtype, reducer)
+    count = prod(shape[a] for a in axes)
+    words = 8 if acc in ("double", "i64", "u64") else 4
+    state = (8 + max(words, 8)) if reducer.startswith("Arg") else words * _STATES.get(reducer, 1)
+    todo = passes(shape, axes)
+    source, from_state = x, False
+    while todo:
+        outer, length, inner = todo.pop(0)
+        vec = 1 if from_state else vector(length if inner == 1 else inner, x.dtype)
+        chunk = pieces(outer, length, inner, vec)
+        splits = -(-length // chunk) if chunk else 1
+        if splits > 1:
+            todo.insert(0, (outer, splits, inner))
+        to_state = bool(todo)
+        target = ctx.scratch("uint8", (outer * splits * inner * state,)) if to_state else y
+        macros: dict[str, object] = {
+            "T": C_TYPES[x.dtype], "U": C_TYPES[y.dtype], "ACC": acc, "REDUCER": reducer,
+            "FROM_STATE": from_state, "TO_STATE": to_state, "VEC": vec,
+        }  # fmt: skip
+        if second is not None and not to_state:
+            macros["SECOND"] = 1
+        numbers = [Num("i64", n) for n in (length, inner, chunk, splits, count)]
+        if inner == 1:
+            threads = team(outer * splits, chunk, vec)
+            block = block_of(threads)
+            macros |= {"TEAM": threads, "BLOCK": block}
+            grid = -(-outer * splits * threads // block)
+            numbers[1:2] = []
+            numbers.insert(0, Num("i64", outer))
+        else:
+            bx = min(32, pow2(-(-inner // vec)))
+            block = BLOCK
+            macros |= {"BX": bx, "BY": block // bx}
+            grid = -(-inner // (bx * vec)) * splits * outer
+        launch = Launch(
+            "reduce/reduce.cu",
+            "reduce_row" if inner == 1 else "reduce_column",
+            (grid, 1, 1),
+            (block, 1, 1),
+            (Ptr("x"), Ptr("y"), Ptr("y2"), *numbers),
+            defines(**macros),
+        )
+        writes = {"y": target}
+        if second is not None and not to_state:
+            writes["y2"] = second
+        ctx.call(node, launch, {"x": source}, writes)
+        source, from_state = target, True
+
+
+def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | str:
+    if not ctx.has(node, 1):
+        listed = ctx.attr(node, "axes")
+    elif (given := ctx.host(node, 1)) is None:
+        return "its axes are not known before it runs"
+    else:
+        listed = [int(a) for a in given.reshape(-1)]
+    if not listed:
+        return [] if ctx.attr(node, "noop_with_empty_axes", 0) else list(range(rank))
+    return sorted({int(a) % rank for a in listed})
+
+
+def reduce(ctx: Context, node: ir.Node) -> str | None:
+    """ReduceSum, ReduceMean, ... over the axes of input 1 (all where there is none)."""
+    x = ctx.dense(node, 0)
+    axes = _axes(ctx, node, len(x.shape))
+    if isinstance(axes, str):
+        return axes
+    reducer = REDUCERS[node.op_type]
+    if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
+        ctx.alias(node, 0, x)
+        return None
+    y = ctx.output(node, 0)
+    if y.size:
+        reduction(ctx, node, x, y, reducer, axes)
+    return None
+
+
+def arg(ctx: Context, node: ir.Node) -> str | None:
+    """ArgMax, ArgMin along one axis: the first index of the extreme, or the last."""
+    x = ctx.dense(node, 0)
+    y = ctx.output(node, 0)
+    last = "Last" if ctx.attr(node, "select_last_index", 0) else ""
+    if y.size:
+        axis = ctx.attr(node, "axis", 0) % len(x.shape)
+        reduction(ctx, node, x, y, node.op_type + last, [axis])
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    **{("", name): reduce for name in REDUCERS},
+    ("", "ArgMax"): arg,
+    ("", "ArgMin"): arg,
+}

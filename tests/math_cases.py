@@ -1,0 +1,317 @@
+"""Cases of the reduction, normalization, softmax, convolution, pool, scan, loss and attention kernels.
+
+One row a case: operator, shapes, what it exercises. Truth is the onnx reference evaluator in float64
+on the same rounded inputs (`oracle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+import onnx_fuse.ops.fused.norm
+import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
+from onnx_fuse import ir
+from onnx_fuse.ir import FUSE
+from onnx_fuse.llir import Program
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import CHIPS, Hardware
+
+H200 = CHIPS["H200"]
+F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
+# Largest |y - truth| as a part of the largest |truth| of the tensor: half an ulp of the type, and
+# what sums in float32 add.
+TOLERANCE = {F64: 1e-11, F32: 4e-6, F16: 1e-3, BF16: 8e-3}
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == BF16 else np.dtype(name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One node: inputs are shapes (random values), arrays, or None (absent)."""
+
+    op: str
+    inputs: tuple[Any, ...]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+    dtype: str = F32
+    domain: str = ""
+    note: str = ""
+    offset: float = 0.0
+    opset: int = 22
+
+    @property
+    def name(self) -> str:
+        shapes = "_".join("x".join(map(str, s)) for s in self.inputs if isinstance(s, tuple))
+        return f"{self.op}-{self.dtype}-{shapes}" + (f"-{self.note}" if self.note else "")
+
+    def arrays(self) -> list[np.ndarray | None]:
+        """The inputs, the same ones every time."""
+        rng = np.random.default_rng(len(self.name))
+        made: list[np.ndarray | None] = []
+        for spec in self.inputs:
+            if isinstance(spec, tuple):
+                kind = dtype_of(self.dtype)
+                if kind.kind in "iu":
+                    made.append(rng.integers(0 if kind.kind == "u" else -9, 10, spec).astype(kind))
+                elif kind.kind == "b":
+                    made.append(rng.random(spec) < 0.5)
+                else:
+                    made.append((rng.standard_normal(spec) + self.offset).astype(kind))
+            else:
+                made.append(spec)
+        return made
+
+    def model(self, arrays: Sequence[np.ndarray | None], wide: bool = False) -> onnx.ModelProto:
+        """The node alone; `wide`: floats as float64. int64 vectors of parameters are constants."""
+        names = [f"x{i}" if a is not None else "" for i, a in enumerate(arrays)]
+        outs = [f"y{i}" for i in range(self.outputs)]
+        # the statistics of truth are in float64 as well
+        stash = {"stash_type": 11} if wide and "RMS" in self.op else {}
+        node = helper.make_node(self.op, names, outs, domain=self.domain, **self.attrs, **stash)
+        inputs, constants = [], []
+        for i, (spec, a) in enumerate(zip(self.inputs, arrays, strict=True)):
+            if a is None:
+                continue
+            if isinstance(spec, np.ndarray) and spec.ndim <= 1 and self.op not in _LABELLED:
+                constants.append(onnx.numpy_helper.from_array(a, names[i]))
+                continue
+            a = widen(a) if wide else a
+            kind = helper.np_dtype_to_tensor_dtype(a.dtype)
+            inputs.append(helper.make_tensor_value_info(names[i], kind, a.shape))
+        graph = helper.make_graph(
+            [node], "case", inputs, [onnx.ValueInfoProto(name=o) for o in outs], constants
+        )
+        opsets = [helper.make_opsetid("", self.opset)]
+        if self.domain:
+            opsets.append(helper.make_opsetid(FUSE, 1))
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+    def program(self, hw: Hardware = H200) -> Program:
+        """The case lowered: no GPU is needed."""
+        arrays = self.arrays()
+        proto = self.model(arrays)
+        model = ir.ir.serde.deserialize_model(proto)
+        shapes = {
+            v.name or "": (arrays[int((v.name or "x0")[1:])].shape, kind_of(arrays, v.name))
+            for v in model.graph.inputs
+        }
+        return lower(model, shapes, hw)
+
+    def oracle(self) -> list[np.ndarray]:
+        """The outputs in float64."""
+        arrays = self.arrays()
+        proto = self.model(arrays, wide=True)
+        if self.domain:
+            model = ir.inline(ir.ir.serde.deserialize_model(proto))
+            proto = ir.ir.serde.serialize_model(model)
+        feeds = {
+            f"x{i}": widen(a) for i, a in enumerate(arrays)
+            if a is not None and f"x{i}" in {v.name for v in proto.graph.input}
+        }  # fmt: skip
+        if (self.op, self.attrs.get("group", 1) > 1 or self.dtype == "int8") in _REFERENCE_FAILS:
+            return _onnxruntime(self.model(arrays), arrays)
+        with np.errstate(all="ignore"):
+            return [np.asarray(y) for y in ReferenceEvaluator(proto).run(None, feeds)]
+
+
+# onnx 1.23's reference evaluator raises on these
+_REFERENCE_FAILS = {("ConvTranspose", True), ("MaxPool", True)}
+
+
+def _onnxruntime(proto: onnx.ModelProto, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return list(session.run(None, {v.name: arrays[int(v.name[1:])] for v in session.get_inputs()}))
+
+
+_LABELLED = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+
+
+def kind_of(arrays: Sequence[np.ndarray | None], name: str | None) -> str:
+    array = arrays[int((name or "x0")[1:])]
+    assert array is not None
+    return array.dtype.name
+
+
+def widen(a: np.ndarray) -> np.ndarray:
+    """Floats as float64."""
+    return a.astype(np.float64) if a.dtype.kind == "f" or a.dtype.name == BF16 else a
+
+
+def i64(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def _reductions() -> Iterator[Case]:
+    every = ("Sum", "Mean", "SumSquare", "L1", "L2", "LogSumExp", "Prod", "Max", "Min")
+    for name in every:
+        yield Case(f"Reduce{name}", ((5, 33), i64(1)), note="short rows")
+        yield Case(f"Reduce{name}", ((3, 7, 40), i64(1)), note="columns")
+    yield Case("ReduceLogSum", (np.abs(np.random.default_rng(0).standard_normal((9, 8, 7)))
+                                .astype(np.float32), i64(0, 2)))  # fmt: skip
+    for dtype in (F32, F16, BF16, F64):
+        yield Case("ReduceMean", ((64, 768), i64(-1)), dtype=dtype, offset=3.0)
+        yield Case("ReduceSum", ((1000, 96), i64(0)), dtype=dtype, note="split columns")
+        yield Case("ReduceSum", ((2, 300001), i64(1)), dtype=dtype, note="split rows, odd")
+        yield Case("ReduceMax", ((6, 5, 64, 3), i64(0, 2)), dtype=dtype, note="alternating axes")
+    yield Case("ReduceSum", ((40000, 1), None), {"keepdims": 0}, note="all")
+    yield Case("ReduceSum", ((2, 8192), i64(1)), note="one pass in 16-byte loads")
+    yield Case("ReduceMean", ((4, 6, 5, 7), i64(1, 3)), {"keepdims": 0})
+    yield Case("ReduceL2", ((4, 6), i64()), {"noop_with_empty_axes": 1}, note="elementwise")
+    yield Case("ReduceSum", ((2, 0, 4), i64(1)), note="empty")
+    yield Case("ReduceSum", ((3, 1, 4), i64(1)), note="size 1")
+    for dtype in ("int32", "int64", "uint64", "uint32"):
+        yield Case("ReduceSum", ((5, 70), i64(1)), dtype=dtype)
+        yield Case("ReduceMax", ((5, 70), i64(0)), dtype=dtype)
+    for dtype in ("int8", "uint8", "bool"):
+        yield Case("ReduceMin", ((5, 64), i64(1)), dtype=dtype)
+    ties = np.array([[1, 3, 3, 0], [2, 2, 2, 2], [-1, -5, -1, -5]], np.float32)
+    for op in ("ArgMax", "ArgMin"):
+        for last in (0, 1):
+            yield Case(op, (ties,), {"axis": 1, "select_last_index": last}, note=f"ties {last}")
+        yield Case(op, ((3, 100, 5),), {"axis": 1, "keepdims": 0})
+        yield Case(op, ((2, 100000),), {"axis": 1}, note="split")
+        yield Case(op, ((70, 9),), {"axis": 0}, dtype="int32")
+
+
+def _softmaxes() -> Iterator[Case]:
+    for op in ("Softmax", "LogSoftmax"):
+        for dtype in (F32, F16, BF16, F64):
+            yield Case(op, ((37, 129),), dtype=dtype)
+            yield Case(op, ((4, 1024),), dtype=dtype)
+        yield Case(op, ((3, 50257),), note="row read again")
+        yield Case(op, ((3, 40, 33),), {"axis": 1}, note="columns")
+        yield Case(op, ((2, 300, 3),), {"axis": 1}, note="narrow")
+        yield Case(op, ((8, 5),), {"axis": 0})
+        yield Case(op, ((2000, 8),), note="sub-warp rows", offset=80.0)
+    masked = np.where(np.tri(6, 70, dtype=bool), 1.5, -np.inf).astype(np.float32)
+    yield Case("Softmax", (masked,), note="-inf entries")
+
+
+def _norms() -> Iterator[Case]:
+    for dtype in (F32, F16, BF16, F64):
+        for k in (33, 768, 4096):
+            yield Case("LayerNormalization", ((9, k), (k,), (k,)), {"axis": -1}, 3, dtype)
+            yield Case("RMSNormalization", ((9, k), (k,)), {}, 1, dtype, FUSE)
+    yield Case(
+        "LayerNormalization", ((5, 768), (768,), (768,)), offset=100.0, note="|mean|/std 100"
+    )
+    yield Case("LayerNormalization", ((2, 50000), (50000,), (50000,)), note="row read again")
+    yield Case("LayerNormalization", ((4, 6, 5, 8), (5, 8), (5, 8)), {"axis": 2}, 3)
+    yield Case("LayerNormalization", ((4, 64), (64,)), note="no bias")
+    yield Case("LayerNormalization", ((2000, 32), (32,), (32,)), note="sub-warp rows")
+    for dtype in (F32, BF16):
+        yield Case("SkipLayerNorm", ((7, 768), (7, 768), (768,), (768,)), {}, 2, dtype, FUSE)
+        yield Case("SkipRMSNorm", ((7, 100), (7, 100), (100,)), {}, 2, dtype, FUSE)
+    yield Case("SkipLayerNorm_mean_rstd", ((7, 64), (7, 64), (64,), (64,)), {}, 4, F32, FUSE)
+    for dtype in (F32, F16):
+        yield Case("GroupNormalization", ((2, 12, 5, 7), (12,), (12,)), {"num_groups": 3}, 1, dtype)
+        yield Case("InstanceNormalization", ((2, 6, 8, 8), (6,), (6,)), {}, 1, dtype)
+    yield Case("GroupNormalization", ((1, 4, 96, 96), (4,), (4,)), {"num_groups": 2}, note="long")
+    variance = np.linspace(0.5, 2, 6, dtype=np.float32)
+    for shape in ((3, 6, 4, 5), (9, 6)):
+        stats = (shape, (6,), (6,), np.linspace(-1, 1, 6, dtype=np.float32), variance)
+        yield Case("BatchNormalization", stats)
+        yield Case(
+            "BatchNormalization", stats, {"training_mode": 1}, 3, note="training", offset=5.0
+        )
+
+
+def _windows() -> Iterator[Case]:
+    for dtype in (F32, F16, BF16, F64):
+        yield Case("Conv", ((2, 3, 11, 12), (5, 3, 3, 3), (5,)), {"pads": [1, 1, 1, 1]}, 1, dtype)
+    yield Case("Conv", ((2, 8, 10), (6, 8, 3)), {"strides": [2]}, note="1-D")
+    yield Case("Conv", ((1, 2, 5, 6, 7), (8, 2, 2, 3, 2)), {"dilations": [1, 2, 2]}, note="3-D")
+    yield Case("Conv", ((2, 8, 9, 9), (8, 1, 3, 3), (8,)), {"group": 8}, note="depthwise")
+    yield Case("Conv", ((2, 32, 9, 9), (64, 16, 3, 3)), {"group": 2, "pads": [1, 0, 2, 1]})
+    yield Case("Conv", ((4, 70, 33, 34), (130, 70, 3, 3), (130,)), {"strides": [2, 2]})
+    yield Case("Conv", ((8, 64, 64, 64), (200, 64, 1, 1)), note="128 tiles")
+    yield Case("Conv", ((1, 512, 7, 7), (65, 512, 3, 3)), {"pads": [1, 1, 1, 1]}, note="split")
+    yield Case(
+        "Conv", ((6, 4, 20, 20), (9, 4, 18, 18)), {"pads": [1, 1, 1, 1]}, note="weight gradient"
+    )
+    for auto in ("SAME_UPPER", "SAME_LOWER", "VALID"):
+        attrs = {"auto_pad": auto, "strides": [2, 2]}
+        yield Case("Conv", ((1, 3, 9, 10), (6, 3, 4, 3)), attrs, note=auto)
+        yield Case("ConvTranspose", ((1, 3, 5, 4), (3, 6, 4, 3)), attrs, note=auto)
+    for dtype in (F32, BF16):
+        attrs = {"strides": [2, 3], "pads": [1, 0, 1, 2], "output_padding": [1, 1]}
+        yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 10, 3, 4), (10,)), attrs, 1, dtype)
+    yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 5, 3, 3)), {"group": 2, "dilations": [2, 1]})
+    yield Case("ConvTranspose", ((2, 6, 9), (6, 70, 3)), {"strides": [2]}, note="1-D")
+    for op, attrs in (
+        ("MaxPool", {}), ("MaxPool", {"dilations": [2, 1]}), ("AveragePool", {}),
+        ("AveragePool", {"count_include_pad": 1}), ("LpPool", {"p": 3}),
+    ):  # fmt: skip
+        attrs = {"kernel_shape": [3, 2], "strides": [2, 2], "pads": [1, 1, 1, 0], **attrs}
+        yield Case(op, ((2, 3, 10, 11),), attrs, 2 if op == "MaxPool" else 1)
+        yield Case(op, ((2, 3, 10, 11),), {**attrs, "ceil_mode": 1}, note="ceil")
+    yield Case("MaxPool", ((2, 3, 9),), {"kernel_shape": [2]}, 1, F16, note="1-D")
+    yield Case("MaxPool", ((1, 2, 5, 5, 5),), {"kernel_shape": [2, 2, 2]}, note="3-D")
+    yield Case("MaxPool", ((1, 2, 6, 6),), {"kernel_shape": [2, 2]}, 1, "int8")
+    for op in ("GlobalAveragePool", "GlobalMaxPool"):
+        yield Case(op, ((2, 3, 10, 11),))
+    yield Case("LRN", ((2, 9, 4, 5),), {"size": 3, "alpha": 0.5})
+    yield Case("LRN", ((2, 9, 4, 5),), {"size": 4, "alpha": 0.5, "beta": 0.5, "bias": 2.0})
+    none = np.array([], np.float32)
+    up, down = np.array([1, 1, 2, 1.5], np.float32), np.array([1, 1, 0.6, 0.5], np.float32)
+    for mode in ("nearest", "linear", "cubic"):
+        for scales in (up, down):
+            for how in ("half_pixel", "asymmetric", "align_corners"):
+                attrs = {"mode": mode, "coordinate_transformation_mode": how}
+                yield Case("Resize", ((1, 2, 6, 8), none, scales), attrs, note=f"{mode} {how}")
+        if mode != "nearest":
+            attrs = {"mode": mode, "antialias": 1}
+            yield Case("Resize", ((1, 2, 12, 10), none, down), attrs, note=f"{mode} antialias")
+    yield Case(
+        "Resize", ((1, 1, 4, 4), none, none, i64(1, 1, 3, 7)), {"mode": "linear"}, note="sizes"
+    )
+
+
+def _scans() -> Iterator[Case]:
+    axis = np.array(1, np.int64)
+    for attrs in ({}, {"exclusive": 1}, {"reverse": 1}, {"exclusive": 1, "reverse": 1}):
+        yield Case("CumSum", ((3, 2500), axis), attrs, 1, F64, note=str(attrs))
+        yield Case("CumSum", ((3, 50, 6), axis), attrs, note=str(attrs))
+        yield Case("CumSum", ((3, 70), axis), attrs, 1, "int64", note=str(attrs))
+    for largest in (0, 1):
+        for shape, k, axis in (
+            ((4, 9), 3, 1),
+            ((3, 300, 2), 40, 1),
+            ((2, 20000), 100, 1),
+            ((5, 3000), 3000, 1),
+        ):
+            yield Case("TopK", (shape, i64(k)), {"axis": axis, "largest": largest}, 2, note=f"k{k}")
+    yield Case("TopK", ((3, 50), i64(50)), {}, 2, "int64", note="ties")
+    yield Case("TopK", ((3, 50), i64(7)), {}, 2, F16)
+
+
+def _losses() -> Iterator[Case]:
+    rng = np.random.default_rng(1)
+    for kind in ("none", "sum", "mean"):
+        rows, planes = rng.integers(0, 9, 6), rng.integers(0, 9, (3, 4, 5))
+        yield Case("SoftmaxCrossEntropyLoss", ((6, 9), rows), {"reduction": kind})
+        attrs = {"reduction": kind, "ignore_index": 2}
+        yield Case("SoftmaxCrossEntropyLoss", ((3, 9, 4, 5), planes, (9,)), attrs, 2)
+        yield Case("NegativeLogLikelihoodLoss", ((3, 9, 4, 5), planes, (9,)), attrs)
+    big = rng.integers(0, 50257, 40)
+    yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 2, note="vocabulary")
+    yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 1, BF16, note="vocabulary")
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*_reductions(), *_softmaxes(), *_norms(), *_windows(), *_scans(), *_losses()]
