@@ -88,7 +88,7 @@ def optimize(
 
     rw = Rewriter(model, training=training)
     report = Report(before=op_counts(model))
-    canonicalize(model, training=training)
+    rw.notes += canonicalize(model, training=training)
     infer_shapes(model)
     if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(model)):
         rw.fusions[FOLD_BATCH_NORM] = folded

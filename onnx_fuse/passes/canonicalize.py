@@ -6,7 +6,6 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.errors import ModelError
 from onnx_fuse.ir import MAKES_SEQUENCES, const_array, infer_shapes, quiet
 from onnx_fuse.ops.rewrite import attribute, is_float, rank, scalar, users
 
@@ -24,8 +23,11 @@ def clean(model: ir.Model) -> None:
         common_passes.CommonSubexpressionEliminationPass()(model)
 
 
-def canonicalize(model: ir.Model, *, training: bool) -> None:
-    """Fold constants and drop no-ops. With `training`, no float weight is folded into another."""
+def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
+    """Fold constants and drop no-ops; returns remarks for the report.
+
+    With `training`, no float weight is folded into another.
+    """
     from onnxscript.optimizer import fold_constants
     from onnxscript.rewriter import RewriteRuleSet
     from onnxscript.rewriter.rules import common as rules
@@ -48,6 +50,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
             return int(shape.prod()) <= _SMALL
         return None
 
+    notes: list[str] = []
     limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
     for _ in range(2):  # shapes known after the first round make more of them constants
         infer_shapes(model)
@@ -55,7 +58,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
             with quiet("onnxscript"):  # it logs what it leaves alone
                 fold_constants(model, **limits, should_fold=should_fold)
         except RuntimeError as error:
-            raise ModelError(f"{error}: its constant inputs do not fit it") from error
+            notes.append(f"{error}: it and what follows it stay as they are")
         _lift_constants(model)
     _drop_identities(model)
     RewriteRuleSet(
@@ -68,6 +71,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> None:
     ).apply_to_model(model)
     _drop_no_ops(model)
     clean(model)
+    return notes
 
 
 def _drop_identities(model: ir.Model) -> None:
