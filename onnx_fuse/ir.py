@@ -200,7 +200,9 @@ def _map_external(model: ir.Model, folder: Path) -> None:
 def _mapped(tensor: Any) -> Any:
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor
-    return ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+    mapped = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+    mapped.meta["external"] = tensor.location  # what saves the same model again may want to know
+    return mapped
 
 
 def _check_graph(model: ir.Model) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import const_array
+from onnx_fuse.ir import FUSE, const_array
 from onnx_fuse.ops.derive import Values, given, no_grad, to_like
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 
 def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -41,3 +41,60 @@ no_grad(
     *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
     *("Bernoulli", "Multinomial"),
 )
+
+
+def _mix(x: str, y: str) -> str:
+    """SplitMix64's finisher: y scatters the bits of x; needs the constants of `_DROPOUT_SCALE`."""
+    lines = []
+    for i, (shift, factor) in enumerate([("n30", "f1"), ("n27", "f2")]):
+        lines += [
+            f'{x}s{i} = BitShift <direction = "RIGHT"> ({x if not i else f"{x}m0"}, {shift})',
+            f"{x}x{i} = BitwiseXor ({x if not i else f'{x}m0'}, {x}s{i})",
+            f"{x}m{i} = Mul ({x}x{i}, {factor})",
+        ]
+    last = f'{x}s2 = BitShift <direction = "RIGHT"> ({x}m1, n31)'
+    return "\n".join([*lines, last, f"{y} = BitwiseXor ({x}m1, {x}s2)"])
+
+
+def _uint64(**constants: int) -> str:
+    # The text format has no literals from 2^63 on: they come as the int64 of the same bits.
+    wrapped = {k: v - (1 << 64) if v >> 63 else v for k, v in constants.items()}
+    return "\n".join(
+        f"{k}_i = Constant <value = int64 {{{v}}}> ()\n{k} = Cast <to = 13> ({k}_i)"
+        for k, v in wrapped.items()
+    )
+
+
+# scale[i] = 1 / (1 - ratio) where u[i] >= ratio, else 0; u = top 24 bits of a hash of (rng, stream,
+# i): the same on every device, and a function of the step alone, so that a resumed run draws alike.
+_DROPOUT_SCALE = f"""DropoutScale <stream: int = 0> (shape, ratio, rng) => (scale) {{
+    {_uint64(f1=0xBF58476D1CE4E5B9, f2=0x94D049BB133111EB, golden=0x9E3779B97F4A7C15)}
+    {_uint64(n30=30, n27=27, n31=31, n40=40)}
+    stream_i = Constant <value_int: int = @stream> ()
+    stream_u = Cast <to = 13> (stream_i)
+    step = Cast <to = 13> (rng)
+    spread = Mul (step, golden)
+    key = Add (spread, stream_u)
+    {_mix("key", "start")}
+    zero = Constant <value = int64 {{0}}> ()
+    one = Constant <value = int64 {{1}}> ()
+    size = ReduceProd <keepdims = 0> (shape)
+    index_i = Range (zero, size, one)
+    index = Cast <to = 13> (index_i)
+    stride = Mul (index, golden)
+    counter = Add (stride, start)
+    {_mix("counter", "bits")}
+    top = BitShift <direction = "RIGHT"> (bits, n40)
+    number = Cast <to = 1> (top)
+    unit = Constant <value = float {{5.9604644775390625e-08}}> ()
+    u = Mul (number, unit)
+    ratio_f = Cast <to = 1> (ratio)
+    keep = GreaterOrEqual (u, ratio_f)
+    one_f = Constant <value = float {{1.0}}> ()
+    none = Constant <value = float {{0.0}}> ()
+    left = Sub (one_f, ratio_f)
+    gain = Div (one_f, left)
+    flat = Where (keep, gain, none)
+    scale = Reshape (flat, shape)
+}}"""
+register(OpDef("DropoutScale", FUSE, _DROPOUT_SCALE, grad=NoGrad("its result is drawn at random")))

@@ -21,7 +21,7 @@ from onnx_fuse.errors import ModelError, OnnxFuseError
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
-_FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
+FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
 
 def session(
@@ -39,7 +39,7 @@ def session(
 
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = _FATAL
+        options.log_severity_level = FATAL
     if as_written:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     providers = ["CPUExecutionProvider"]
@@ -59,7 +59,7 @@ def run(session: Any, feeds: Mapping[str, Array], names: Sequence[str] | None = 
     import onnxruntime as ort
 
     options = ort.RunOptions()
-    options.log_severity_level = _FATAL
+    options.log_severity_level = FATAL
     return list(session.run(None if names is None else list(names), dict(feeds), options))
 
 
