@@ -313,7 +313,15 @@ def copy_onto(
         outputs = copied if isinstance(copied, tuple) else (copied,)
         for before, after in zip(view.outputs, outputs, strict=True):
             moved[before] = new = typed(after, new, before.shape)
+            move_shape_readers(before, new)
     return moved[views[-1].outputs[0]] if views else new
+
+
+def move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
+    """Shape nodes that read `old` read `new`, of the same shape, so that `old` may die."""
+    for reader in users(old) if old is not None else ():
+        if reader.op_type == "Shape":
+            reader.replace_input_with(0, new)
 
 
 def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]:

@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.ir import MAKES_SEQUENCES, const_array, infer_shapes, quiet
-from onnx_fuse.ops.rewrite import attribute, is_float, rank, scalar, users
+from onnx_fuse.ir import MAKES_SEQUENCES, Builder, const_array, infer_shapes, quiet
+from onnx_fuse.ops.rewrite import attribute, dim, is_float, made_by, rank, scalar, users
 
 FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
 
@@ -54,6 +54,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
     for _ in range(2):  # shapes known after the first round make more of them constants
         infer_shapes(model)
+        _fold_known_dims(model)
         try:
             with quiet("onnxscript"):  # it logs what it leaves alone
                 fold_constants(model, **limits, should_fold=should_fold)
@@ -72,6 +73,23 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     _drop_no_ops(model)
     clean(model)
     return notes
+
+
+def _fold_known_dims(model: ir.Model) -> None:
+    """Gather(Shape(x), i) is a constant where that dimension is, whatever the others are."""
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        shape = made_by(node.inputs[0], "Shape") if node.op_type == "Gather" else None
+        index = const_array(node.inputs[1]) if shape is not None else None
+        if shape is None or index is None or attribute(shape, "start", 0) != 0:
+            continue
+        dims = [dim(shape.inputs[0], int(i)) for i in index.flat]
+        if None in dims or "end" in shape.attributes or node.outputs[0].is_graph_output():
+            continue
+        op = Builder()
+        known = op.constant(np.array(dims, np.int64).reshape(index.shape))
+        assert node.graph is not None
+        node.graph.insert_before(node, op.nodes)
+        node.outputs[0].replace_all_uses_with(known)
 
 
 def _drop_identities(model: ir.Model) -> None:

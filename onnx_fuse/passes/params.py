@@ -67,7 +67,7 @@ def pack(value: ir.Value, originals: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def unpack_values(op: Builder, value: ir.Value, packed: ir.Value) -> dict[str, ir.Value]:
-    """`unpack` as nodes: what has the shape of the packed `value` (a gradient), in original terms."""
+    """`unpack` as nodes, of a value shaped like the packed one (its gradient)."""
     axis, found = parts(value)
     if axis is None:
         pieces = (packed,)

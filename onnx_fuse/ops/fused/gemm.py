@@ -40,6 +40,7 @@ from onnx_fuse.ops.rewrite import (
     is_float,
     is_initializer,
     label,
+    move_shape_readers,
     only_use,
     other,
     rank,
@@ -226,18 +227,12 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
     before = site.output if not site.after else site.after[0].inputs[0]
     for view in site.after:
-        _move_shape_readers(before, y)
+        move_shape_readers(before, y)
         before = view.outputs[0]
         y = copy_onto(op, [view], view.inputs[0], typed(y, site.output))
     if site.activation is not None:
-        _move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
+        move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
     return rw.replace(site.nodes[-1], op, [site.output], [y])
-
-
-def _move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
-    for reader in users(old) if old is not None else ():
-        if reader.op_type == "Shape":
-            reader.replace_input_with(0, new)
 
 
 def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:

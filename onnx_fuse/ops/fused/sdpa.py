@@ -122,6 +122,8 @@ class _Scores:
     scale: float = 1.0
     factors: list[tuple[str, ir.Value]] = field(default_factory=list)
     """("Mul" or "Div", scalar computed in the graph)."""
+    folded_masks: list[ir.Value] = field(default_factory=list)
+    """Masks [B·H or 1, S or 1, T] added before `split`."""
     split: ir.Node | None = None
     """The Reshape from [B·H, S, T] to [B, H, S, T], where heads were folded into the batch."""
     masks: list[ir.Value] = field(default_factory=list)
@@ -165,8 +167,9 @@ def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
                 return inner
             if rank(a) != 3 or rank(node.outputs[0]) != 4 or inner.split:
                 return "the scores are reshaped"
-            if inner.masks or inner.conditions:
-                return "a mask is added before the heads are split from the batch"
+            if inner.conditions:
+                return "a mask is chosen before the heads are split from the batch"
+            inner.folded_masks, inner.masks = inner.masks, []
             inner.split = node
             return inner
         case "Add":
@@ -291,7 +294,7 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     for op_type, factor in found.factors:
         q = typed(op.node(op_type, [q, factor]), q, q.shape)
     k, v, grouped = _without_repeats(k, v)
-    mask = _mask(op, rw, found, size)
+    mask = _mask(op, rw, found, q, size)
     if size == 3:
         q, k, v = (op.Unsqueeze(t, op.constant([1])) for t in (q, k, v))
     kind = "" if mask is None else "MaskGuard" if guarded else "Mask"
@@ -361,11 +364,18 @@ def _ending(softmax: ir.Node, split: bool) -> tuple[ir.Node | None, bool, str]:
         return node, guarded, ""
 
 
-def _mask(op: Builder, rw: Rewriter, found: _Scores, size: int) -> ir.Value | None:
+def _mask(op: Builder, rw: Rewriter, found: _Scores, q: ir.Value, size: int) -> ir.Value | None:
     """All additive masks and Where conditions as one additive mask of rank 4 or less."""
     like = found.product.outputs[0]
     total: ir.Value | None = None
     terms = list(found.masks)
+    for mask in found.folded_masks:
+        # To all of [B·H, ...] first: only then is B·H sure to split into B and H.
+        heads = op.Shape(q, start=0, end=2)
+        rows = op.ReduceProd(heads)
+        full = op.Expand(mask, op.Concat(op.Reshape(rows, [1]), op.constant([1, 1]), axis=0))
+        shape = op.Concat(heads, op.Shape(full, start=1), axis=0)
+        terms.append(typed(op.Reshape(full, shape), like, [None] * 4))
     dtype = (like.dtype or ir.DataType.FLOAT).numpy()
     for condition, holds, fill in found.conditions:
         low = rw.initializer(f"low{np.dtype(dtype).name}x{fill:g}", np.asarray(fill, dtype))
