@@ -260,6 +260,8 @@ class Lowerer:
                 return True
         if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
+        if node.op_type == "Range" and self._elements(arrays) > WEIGHT_LIMIT:
+            return False
         if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
             return False
         found = evaluate(node, values, [a for a in arrays if a is not None], self.opsets)
@@ -268,6 +270,12 @@ class Lowerer:
         for value, array in zip(node.outputs, found, strict=False):
             self._known(value, np.asarray(array))
         return True
+
+    @staticmethod
+    def _elements(arrays: Sequence[np.ndarray | None]) -> float:
+        """Elements of Range(start, limit, delta)."""
+        start, limit, delta = (float(a.reshape(-1)[0]) for a in arrays if a is not None)
+        return (limit - start) / delta
 
     def _known(self, value: ir.Value, array: np.ndarray) -> None:
         self.slots[value] = Slot(host=array)

@@ -170,7 +170,14 @@ class TensorMap:
     swizzle: int = 128
 
 
-Arg = Ptr | Num | TensorMap
+@dataclass(frozen=True)
+class Table:
+    """Kernel argument: a struct of 64-bit words by value, addresses and numbers mixed."""
+
+    words: tuple[Ptr | int, ...]
+
+
+Arg = Ptr | Num | TensorMap | Table
 
 
 @dataclass(frozen=True)

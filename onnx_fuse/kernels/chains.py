@@ -13,18 +13,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
-from onnx_fuse.kernels.pointwise import Expression, Step, finish
+from onnx_fuse.kernels.pointwise import Expression, Step, finish, launch_many
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import Hardware
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
+MAX_TABLE = 30_000
+"""Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 
 
 def merge(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
-    return tuple(finish(c) if c.expression else c for c in fuse(alive, keep))
+    merged = batch(fuse(alive, keep))
+    return tuple(finish(c) if c.expression else c for c in merged)
 
 
 def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -199,6 +202,100 @@ def _renamed(
         expression=fresh,
         reads=tuple((f"a{i}", reads[k]) for i, k in enumerate(loads)),
         writes=tuple((f"y{i}", t) for i, t in enumerate(writes)),
+    )
+
+
+def batch(calls: Sequence[Call]) -> list[Call]:
+    """Equal expressions over many flat tensors, an optimizer's updates, become one launch.
+
+    A call may wait for a later one of its kind if nothing in between reads what it writes or
+    writes what it touches.
+    """
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        if (kind := _kind(call)) is not None:
+            kinds[kind].append(i)
+    gone: set[int] = set()
+    placed: dict[int, list[Call]] = defaultdict(list)
+    for members in kinds.values():
+        run: list[int] = []
+        for i in reversed(members):
+            # `run` starts at its last member; earlier ones join as long as they may wait for it
+            if run and not _may_wait(calls, i, run[0]):
+                _place(calls, run, gone, placed)
+                run = []
+            run.append(i)
+        _place(calls, run, gone, placed)
+    result = []
+    for i, call in enumerate(calls):
+        if i not in gone:
+            result.append(call)
+        result += placed.get(i, [])
+    return result
+
+
+def _place(
+    calls: Sequence[Call], run: Sequence[int], gone: set[int], placed: dict[int, list[Call]]
+) -> None:
+    """Put the members of a run as one call where its last member stood."""
+    if len(run) < 2:
+        return
+    members = [calls[i] for i in reversed(run)]
+    columns = len(members[0].reads) + len(members[0].writes) + 2
+    most = MAX_TABLE // (8 * columns)
+    most = 1 << (most.bit_length() - 1)
+    placed[run[0]] += [_many(members[k : k + most]) for k in range(0, len(members), most)]
+    gone.update(run)
+
+
+def _kind(call: Call) -> object | None:
+    """What calls of one launch have in common; None for a call that stands alone."""
+    if call.expression is None or not prod(call.writes[0][1].shape):
+        return None
+    tensors = [t for _, t in (*call.reads, *call.writes)]
+    flat = call.writes[0][1]
+    if any(t.wide or not (t.dense or _single(t)) for t in tensors) or flat.size == 1:
+        return None
+    shared = tuple(t.buffer if _single(t) else -1 for _, t in call.reads)
+    return call.expression, shared, tuple(t.dtype for t in tensors)
+
+
+def _single(tensor: Tensor) -> bool:
+    """Whether every element is the same one."""
+    return all(s == 0 or d == 1 for d, s in zip(tensor.shape, tensor.strides, strict=True))
+
+
+def _may_wait(calls: Sequence[Call], i: int, until: int) -> bool:
+    reads = {t.buffer for _, t in calls[i].reads}
+    writes = {t.buffer for _, t in calls[i].writes}
+    for call in calls[i + 1 : until + 1]:
+        if any(t.buffer in writes for _, t in (*call.reads, *call.writes)):
+            return False
+        if any(t.buffer in reads for _, t in call.writes):
+            return False
+    return True
+
+
+def _many(members: Sequence[Call]) -> Call:
+    """One call of all members; their operands are bound under "column.row"."""
+    first = members[0]
+    assert first.expression is not None
+    shared = [t if _single(t) else None for _, t in first.reads]
+    items = [([t for _, t in c.reads], [t for _, t in c.writes]) for c in members]
+    reads: dict[str, Tensor] = {f"a{r}": t for r, t in enumerate(shared) if t is not None}
+    writes: dict[str, Tensor] = {}
+    inputs = len(first.reads)
+    for row, (r, w) in enumerate(items):
+        reads |= {f"{k}.{row}": t for k, t in enumerate(r) if shared[k] is None}
+        writes |= {f"{inputs + k}.{row}": t for k, t in enumerate(w)}
+    return Call(
+        f"{first.expression.name} x{len(members)}",
+        tuple(dict.fromkeys(n for c in members for n in c.nodes)),
+        (launch_many(first.expression, shared, items),),
+        tuple(reads.items()),
+        tuple(writes.items()),
+        flops=sum(len(first.expression.steps) * w[0].size for _, w in items),
+        bytes=sum(t.nbytes for r, w in items for t in (*r, *w)),
     )
 
 

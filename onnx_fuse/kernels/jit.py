@@ -19,7 +19,7 @@ from typing import Any
 
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
 
 Defines = tuple[tuple[str, str], ...]
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)".*$', re.MULTILINE)
@@ -105,6 +105,8 @@ def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
         arch=arch,
         std="c++17",
         ptxas_options=["-v"],
+        # NVRTC 13.0 takes a generic lambda inside a kernel for a host function otherwise
+        device_as_default_execution_space=True,
         # our own sources need no header; a generated one may ask for the toolkit's
         use_bundled_headers="#include <" in text,
     )
@@ -291,6 +293,9 @@ class Bound:
     def _pack(self, arg: Arg, pointers: Mapping[str, int]) -> Any:
         if isinstance(arg, Num):
             return _CTYPES[arg.ctype](arg.value)
+        if isinstance(arg, Table):
+            words = (w if isinstance(w, int) else pointers[w.name] + w.offset for w in arg.words)
+            return (ctypes.c_uint64 * len(arg.words))(*words)
         ptr = arg if isinstance(arg, Ptr) else arg.ptr
         address = pointers.get(ptr.name, 0)
         address += ptr.offset if address else 0

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
 from onnx_fuse.llir import Call, Context, Lowering, Tensor
-from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr
+from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256
 STORAGE = {
@@ -71,6 +71,7 @@ TABLE: dict[str, str] = {
     "HardSwish": "{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
     "IsInf": "!is_nan({0}) && is_nan({0} - {0}) && "
     "(({0} < 0 && {1} != 0) || ({0} > 0 && {2} != 0))",
+    "Iota": "(i64)i + v",
     "IsNaN": "is_nan({0})",
     "LeakyRelu": "{0} < 0 ? {1} * {0} : {0}",
     "Less": "{0} < {1}",
@@ -201,6 +202,25 @@ def vector_width(dims: Sequence[int], tensors: Sequence[Tensor], strides: list[l
     return width
 
 
+def arithmetic(expression: Expression, stored: Sequence[str], width: int) -> list[str]:
+    """The loop over a vector's elements: loads a<i>v in, stores y<i>v (of dtypes `stored`) out."""
+    body = [f"#pragma unroll\n    for (int v = 0; v < {width}; v++) {{"]
+    values = [f"x{i}" for i in range(expression.loads)]
+    values += [f"s{i}" for i in range(len(expression.scalars))]
+    body += [f"    const auto x{i} = widen(a{i}v.at[v]);" for i in range(expression.loads)]
+    for i, step in enumerate(expression.steps):
+        ctype = compute_type(step.dtype)
+        text = TABLE[step.name].format(*(values[a] for a in step.args), t=ctype)
+        body.append(f"    const {ctype} t{i} = ({ctype})({text});")
+        values.append(f"t{i}")
+    for i, (source, dtype) in enumerate(zip(expression.stores, stored, strict=True)):
+        text = f"({compute_type(dtype)})({values[source]})"
+        if dtype in ("float16", "bfloat16"):
+            text = f"from_float<{STORAGE[dtype]}>({text})"
+        body.append(f"    y{i}v.at[v] = {text};")
+    return [*body, "}"]
+
+
 def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Launch:
     """The generated kernel of an expression over views of one iteration space."""
     tensors = [*reads, *writes]
@@ -262,24 +282,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
                 f"{vec} {name}v = {{}}; for (int v = 0; v < {width}; v++) "
                 f"if (true{guard}) {name}v.at[v] = ({where})[{step}];"
             )
-    body.append(f"#pragma unroll\n    for (int v = 0; v < {width}; v++) {{")
-    values = [f"x{i}" for i in range(expression.loads)]
-    values += [f"s{i}" for i in range(len(expression.scalars))]
-    for i in range(expression.loads):
-        body.append(f"    const auto x{i} = widen(a{i}v.at[v]);")
-    for i, instruction in enumerate(expression.steps):
-        ctype = compute_type(instruction.dtype)
-        operands = [values[a] for a in instruction.args]
-        text = TABLE[instruction.name].format(*operands, t=ctype)
-        body.append(f"    const {ctype} t{i} = ({ctype})({text});")
-        values.append(f"t{i}")
-    for i, source in enumerate(expression.stores):
-        dtype = writes[i].dtype
-        text = f"({compute_type(dtype)})({values[source]})"
-        if dtype in ("float16", "bfloat16"):
-            text = f"from_float<{STORAGE[dtype]}>({text})"
-        body.append(f"    y{i}v.at[v] = {text};")
-    body.append("}")
+    body += arithmetic(expression, [t.dtype for t in writes], width)
     for i, s in enumerate(strides[len(reads) :]):
         if s[-1] == 1 and width > 1:
             full = f"store(y{i}p, y{i}v);"
@@ -299,6 +302,77 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     )
     blocks = -(-prod(dims) // (width * THREADS))
     return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), (*args, *numbers))
+
+
+def launch_many(
+    expression: Expression,
+    shared: Sequence[Tensor | None],
+    items: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+) -> Launch:
+    """One launch of an expression over many flat tensors: (reads, writes) an item.
+
+    Operand r of item t is bound as "r.t", or as "a<r>" where `shared[r]` is one number for all. The
+    addresses travel in a Table, one row an item: operands, elements, first block.
+    """
+    reads, writes = items[0]
+    dtypes = [t.dtype for t in (*reads, *writes)]
+    width = 16 // max(ITEMSIZE[d] for d in dtypes)
+    while any(t.offset % width for r, w in items for t in (*r, *w)):
+        width //= 2
+    own = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
+    words: list[Ptr | int] = []
+    blocks = 0
+    for i, (r, w) in enumerate(items):
+        n = w[0].size
+        words += [*(Ptr(f"{k}.{i}") for k in own), n, blocks]
+        blocks += -(-n // (width * THREADS))
+    rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts
+    words += [0] * ((rows - len(items)) * (len(own) + 2))
+    args: list[Arg] = [Table(tuple(words)), Num("i32", len(items))]
+    parameters = ["const __grid_constant__ Rows table", "int rows"]
+    for r, tensor in enumerate(shared):
+        if tensor is not None:
+            parameters.append(f"const {STORAGE[tensor.dtype]}* a{r}")
+            args.append(Ptr(f"a{r}"))
+    for i, (ctype, value) in enumerate(expression.scalars):
+        parameters.append(f"{SCALAR[ctype]} s{i}")
+        args.append(Num(ctype, value))
+    body = []
+    names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
+    for column, r in enumerate(own):
+        ctype = STORAGE[dtypes[r]]
+        body.append(f"{ctype}* const {names[r]}p = ({ctype}*)table.at[t].p[{column}] + i;")
+    for r, dtype in enumerate(dtypes):
+        vec = f"Vec<{STORAGE[dtype]}, {width}> {names[r]}v"
+        if r >= len(reads):
+            body.append(f"{vec};")
+        elif r in own:
+            body.append(
+                f"const {vec} = i + {width} <= n ? load<{width}>({names[r]}p) : "
+                f"load_part<{width}>({names[r]}p, n - i);"
+            )
+        else:
+            body.append(f"{vec}; for (int v = 0; v < {width}; v++) {names[r]}v.at[v] = *a{r};")
+    body += arithmetic(expression, [t.dtype for t in writes], width)
+    for i in range(len(writes)):
+        body.append(
+            f"if (i + {width} <= n) store(y{i}p, y{i}v); else store_part(y{i}p, y{i}v, n - i);"
+        )
+    lines = "\n    ".join(body)
+    source = (
+        f'#include "pointwise/math.cuh"\n'
+        f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first; }};\n"
+        f"struct Rows {{ Row at[{rows}]; }};\n"
+        f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
+        f"    {', '.join(parameters)}) {{\n"
+        f"    int t = 0;\n"
+        f"    for (int step = {rows} / 2; step; step /= 2)\n"
+        f"        if (t + step < rows && table.at[t + step].first <= blockIdx.x) t += step;\n"
+        f"    const i64 n = table.at[t].n;\n"
+        f"    const i64 i = ((blockIdx.x - table.at[t].first) * {THREADS} + threadIdx.x) * {width};\n"
+        f"    if (i >= n) return;\n    {lines}\n}}\n"
+    )
+    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), tuple(args))
 
 
 SCALAR = {"f32": "float", "f64": "double", "i64": "i64", "i32": "int", "u32": "u32"}
@@ -524,8 +598,26 @@ def identity(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def range_(ctx: Context, node: ir.Node) -> str | None:
+    """start + i delta; all three known at lowering, or the length would depend on data."""
+    ends = [ctx.host(node, i) for i in range(3)]
+    if any(e is None for e in ends):
+        return "its shape depends on data"
+    start, limit, delta = (e.reshape(-1)[0] for e in ends)  # type: ignore[union-attr]
+    dtype = start.dtype.name
+    n = max(int(np.ceil((float(limit) - float(start)) / float(delta))), 0)
+    if np.issubdtype(start.dtype, np.integer):
+        n = len(range(int(start), int(limit), int(delta)))
+    code = Code()
+    i = code.step("Cast", dtype, code.step("Iota", "int64"))
+    scaled = code.step("Mul", dtype, i, code.scalar(delta, dtype))
+    y = ctx.output(node, 0, (n,), dtype)
+    emit(ctx, code, node, code.step("Add", dtype, scaled, code.scalar(start, dtype)), y)
+    return None
+
+
 _FOLDS = ("Max", "Min", "Sum", "Mean")
-_OTHER = ("Identity", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod", *_FOLDS)
+_OTHER = ("Identity", "Iota", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod", *_FOLDS)
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", name): _simple(name)
     for name in (*TABLE, "BitShift")
@@ -536,6 +628,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Cast"): cast,
     ("", "CastLike"): cast,
     ("", "Clip"): clip,
+    ("", "Range"): range_,
 }
 for _name in ("QuickGelu", "Silu"):
     LOWERINGS[FUSE, _name] = LOWERINGS.pop(("", _name))

@@ -191,7 +191,9 @@ def pad(ctx: Context, node: ir.Node) -> str | None:
         )
     else:
         fill = code.scalar(0, x.dtype)
-    inside = [slice(max(-b, 0), d + min(a, 0)) for d, b, a in zip(x.shape, before, after, strict=True)]
+    inside = [
+        slice(max(-b, 0), d + min(a, 0)) for d, b, a in zip(x.shape, before, after, strict=True)
+    ]
     starts = [s.start for s in inside]
     kept = [max(s.stop - s.start, 0) for s in inside]
     if kept != shape:
@@ -219,7 +221,9 @@ def _pad_axes(
         return None
     for axis in padded:
         d = x.shape[axis]
-        shape = [n + (before[axis] + after[axis] if k == axis else 0) for k, n in enumerate(x.shape)]
+        shape = [
+            n + (before[axis] + after[axis] if k == axis else 0) for k, n in enumerate(x.shape)
+        ]
         last = axis == padded[-1]
         y = ctx.output(node, 0, shape, x.dtype) if last else ctx.scratch(x.dtype, shape)
         numpy_mode = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}[mode]
