@@ -88,7 +88,8 @@ def training_model(
     `trainable`, all float weights that have an axis and reach the loss train. Raises ModelError,
     UsageError.
     """
-    step = _Step(_prepare(model, trainable, frozen, fuse), mode)
+    source = ir.read(model)
+    step = _Step(_prepare(source, trainable, frozen, fuse), mode, set(source.graph.initializers))
     statistics = step.batch_norms(trainable, frozen)
     step.dropouts()
     step.attach_loss(loss, dict(loss_options or {}), output)
@@ -138,8 +139,9 @@ def _prepare(
 class _Step:
     """A training graph as it grows: its model, the states found so far, the ends of note."""
 
-    def __init__(self, model: onnx_ir.Model, mode: Mode) -> None:
+    def __init__(self, model: onnx_ir.Model, mode: Mode, named: set[str]) -> None:
         self.model, self.graph, self.mode = model, model.graph, mode
+        self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
         self.feeds = list(self.graph.inputs)
         self.states: list[tuple[onnx_ir.Value, str, Array]] = []
@@ -261,7 +263,8 @@ class _Step:
         frozen: Sequence[str],
     ) -> list[onnx_ir.Value]:
         """The initializers that train."""
-        floats = [v for v in autodiff.trainable(self.model) if v not in statistics]
+        floats = [v for v in autodiff.trainable(self.model) if self.named.issuperset(_names(v))]
+        floats = [v for v in floats if v not in statistics]
         if trainable is None:
             floats = [v for v in floats if _is_weight(v)]
         if not floats:
@@ -518,9 +521,6 @@ class Trainer:
         self.extra: dict[str, Any] = {}
         """What `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
-        unknown = [n for n in _weight_names(spec) if n not in self._source.graph.initializers]
-        if unknown:
-            raise ModelError(f"'{unknown[0]}' is computed within the model: it cannot be saved")
         self._specs: dict[Mode, Spec] = {"update": spec}
         self._device = _Portable(spec.states)
         self._device.add("update", graph)

@@ -1,0 +1,352 @@
+"""The Trainer against formulas and PyTorch's figures; what it saves; what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from onnx_fuse import ir, optim, train
+from onnx_fuse.errors import CheckFailed, DataError, ModelError, OnnxFuseError, UsageError
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "models"), str(ROOT / "tests")]
+import convnet  # noqa: E402
+import encoder  # noqa: E402
+import gpt  # noqa: E402
+import mlp  # noqa: E402
+from cases import RealCase, real_cases  # noqa: E402
+
+Array = np.ndarray[Any, Any]
+DATA = Path(__file__).parent / "data"
+LINEAR = """linear (float[batch, 3] x) => (float[batch, 2] y)
+    <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {0.5, -0.5}> {
+    p = MatMul (x, w)
+    y = Add (p, b)
+}"""
+
+
+def batch(seed: int = 0, rows: int = 8) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "labels": rng.normal(size=(rows, 2)).astype(np.float32)}
+
+
+def gradients(w: Array, b: Array, feeds: dict[str, Array]) -> tuple[Array, Array]:
+    """Of mean((x w + b - t)²), in float64."""
+    x, t = (feeds[k].astype(np.float64) for k in ("x", "labels"))
+    d = 2 * (x @ w + b - t) / t.size
+    return x.T @ d, d.sum(0)
+
+
+START = np.arange(1.0, 7.0).reshape(3, 2), np.array([0.5, -0.5])
+
+
+@pytest.mark.parametrize("clip", [None, 3.0])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rows", [(8, 8), (8, 5)])
+def test_step_is_the_formula(clip: float | None, accumulate: int, rows: tuple[int, ...]) -> None:
+    """SGD over batches of different sizes, with clipping and accumulation, in float64 beside it."""
+    trainer = train.Trainer(
+        ir.text_model(LINEAR),
+        loss="mse",
+        optimizer=optim.SGD(lr=optim.step(0.1, every=2, gamma=0.5)),
+        clip_norm=clip,
+        accumulate=accumulate,
+    )
+    w, b = START
+    for update in range(4):
+        total_w, total_b = np.zeros_like(w), np.zeros_like(b)
+        for i in range(accumulate):
+            feeds = batch(10 * update + i, rows[i % 2])
+            x, t = feeds["x"], feeds["labels"]
+            assert trainer.step(feeds) == pytest.approx(np.mean((x @ w + b - t) ** 2), rel=1e-5)
+            gw, gb = gradients(w, b, feeds)
+            total_w, total_b = total_w + gw / accumulate, total_b + gb / accumulate
+        norm = np.sqrt((total_w**2).sum() + (total_b**2).sum())
+        factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+        rate = 0.1 * 0.5 ** (update // 2) * factor
+        w, b = w - rate * total_w, b - rate * total_b
+        np.testing.assert_allclose(trainer.weights()["w"], w, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(trainer.weights()["b"], b, rtol=1e-5, atol=1e-6)
+    assert trainer.updates == 4
+
+
+def test_frozen_weights_stay_bit_for_bit() -> None:
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse", frozen=["b"])
+    trainer.step(batch())
+    assert set(trainer.weights()) == {"w"}
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse", trainable=["b*"])
+    trainer.step(batch())
+    assert set(trainer.weights()) == {"b"}
+
+
+def test_evaluate_is_onnxruntime_on_the_saved_model(tmp_path: Path) -> None:
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    for i in range(3):
+        trainer.step(batch(i))
+    trainer.save(tmp_path / "tuned.onnx")
+    feeds = batch(7)
+    found = trainer.evaluate(feeds)
+    run = ort.InferenceSession(tmp_path / "tuned.onnx", providers=["CPUExecutionProvider"])
+    (y,) = run.run(None, {"x": feeds["x"]})
+    np.testing.assert_allclose(found.outputs["y"], y, rtol=1e-6)
+    assert found.loss == pytest.approx(float(np.mean((y - feeds["labels"]) ** 2)), rel=1e-5)
+
+
+# ---- whole models ------------------------------------------------------------------------------
+
+
+def images(seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(8, 3, 8, 8)).astype(np.float32)
+    return {"x": x, "labels": rng.integers(0, 10, 8)}
+
+
+def tokens(seed: int) -> dict[str, Array]:
+    ids = np.random.default_rng(seed).integers(0, 256, (4, 17))
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def sentences(seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 256, (4, 12))
+    mask = (np.arange(12) < rng.integers(5, 13, (4, 1))).astype(np.int64)
+    labels = rng.normal(size=(4, 12, 32)).astype(np.float32)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": np.zeros_like(ids),
+        "labels": labels,
+    }
+
+
+MODELS = {
+    "mlp": (
+        lambda: mlp.build(mlp.SIZES["digits"]),
+        lambda seed: {
+            "x": images(seed)["x"].reshape(8, -1)[:, :64],
+            "labels": images(seed)["labels"],
+        },
+        "cross_entropy",
+    ),
+    "gpt": (lambda: gpt.build(gpt.Config()), tokens, "cross_entropy"),
+    "encoder": (lambda: encoder.build(encoder.SIZES["tiny"]), sentences, "mse"),
+    "convnet": (lambda: convnet.build(convnet.SIZES["tiny"]), images, "cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_and_plain_graphs_train_alike(name: str, tmp_path: Path) -> None:
+    """Equal losses and weights, up to rounding; what is saved is the original with new weights."""
+    build, feeds, loss = MODELS[name]
+    model = build()
+    trainers = [
+        train.Trainer(model, loss=loss, optimizer=optim.SGD(lr=0.05), fuse=fuse)
+        for fuse in (False, True)
+    ]
+    losses = np.array([[t.step(feeds(i)) for i in range(4)] for t in trainers])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
+    plain, fused = (t.weights() for t in trainers)
+    assert plain.keys() == fused.keys()
+    for key in plain:
+        np.testing.assert_allclose(plain[key], fused[key], rtol=1e-4, atol=2e-6, err_msg=key)
+    assert_saves(trainers[1], ir.to_proto(model), feeds(9), tmp_path / "tuned.onnx")
+
+
+def structure(proto: onnx.ModelProto) -> list[str]:
+    """The lines of a model without its weights; an empty text is as good as none."""
+    copy, names = onnx.ModelProto(), {t.name for t in proto.graph.initializer}
+    copy.CopyFrom(proto)
+    hints = sorted((v for v in proto.graph.value_info if v.name not in names), key=lambda v: v.name)
+    del copy.graph.initializer[:], copy.graph.value_info[:]
+    copy.graph.value_info.extend(hints)
+    empty = {'doc_string: ""', 'domain: ""'}
+    return [line for line in str(copy).splitlines() if line.strip() not in empty]
+
+
+def assert_saves(
+    trainer: train.Trainer, original: onnx.ModelProto, feeds: dict[str, Array], path: Path
+) -> None:
+    """The file differs from the original in the content of trained weights alone, and runs."""
+    trainer.save(path)
+    saved = onnx.load(path)
+    weights = trainer.weights()
+    changed = 0
+    for old in original.graph.initializer:
+        (new,) = (t for t in saved.graph.initializer if t.name == old.name)
+        expected = weights.get(old.name, onnx.numpy_helper.to_array(old))
+        np.testing.assert_array_equal(onnx.numpy_helper.to_array(new), expected)
+        changed += old.name in weights
+        assert (new.data_type, list(new.dims)) == (old.data_type, list(old.dims))
+    assert changed == len(weights) > 0
+    assert structure(saved) == structure(original)
+    run = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    inputs = {v.name for v in run.get_inputs()}
+    found = run.run(None, {k: v for k, v in feeds.items() if k in inputs})
+    if any(a.name == "training_mode" and a.i for n in original.graph.node for a in n.attribute):
+        loss = float(np.mean((found[0] - feeds["labels"]) ** 2))  # by statistics of the batch
+        assert trainer.step(feeds) == pytest.approx(loss, rel=1e-4)
+        return
+    outputs = trainer.evaluate(feeds).outputs
+    assert [v.name for v in run.get_outputs()] == list(outputs)
+    for value, wanted in zip(found, outputs.values(), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", real_cases(), ids=lambda case: case.name)
+def test_exported_models_train_and_save(case: RealCase, tmp_path: Path) -> None:
+    """From what exporters write: the loss falls, and the file that comes out is the one put in."""
+    feeds, outputs = case.feeds[0]
+    target = next(iter(outputs.values()))
+    noise = np.random.default_rng(0).normal(size=target.shape)
+    feeds = {**feeds, "labels": (target + noise).astype(target.dtype)}
+    trainer = train.Trainer(case.path, loss="mse", optimizer=optim.SGD(lr=2e-3))
+    losses = [trainer.step(feeds) for _ in range(4)]
+    assert losses[0] > losses[1] > losses[2] > losses[3]
+    assert_saves(trainer, onnx.load(case.path), feeds, tmp_path / "tuned.onnx")
+
+
+def test_batch_and_sequence_change_from_step_to_step() -> None:
+    trainer = train.Trainer(
+        gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.SGD(lr=0.0)
+    )
+    for rows, length in [(2, 8), (3, 16), (1, 5), (2, 8)]:
+        ids = np.random.default_rng(rows).integers(0, 256, (rows, length + 1))
+        assert 5 < trainer.step({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}) < 6
+        outputs = trainer.evaluate({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}).outputs
+        assert outputs["logits"].shape == (rows, length, 256)
+
+
+def test_running_statistics_follow_the_batches() -> None:
+    """0.9 of the old and 0.1 of the batch's, read off the one convolution before the norm."""
+    model = convnet.build(convnet.SIZES["tiny"])
+    feeds = images(0)
+    stem = model.clone()
+    conv = next(n for n in stem.graph if n.op_type == "Conv")
+    stem.graph.outputs[:] = [conv.outputs[0]]
+    run = ort.InferenceSession(ir.to_proto(stem).SerializeToString())
+    (h,) = run.run(None, {"x": feeds["x"]})
+    trainer = train.Trainer(model, loss="cross_entropy")
+    trainer.step(feeds)
+    found = trainer.weights()
+    mean, var = h.mean((0, 2, 3)), h.var((0, 2, 3))
+    np.testing.assert_allclose(found["stem.norm.running_mean"], 0.1 * mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["stem.norm.running_var"], 0.9 + 0.1 * var, rtol=1e-4)
+    still = train.Trainer(model, loss="cross_entropy", frozen=["*.running_*"])
+    still.step(feeds)
+    assert not [name for name in still.weights() if "running" in name]
+
+
+DROPOUT = """net (float[batch, 64] x) => (float[batch, 64] y)
+    <float[64] w = {ONES}, float ratio = {0.25}, bool on = {1}> {
+    h = Mul (x, w)
+    y = Dropout (h, ratio, on)
+}""".replace("ONES", ", ".join(["1"] * 64))
+
+
+def test_dropout_draws_by_seed_and_step() -> None:
+    """A quarter is dropped, the rest scaled up; another step or seed draws another mask."""
+    feeds = {"x": np.ones((500, 64), np.float32), "labels": np.zeros((500, 64), np.float32)}
+
+    def losses(seed: int) -> list[float]:
+        trainer = train.Trainer(
+            ir.text_model(DROPOUT), loss="mse", optimizer=optim.SGD(lr=0.0), seed=seed
+        )
+        assert trainer.evaluate(feeds).loss == 1  # no mask in inference
+        return [trainer.step(feeds) for _ in range(3)]
+
+    first = losses(0)
+    assert first == losses(0)
+    assert len({*first, *losses(1)}) == 6
+    # mean of mask² is 0.75 / 0.75²; its deviation over 32,000 draws 0.0032
+    np.testing.assert_allclose(first, 4 / 3, atol=0.015)
+
+
+def test_dropout_gradient_goes_through_the_kept() -> None:
+    trainer = train.Trainer(ir.text_model(DROPOUT), loss="mse", optimizer=optim.SGD(lr=1.0))
+    feeds = {"x": np.ones((1, 64), np.float32), "labels": np.zeros((1, 64), np.float32)}
+    trainer.step(feeds)
+    steps = np.unique((1 - trainer.weights()["w"]) * 64)
+    np.testing.assert_allclose(steps, [0, 2 / 0.75**2], rtol=1e-5)
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+NO_WEIGHTS = "net (float[2] x) => (float[2] y) { y = Relu (x) }"
+REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
+    "no weights": (NO_WEIGHTS, {}, ModelError, "no float weights"),
+    "all frozen": (LINEAR, {"frozen": ["*"]}, UsageError, "every weight of the model is frozen"),
+    "no match": (LINEAR, {"trainable": ["head.*"]}, UsageError, "'head.*' matches no weight"),
+    "loss": (LINEAR, {"loss": "hinge"}, UsageError, "no loss 'hinge'"),
+    "output": (LINEAR, {"output": "z"}, UsageError, "no output 'z'"),
+    "precision": (LINEAR, {"precision": "bf16"}, UsageError, "precision 'bf16' needs a GPU"),
+    "device": (LINEAR, {"device": "tpu"}, UsageError, "not on 'tpu'"),
+    "accumulate": (LINEAR, {"accumulate": 0}, UsageError, "accumulate is at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    text, options, error, words = REFUSED[case]
+    with pytest.raises(error, match=words.replace("*", r"\*")):
+        train.Trainer(ir.text_model(text), **{"loss": "mse", **options})
+
+
+WRONG_FEEDS = {
+    "missing": ({"x": batch()["x"]}, "no array for the input 'labels'"),
+    "dtype": ({**batch(), "x": batch()["x"].astype(np.float64)}, "'x' holds float64"),
+    "rank": ({**batch(), "x": batch()["x"][0]}, r"'x' has shape \[3\]"),
+    "width": ({**batch(), "x": batch()["x"][:, :2]}, r"the model reads \[batch, 3\]"),
+    "batch": ({**batch(), "labels": batch()["labels"][:3]}, "'batch', is 8 in 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FEEDS)
+def test_refuses_feeds(case: str) -> None:
+    feeds, words = WRONG_FEEDS[case]
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    with pytest.raises(DataError, match=words):
+        trainer.step(feeds)
+
+
+def test_labels_out_of_range() -> None:
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="cross_entropy")
+    x = batch()["x"][:3]
+    trainer.step({"x": x, "labels": np.array([0, 1, -100])})  # -100 is left out of the loss
+    for wrong in (2, -1):
+        with pytest.raises(DataError, match=rf"'labels' holds {wrong} at \[1\]"):
+            trainer.step({"x": x, "labels": np.array([0, wrong, 1])})
+
+
+OVERFLOWS = """net (float[batch, 3] x) => (float[batch, 3] y) <float[3] w = {1, 1, 1}> {
+    h = Mul (x, w)
+    e = Exp (h)
+    y = Log (e)
+}"""
+
+
+def test_step_that_is_not_finite_is_named_and_dropped() -> None:
+    trainer = train.Trainer(ir.text_model(OVERFLOWS), loss="mse", fuse=False)
+    good = {"x": np.ones((2, 3), np.float32), "labels": np.zeros((2, 3), np.float32)}
+    trainer.step(good)
+    before = trainer.state()
+    with pytest.raises(CheckFailed, match=r"step 2: the loss is inf; 'e', which the Exp node") as e:
+        trainer.step({**good, "x": np.full((2, 3), 100, np.float32)})
+    assert e.value.exit_code == 3
+    with pytest.raises(CheckFailed, match="'x' holds a value that is not finite"):
+        trainer.step({**good, "x": np.full((2, 3), np.nan, np.float32)})
+    assert all(np.array_equal(a, before[k]) for k, a in trainer.state().items())
+    trainer.step(good)
+
+
+# ---- against PyTorch ---------------------------------------------------------------------------
+
+
+def curves() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / "pytorch_curves.json").read_text())
+    return found
