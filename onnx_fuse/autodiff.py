@@ -49,7 +49,8 @@ class Emitter(Builder):
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
         result = super().node(op_type, inputs, **keywords)
         node = self.nodes.pop()
-        key = _key(node)
+        # a node whose outputs the caller names stands for itself
+        key = _key(node) if isinstance(keywords.get("outputs", 1), int) else None
         same = self._seen.get(key) if key is not None else None
         if same is not None:
             for i, value in enumerate(node.inputs):
@@ -449,8 +450,7 @@ def attach_loss(
             graph.register_initializer(value)
             settings[key] = value
     value = LOSSES[loss].build(op, logits, label, settings)
-    value = op.Identity(value)
-    value.name = op.fresh("loss")
+    value = op.node("Identity", [value], outputs=[op.fresh("loss")])
     value.type, value.shape = ir.TensorType(logits.dtype or ir.DataType.FLOAT), ir.Shape(())
     graph.extend(op.nodes)
     graph.outputs.append(value)
@@ -503,12 +503,8 @@ def gradient(
     found = backward(model, dys, targets, strict=wrt is not None)
     op = Emitter(model)
     for name, value in found.items():
-        out = op.Identity(value)
-        out.name, out.type, out.shape = (
-            op.fresh(f"{name}.grad"),
-            known[name].type,
-            known[name].shape,
-        )
+        out = op.node("Identity", [value], outputs=[op.fresh(f"{name}.grad")])
+        out.type, out.shape = known[name].type, known[name].shape
         graph.outputs.append(out)
     graph.extend(op.nodes)
     return model

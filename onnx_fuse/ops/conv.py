@@ -24,6 +24,7 @@ from onnx_fuse.ops.derive import (
     fail,
     filled,
     ints,
+    output,
     rank,
     reshape,
     reshape_like,
@@ -242,12 +243,8 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
         attributes = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
         _, indices = op.MaxPool(x, outputs=2, **attributes)
     else:
-        if len(node.outputs) < 2:
-            node.resize_outputs(2)
-        indices = node.outputs[1]
-        if not indices.name:
-            indices.name, indices.shape = f"{y.name}.indices", y.shape
-            indices.dtype = ir.DataType.INT64
+        indices = output(node, 1, ir.DataType.INT64, "indices")
+        indices.shape = y.shape
     flat = op.constant([-1])
     zeros = filled(op, op.Reshape(op.Size(x), flat), x.dtype)
     places, rows = op.Reshape(indices, flat), op.Reshape(dy, flat)
@@ -375,11 +372,16 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
     factors = const_array(scales)
     whole = _repeats(node, x, axes, factors, constant_ints(sizes), mode, transform)
     if whole is not None:
-        pairs = [v for s, r in zip(sizes_of(op, x), whole, strict=True) for v in (s, r)]
-        split = [2 * a + 1 for a in range(n) if whole[a] != 1]
-        return [
-            op.ReduceSum(reshape(op, dy, pairs), op.constant(split), keepdims=0) if split else dy
-        ]
+        split: list[Any] = []
+        summed: list[int] = []
+        for size, repeats in zip(sizes_of(op, x), whole, strict=True):
+            split.append(size)
+            if repeats != 1:
+                summed.append(len(split))
+                split.append(repeats)
+        if not summed:
+            return [dy]
+        return [op.ReduceSum(reshape(op, dy, split), op.constant(summed), keepdims=0)]
     keep = {
         k: a.value
         for k, a in node.attributes.items()

@@ -82,13 +82,14 @@ def fail(node: ir.Node, why: str) -> ModelError:
     )
 
 
-def output(node: ir.Node, index: int, like: ir.Value, label: str) -> Tensor:
+def output(node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> Tensor:
     """Output `index` of a forward node, which gets it (named `<y>.<label>`) where it had none."""
     if index >= len(node.outputs):
         node.resize_outputs(index + 1)
     value = node.outputs[index]
     if not value.name:
-        value.name, value.dtype = f"{node.outputs[0].name}.{label}", like.dtype
+        value.name = f"{node.outputs[0].name}.{label}"
+    value.dtype = value.dtype or dtype
     return value
 
 
@@ -224,6 +225,10 @@ def to_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
     if value.dtype == like.dtype:
         return value
     return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
+
+
+def to_type(op: Any, value: Tensor, dtype: ir.DataType | None) -> Tensor:
+    return value if dtype is None or value.dtype == dtype else op.Cast(value, to=int(dtype))
 
 
 def share(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:

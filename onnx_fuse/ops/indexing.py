@@ -13,6 +13,7 @@ from onnx_fuse.ops.derive import (
     dim,
     no_grad,
     norm_axis,
+    output,
     rank,
     reshape,
     reshape_like,
@@ -143,12 +144,8 @@ def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
     x, dy = node.inputs[0], dys[0]
     if dy is None or x is None:
         return [None]
-    indices = node.outputs[1] if len(node.outputs) > 1 else None
-    if indices is None or not indices.name:
-        node.resize_outputs(2)
-        indices = node.outputs[1]
-        indices.name, indices.dtype = f"{node.outputs[0].name}.indices", ir.DataType.INT64
-        indices.shape = node.outputs[0].shape
+    indices = output(node, 1, ir.DataType.INT64, "indices")
+    indices.shape = node.outputs[0].shape
     axis = node.attributes.get_int("axis", -1)
     return [op.ScatterElements(zeros_like(op, x), indices, dy, axis=axis, reduction="add")]
 

@@ -67,7 +67,7 @@ def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
     """d loss / d x = slope · softmax(x) - slope at the label."""
     x = node.inputs[0]
     assert x is not None
-    p = op.Exp(output(node, 1, x, "log_prob"))
+    p = op.Exp(output(node, 1, x.dtype, "log_prob"))
     node.outputs[1].shape = x.shape
     dx = None
     if dys[0] is not None:

@@ -16,6 +16,7 @@ from onnx_fuse.ops.derive import (
     given,
     ints,
     norm_axis,
+    arguments,
     output,
     rank,
     reshape,
@@ -23,6 +24,7 @@ from onnx_fuse.ops.derive import (
     sizes_of,
     table,
     to_like,
+    to_type,
 )
 from onnx_fuse.ops.opdef import OpDef, register
 
@@ -67,30 +69,40 @@ def _fit(op: Any, g: ir.Value, like: ir.Value) -> ir.Value:
 
 
 def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, scale, bias, y = node.inputs[0], node.inputs[1], given(node, 2), node.outputs[0]
-    assert x is not None and scale is not None
+    """From the saved Mean and InvStdDev, in the type they are computed in (stash_type)."""
+    x, scale, bias = arguments(node, 3)
     axis, n = norm_axis(node.attributes.get_int("axis", -1), x), rank(x)
     axes = _axes(op, range(axis, n))
-    mean = to_like(op, output(node, 1, x, "mean"), x)
-    rstd = to_like(op, output(node, 2, x, "rstd"), x)
-    for v in (mean, rstd):
-        if v.shape is None and x.shape is not None:
-            v.shape = ir.Shape([*x.shape[:axis], *[1] * (n - axis)])
-    xh = op.Mul(op.Sub(x, mean), rstd)
+    wide = ir.DataType(node.attributes.get_int("stash_type", 1))
+    if x.dtype == ir.DataType.DOUBLE and wide != x.dtype:
+        # the statistics of the node are rounded to float32
+        wide, (xh, rstd) = (
+            x.dtype,
+            _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5)),
+        )
+    else:
+        mean, rstd = (output(node, i, wide, label) for i, label in ((1, "mean"), (2, "rstd")))
+        for value in (mean, rstd):
+            if value.shape is None and x.shape is not None:
+                value.shape = ir.Shape([*x.shape[:axis], *[1] * (n - axis)])
+        xh = op.Mul(op.Sub(to_type(op, x, wide), mean), rstd)
+    dy, dmean, drstd = (
+        None if i >= len(dys) or dys[i] is None else to_type(op, dys[i], wide) for i in range(3)
+    )
     dx, dscale, dbias = None, None, None
-    if dys[0] is not None:
-        dscale, dbias = _affine(op, dys[0], xh, axis, scale, bias)
-        dx = normalized(op, op.Mul(dys[0], scale), xh, rstd, axes)
-    count = op.Div(op.Size(x), op.Size(mean))
-    if len(dys) > 1 and dys[1] is not None:
-        part = op.Expand(op.Div(to_like(op, dys[1], x), to_like(op, count, x)), op.Shape(x))
-        dx = part if dx is None else op.Add(dx, part)
-    if len(dys) > 2 and dys[2] is not None:
-        # rstd = (var + ε)^-½:  d rstd / dx = -rstd² xh / K
-        slope = op.Div(op.Mul(to_like(op, dys[2], x), op.Mul(rstd, rstd)), to_like(op, count, x))
-        part = op.Neg(op.Mul(slope, xh))
-        dx = part if dx is None else op.Add(dx, part)
-    return [dx, dscale, dbias]
+    if dy is not None:
+        dscale, dbias = _affine(op, dy, xh, axis, scale, bias)
+        dx = normalized(op, op.Mul(dy, to_type(op, scale, wide)), xh, rstd, axes)
+    if dmean is not None or drstd is not None:
+        # mean = Σ x / K;  rstd = (var + ε)^-½:  d rstd / dx = -rstd² xh / K
+        count = to_type(op, op.Div(op.Size(x), op.Size(rstd)), wide)
+        if dmean is not None:
+            part = op.Expand(op.Div(dmean, count), op.Shape(x))
+            dx = part if dx is None else op.Add(dx, part)
+        if drstd is not None:
+            part = op.Mul(op.Div(op.Mul(drstd, op.Mul(rstd, rstd)), count), xh)
+            dx = op.Neg(part) if dx is None else op.Sub(dx, part)
+    return [None if g is None else to_type(op, g, x.dtype) for g in (dx, dscale, dbias)]
 
 
 def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE, const_array
-from onnx_fuse.ops.derive import Values, given, no_grad, to_like
+from onnx_fuse.ops.derive import Values, given, no_grad, output, to_like
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 
@@ -19,12 +19,8 @@ def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
     on = const_array(training)
     if training is None or (on is not None and not on.any()):
         return [dy]
-    if len(node.outputs) < 2:
-        node.resize_outputs(2)
-    mask = node.outputs[1]
-    if not mask.name:
-        mask.name = f"{node.outputs[0].name}.mask"
-        mask.dtype, mask.shape = ir.DataType.BOOL, node.outputs[0].shape
+    mask = output(node, 1, ir.DataType.BOOL, "mask")
+    mask.shape = node.outputs[0].shape
     number = const_array(ratio)
     kept = op.Mul(dy, to_like(op, mask, dy))
     if on is not None and (ratio is None or number is not None):

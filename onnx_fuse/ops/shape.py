@@ -59,10 +59,14 @@ def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Val
     """Sum over the repeats: dy as [r0, d0, r1, d1, …], reduced over every r."""
     repeats = constant_ints(n.inputs[1])
     sizes: list[Any] = []
+    axes: list[int] = []
     for axis, size in enumerate(sizes_of(op, x)):
-        r = repeats[axis] if repeats is not None else None
-        sizes += [r if r is not None else op.Slice(n.inputs[1], [axis], [axis + 1], [0]), size]
-    axes = [2 * a for a in range(rank(x)) if repeats is None or repeats[a] != 1]
+        if repeats is None or repeats[axis] != 1:
+            axes.append(len(sizes))
+            sizes.append(
+                op.Slice(n.inputs[1], [axis], [axis + 1], [0]) if repeats is None else repeats[axis]
+            )
+        sizes.append(size)
     return op.ReduceSum(reshape(op, dy, sizes), op.constant(axes), keepdims=0) if axes else dy
 
 
