@@ -97,6 +97,7 @@ class Lowerer:
         self.fallbacks: dict[str, str] = {}
         self.tail: list[ir.Node] = []
         self._copies: dict[Tensor, Tensor] = {}
+        self._known_constants: dict[Any, Tensor] = {}
         self._names = 0
         self._owner = ""
 
@@ -247,6 +248,11 @@ class Lowerer:
             return self._shape(node)
         values = [v for v in (*node.inputs, *captured(node)) if v is not None]
         arrays = [self.slots[v].host for v in values]
+        if node.op_type == "CastLike" and arrays[0] is not None and arrays[0].size == 1:
+            # a known number takes the dtype of a tensor whose values do not matter
+            dtype = self._type(values[1])[0]
+            self._known(node.outputs[0], arrays[0].astype(dtype.numpy()))
+            return True
         if any(a is None for a in arrays):
             return False
         if any(self.slots[v].tensor is not None for v in values) and not all(
@@ -581,8 +587,13 @@ class Lowerer:
 
     def constant(self, array: np.ndarray) -> Tensor:
         array = np.array(array, order="C")
+        key = (array.dtype.name, array.shape, array.tobytes()) if array.size <= 4096 else None
+        if key is not None and key in self._known_constants:
+            return self._known_constants[key]
         tensor = self._buffer("constant", array.shape, array.dtype.name)
         self.constants[tensor.buffer] = array
+        if key is not None:
+            self._known_constants[key] = tensor
         return tensor
 
     def _buffer(self, kind: str, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:

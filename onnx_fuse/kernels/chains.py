@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -80,13 +80,23 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     home: dict[int, int] = {}  # call index -> group that holds it
     writers: dict[int, list[int]] = defaultdict(list)
     readers: dict[int, list[int]] = defaultdict(list)
+    members: dict[int, set[int]] = {}
+    all_readers: dict[int, set[int]] = defaultdict(set)
+    for q, call in enumerate(calls):
+        for _, tensor in call.reads:
+            all_readers[tensor.buffer].add(q)
+
+    def inner(buffer: int, inside: set[int]) -> bool:
+        """Whether nothing but these calls reads the buffer."""
+        return buffer not in keep and all_readers[buffer] <= inside
+
     for q, call in enumerate(calls):
         read = {t.buffer for _, t in call.reads}
         wrote = {t.buffer for _, t in call.writes}
         direct = {w for b in read | wrote for w in writers[b]}
         direct |= {r for b in wrote for r in readers[b]}
         deps = {home[d] for d in direct}
-        groups[q], parents[q], home[q] = call, deps, q
+        groups[q], parents[q], home[q], members[q] = call, deps, q, {q}
         mask = 0
         for d in deps:
             mask |= ancestors[d] | 1 << d
@@ -101,9 +111,12 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 continue
             if any(ancestors[e] >> p & 1 for e in _bits(ancestors[group]) if e != p and e in groups):
                 continue
+            inside = members[p] | members[group]
             joined = join(groups[p], groups[group])
-            if joined is None:
+            joined = joined and _without(joined, lambda b, inside=inside: inner(b, inside))
+            if joined is None or len(joined.reads) + len(joined.writes) > MAX_OPERANDS:
                 continue
+            members[p] = inside
             # `group` lives on in p: everything that knew it now knows p
             groups[p] = joined
             parents[p] = (parents[p] | parents[group]) - {p, group}
@@ -155,21 +168,21 @@ def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
 
 
 def _forget(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Stores that only their own group read are dropped, then steps and loads without a use."""
+    """Stores that nothing reads are dropped, then steps and loads without a use."""
     read = set(keep)
     for call in calls:
         read.update(t.buffer for _, t in call.reads)
-    kept = []
-    for call in calls:
-        if call.expression is None:
-            kept.append(call)
-            continue
-        stays = [i for i, (_, t) in enumerate(call.writes) if t.buffer in read]
-        stores = tuple(call.expression.stores[i] for i in stays)
-        expression = replace(call.expression, stores=stores)
-        writes = tuple(call.writes[i][1] for i in stays)
-        kept.append(_renamed(call, expression, [t for _, t in call.reads], writes))
-    return kept
+    return [_without(call, lambda b: b not in read) if call.expression else call for call in calls]
+
+
+def _without(call: Call, unread: Callable[[int], bool]) -> Call:
+    """The call without its stores to buffers that are `unread`."""
+    assert call.expression is not None
+    stays = [i for i, (_, t) in enumerate(call.writes) if not unread(t.buffer)]
+    stores = tuple(call.expression.stores[i] for i in stays)
+    writes = tuple(call.writes[i][1] for i in stays)
+    expression = replace(call.expression, stores=stores)
+    return _renamed(call, expression, [t for _, t in call.reads], writes)
 
 
 def _renamed(
@@ -347,8 +360,6 @@ def join(a: Call, b: Call) -> Call | None:
             if t not in reads:
                 reads.append(t)
             source.append(("load", reads.index(t)))
-    if len(reads) + len(a_writes) + len(b_writes) > MAX_OPERANDS:
-        return None
     ea, eb = a.expression, b.expression
     scalars = list(ea.scalars)
     places = []

@@ -46,7 +46,8 @@ class Executable:
     """A model on one GPU: lowered, planned and captured for each set of input shapes it meets.
 
     `state` maps outputs to the inputs or initializers they replace in place: those stay on the
-    device (`read` and `write` reach them) and are not fed. Raises DeviceError for what the GPU, its
+    device (`read` and `write` reach them) and are not fed. `resident` are such tensors of another
+    Executable, which must outlive this one. Raises DeviceError for what the GPU, its
     driver or NVRTC cannot do.
     """
 
@@ -58,13 +59,14 @@ class Executable:
         prefs: Mapping[str, str] | None = None,
         state: Mapping[str, str] | None = None,
         device_id: int = 0,
+        resident: Mapping[str, tuple[Tensor, int]] | None = None,
     ) -> None:
         device.start(device_id)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         self.hw = Hardware.detect(device_id)
         self.stream = device.Stream()
-        self.resident: dict[str, tuple[Tensor, int]] = {}
+        self.resident: dict[str, tuple[Tensor, int]] = dict(resident or {})
         self._blocks: list[device.Memory] = []
         self._instances: OrderedDict[tuple[Any, ...], Instance] = OrderedDict()
         self._lock = threading.RLock()
