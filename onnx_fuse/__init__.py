@@ -30,7 +30,7 @@ _NAMES = {
     "load": "session",
     "optimize": "session",
 }
-_MODULES = ("backend", "nn", "optim", "validate")
+_MODULES = ("backend", "optim", "validate")
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]
 

@@ -12,6 +12,7 @@ from onnx.backend.base import Backend as Base
 from onnx.backend.base import BackendRep, Device, DeviceType, namedtupledict
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ir import CANONICAL_OPSET
 from onnx_fuse.session import InferenceSession, load
 
 _DEVICES = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
@@ -88,9 +89,14 @@ class Backend(Base):
             for name, array in zip(names, arrays, strict=True)
         ]
         outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
-        opset = kwargs.pop("opset", None) or onnx.defs.onnx_opset_version()
+        # The opset of the operator's newest definition, if that is newer than what models use.
+        since = onnx.defs.get_schema(node.op_type, node.domain).since_version
+        opset = kwargs.pop("opset", None) or max(since, 1 if node.domain else CANONICAL_OPSET)
+        imports = [helper.make_opsetid(node.domain, opset)]
         graph = helper.make_graph([node], node.op_type, ends, outputs)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid(node.domain, opset)])
+        model = helper.make_model(
+            graph, opset_imports=imports, ir_version=helper.find_min_ir_version_for(imports)
+        )
         model = onnx.shape_inference.infer_shapes(model)
         return cls.run_model(model, dict(zip(names, arrays, strict=True)), device, **kwargs)
 

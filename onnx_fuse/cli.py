@@ -562,10 +562,12 @@ def expand(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: every fault becomes an exit code and one line on stderr."""
     arguments = expand(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_run(arguments, debug="--debug" in arguments))
+    sys.exit(run_command(arguments))
 
 
-def _run(arguments: Sequence[str], *, debug: bool) -> int:
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    debug = "--debug" in arguments
     try:
         code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
