@@ -109,6 +109,10 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     imported = {o.domain for o in proto.opset_import}
     if not imported & {"", "ai.onnx"} and any(n.domain == "" for n in proto.graph.node):
         raise ModelError("the model imports no ai.onnx opset")
+    newest = onnx.defs.onnx_opset_version()
+    for opset in proto.opset_import:
+        if opset.domain in ("", "ai.onnx") and not 1 <= opset.version <= newest:
+            raise ModelError(f"ai.onnx opset {opset.version} is not known (1 to {newest} are)")
     return proto
 
 

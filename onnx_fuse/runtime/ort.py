@@ -71,8 +71,14 @@ def faults(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OnnxFuseError) or not _from_onnxruntime(error):
             raise
-        text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", " ".join(str(error).split()))
+        text = _NOISE.sub("", " ".join(str(error).split()))
         raise ModelError(f"{name}: onnxruntime: {text[:400]}") from error
+
+
+# Its own error numbers, and the C++ function an error was raised in.
+_NOISE = re.compile(
+    r"\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+:\d+ .*?\)(?: const)? "
+)
 
 
 def _from_onnxruntime(error: BaseException) -> bool:

@@ -1,0 +1,421 @@
+"""Files are untrusted: each kind of bad file gets exit 1 and one sentence, and leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import ENCODER, Cli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_fuse import ir
+
+TEXT = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[N, 4] x) => (float[N, 4] y)
+<float[4] w = {1, 2, 3, 4}> { a = Add (x, w)  y = Relu (a) }
+"""
+Mutation = Callable[[onnx.ModelProto, Path], None]
+
+
+def small() -> onnx.ModelProto:
+    return onnx.parser.parse_model(TEXT)
+
+
+def cyclic(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[0].input[0] = "y"
+
+
+def missing_initializer(model: onnx.ModelProto, folder: Path) -> None:
+    del model.graph.initializer[:]
+
+
+def unknown_op(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].op_type = "Reluuu"
+
+
+def unknown_domain(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].domain = "com.nobody"
+
+
+def unimported_domain(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].domain = "com.microsoft"
+
+
+def no_opset(model: onnx.ModelProto, folder: Path) -> None:
+    del model.opset_import[:]
+
+
+def future_opset(model: onnx.ModelProto, folder: Path) -> None:
+    model.opset_import[0].version = 999
+
+
+def two_nodes_make_one_value(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].output[0] = "a"
+
+
+def negative_dimension(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[0].dims[0] = -4
+
+
+def overflowing_dimension(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[0].dims[:] = [2**62, 2**62]
+
+
+def too_few_values(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[0].dims[0] = 5
+
+
+def unknown_dtype(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[0].data_type = 99
+
+
+def input_without_type(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.input[0].ClearField("type")
+
+
+def external(model: onnx.ModelProto, location: str, offset: int = 0) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("float_data")
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", 16)):
+        tensor.external_data.add(key=key, value=str(value))
+
+
+def external_missing(model: onnx.ModelProto, folder: Path) -> None:
+    external(model, "weights.bin")
+
+
+def external_offset(model: onnx.ModelProto, folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(bytes(16))
+    external(model, "weights.bin", offset=8)
+
+
+def external_parent(model: onnx.ModelProto, folder: Path) -> None:
+    (folder.parent / "weights.bin").write_bytes(bytes(16))
+    external(model, "../weights.bin")
+
+
+def external_absolute(model: onnx.ModelProto, folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(bytes(16))
+    external(model, str(folder / "weights.bin"))
+
+
+def external_symlink(model: onnx.ModelProto, folder: Path) -> None:
+    (folder.parent / "secret.bin").write_bytes(bytes(16))
+    (folder / "weights.bin").symlink_to(folder.parent / "secret.bin")
+    external(model, "weights.bin")
+
+
+def external_is_a_folder(model: onnx.ModelProto, folder: Path) -> None:
+    (folder / "weights.bin").mkdir()
+    external(model, "weights.bin")
+
+
+def sparse_initializer(model: onnx.ModelProto, folder: Path) -> None:
+    values = numpy_helper.from_array(np.ones(1, np.float32), "s")
+    indices = numpy_helper.from_array(np.zeros(1, np.int64), "s_indices")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [4]))
+
+
+def wrong_arity(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].input.extend(["x", "x"])
+
+
+def wrong_attribute(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].attribute.append(helper.make_attribute("alpha", "text"))
+
+
+MALFORMED: dict[Mutation, str] = {
+    cyclic: "cycle",
+    missing_initializer: "reads 'w'",
+    unknown_op: "no operator 'Reluuu'",
+    unknown_domain: "domain 'com.nobody'",
+    unimported_domain: "does not import its domain",
+    no_opset: "imports no ai.onnx opset",
+    future_opset: "opset 999",
+    two_nodes_make_one_value: "",
+    negative_dimension: "negative dimension",
+    overflowing_dimension: "overflows",
+    too_few_values: "fewer values",
+    unknown_dtype: "unknown element type 99",
+    input_without_type: "",
+    external_missing: "weights.bin",
+    external_offset: "no 16 bytes at offset 8",
+    external_parent: "outside the model's folder",
+    external_absolute: "outside the model's folder",
+    external_symlink: "outside the model's folder",
+    external_is_a_folder: "weights.bin",
+    sparse_initializer: "sparse",
+    wrong_arity: "Relu",
+    wrong_attribute: "alpha",
+}
+COMMANDS = (("optimize",), ("optimize", "--no-check"), ("run",), ("validate",), ("bench",))
+
+
+def refused(cli: Cli, path: Path, sentence: str, *command: str) -> None:
+    """The command exits 1 with one line that names the file; the folder holds what it held."""
+    before = sorted(path.parent.rglob("*"))
+    result = cli(*command, path)
+    assert result.code == 1, result
+    assert result.err.count("\n") == 1, result.err
+    assert str(path) in result.err
+    assert sentence in result.err
+    assert "internal error" not in result.err
+    assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("mutation", MALFORMED, ids=lambda m: m.__name__)
+def test_a_malformed_model(
+    cli: Cli, tmp_path: Path, mutation: Mutation, command: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = small()
+    mutation(model, folder)
+    path = folder / "bad.onnx"
+    path.write_bytes(model.SerializeToString())
+    refused(cli, path, MALFORMED[mutation], *command)
+
+
+CONTENTS = {
+    "empty": b"",
+    "random": np.random.default_rng(0).bytes(4096),
+    "text": b"this is not a model\n",
+    "truncated": ENCODER.read_bytes()[:100_000],
+    "tail": ENCODER.read_bytes()[70_000:],
+    "another_message": helper.make_tensor("t", TensorProto.FLOAT, [1], [0.0]).SerializeToString(),
+    "zeros": bytes(1000),
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("command", [*COMMANDS, ("inspect",)], ids=" ".join)
+def test_not_a_model(cli: Cli, tmp_path: Path, content: str, command: tuple[str, ...]) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(CONTENTS[content])
+    refused(cli, path, "", *command)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ("inspect",)], ids=" ".join)
+def test_no_file_and_no_plain_file(cli: Cli, tmp_path: Path, command: tuple[str, ...]) -> None:
+    refused(cli, tmp_path / "none.onnx", "No such file", *command)
+    (tmp_path / "folder.onnx").mkdir()
+    refused(cli, tmp_path / "folder.onnx", "directory", *command)
+
+
+NAMES = [
+    'say "hi"',
+    "two\nlines",
+    "end */ of comment",
+    "tab\there",
+    "ünïcode ×",
+    "a'b",
+    "{0}",
+    "%s",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strange_names_go_through(cli: Cli, tmp_path: Path, name: str) -> None:
+    model = small()
+    for node in model.graph.node:
+        node.name = name + node.op_type
+        node.input[:] = [name + i for i in node.input]
+        node.output[:] = [name + o for o in node.output]
+    for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
+        value.name = name + value.name
+    path = tmp_path / "strange.onnx"
+    path.write_bytes(model.SerializeToString())
+    result = cli("optimize", path, "--explain", "--json", tmp_path / "report.json")
+    assert result.code == 0, result
+    fused = onnx.load(tmp_path / "strange.fused.onnx")
+    assert [v.name for v in fused.graph.output] == [name + "y"]
+    assert cli("run", tmp_path / "strange.fused.onnx").code == 0
+
+
+def test_a_strange_name_in_an_error_stays_one_line(cli: Cli, tmp_path: Path) -> None:
+    model = small()
+    model.graph.node[1].op_type, model.graph.node[1].name = "No\nSuch", "line\nbreak */"
+    path = tmp_path / "strange.onnx"
+    path.write_bytes(model.SerializeToString())
+    refused(cli, path, "line break */", "optimize")
+
+
+def test_an_output_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(small().SerializeToString())
+    for output in (tmp_path / "none" / "out.onnx", tmp_path, path / "out.onnx"):
+        result = cli("optimize", path, "-o", output)
+        assert result.code == 1
+        assert "cannot be written" in result.err
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_on_a_full_device(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(small().SerializeToString())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    result = cli("optimize", path)
+    assert result.code == 1
+    assert "No space left" in result.err
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_the_output_may_not_be_the_input(cli: Cli, tmp_path: Path) -> None:
+    path, link = tmp_path / "m.onnx", tmp_path / "link.onnx"
+    path.write_bytes(small().SerializeToString())
+    link.symlink_to(path)
+    data = path.read_bytes()
+    for output in (path, link, tmp_path / "x" / ".." / "m.onnx"):
+        result = cli("optimize", path, "-o", output)
+        assert result.code == 2
+        assert "the output is the input" in result.err
+    assert path.read_bytes() == data
+
+
+def test_what_onnxruntime_cannot_survive_is_an_error(tmp_path: Path) -> None:
+    from onnx_fuse.errors import ModelError
+    from onnx_fuse.runtime import ort
+
+    with pytest.raises(ModelError, match=r"m\.onnx: onnxruntime crashed .*Segmentation fault"):
+        ort.guarded(lambda: os.kill(os.getpid(), 11), "m.onnx")
+    with pytest.raises(ModelError, match="out of memory"):
+        ort.guarded(lambda: bytearray(sys.maxsize), "m.onnx")
+    assert ort.guarded(lambda: np.arange(3).tolist(), "m.onnx") == [0, 1, 2]
+
+
+# ---- mutations -------------------------------------------------------------------------------
+
+SMALL = [
+    TEXT,
+    """<ir_version: 10, opset_import: ["" : 17]>
+    g (float[B, 3] x, int64[B] i) => (float[B, 5] y, float z)
+    <float[3] s = {1, 1, 1}, float[3] b = {0, 1, 0}, float[3, 5] w, float[5] c = {0, 1, 2, 3, 4},
+     float[7, 3] table, float k = {0.5}> {
+      n = LayerNormalization <axis: int = -1, epsilon: float = 0.001> (x, s, b)
+      e = Gather (table, i)
+      h = Add (n, e)
+      m = MatMul (h, w)
+      a = Add (m, c)
+      y = Relu (a)
+      r = ReduceMean <keepdims: int = 0> (y)
+      z = Mul (r, k)
+    }""",
+]
+
+
+def small_models() -> list[bytes]:
+    models = []
+    for text in SMALL:
+        model = onnx.parser.parse_model(text)
+        for tensor in model.graph.initializer:
+            if not tensor.float_data and not tensor.raw_data:
+                array = np.random.default_rng(0).standard_normal(list(tensor.dims))
+                tensor.CopyFrom(numpy_helper.from_array(array.astype(np.float32), tensor.name))
+        models.append(model.SerializeToString())
+    return [*models, ENCODER.read_bytes()]
+
+
+MODELS = small_models()
+HYPOTHESIS = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@st.composite
+def mutated_bytes(draw: st.DrawFn) -> bytes:
+    """A real file with bytes flipped, cut off, or taken from elsewhere in the file."""
+    data = bytearray(draw(st.sampled_from(MODELS)))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(data) - 1))
+        match draw(st.sampled_from(("flip", "flip", "flip", "cut", "splice"))):
+            case "flip":
+                data[start] ^= 1 << draw(st.integers(0, 7))
+            case "cut":
+                del data[max(start, 1) :]
+            case "splice":
+                other = draw(st.integers(0, len(data) - 1))
+                size = draw(st.integers(1, 64))
+                data[start : start + size] = data[other : other + size]
+    return bytes(data)
+
+
+@st.composite
+def mutated_fields(draw: st.DrawFn) -> bytes:
+    """A real model with one to three fields set wrong: what a broken exporter writes."""
+    model = onnx.ModelProto.FromString(draw(st.sampled_from(MODELS)))
+    graph = model.graph
+    names = sorted({n for node in graph.node for n in (*node.input, *node.output)})
+    size = st.sampled_from((-1, 0, 1, 3, 2**31, 2**62, 2**63 - 1))
+    for _ in range(draw(st.integers(1, 3))):
+        node = draw(st.sampled_from(list(graph.node)))
+        tensor = draw(st.sampled_from(list(graph.initializer)))
+        match draw(st.integers(0, 9)):
+            case 0 if node.input:
+                node.input[draw(st.integers(0, len(node.input) - 1))] = draw(st.sampled_from(names))
+            case 1:
+                node.output[0] = draw(st.sampled_from(names))
+            case 2:
+                node.op_type = draw(st.sampled_from(("Relu", "MatMul", "Shape", "Loop", "Concat")))
+            case 3 if tensor.dims:
+                tensor.dims[draw(st.integers(0, len(tensor.dims) - 1))] = draw(size)
+            case 4:
+                tensor.data_type = draw(st.integers(-1, 30))
+            case 5:
+                kind = draw(st.sampled_from(list(graph.input))).type.tensor_type
+                kind.elem_type = draw(st.integers(-1, 30))
+            case 6:
+                dims = draw(st.sampled_from(list(graph.input))).type.tensor_type.shape.dim
+                if dims:
+                    dims[0].dim_value = draw(size)
+            case 7 if node.attribute:
+                node.attribute[0].i = draw(size)
+                node.attribute[0].type = draw(st.integers(0, 15))
+            case 8:
+                model.opset_import[0].version = draw(st.integers(-1, 40))
+            case 9:
+                node.input.append(draw(st.sampled_from(names)))
+    return model.SerializeToString()
+
+
+def survives(cli: Cli, folder: Path, data: bytes) -> None:
+    path, output = folder / "mutated.onnx", folder / "mutated.fused.onnx"
+    path.write_bytes(data)
+    output.unlink(missing_ok=True)
+    result = cli("optimize", path)
+    assert result.code in (0, 1, 3), result
+    assert "internal error" not in result.err, result.err
+    assert "Traceback" not in result.err
+    assert sorted(folder.iterdir()) == sorted([path, output] if result.code == 0 else [path])
+    if result.code == 0:
+        ir.read(output)
+
+
+@HYPOTHESIS
+@given(data=mutated_bytes())
+def test_mutated_bytes(cli: Cli, tmp_path: Path, data: bytes) -> None:
+    survives(cli, tmp_path, data)
+
+
+@HYPOTHESIS
+@given(data=mutated_fields())
+def test_mutated_fields(cli: Cli, tmp_path: Path, data: bytes) -> None:
+    survives(cli, tmp_path, data)
