@@ -236,17 +236,23 @@ TABLE: dict[str, type[Optimizer]] = {
 """Optimizers by the name the command line and checkpoints know them by."""
 
 
+def make(name: str, **options: Any) -> Optimizer:
+    """The optimizer of this name; options that are None take its defaults. Raises UsageError."""
+    cls = TABLE.get(name)
+    if cls is None:
+        raise UsageError(f"unknown optimizer '{name}': choose one of {', '.join(TABLE)}")
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None}
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in given:
+        if key not in known:
+            raise UsageError(f"{name} has no {key}: it has {', '.join(known)}")
+    return cls(**given)
+
+
 def to_json(optimizer: Optimizer) -> dict[str, Any]:
     """{"name": "adamw", "lr": {...}, ...}, from which `from_json` makes an equal optimizer."""
     return {"name": type(optimizer).__name__.lower(), **dataclasses.asdict(optimizer)}
 
 
 def from_json(data: Mapping[str, Any]) -> Optimizer:
-    fields: dict[str, Any] = dict(data)
-    cls = TABLE.get(fields.pop("name"))
-    if cls is None:
-        raise UsageError(f"unknown optimizer '{data['name']}': choose one of {', '.join(TABLE)}")
-    if isinstance(fields.get("lr"), Mapping):
-        fields["lr"] = Schedule(**fields["lr"])
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return cls(**fields)
+    return make(**{**data, "lr": Schedule(**data["lr"])})

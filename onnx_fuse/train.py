@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import onnx_ir
 from onnx_fuse import autodiff, checkpoint, data, ir, optim, passes
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.ir import FUSE
-from onnx_fuse.ops.loss import LOSSES, class_axis
+from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.passes import params
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.runtime import ort
@@ -48,14 +49,16 @@ class Spec:
     """What the inputs and outputs of a training graph mean; "" for those it does not have.
 
     `feeds` are the model's own inputs and `labels`, class numbers below `classes` where that is
-    not 0. `lr` is a float32 scalar; `step`, 1 at the first update, and `rng`, which differs from
-    step to step, are int64 scalars. `loss`, and `norm` of all gradients before clipping, are
-    scalars. `outputs` are the model's own.
+    not 0: then they count the axis `class_axis` of the output `logits`. `lr` is a float32 scalar;
+    `step`, 1 at the first update, and `rng`, which differs from step to step, are int64 scalars.
+    `loss`, and `norm` of all gradients before clipping, are scalars. `outputs` are the model's own.
     """
 
     feeds: tuple[onnx_ir.Value, ...]
     labels: str
     classes: int
+    class_axis: int
+    logits: str
     loss: str
     norm: str
     lr: str
@@ -249,11 +252,11 @@ class _Step:
         own = {v.name: v for v in self.outputs}
         logits = own.get(output) or self.graph.outputs[0]
         self.loss, self.labels = autodiff.attach_loss(self.model, loss, options, output=output)
-        self.classes = 0
+        self.classes, self.axis, self.logits = 0, 0, str(logits.name)
         if loss in LOSSES and LOSSES[loss].classes and logits.shape is not None:
-            count = logits.shape[class_axis(len(logits.shape), options)]
+            self.axis = class_axis(len(logits.shape), options)
+            count = logits.shape[self.axis]
             self.classes = count if isinstance(count, int) else 0
-        self.ignored = options.get("ignore_index")
         self.op = autodiff.Emitter(self.model)
 
     def weights(
@@ -367,6 +370,8 @@ class _Step:
             feeds=tuple(feeds),
             labels=str(self.labels.name) if self.labels is not None else "",
             classes=self.classes,
+            class_axis=self.axis,
+            logits=self.logits,
             loss=str(self.loss.name),
             norm=str(self.norm.name) if self.norm is not None else "",
             lr=names.get("lr", ""),
@@ -467,8 +472,12 @@ class _Portable:
 
 
 class Evaluation(NamedTuple):
+    """Loss and outputs of a batch; where its labels are classes, how many count and are hit."""
+
     loss: float
     outputs: dict[str, Array]
+    counted: int
+    hits: int
 
 
 class Trainer:
@@ -516,6 +525,7 @@ class Trainer:
             "fuse": fuse,
         }
         self.seed, self.accumulate = seed, accumulate
+        self._ignored = ignored_label(loss_options or {})
         self.calls = 0
         """Steps so far, each one batch."""
         self.extra: dict[str, Any] = {}
@@ -580,8 +590,16 @@ class Trainer:
     def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
         """Loss and outputs of a batch in inference mode."""
         spec = self.spec("evaluate")
-        found = self._device.run("evaluate", spec, self._fit(spec, feeds))
-        return Evaluation(float(found[spec.loss]), {n: found[n] for n in spec.outputs})
+        arrays = self._fit(spec, feeds)
+        found = self._device.run("evaluate", spec, arrays)
+        counted = hits = 0
+        if spec.classes:
+            labels = arrays[spec.labels]
+            counts = labels != self._ignored
+            counted = int(counts.sum())
+            hits = int((counts & (found[spec.logits].argmax(spec.class_axis) == labels)).sum())
+        outputs = {n: found[n] for n in spec.outputs}
+        return Evaluation(float(found[spec.loss]), outputs, counted, hits)
 
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
         arrays = data.fit(feeds, spec.feeds)
@@ -589,16 +607,20 @@ class Trainer:
             self.check_labels(arrays[spec.labels])
         return arrays
 
-    def check_labels(self, labels: Array) -> None:
-        """Raises DataError for a label that is neither a class of the model nor ignore_index."""
+    def check_labels(self, labels: Array, first: int = 0) -> None:
+        """Raises DataError for a label that is neither a class of the model nor ignore_index.
+
+        `first` is the number of the first row, for the message.
+        """
         spec = self._specs["update"]
-        ignored = ignored_label(self._options["loss_options"])
-        wrong = ((labels < 0) | (labels >= spec.classes)) & (labels != ignored)
+        wrong = ((labels < 0) | (labels >= spec.classes)) & (labels != self._ignored)
         if wrong.any():
-            place = np.unravel_index(int(np.argmax(wrong)), labels.shape)
+            place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
+            found = labels[tuple(place)]
+            place[0] += first
             raise DataError(
-                f"'{spec.labels}' holds {labels[place]} at {[int(i) for i in place]}: the model "
-                f"has the classes 0 to {spec.classes - 1}"
+                f"'{spec.labels}' holds {found} at {place}: the model has the classes 0 to "
+                f"{spec.classes - 1}"
             )
 
     def _blame(
@@ -645,16 +667,10 @@ class Trainer:
         extra: JSON values, found again in `extra` after a resume.
         """
         self.extra = extra
-        options = dict(self._options)
-        options["loss_options"] = {
-            k: np.asarray(v).tolist() for k, v in options["loss_options"].items()
-        }
         manifest = {
             "step": self.calls,
-            "model": _fingerprint(self._source, set(_weight_names(self._specs["update"]))),
-            "seed": self.seed,
-            "optimizer": optim.to_json(self.optimizer),
-            "options": options,
+            "model": self._fingerprint(),
+            "settings": self._settings(),
             "extra": extra,
         }
         states = {s.name: self._device.array(s.name) for s in self._specs["update"].states}
@@ -666,22 +682,51 @@ class Trainer:
 
         Raises DataError where there is none, or it is of another model.
         """
+        settings = dict(checkpoint.read(folder)[1]["settings"])
+        optimizer = optim.from_json(settings.pop("optimizer"))
+        trainer = cls(model, optimizer=optimizer, **settings)
+        trainer.restore(folder)
+        return trainer
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from the newest whole checkpoint, which a trainer of equal settings has written.
+
+        Raises DataError where there is none or it is of another model, UsageError where settings
+        differ.
+        """
         tensors, manifest = checkpoint.read(folder)
-        trainer = cls(
-            model,
-            optimizer=optim.from_json(manifest["optimizer"]),
-            seed=manifest["seed"],
-            **manifest["options"],
-        )
-        states = trainer._specs["update"].states
-        names = set(_weight_names(trainer._specs["update"]))
-        same = _fingerprint(trainer._source, names) == manifest["model"]
-        if not same or {s.name for s in states} != set(tensors):
+        stored = manifest["settings"]
+        for key, value in self._settings().items():
+            if stored.get(key) != value:
+                raise UsageError(f"{folder}: the run was started with {key} {stored.get(key)}")
+        states = self._specs["update"].states
+        if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")
         for s in states:
-            trainer._device.array(s.name)[...] = tensors[s.name]
-        trainer.calls, trainer.extra = manifest["step"], manifest["extra"]
-        return trainer
+            self._device.array(s.name)[...] = tensors[s.name]
+        self.calls, self.extra = manifest["step"], manifest["extra"]
+
+    def _settings(self) -> dict[str, Any]:
+        """All arguments but the model, as JSON gives them back."""
+        settings = {
+            **self._options,
+            "seed": self.seed,
+            "optimizer": optim.to_json(self.optimizer),
+        }
+        found: dict[str, Any] = json.loads(json.dumps(settings, default=np.ndarray.tolist))
+        return found
+
+    def _fingerprint(self) -> str:
+        """Equal for models that differ at most in the content of the trained weights."""
+        graph, trained = self._source.graph, set(_weight_names(self._specs["update"]))
+        digest = hashlib.sha256(repr(sorted(graph.opset_imports.items())).encode())
+        for node in graph:
+            digest.update(onnx_ir.serde.serialize_node(node).SerializeToString(deterministic=True))
+        for name, value in sorted(graph.initializers.items()):
+            digest.update(f"{name} {value.dtype} {value.shape}".encode())
+            if name not in trained and value.const_value is not None:
+                digest.update(value.const_value.tobytes())
+        return digest.hexdigest()
 
 
 def _supported(precision: str, device: str) -> None:
@@ -694,11 +739,6 @@ def _supported(precision: str, device: str) -> None:
         )
 
 
-def ignored_label(options: Mapping[str, Any]) -> int:
-    found = options.get("ignore_index")
-    return -100 if found is None else int(found)
-
-
 def _weight_names(spec: Spec) -> list[str]:
     kinds = ("parameter", "statistic")
     return [name for s in spec.states if s.kind in kinds for name in _names(s.value)]
@@ -707,18 +747,6 @@ def _weight_names(spec: Spec) -> list[str]:
 def _literal(name: str) -> str:
     """A glob that matches this name alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _fingerprint(model: onnx_ir.Model, trained: set[str]) -> str:
-    """Equal for models that differ at most in the content of the trained weights."""
-    digest = hashlib.sha256(repr(sorted(model.graph.opset_imports.items())).encode())
-    for node in model.graph:
-        digest.update(onnx_ir.serde.serialize_node(node).SerializeToString(deterministic=True))
-    for name, value in sorted(model.graph.initializers.items()):
-        digest.update(f"{name} {value.dtype} {value.shape}".encode())
-        if name not in trained and value.const_value is not None:
-            digest.update(value.const_value.tobytes())
-    return digest.hexdigest()
 
 
 def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:

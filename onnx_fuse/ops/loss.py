@@ -112,7 +112,8 @@ def _rows(
     return logits, labels, axis
 
 
-def _ignored(options: Options) -> int:
+def ignored_label(options: Options) -> int:
+    """The label that does not count."""
     found = options.get("ignore_index")
     return -100 if found is None else int(found)
 
@@ -121,7 +122,7 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     """-Σ w log softmax(logits)[label] / Σ w; smoothing ε takes (1 - ε) of that and ε/C of all."""
     x, labels, _ = _rows(op, logits, labels, options)
     weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
-    reduction, ignore = options.get("reduction", "mean"), _ignored(options)
+    reduction, ignore = options.get("reduction", "mean"), ignored_label(options)
     loss, log_p = op.SoftmaxCrossEntropyLoss(
         x, labels, weight, reduction=reduction, ignore_index=ignore, outputs=2
     )
@@ -153,7 +154,7 @@ def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Val
         labels,
         options.get("weight"),
         reduction=options.get("reduction", "mean"),
-        ignore_index=_ignored(options),
+        ignore_index=ignored_label(options),
     )
 
 

@@ -1,0 +1,194 @@
+"""Epochs over a data set: batches in order, evaluation, checkpoints, and the history of it all."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse import data
+from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.train import Trainer
+
+Array = np.ndarray[Any, Any]
+_CHUNK = 1 << 16  # labels checked at once, where the file is mapped
+
+
+@dataclass
+class History:
+    """Losses of all steps in order, and a record of each epoch; what a resumed run goes on from."""
+
+    examples: int
+    batch_size: int
+    losses: list[float] = field(default_factory=list)
+    epochs: list[dict[str, float]] = field(default_factory=list)
+
+
+def fit(
+    trainer: Trainer,
+    arrays: Mapping[str, Array],
+    *,
+    epochs: int,
+    batch_size: int,
+    validation: Mapping[str, Array] | None = None,
+    shuffle: bool = True,
+    folder: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    watch: Callable[[History], None] = lambda history: None,
+) -> History:
+    """Train until `epochs` epochs are done, from where the trainer stands.
+
+    The order of an epoch depends on the trainer's seed and its number alone. With `folder` there is
+    a checkpoint after every `every` steps and every epoch. `watch` is called after each step and
+    each epoch. Raises DataError, before the first step, for data that does not fit the model.
+    """
+    examples = check(trainer, arrays, batch_size)
+    if validation is not None:
+        check(trainer, validation, batch_size)
+    history = History(examples, batch_size)
+    if "fit" in trainer.extra:
+        history = History(**trainer.extra["fit"])
+        if (history.examples, history.batch_size) != (examples, batch_size):
+            raise UsageError(
+                f"the run to resume has {history.examples} examples in batches of "
+                f"{history.batch_size}, not {examples} in batches of {batch_size}"
+            )
+    steps = steps_per_epoch(trainer, examples, batch_size)
+    while (epoch := len(history.epochs)) < epochs:
+        start = len(history.losses) - epoch * steps
+        indices = data.order(examples, trainer.seed, epoch, shuffle=shuffle)
+        for feeds in data.batches(arrays, indices[: steps * batch_size], batch_size, start):
+            history.losses.append(trainer.step(feeds))
+            watch(history)
+            if folder and every and len(history.losses) % every == 0:
+                trainer.checkpoint(folder, fit=asdict(history))
+        record = {"epoch": epoch + 1.0, "loss": float(np.mean(history.losses[epoch * steps :]))}
+        if validation is not None:
+            record |= evaluate(trainer, validation, batch_size)
+        history.epochs.append(record)
+        watch(history)
+        if folder:
+            trainer.checkpoint(folder, fit=asdict(history))
+    return history
+
+
+def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int:
+    """Number of examples, after a check of all arrays and labels against the model."""
+    spec = trainer.spec()
+    examples = data.count(arrays, spec.feeds)
+    fixed = _fixed_batch(trainer)
+    if fixed is not None and fixed != batch_size:
+        raise UsageError(f"the model's batch is fixed at {fixed}: train in batches of {fixed}")
+    if fixed is not None and examples < fixed:
+        raise DataError(f"{examples} examples do not fill one batch, fixed at {fixed}")
+    if spec.classes:
+        labels = arrays[spec.labels]
+        for i in range(0, len(labels), _CHUNK):
+            trainer.check_labels(labels[i : i + _CHUNK], i)
+    return examples
+
+
+def _fixed_batch(trainer: Trainer) -> int | None:
+    first = [v.shape[0] for v in trainer.spec().feeds if v.shape is not None and len(v.shape)]
+    return next((d for d in first if isinstance(d, int)), None)
+
+
+def steps_per_epoch(trainer: Trainer, examples: int, batch_size: int) -> int:
+    """A smaller last batch counts, unless the model's batch is fixed."""
+    whole = _fixed_batch(trainer) is not None
+    return examples // batch_size if whole else math.ceil(examples / batch_size)
+
+
+def evaluate(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> dict[str, float]:
+    """{"validation_loss": mean over examples, "accuracy": share of labels hit} of a data set."""
+    examples = data.count(arrays, trainer.spec("evaluate").feeds)
+    rows = steps_per_epoch(trainer, examples, batch_size) * batch_size
+    total = counted = hits = seen = 0.0
+    for feeds in data.batches(arrays, np.arange(min(rows, examples)), batch_size):
+        found = trainer.evaluate(feeds)
+        size = len(next(iter(feeds.values())))
+        total, seen = total + found.loss * size, seen + size
+        counted, hits = counted + found.counted, hits + found.hits
+    return {"validation_loss": total / seen} | ({"accuracy": hits / counted} if counted else {})
+
+
+# ---- the loss curve ----------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _MARGIN, _POINTS = 860, 420, 56, 600
+
+
+def curve(history: History, title: str) -> str:
+    """The loss curve as one HTML page that loads nothing: each step, and validation by epoch."""
+    losses = np.asarray(history.losses)
+    steps = -(-len(losses) // max(len(history.epochs), 1))
+    lines = [("loss", "#8ab4f8", _thinned(losses))]
+    if len(losses) > 20:
+        lines.append(("smoothed", "#1a56c4", _thinned(_smooth(losses))))
+    validation = [
+        (e["epoch"] * steps, e["validation_loss"]) for e in history.epochs if "validation_loss" in e
+    ]
+    if validation:
+        lines.append(("validation", "#c4451a", validation))
+    points = [p for _, _, line in lines for p in line]
+    right = max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    high = high if high > low else low + 1
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - 1) / max(right - 1, 1)
+        return (
+            _MARGIN + across * (_WIDTH - 2 * _MARGIN),
+            _HEIGHT - _MARGIN - (y - low) / (high - low) * (_HEIGHT - 2 * _MARGIN),
+        )
+
+    parts = []
+    for i in range(5):
+        x, y = 1 + (right - 1) * i / 4, low + (high - low) * i / 4
+        (px, _), (_, py) = place(x, low), place(1, y)
+        parts += [
+            f'<line x1="{_MARGIN}" x2="{_WIDTH - _MARGIN}" y1="{py:.1f}" y2="{py:.1f}"/>',
+            f'<text x="{_MARGIN - 8}" y="{py + 4:.1f}" text-anchor="end">{y:.4g}</text>',
+            f'<text x="{px:.1f}" y="{_HEIGHT - _MARGIN + 20}" text-anchor="middle">{x:.0f}</text>',
+        ]
+    for i, (name, colour, line) in enumerate(lines):
+        path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
+        parts += [
+            f'<polyline points="{path}" stroke="{colour}"/>',
+            f'<text x="{_WIDTH - _MARGIN}" y="{_MARGIN + 18 * i}" text-anchor="end" '
+            f'style="fill:{colour}">{name}</text>',
+        ]
+    return _PAGE.format(title=escape(title), width=_WIDTH, height=_HEIGHT, body="\n".join(parts))
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em; background: #fff; color: #222 }}
+svg text {{ font-size: 12px; fill: #555 }}
+svg line {{ stroke: #ddd }}
+svg polyline {{ fill: none; stroke-width: 1.5 }}
+</style></head><body><h1>{title}</h1>
+<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="loss by step">
+{body}
+</svg></body></html>
+"""
+
+
+def _thinned(values: Array) -> list[tuple[float, float]]:
+    """(step, value) points, the means of equal stretches where there are more than _POINTS."""
+    parts = np.array_split(np.arange(len(values)), min(len(values), _POINTS))
+    return [(float(p.mean()) + 1, float(values[p].mean())) for p in parts]
+
+
+def _smooth(values: Array) -> Array:
+    """A running mean of the last 5 % of the steps."""
+    width = max(len(values) // 20, 2)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - width, 0)
+    means: Array = (sums[ends] - sums[starts]) / (ends - starts)
+    return means
