@@ -314,7 +314,7 @@ def _upgrade(model: ir.Model) -> ir.Model:
     kept = (graph.name, graph.doc_string, dict(graph.metadata_props), dict(graph.opset_imports))
     shapes = [(v.name, v.type, v.shape, v.doc_string, dict(v.metadata_props)) for v in _ends(graph)]
     notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
-    with quiet("onnxscript"):
+    with quiet("onnxscript"), training_mode_kept(model):
         model = ConvertVersionPass(target_version=CANONICAL_OPSET, fallback=True)(model).model
     graph = model.graph
     if graph.opset_imports.get("") != CANONICAL_OPSET:
@@ -331,6 +331,27 @@ def _upgrade(model: ir.Model) -> ir.Model:
         node.doc_string = doc
         node.metadata_props.update(props)
     return model
+
+
+@contextlib.contextmanager
+def training_mode_kept(model: ir.Model) -> Iterator[None]:
+    """Within the block a pass may drop unused outputs; BatchNormalizations that train still train.
+
+    onnx-ir 1.0's RemoveUnusedNodesPass takes training_mode away from those whose running statistics
+    nobody reads, and with it their result.
+    """
+    held = {
+        node.outputs[0].name: ([o.name for o in node.outputs], node.attributes["training_mode"])
+        for node in model.graph
+        if node.op_type == "BatchNormalization" and "training_mode" in node.attributes
+    }
+    yield
+    for node in model.graph if held else ():
+        if node.op_type == "BatchNormalization" and node.outputs[0].name in held:
+            names, mode = held[node.outputs[0].name]
+            node.attributes["training_mode"] = mode
+            for value, name in zip(node.outputs, names, strict=False):
+                value.name = name
 
 
 def _ends(graph: ir.Graph) -> list[ir.Value]:

@@ -6,7 +6,14 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.ir import MAKES_SEQUENCES, Builder, const_array, infer_shapes, quiet
+from onnx_fuse.ir import (
+    MAKES_SEQUENCES,
+    Builder,
+    const_array,
+    infer_shapes,
+    quiet,
+    training_mode_kept,
+)
 from onnx_fuse.ops.rewrite import attribute, dim, is_float, made_by, rank, scalar, users
 
 FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
@@ -16,7 +23,8 @@ _SMALL = 64
 
 def clean(model: ir.Model) -> None:
     """Dead and repeated nodes and unused initializers go; the rest in topological order."""
-    common_passes.RemoveUnusedNodesPass()(model)
+    with training_mode_kept(model):
+        common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     if not any(n.op_type in ("Bernoulli", "Dropout") for n in model.graph):
         # The pass knows the other random operators, but would make one of two Dropouts.

@@ -1,0 +1,529 @@
+"""The case tables that tests share: real exported graphs, and a small graph for each fusion.
+
+More real graphs can be added without touching code: every `NAME__VARIANT.onnx` with its `.npz` in
+the folder that ONNX_FUSE_CASES names is one more case.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import onnxruntime.capi.onnxruntime_pybind11_state
+
+from onnx_fuse.ir import text_model
+
+DATA = Path(__file__).parent / "data"
+
+
+def _newest_opset() -> int:
+    """The newest ai.onnx opset that the installed onnxruntime loads."""
+    newest = 21
+    for opset in range(22, onnx.defs.onnx_opset_version() + 1):
+        model = text_model(
+            f'<ir_version: 10, opset_import: ["" : {opset}]>\n'
+            "agraph (float[N] x) => (float[N] y) { y = Relu (x) }"
+        )
+        try:
+            onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+        except onnxruntime.capi.onnxruntime_pybind11_state.Fail:
+            return newest
+        newest = opset
+    return newest
+
+
+NEWEST_OPSET = _newest_opset()
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """One exported graph with stored feeds, outputs and gradients (tests/data/README.md)."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        with np.load(self.path.with_suffix(".npz")) as stored:
+            return {key: stored[key] for key in stored.files}
+
+    @property
+    def opset(self) -> int:
+        model = onnx.load(self.path, load_external_data=False)
+        return next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+
+    def _named(self, prefix: str) -> dict[str, np.ndarray]:
+        return {k[len(prefix) :]: v for k, v in self.arrays.items() if k.startswith(prefix)}
+
+    @property
+    def feeds(self) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+        """(inputs, expected outputs) of the two stored feeds, whose dynamic sizes differ."""
+        return [
+            (self._named("in_"), self._named("out_")),
+            (self._named("in1_"), self._named("out1_")),
+        ]
+
+    @property
+    def gradients(self) -> dict[str, np.ndarray]:
+        return self._named("grads_")
+
+
+def real_cases() -> list[RealCase]:
+    folders = [DATA, *map(Path, filter(None, [os.environ.get("ONNX_FUSE_CASES")]))]
+    paths = {path.name: path for folder in folders for path in sorted(folder.glob("*__*.onnx"))}
+    return [case for case in map(RealCase, paths.values()) if case.opset <= NEWEST_OPSET]
+
+
+@dataclass(frozen=True)
+class FusionCase:
+    """A graph in ONNX text and the fused operators it becomes.
+
+    Inputs beside those in `fed` are weights: random initializers. `fused` are the operators of
+    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss.
+    """
+
+    name: str
+    inputs: str
+    body: str
+    fused: tuple[str, ...] = ()
+    reason: str = ""
+    fed: tuple[str, ...] = ("x",)
+    output: str = "float[B,T,24] y"
+    level: int = 2
+    opset: int = 21
+
+    def model(self, seed: int = 0) -> ir.Model:
+        imports = f'["" : {self.opset}, "com.microsoft" : 1]'
+        lines = "\n".join(f"  {line.strip()}" for line in self.body.splitlines() if line.strip())
+        model = text_model(
+            f"<ir_version: 10, opset_import: {imports}>\n"
+            f"agraph ({self.inputs}) => ({self.output}) {{\n{lines}\n}}"
+        )
+        rng = np.random.default_rng(seed)
+        for value in [v for v in model.graph.inputs if v.name not in self.fed]:
+            assert value.shape is not None
+            assert value.dtype is not None
+            array = rng.standard_normal(value.shape.numpy()) * 0.5 + (value.name == "g")
+            value.const_value = ir.tensor(array.astype(value.dtype.numpy()), name=value.name)
+            model.graph.inputs.remove(value)
+            model.graph.register_initializer(value)
+        return model
+
+    def feeds(self, **sizes: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(1)
+        result = {}
+        for value in self.model().graph.inputs:
+            assert value.shape is not None
+            assert value.dtype is not None
+            shape = [d if isinstance(d, int) else sizes[str(d)] for d in value.shape]
+            kind = value.dtype.numpy()
+            draw = rng.integers(0, 2, shape) if kind == np.bool_ else rng.standard_normal(shape)
+            result[value.name or ""] = np.asarray(draw, kind)
+        return result
+
+
+_X, _LIN = "float[B,T,16] x", "float[16,24] w, float[24] c"
+_AFFINE = "float[16] g, float[16] b"
+_IN = f"{_X}, {_AFFINE}, {_LIN}"
+_LN = "n = LayerNormalization <axis = -1> (x, g, b)\n"
+_LINEAR = "m = MatMul (n, w)\n z = Add (m, c)\n"
+_PLAIN = "m = MatMul (x, w)\n z = Add (m, c)\n"
+
+
+def _scalar(name: str, value: float) -> str:
+    return f"{name} = Constant <value = float {{{value}}}> ()\n"
+
+
+def _written_norm(mean: str, square: str, normalize: str, affine: str = "q = Mul (p, g)") -> str:
+    """A LayerNorm (or, without `mean`, an RMSNorm) spelled out; d is what is squared."""
+    return (
+        "axes = Constant <value = int64[1] {-1}> ()\n"
+        + _scalar("two", 2.0)
+        + _scalar("one", 1.0)
+        + _scalar("eps", 1e-12)
+        + f"{mean}\n{square}\n"
+        "v = ReduceMean (sq, axes)\n ve = Add (v, eps)\n std = Sqrt (ve)\n"
+        f"{normalize}\n{affine}\n"
+    )
+
+
+_CENTRE = "mu = ReduceMean (x, axes)\n d = Sub (x, mu)"
+_POW, _MUL = "sq = Pow (d, two)", "sq = Mul (d, d)"
+_DIV = "p = Div (d, std)"
+_RECIPROCAL = "r = Reciprocal (std)\n p = Mul (r, d)"
+_ONE_OVER = "r = Div (one, std)\n p = Mul (d, r)"
+_BIAS = "q = Mul (p, g)\n n = Add (q, b)"
+
+_ERF = (
+    _scalar("r2", 1.41421356)
+    + _scalar("half", 0.5)
+    + _scalar("one", 1.0)
+    + ("u = Div (z, r2)\n e = Erf (u)\n e1 = Add (e, one)\n")
+)
+_TANH = (
+    _scalar("half", 0.5)
+    + _scalar("one", 1.0)
+    + _scalar("three", 3.0)
+    + _scalar("k", 0.7978845608)
+    + _scalar("a", 0.044715)
+)
+_QKV = "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v"
+_SCORES = "kt = Transpose <perm = [0,1,3,2]> (k)\n s = MatMul (q, kt)\n"
+_SCALE = _scalar("f", 0.35355339)
+_ATT = {"fed": ("q", "k", "v", "mask"), "output": "float[B,H,S,8] y"}
+
+FUSION_CASES = (
+    # --- LayerNormalization in every form that exporters write -----------------------------------
+    FusionCase("norm_node", _IN, _LN + _LINEAR + "y = Identity (z)", ("LayerNormGemm",)),
+    FusionCase(
+        "norm_with_mean_and_rstd",
+        _IN,
+        "n, mean, rstd = LayerNormalization <axis = 2> (x, g, b)\n" + _LINEAR + "y = Identity (z)",
+        ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "norm_without_bias",
+        f"{_X}, float[16] g, {_LIN}",
+        "n = LayerNormalization (x, g)\n" + _LINEAR + "y = Identity (z)",
+        ("LayerNormGemm",),
+    ),
+    *(
+        FusionCase(
+            f"norm_written_out_{name}",
+            _IN,
+            _written_norm(_CENTRE, square, normalize, _BIAS) + _LINEAR + "y = Identity (z)",
+            ("LayerNormGemm",),
+        )
+        for name, square, normalize in (
+            ("pow_div", _POW, _DIV),
+            ("mul_reciprocal", _MUL, _RECIPROCAL),
+            ("mul_one_over", _MUL, _ONE_OVER),
+        )
+    ),
+    FusionCase(
+        "norm_written_out_operands_swapped",
+        _IN,
+        _written_norm(_CENTRE, _POW, _DIV, "q = Mul (g, p)\n n = Add (b, q)")
+        + "m = MatMul (n, w)\n z = Add (c, m)\n y = Identity (z)",
+        ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "norm_written_out_without_affine",
+        f"{_X}, {_LIN}",
+        _written_norm(_CENTRE, _POW, _DIV, "n = Identity (p)") + _LINEAR + "y = Identity (z)",
+        ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "norm_with_casts_between",
+        "float16[B,T,16] x, float16[16] g, float16[16] b, float16[16,24] w, float16[24] c",
+        "xf = Cast <to = 1> (x)\n"
+        + _written_norm(
+            "mu = ReduceMean (xf, axes)\n d = Sub (xf, mu)",
+            _POW,
+            _DIV,
+            "ph = Cast <to = 10> (p)\n q = Mul (ph, g)\n n = Add (q, b)",
+        )
+        + _LINEAR
+        + "y = Identity (z)",
+        ("LayerNormGemm",),
+        output="float16[B,T,24] y",
+    ),
+    FusionCase(
+        "norm_over_two_axes_stays",
+        f"{_X}, float[5,16] g, float[5,16] b, {_LIN}".replace("B,T,16", "B,5,16"),
+        "n = LayerNormalization <axis = 1> (x, g, b)\n" + _LINEAR + "y = Identity (z)",
+        ("Gemm",),
+        reason="normalizes from axis 1",
+        output="float[B,5,24] y",
+    ),
+    # --- RMSNormalization -------------------------------------------------------------------------
+    *(
+        FusionCase(
+            f"rms_{name}",
+            f"{_X}, float[16] g, {_LIN}",
+            _written_norm("d = Identity (x)", square, normalize, "n = Mul (g, p)")
+            + _LINEAR
+            + "y = Identity (z)",
+            ("RMSNormGemm",),
+        )
+        for name, square, normalize in (
+            ("pow_div", _POW, _DIV),
+            ("mul_reciprocal", _MUL, _RECIPROCAL),
+        )
+    ),
+    FusionCase(
+        "rms_node",
+        f"{_X}, float[16] g, {_LIN}",
+        "n = RMSNormalization <axis = -1> (x, g)\n" + _LINEAR + "y = Identity (z)",
+        ("RMSNormGemm",),
+        opset=23,
+    ),
+    # --- Gemm with bias and activation ------------------------------------------------------------
+    FusionCase("matmul_add", f"{_X}, {_LIN}", _PLAIN + "y = Identity (z)", ("Gemm",)),
+    FusionCase(
+        "bias_scalar",
+        f"{_X}, float[16,24] w, float c",
+        _PLAIN + "y = Relu (z)",
+        ("GemmRelu",),
+    ),
+    FusionCase(
+        "bias_per_row",
+        "float[5,16] x, float[16,24] w, float[5,1] c",
+        _PLAIN + "y = Relu (z)",
+        ("GemmRelu",),
+        output="float[5,24] y",
+    ),
+    FusionCase(
+        "bias_none", f"{_X}, float[16,24] w", "z = MatMul (x, w)\n y = Relu (z)", ("GemmRelu",)
+    ),
+    FusionCase(
+        "residual_is_no_bias",
+        f"{_X}, float[B,T,24] r, float[16,24] w",
+        "m = MatMul (x, w)\n y = Add (m, r)",
+        fed=("x", "r"),
+    ),
+    FusionCase(
+        "gemm_transposed_weight",
+        "float[B,16] x, float[24,16] w, float[24] c",
+        "z = Gemm <transB = 1> (x, w, c)\n y = Tanh (z)",
+        ("GemmTanh",),
+        output="float[B,24] y",
+    ),
+    FusionCase(
+        "gemm_with_alpha_stays",
+        "float[B,16] x, float[24,16] w, float[24] c",
+        "z = Gemm <transB = 1, alpha = 0.5> (x, w, c)\n y = Tanh (z)",
+        reason="alpha other than 1",
+        output="float[B,24] y",
+    ),
+    *(
+        FusionCase(f"activation_{name}", f"{_X}, {_LIN}", _PLAIN + body, (f"Gemm{fused}",))
+        for name, fused, body in (
+            ("leaky_relu", "LeakyRelu", "y = LeakyRelu <alpha = 0.2> (z)"),
+            ("sigmoid", "Sigmoid", "y = Sigmoid (z)"),
+            ("tanh", "Tanh", "y = Tanh (z)"),
+            ("gelu", "Gelu", "y = Gelu (z)"),
+            ("gelu_tanh", "GeluTanh", 'y = Gelu <approximate = "tanh"> (z)'),
+            ("gelu_erf_half_last", "Gelu", _ERF + "t = Mul (z, e1)\n y = Mul (t, half)"),
+            ("gelu_erf_half_first", "Gelu", _ERF + "h = Mul (half, z)\n y = Mul (h, e1)"),
+            ("gelu_erf_half_inner", "Gelu", _ERF + "h = Mul (e1, half)\n y = Mul (z, h)"),
+            (
+                "gelu_tanh_pow",
+                "GeluTanh",
+                _TANH
+                + "z3 = Pow (z, three)\n az = Mul (z3, a)\n i = Add (z, az)\n ki = Mul (i, k)\n"
+                "t = Tanh (ki)\n t1 = Add (one, t)\n h = Mul (z, half)\n y = Mul (h, t1)",
+            ),
+            (
+                "gelu_tanh_fast",
+                "GeluTanh",
+                _TANH
+                + "zk = Mul (z, k)\n az = Mul (a, z)\n azz = Mul (az, z)\n i = Add (azz, one)\n"
+                "ki = Mul (zk, i)\n t = Tanh (ki)\n t1 = Add (t, one)\n h = Mul (t1, z)\n"
+                "y = Mul (h, half)",
+            ),
+            ("silu", "Silu", "s = Sigmoid (z)\n y = Mul (s, z)"),
+            (
+                "quick_gelu",
+                "QuickGelu",
+                _scalar("al", 1.702) + "az = Mul (al, z)\n s = Sigmoid (az)\n y = Mul (z, s)",
+            ),
+        )
+    ),
+    FusionCase(
+        "activation_behind_a_reshape",
+        f"{_X}, {_LIN}",
+        _PLAIN
+        + "to = Constant <value = int64[2] {-1, 24}> ()\n f = Reshape (z, to)\n y = Relu (f)",
+        ("GemmRelu",),
+        output="float[N,24] y",
+    ),
+    FusionCase(
+        "activation_input_read_twice",
+        f"{_X}, {_LIN}",
+        _PLAIN + "t = Tanh (z)\n y = Mul (t, z)",
+        ("Gemm",),
+        reason="other reader",
+    ),
+    FusionCase("norm_and_activation", _IN, _LN + _LINEAR + "y = Gelu (z)", ("LayerNormGemmGelu",)),
+    # --- the norm's other readers -----------------------------------------------------------------
+    FusionCase(
+        "norm_read_by_a_residual",
+        f"{_X}, {_AFFINE}, float[16,16] w, float[16] c",
+        _LN + _LINEAR + "y = Add (z, n)",
+        ("LayerNormGemm_n",),
+        output="float[B,T,16] y",
+    ),
+    FusionCase(
+        "norm_read_by_its_shape_only",
+        _IN,
+        _LN + _LINEAR + "sh = Shape (n)\n y = Identity (z)",
+        ("LayerNormGemm",),
+        output="float[B,T,24] y, int64[3] sh",
+    ),
+    FusionCase(
+        "norm_through_a_gather",
+        _IN,
+        "i = Constant <value = int64 {0}> ()\n"
+        + _LN
+        + "r = Gather <axis = 1> (n, i)\n m = MatMul (r, w)\n y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[B,24] y",
+    ),
+    FusionCase(
+        "norm_through_a_roll",
+        _IN,
+        "zero = Constant <value = int64[1] {0}> ()\n one = Constant <value = int64[1] {1}> ()\n"
+        "big = Constant <value = int64[1] {9999}> ()\n"
+        + _LN
+        + "head = Slice (n, zero, one, one)\n tail = Slice (n, one, big, one)\n"
+        "r = Concat <axis = 1> (tail, head)\n m = MatMul (r, w)\n y = Add (m, c)",
+        ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "residual_then_norm",
+        f"{_X}, float[B,T,16] r, {_AFFINE}",
+        "x2 = Add (x, r)\n n = LayerNormalization (x2, g, b)\n t = Tanh (n)\n y = Add (t, x2)",
+        ("SkipLayerNorm",),
+        fed=("x", "r"),
+        output="float[B,T,16] y",
+    ),
+    # --- merged products --------------------------------------------------------------------------
+    FusionCase(
+        "merge_query_key_value",
+        f"{_X}, {_AFFINE}, float[16,8] w, float[16,4] w1, float[16,12] w2, float[8] c, "
+        "float[12] c2",
+        _LN + "m = MatMul (n, w)\n q = Add (m, c)\n k = MatMul (n, w1)\n m2 = MatMul (n, w2)\n"
+        "v = Add (m2, c2)\n y = Concat <axis = -1> (q, k, v)",
+        ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "merge_gate_and_up",
+        f"{_X}, float[16] g, float[16,24] w, float[16,24] w1",
+        _written_norm("d = Identity (x)", _POW, _DIV, "n = Mul (p, g)")
+        + "a = MatMul (n, w)\n s = Sigmoid (a)\n gate = Mul (a, s)\n up = MatMul (n, w1)\n"
+        "y = Mul (gate, up)",
+        ("RMSNormGemm", "Silu"),
+    ),
+    FusionCase(
+        "merge_not_at_level_1",
+        f"{_X}, float[16,24] w, float[16,24] w1",
+        "a = MatMul (x, w)\n b2 = MatMul (x, w1)\n y = Add (a, b2)",
+        level=1,
+    ),
+    # --- attention --------------------------------------------------------------------------------
+    FusionCase(
+        "attention_without_mask",
+        _QKV,
+        _SCORES + _SCALE + "z = Mul (s, f)\n p = Softmax <axis = -1> (z)\n y = MatMul (p, v)",
+        ("Sdpa",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_mask_and_guard",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES
+        + _SCALE
+        + _scalar("zero", 0.0)
+        + "z = Mul (s, f)\n zm = Add (z, mask)\n p = Softmax (zm)\n i = IsNaN (p)\n"
+        "pn = Where (i, zero, p)\n y = MatMul (pn, v)",
+        ("SdpaMaskGuard",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_mask_by_where",
+        f"{_QKV}, bool[B,1,S,T] mask",
+        _SCORES
+        + _SCALE
+        + _scalar("low", -3.4028235e38)
+        + "z = Div (s, f)\n zm = Where (mask, z, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_scaled_operands",
+        "float[B,S,4,8] q, float[B,T,4,8] k, float[B,T,4,8] v",
+        _scalar("f", 0.59460355) + "qt = Transpose <perm = [0,2,1,3]> (q)\n qs = Mul (qt, f)\n"
+        "kt = Transpose <perm = [0,2,3,1]> (k)\n ks = Mul (kt, f)\n s = MatMul (qs, ks)\n"
+        "p = Softmax (s)\n vt = Transpose <perm = [0,2,1,3]> (v)\n y = MatMul (p, vt)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_grouped_heads",
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "two = Constant <value = int64[1] {2}> ()\n one = Constant <value = int64[1] {1}> ()\n"
+        "b = Shape <start = 0, end = 1> (k)\n t = Shape <start = 2, end = 3> (k)\n"
+        "h = Constant <value = int64[1] {4}> ()\n d = Constant <value = int64[1] {8}> ()\n"
+        "five = Concat <axis = 0> (b, two, two, t, d)\n four = Concat <axis = 0> (b, h, t, d)\n"
+        "k5 = Unsqueeze (k, two)\n ke = Expand (k5, five)\n kr = Reshape (ke, four)\n"
+        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "kt = Transpose <perm = [0,1,3,2]> (kr)\n s = MatMul (q, kt)\n p = Softmax (s)\n"
+        "y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_node",
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "y = Attention (q, k, v)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+        opset=23,
+    ),
+    FusionCase(
+        "attention_node_causal_3d",
+        "float[B,S,32] q, float[B,S,32] k, float[B,S,32] v",
+        "y = Attention <q_num_heads = 4, kv_num_heads = 4, is_causal = 1> (q, k, v)",
+        ("SdpaCausal",),
+        fed=("q", "k", "v"),
+        output="float[B,S,32] y",
+        opset=23,
+    ),
+    FusionCase(
+        "attention_weights_are_an_output",
+        _QKV,
+        _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
+        reason="readers or are an output",
+        fed=("q", "k", "v"),
+        output="float[B,H,S,8] y, float[B,H,S,T] p",
+    ),
+    FusionCase(
+        "attention_mild_where_stays",
+        f"{_QKV}, bool[B,1,S,T] mask",
+        _SCORES
+        + _scalar("low", -100.0)
+        + "zm = Where (mask, s, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        reason="which is no sum",
+        **_ATT,
+    ),
+    # --- Conv, losses -----------------------------------------------------------------------------
+    FusionCase(
+        "conv_relu_without_bias",
+        "float[B,3,S,T] x, float[6,3,3,3] w",
+        "z = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w)\n y = Relu (z)",
+        ("ConvRelu",),
+        output="float[B,6,P,Q] y",
+    ),
+    FusionCase(
+        "conv_batch_norm_relu",
+        "float[B,3,S,T] x, float[6,3,3,3] w, float[6] g, float[6] b",
+        "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n n = BatchNormalization (z, g, b, b, var)\n"
+        "y = Relu (n)",
+        ("ConvRelu",),
+        output="float[B,6,P,Q] y",
+    ),
+)

@@ -1,0 +1,188 @@
+"""Every fusion on a small graph, and the optimizer on real exported graphs, against onnxruntime."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from cases import FUSION_CASES, NEWEST_OPSET, FusionCase, RealCase, real_cases
+
+from onnx_fuse import ir as fir
+from onnx_fuse import passes
+from onnx_fuse.errors import UsageError
+from onnx_fuse.ops.fused.norm import canonical_norm
+from onnx_fuse.ops.rewrite import through_row_views, users
+from onnx_fuse.passes import params
+
+# Relative to the largest value of the output. float32 reassociation over these K stays
+# below 2e-5; float16 outputs hold 11 bits, and the norm's affine part rounds in float16 as well.
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
+
+
+def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(fir.to_proto(model).SerializeToString(), options)
+    names = [o.name for o in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert list(actual) == list(expected)
+    for name, truth in expected.items():
+        assert actual[name].dtype == truth.dtype, name
+        assert actual[name].shape == truth.shape, name
+        if truth.dtype.kind != "f":
+            np.testing.assert_array_equal(actual[name], truth)
+            continue
+        bound = TOLERANCE[truth.dtype.name] * max(1.0, float(np.abs(truth).max()))
+        error = np.abs(actual[name].astype(np.float64) - truth.astype(np.float64)).max()
+        assert error <= bound, f"{name}: {error} > {bound}"
+
+
+def fused_ops(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph if node.domain == fir.FUSE]
+
+
+RUNNABLE = [case for case in FUSION_CASES if case.opset <= NEWEST_OPSET]
+SIZES = ({"B": 2, "H": 3, "S": 6, "T": 5}, {"B": 3, "H": 2, "S": 7, "T": 9})
+
+
+@pytest.mark.parametrize("case", RUNNABLE, ids=lambda c: c.name)
+def test_fusion(case: FusionCase) -> None:
+    original = fir.load(case.model())
+    model = fir.load(case.model())
+    report = passes.optimize(model, level=case.level)
+    assert tuple(fused_ops(model)) == case.fused
+    if case.reason:
+        assert any(case.reason in r.reason for r in report.not_fused), report.not_fused
+    flat = fir.inline(model)
+    assert not fused_ops(flat)
+    for sizes in SIZES:
+        feeds = case.feeds(**sizes)
+        expected = run(original, feeds)
+        assert_close(run(model, feeds), expected)
+        assert_close(run(flat, feeds), expected)
+
+
+@pytest.mark.parametrize("case", RUNNABLE, ids=lambda c: c.name)
+def test_training_keeps_every_weight(case: FusionCase) -> None:
+    """With training=True each float initializer survives, as it is or inside a packed one."""
+    original = fir.load(case.model())
+    wanted = {
+        v.name: v.const_value.numpy()
+        for v in original.graph.initializers.values()
+        if v.const_value is not None and v.const_value.size > 1 and v.name in case.inputs
+    }
+    model = fir.load(case.model())
+    passes.optimize(model, training=True)
+    found: dict[str, np.ndarray] = {}
+    for value in model.graph.initializers.values():
+        array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
+        unpacked = params.unpack(value, array)
+        np.testing.assert_array_equal(params.pack(value, unpacked), array)
+        found |= unpacked
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name or ""], array)
+
+
+@pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_real_graphs(case: RealCase, level: int) -> None:
+    model = fir.load(case.path)
+    names = [[v.name for v in ends] for ends in (model.graph.inputs, model.graph.outputs)]
+    shapes = [str(v.shape) for v in (*model.graph.inputs, *model.graph.outputs)]
+    passes.optimize(model, level=level)
+    assert [[v.name for v in e] for e in (model.graph.inputs, model.graph.outputs)] == names
+    assert [str(v.shape) for v in (*model.graph.inputs, *model.graph.outputs)] == shapes
+    for feeds, expected in case.feeds:
+        assert_close(run(model, feeds), expected)
+    if level == 2:
+        assert_no_norm_left_before_a_gemm(model)
+
+
+def assert_no_norm_left_before_a_gemm(model: ir.Model) -> None:
+    for node in model.graph:
+        if (
+            node.op_type in ("MatMul", "Gemm")
+            and node.inputs[1] in model.graph.initializers.values()
+        ):
+            below, _ = through_row_views(node.inputs[0])
+            producer = below.producer() if below is not None else None
+            assert canonical_norm(producer) is None, f"{producer} is left before {node}"
+
+
+@pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
+def test_inlined_real_graphs_hold_plain_onnx(case: RealCase) -> None:
+    model = fir.load(case.path)
+    passes.optimize(model)
+    flat = fir.inline(model)
+    assert {node.domain for node in flat.graph} == {""}
+    for feeds, expected in case.feeds:
+        assert_close(run(flat, feeds), expected)
+
+
+def test_fused_file_loads_with_its_ops_and_a_forged_body_is_inlined(tmp_path) -> None:
+    case = FUSION_CASES[0]
+    model = fir.load(case.model())
+    passes.optimize(model)
+    fir.save(model, tmp_path / "fused.onnx")
+    assert fused_ops(fir.load(tmp_path / "fused.onnx")) == ["LayerNormGemm"]
+    proto = fir.to_proto(model)
+    (body,) = proto.functions
+    body.node[-1].op_type = "Sub"  # y = m - c, under our name
+    forged = fir.load(proto)
+    assert fused_ops(forged) == []
+    feeds = case.feeds(**SIZES[0])
+    options = onnxruntime.SessionOptions()
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    assert_close(run(forged, feeds), {"y": session.run(None, feeds)[0]})
+
+
+def test_skip_and_fuse_select_by_name() -> None:
+    case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
+    model = fir.load(case.model())
+    passes.optimize(model, skip=["MergedGemm"])
+    assert fused_ops(model) == ["LayerNormGemm"] * 3
+    model = fir.load(case.model())
+    passes.optimize(model, level=0, fuse=["Gemm"])
+    assert fused_ops(model) == ["LayerNormGemm"] * 3
+    with pytest.raises(UsageError, match="there is no fusion 'Gem'"):
+        passes.optimize(model, skip=["Gem"])
+
+
+def test_level_3_folds_the_affine_part() -> None:
+    case = FUSION_CASES[0]
+    model = fir.load(case.model())
+    passes.optimize(model, level=3)
+    (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
+    scale = node.inputs[1]
+    assert scale is not None
+    assert scale.const_value is not None
+    assert (scale.const_value.numpy() == 1).all()
+    feeds = case.feeds(**SIZES[0])
+    assert_close(run(model, feeds), run(fir.load(case.model()), feeds))
+
+
+def test_constants_are_compared_exactly() -> None:
+    """An epsilon of 1e-12 is no zero: dropping it would divide by zero on a constant row."""
+    case = next(c for c in FUSION_CASES if c.name == "norm_written_out_pow_div")
+    model = fir.load(case.model())
+    passes.optimize(model)
+    (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
+    assert node.attributes["epsilon"].as_float() == pytest.approx(1e-12)
+
+
+def test_packed_weights_remember_their_origin() -> None:
+    case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
+    model = fir.load(case.model())
+    passes.optimize(model, training=True)
+    (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
+    weight = node.inputs[3]
+    assert weight is not None
+    record = json.loads(weight.metadata_props["onnx_fuse.packed"])
+    assert [p["name"] for p in record["parts"]] == ["w", "w1", "w2"]
+    assert not users(model.graph.initializers["w"]) if "w" in model.graph.initializers else True
