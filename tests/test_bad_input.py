@@ -293,8 +293,8 @@ def test_what_onnxruntime_cannot_survive_is_an_error(tmp_path: Path) -> None:
     from onnx_fuse.errors import ModelError
     from onnx_fuse.runtime import ort
 
-    with pytest.raises(ModelError, match=r"m\.onnx: onnxruntime crashed .*Segmentation fault"):
-        ort.guarded(lambda: os.kill(os.getpid(), 11), "m.onnx")
+    with pytest.raises(ModelError, match=r"m\.onnx: onnxruntime crashed .*Killed"):
+        ort.guarded(lambda: os.kill(os.getpid(), 9), "m.onnx")
     with pytest.raises(ModelError, match="out of memory"):
         ort.guarded(lambda: bytearray(sys.maxsize), "m.onnx")
     assert ort.guarded(lambda: np.arange(3).tolist(), "m.onnx") == [0, 1, 2]

@@ -1,0 +1,216 @@
+"""InferenceSession, optimize and load: what a user of onnxruntime expects, in its own words."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime as ort
+import pytest
+from conftest import ENCODER
+
+import onnx_fuse as of
+from onnx_fuse import ir, session
+
+TEXT = """
+agraph (float[N, 3] x, int64[N] i) => (float[N, 3] y, int64[N] z, float[N, 3] w)
+{ y = Relu (x)  z = Identity (i)  w = Neg (x) }
+"""
+X, IDS = np.array([[-1, 2, 3], [4, -5, 6]], np.float32), np.array([7, 8])
+FEEDS = {"x": X, "i": IDS}
+
+
+def model() -> onnx.ModelProto:
+    proto = ir.to_proto(ir.text_model(TEXT))
+    proto.producer_name, proto.doc_string, proto.model_version = "somebody", "a note", 7
+    proto.graph.doc_string = "graph note"
+    onnx.helper.set_model_props(proto, {"author": "somebody", "license": "theirs"})
+    return proto
+
+
+def stock() -> ort.InferenceSession:
+    return ort.InferenceSession(model().SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str] | list[Any]:
+    try:
+        return [np.asarray(a).tolist() for a in call()]
+    except Exception as error:  # noqa: BLE001 - the error is what is compared
+        return type(error).__name__, str(error)
+
+
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "all": (None, FEEDS),
+    "empty names": ([], FEEDS),
+    "named, reordered": (["w", "y"], FEEDS),
+    "one named twice": (["y", "y"], FEEDS),
+    "missing feed": (None, {"x": X}),
+    "no feed": (None, {}),
+    "unknown feed": (None, {**FEEDS, "q": X}),
+    "unknown output": (["nothing"], FEEDS),
+    "wrong dtype": (None, {"x": X.astype(np.float64), "i": IDS}),
+    "wrong integer": (None, {"x": X, "i": IDS.astype(np.int32)}),
+    "bool for float": (None, {"x": X > 0, "i": IDS}),
+    "wrong dimension": (None, {"x": X[:, :2], "i": IDS}),
+    "wrong rank": (None, {"x": X[0], "i": IDS}),
+    "a list": (None, {"x": X.tolist(), "i": IDS}),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_run_answers_and_complains_as_onnxruntime_does(case: str) -> None:
+    names, feeds = RUNS[case]
+    expected = outcome(lambda: stock().run(names, feeds))
+    assert outcome(lambda: of.InferenceSession(model()).run(names, feeds)) == expected
+
+
+class Echo:
+    """Stands in for the CUDA executable: what it is asked for, and what it is fed."""
+
+    def __init__(self, model: onnx_ir.Model) -> None:
+        self.session = stock()
+
+    def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[Any]:
+        return list(self.session.run(names, feeds))
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_checks_before_a_cuda_run_use_the_same_words(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_executable", Echo)
+    names, feeds = RUNS[case]
+    expected = outcome(lambda: stock().run(names, feeds))
+    ours = of.InferenceSession(model(), device="cuda")
+    assert ours.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert outcome(lambda: ours.run(names, feeds)) == expected
+
+
+def test_ends_and_metadata_are_the_original_ones() -> None:
+    ours, theirs = of.InferenceSession(model()), stock()
+    for get in ("get_inputs", "get_outputs"):
+        ends = [[(v.name, v.type, v.shape) for v in getattr(s, get)()] for s in (ours, theirs)]
+        assert ends[0] == ends[1]
+    fields = ("producer_name", "graph_name", "description", "graph_description", "version")
+    for field in (*fields, "custom_metadata_map", "domain"):
+        assert getattr(ours.get_modelmeta(), field) == getattr(theirs.get_modelmeta(), field)
+    assert ours.get_providers() == ["CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize("kind", ["path", "str", "bytes", "proto", "ir"])
+def test_a_model_may_come_as(kind: str) -> None:
+    source = {
+        "path": ENCODER,
+        "str": str(ENCODER),
+        "bytes": ENCODER.read_bytes(),
+        "proto": onnx.load(ENCODER),
+        "ir": onnx_ir.load(ENCODER),
+    }[kind]
+    fused = of.optimize(source)
+    kinds = {"bytes": bytes, "ir": onnx_ir.Model}
+    assert isinstance(fused, kinds.get(kind, onnx.ModelProto))
+    ids = np.ones((2, 5), np.int64)
+    feeds = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ids)
+    expected = ort.InferenceSession(ENCODER).run(None, feeds)
+    for runs in (source, fused):
+        for a, b in zip(of.InferenceSession(runs).run(None, feeds), expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    if not isinstance(fused, onnx_ir.Model):
+        data = fused if isinstance(fused, bytes) else fused.SerializeToString()
+        np.testing.assert_allclose(
+            ort.InferenceSession(data).run(None, feeds)[0], expected[0], atol=1e-5
+        )
+
+
+def test_the_callers_model_stays_as_it_was() -> None:
+    proto, graph = onnx.load(ENCODER), onnx_ir.load(ENCODER)
+    before = [n.op_type for n in graph.graph]
+    of.optimize(proto)
+    of.optimize(graph)
+    assert proto == onnx.load(ENCODER)
+    assert [n.op_type for n in graph.graph] == before
+
+
+def test_it_optimizes_unless_told_otherwise() -> None:
+    def fused(**options: Any) -> int:
+        graph = of.InferenceSession(ENCODER, **options).model.graph
+        return sum(node.domain == ir.FUSE for node in graph)
+
+    assert fused() > fused(level=0) >= fused(optimize=False) == 0
+
+
+def test_an_output_that_another_output_is_made_of_keeps_its_name() -> None:
+    text = "agraph (float[N] x) => (float[N] a, float[N] b) { a = Relu (x)  b = Identity (a) }"
+    ours = of.InferenceSession(ir.text_model(text))
+    assert [v.name for v in ours.get_outputs()] == ["a", "b"]
+    assert [y.tolist() for y in ours.run(["b", "a"], {"x": X[0]})] == [[0, 2, 3]] * 2
+
+
+class OnlyDlpack:
+    """An array of another library: no __array__, only DLPack."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_feeds_may_be_dlpack_objects() -> None:
+    y = of.InferenceSession(model()).run(["y"], {"x": OnlyDlpack(X), "i": IDS})[0]
+    np.testing.assert_array_equal(y, np.maximum(X, 0))
+
+
+def test_session_options_and_io_binding_pass_through() -> None:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    ours = of.InferenceSession(model(), options, ["CPUExecutionProvider"])
+    binding = ours.io_binding()
+    binding.bind_cpu_input("x", X)
+    binding.bind_cpu_input("i", IDS)
+    binding.bind_output("y")
+    ours.run_with_iobinding(binding)
+    np.testing.assert_array_equal(binding.copy_outputs_to_cpu()[0], np.maximum(X, 0))
+
+
+def test_without_the_cuda_packages_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx_fuse.runtime.executable", None)
+    for options in ({"device": "cuda"}, {"providers": ["CUDAExecutionProvider"]}):
+        with pytest.raises(of.DeviceError, match=r"pip install 'onnx-fuse\[cuda13\]'"):
+            of.InferenceSession(model(), **options)
+    with pytest.raises(of.UsageError, match="unknown device 'tpu'"):
+        of.InferenceSession(model(), device="tpu")
+
+
+def test_external_data_lives_on_without_its_file(tmp_path: Path) -> None:
+    ir.save(ir.load(ENCODER), tmp_path / "m.onnx", external=True)
+    assert (tmp_path / "m.onnx.data").stat().st_size > 100_000
+    fused = of.optimize(tmp_path / "m.onnx")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert isinstance(fused, onnx.ModelProto)
+    onnx.checker.check_model(fused)
+    ids = np.ones((1, 3), np.int64)
+    feeds = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ids)
+    stored = io.BytesIO(fused.SerializeToString()).getvalue()
+    expected = ort.InferenceSession(ENCODER).run(None, feeds)
+    for a, b in zip(ort.InferenceSession(stored).run(None, feeds), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["load", "optimize", "InferenceSession"])
+def test_a_bad_model_is_a_model_error(name: str, tmp_path: Path) -> None:
+    for source in (tmp_path / "none.onnx", b"nonsense", onnx.ModelProto()):
+        with pytest.raises(of.ModelError):
+            getattr(of, name)(source)
