@@ -19,6 +19,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, OnnxFuseError, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.train import Trainer
     from onnx_fuse.validate import Check
 
 app = typer.Typer(
@@ -336,6 +337,196 @@ def _range(array: Any) -> str:
     if not array.size or array.dtype.kind not in "biuf":
         return ""
     return f"{array.min():.6g} … {array.max():.6g}"
+
+
+# ---- gradient, train -------------------------------------------------------------------------
+
+
+@app.command()
+def gradient(
+    model: ModelArg,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .grad.onnx."),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A loss, or an output that is one; default: the vjp."),
+    ] = None,
+    wrt: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Weights, inputs; default: weights.")
+    ] = None,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Write the graph that computes MODEL's gradients, as ONNX that any runtime runs."""
+    from onnx_fuse import autodiff, ir, report
+
+    printer = _printer()
+    output = output or model.with_suffix(".grad.onnx")
+    _refuse_same(model, output)
+    original = ir.read(model)
+    result = autodiff.gradient(_load(original, str(model)), wrt=_names(wrt) or None, loss=loss)
+    ir.save(result, output)
+    found = [report.summary(original, "model", model), report.summary(result, "gradient", output)]
+    printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
+    printer.text(f"wrote {output}")
+    data = {"input": str(model), "output": str(output), "models": [*map(report.as_dict, found)]}
+    _write_reports(printer, data, json, html)
+
+
+@app.command()
+def train(
+    model: ModelArg,
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Arrays named like the inputs, and labels; or a folder of .npy.",
+        ),
+    ],
+    loss: Annotated[
+        str, typer.Option(metavar="NAME", help="cross_entropy, mse, ...; or an output that is one.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .tuned.onnx."),
+    ] = None,
+    val: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Evaluated after each epoch.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="sgd, adam, adamw, adagrad, lion.")
+    ] = "adamw",
+    lr: Annotated[float, typer.Option(help="Learning rate, at its peak.")] = 1e-3,
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="constant, linear, cosine, step.")
+    ] = "constant",
+    warmup: Annotated[int, typer.Option(min=0, help="Updates of growing rate.")] = 0,
+    lr_every: Annotated[
+        int, typer.Option(min=1, help="step: updates between decays by 10.")
+    ] = 1000,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Default: the optimizer's.")] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Bound on the norm of all gradients together.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Steps an update.")] = 1,
+    ignore_index: Annotated[
+        int | None, typer.Option(help="Label that does not count; default: -100.")
+    ] = None,
+    label_smoothing: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Of cross_entropy.")
+    ] = None,
+    logits: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Output the loss is of; default: the first.")
+    ] = None,
+    trainable: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Weights that train; default: all.")
+    ] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Weights that stay.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
+    precision: Annotated[str, typer.Option(help="fp32 on the CPU.")] = "fp32",
+    device: Device = "cpu",
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save the run there after each epoch.")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option("--checkpoint-every", min=1, help="And after each N steps.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR, if any.")
+    ] = False,
+    curve: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve.")
+    ] = None,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune MODEL, and write it as it was but for its weights."""
+    from onnx_fuse import fit, optim, report
+    from onnx_fuse.data import load
+    from onnx_fuse.train import Trainer
+
+    printer = _printer()
+    output = output or model.with_suffix(".tuned.onnx")
+    _refuse_same(model, output)
+    if resume and checkpoint is None:
+        raise UsageError("--resume needs the folder: --checkpoint DIR")
+    arrays, held_out = load(data), load(val) if val else None
+    loss_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    trainer = Trainer(
+        model,
+        loss=loss,
+        loss_options={k: v for k, v in loss_options.items() if v is not None},
+        optimizer=optim.make(optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay),
+        output=logits,
+        trainable=_names(trainable) or None,
+        frozen=_names(freeze),
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+        seed=seed,
+        precision=precision,
+        device=device,
+    )
+    examples = fit.check(trainer, arrays, batch_size)
+    steps = epochs * fit.steps_per_epoch(trainer, examples, batch_size)
+    trainer.schedule(optim.Schedule(lr, schedule, steps // accumulate, warmup, every=lr_every))
+    if checkpoint is not None:
+        fit.begin(trainer, checkpoint, resume=resume)
+    weights = sum(a.size for a in trainer.weights().values())
+    printer.text(f"{model}: {weights:,} weights in {len(trainer.weights())} tensors train")
+    with report.progress(printer, steps, f"of {epochs}") as watch:
+        history = fit.fit(
+            trainer,
+            arrays,
+            epochs=epochs,
+            batch_size=batch_size,
+            validation=held_out,
+            folder=checkpoint,
+            every=every,
+            watch=lambda h: watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs),
+        )
+    with _written_beside(output) as draft:
+        trainer.save(draft)
+        _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})
+    if curve is not None:
+        report.write_whole(curve, fit.curve(history, f"{model.name}: {loss}"))
+    printer.text(f"wrote {output}")
+    result = {"model": str(model), "output": str(output), "weights": weights}
+    rates = [trainer.optimizer.rate(i // accumulate) for i in range(len(history.losses))]
+    found = {"losses": history.losses, "rates": rates, "epochs": history.epochs}
+    _write_reports(printer, result | found, json, html)
+
+
+def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> None:
+    """The file under stock onnxruntime against the trainer; a file that differs does not stay."""
+    from onnx_fuse import validate as checks
+    from onnx_fuse.runtime import ort
+
+    saved = _load(draft, str(draft))
+    if checks.random_outputs(saved) or any(
+        a.name == "training_mode" for node in saved.graph for a in node.attributes.values()
+    ):
+        return  # it computes by the statistics of the batch, or at random, as it did before
+    expected = trainer.evaluate(feeds).outputs
+    session = ort.session(draft)
+    own = {v.name: feeds[v.name] for v in session.get_inputs()}
+    tolerance = checks.tolerance_of(saved)
+    for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):
+        found = checks.difference(name, y, got, tolerance)
+        if not found.ok:
+            draft.unlink()
+            raise CheckFailed(
+                f"'{name}' of the saved model differs from the trained state by {found.max_abs:.3g}"
+                " (nothing was written)"
+            )
 
 
 # ---- bench, inspect, doctor ------------------------------------------------------------------

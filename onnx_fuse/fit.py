@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse import data
+from onnx_fuse import checkpoint, data
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.train import Trainer
 
@@ -75,6 +75,15 @@ def fit(
         if folder:
             trainer.checkpoint(folder, fit=asdict(history))
     return history
+
+
+def begin(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
+    """Restore the run in `folder`, if there is one; without `resume` there must be none."""
+    if not checkpoint.exists(folder):
+        return
+    if not resume:
+        raise UsageError(f"{folder} holds the checkpoints of a run: resume it or give another one")
+    trainer.restore(folder)
 
 
 def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int:

@@ -241,7 +241,8 @@ def make(name: str, **options: Any) -> Optimizer:
     cls = TABLE.get(name)
     if cls is None:
         raise UsageError(f"unknown optimizer '{name}': choose one of {', '.join(TABLE)}")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None}
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     known = [f.name for f in dataclasses.fields(cls)]
     for key in given:
         if key not in known:

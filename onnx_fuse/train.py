@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -551,6 +552,10 @@ class Trainer:
             graph, self._specs[mode] = self._build(mode)
             self._device.add(mode, graph)
         return self._specs[mode]
+
+    def schedule(self, rates: optim.Schedule) -> None:
+        """Take other learning rates, which are no part of the graph."""
+        self.optimizer = dataclasses.replace(self.optimizer, lr=rates)
 
     # -- steps --
 
