@@ -272,7 +272,7 @@ def _windows() -> Iterator[Case]:
     for op in ("GlobalAveragePool", "GlobalMaxPool"):
         yield Case(op, ((2, 3, 10, 11),))
     yield Case("LRN", ((2, 9, 4, 5),), {"size": 3, "alpha": 0.5})
-    yield Case("LRN", ((2, 9, 4, 5),), {"size": 4, "alpha": 0.5, "beta": 0.5, "bias": 2.0})
+    yield Case("LRN", ((2, 9, 4, 5),), {"size": 5, "alpha": 0.5, "beta": 0.5, "bias": 2.0})
     none = np.array([], np.float32)
     up, down = np.array([1, 1, 2, 1.5], np.float32), np.array([1, 1, 0.6, 0.5], np.float32)
     for mode in ("nearest", "linear", "cubic"):

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -36,35 +37,34 @@ LOWEST = -3.4028234663852886e38
 KINDS = ("", "Mask", "MaskGuard", "Causal")
 
 
-def _body(grouped: bool, kind: str) -> str:
-    name = f"{'Grouped' if grouped else ''}Sdpa{kind}"
-    masked = kind.startswith("Mask")
+def _scores(grouped: bool, kind: str) -> tuple[list[str], str]:
+    """Lines of a body up to the softmax's input, and its name; `qa` is q · scale."""
     lines = [
-        f"{name} <scale: float = 1.0> (q, k, v{', mask' if masked else ''}) => (y) {{",
         "scale_f = Constant <value_float: float = @scale> ()",
         "a = CastLike (scale_f, q)",
         "qa = Mul (q, a)",
         "kt = Transpose <perm: ints = [0, 1, 3, 2]> (k)",
+        "last = Constant <value_ints: ints = [-1]> ()",
     ]
     if grouped:
         lines += [
-            "minus1 = Constant <value_ints: ints = [-1]> ()",
             "axis2 = Constant <value_ints: ints = [2]> ()",
             "batch = Shape <start: int = 0, end: int = 1> (q)",
             "heads = Shape <start: int = 1, end: int = 2> (k)",
             "sd = Shape <start: int = 2, end: int = 4> (q)",
-            "q5_shape = Concat <axis: int = 0> (batch, heads, minus1, sd)",
+            "q5_shape = Concat <axis: int = 0> (batch, heads, last, sd)",
             "q5 = Reshape (qa, q5_shape)",
             "kt5 = Unsqueeze (kt, axis2)",
             "v5 = Unsqueeze (v, axis2)",
             "s5 = MatMul (q5, kt5)",
             "bhs = Shape <start: int = 0, end: int = 3> (q)",
-            "rows = Concat <axis: int = 0> (bhs, minus1)",
+            "rows = Concat <axis: int = 0> (bhs, last)",
             "s = Reshape (s5, rows)",
+            "st = Shape <start: int = 2, end: int = 4> (s)",
+            "p5_shape = Concat <axis: int = 0> (batch, heads, last, st)",
         ]
     else:
         lines += ["s = MatMul (qa, kt)"]
-    logits = "s"
     if kind == "Causal":
         lines += [
             "q_rows = Shape <start: int = 2, end: int = 3> (q)",
@@ -77,38 +77,135 @@ def _body(grouped: bool, kind: str) -> str:
             "low = CastLike (low_f, s)",
             "zm = Where (keep, s, low)",
         ]
-        logits = "zm"
-    elif masked:
+    elif kind:
         lines += ["zm = Add (s, mask)"]
-        logits = "zm"
-    weights = "p" if kind != "MaskGuard" else "pn"
-    lines += [f"{weights} = Softmax <axis: int = -1> ({logits})"]
-    if kind == "MaskGuard":
-        lines += [
-            "nan = IsNaN (pn)",
-            "zero_f = Constant <value_float: float = 0.0> ()",
-            "zero = CastLike (zero_f, pn)",
-            "p = Where (nan, zero, pn)",
-        ]
+    return lines, "zm" if kind else "s"
+
+
+def _guarded(name: str, raw: str) -> list[str]:
+    """`name` = `raw`, but 0 where SdpaMaskGuard's is NaN."""
+    return [
+        f"nan = IsNaN ({raw})",
+        "zero_f = Constant <value_float: float = 0.0> ()",
+        f"zero = CastLike (zero_f, {raw})",
+        f"{name} = Where (nan, zero, {raw})",
+    ]
+
+
+def _body(grouped: bool, kind: str) -> str:
+    name = f"{'Grouped' if grouped else ''}Sdpa{kind}"
+    lines, logits = _scores(grouped, kind)
+    guard = kind == "MaskGuard"
+    lines += [
+        # for the backward alone: log Σ exp of each row, in float32 whatever q is
+        f"zf = Cast <to: int = 1> ({logits})",
+        "lse = ReduceLogSumExp <keepdims: int = 0> (zf, last)",
+        f"{'pn' if guard else 'p'} = Softmax <axis: int = -1> ({logits})",
+        *(_guarded("p", "pn") if guard else ()),
+    ]
     if grouped:
-        lines += [
-            "st = Shape <start: int = 2, end: int = 4> (p)",
-            "p5_shape = Concat <axis: int = 0> (batch, heads, minus1, st)",
-            "p5 = Reshape (p, p5_shape)",
-            "y5 = MatMul (p5, v5)",
-            "y = Reshape (y5, rows)",
-        ]
+        lines += ["p5 = Reshape (p, p5_shape)", "y5 = MatMul (p5, v5)", "y = Reshape (y5, rows)"]
     else:
         lines += ["y = MatMul (p, v)"]
-    return "\n  ".join(lines) + "\n}"
+    mask = ", mask" if kind.startswith("Mask") else ""
+    return f"{name} <scale: float = 1.0> (q, k, v{mask}) => (y) {{\n  " + "\n  ".join(lines) + "\n}"
 
 
-register(
-    *(
-        OpDef(f"{'Grouped' if g else ''}Sdpa{kind}", FUSE, body=_body(g, kind))
-        for g, kind in product((False, True), KINDS)
+def _grad_body(grouped: bool, kind: str) -> str:
+    """dv = pᵀ dy; ds = p (dy vᵀ - rowsum(dy y)); dq = scale ds k; dk = scale dsᵀ q; p = exp(z - lse)."""
+    name = f"{'Grouped' if grouped else ''}Sdpa{kind}Grad"
+    lines, logits = _scores(grouped, kind)
+    guard, five = kind == "MaskGuard", "5" if grouped else ""
+    turned = "0, 1, 2, 4, 3" if grouped else "0, 1, 3, 2"
+    lines += [
+        f"zf = Cast <to: int = 1> ({logits})",
+        "l1 = Unsqueeze (lse, last)",
+        "zl = Sub (zf, l1)",
+        f"{'en' if guard else 'e'} = Exp (zl)",
+        *(_guarded("e", "en") if guard else ()),
+        "p = CastLike (e, q)",
+        "dyy = Mul (dy, y)",
+        "delta = ReduceSum <keepdims: int = 1> (dyy, last)",
+    ]
+    if grouped:
+        lines += [
+            "p5 = Reshape (p, p5_shape)",
+            "sv = Shape <start: int = 2, end: int = 4> (dy)",
+            "dy5_shape = Concat <axis: int = 0> (batch, heads, last, sv)",
+            "dy5 = Reshape (dy, dy5_shape)",
+            "one5 = Constant <value_ints: ints = [1]> ()",
+            "delta5_shape = Concat <axis: int = 0> (batch, heads, last, q_len, one5)",
+            "delta5 = Reshape (delta, delta5_shape)",
+            "k5 = Unsqueeze (k, axis2)",
+        ]
+        lines.insert(0, "q_len = Shape <start: int = 2, end: int = 3> (q)")
+    lines += [
+        f"vt{five} = Transpose <perm: ints = [{turned}]> (v{five})",
+        f"dp = MatMul (dy{five}, vt{five})",
+        f"dpd = Sub (dp, delta{five})",
+        f"ds = Mul (p{five}, dpd)",
+        f"dqa{five} = MatMul (ds, k{five})",
+        f"dst = Transpose <perm: ints = [{turned}]> (ds)",
+        f"pt = Transpose <perm: ints = [{turned}]> (p{five})",
+        f"dk{five} = MatMul (dst, q{five or 'a'})",
+        f"dv{five} = MatMul (pt, dy{five})",
+    ]
+    if grouped:
+        lines += [
+            "dqa = Reshape (dqa5, rows)",
+            "dk = ReduceSum <keepdims: int = 0> (dk5, axis2)",
+            "dv = ReduceSum <keepdims: int = 0> (dv5, axis2)",
+        ]
+    lines += ["dq = Mul (dqa, a)"]
+    inputs = "dy, y, lse, q, k, v" + (", mask" if kind.startswith("Mask") else "")
+    head = f"{name} <scale: float = 1.0> ({inputs}) => (dq, dk, dv) {{\n  "
+    return head + "\n  ".join(lines) + "\n}"
+
+
+def _grad(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir.Value | None]:
+    """The fused backward; a mask's gradient, where one is asked for, is written out."""
+    name = node.op_type.split("_")[0]
+    scale = attribute(node, "scale", 1.0)
+    dy, (y, lse), (q, k, v, *masks) = dys[0], node.outputs, node.inputs
+    assert dy is not None and q is not None and k is not None and v is not None
+    lse.dtype = ir.DataType.FLOAT
+    if q.shape is not None:
+        lse.shape = ir.Shape(q.shape[:3])
+    dq, dk, dv = op.node(
+        f"{name}Grad", [dy, y, lse, q, k, v, *masks], outputs=3, domain=FUSE, scale=scale
     )
-)
+    for d, x in ((dq, q), (dk, k), (dv, v)):
+        d.dtype, d.shape = x.dtype, x.shape
+    if not masks:
+        return [dq, dk, dv]
+    if name.startswith("Grouped"):
+        k, v = (_repeated(op, x, q) for x in (k, v))
+    turn = [0, 1, 3, 2]
+    z = op.Add(op.MatMul(op.Mul(q, scale), op.Transpose(k, perm=turn)), masks[0])
+    last = op.constant([-1])
+    e = op.Exp(op.Sub(op.Cast(z, to=1), op.Unsqueeze(lse, last)))
+    p = op.CastLike(op.Where(op.IsNaN(e), op.CastLike(op.constant([0.0]), e), e), q)
+    dp = op.MatMul(dy, op.Transpose(v, perm=turn))
+    dmask = op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(dy, y), last, keepdims=1)))
+    return [dq, dk, dv, dmask]
+
+
+def _repeated(op: Any, x: ir.Value, q: ir.Value) -> ir.Value:
+    """Key or value heads, each as often as query heads share it."""
+    heads, width = op.Shape(q, start=1, end=2), op.Shape(x, start=2)
+    own = op.Shape(x, start=1, end=2)
+    batch, one = op.Shape(x, start=0, end=1), op.constant([1])
+    tiles = op.Concat(batch, own, op.Div(heads, own), width, axis=0)
+    spread = op.Expand(op.Reshape(x, op.Concat(batch, own, one, width, axis=0)), tiles)
+    return op.Reshape(spread, op.Concat(batch, heads, width, axis=0))
+
+
+for _g, _kind in product((False, True), KINDS):
+    _name = f"{'Grouped' if _g else ''}Sdpa{_kind}"
+    register(
+        OpDef(_name, FUSE, body=_body(_g, _kind), saves=("lse",), grad=_grad),
+        OpDef(f"{_name}Grad", FUSE, body=_grad_body(_g, _kind)),
+    )
 
 
 # ---- recognition -----------------------------------------------------------------------------
