@@ -477,7 +477,8 @@ def train(
     )
     examples = fit.check(trainer, arrays, batch_size)
     steps = epochs * fit.steps_per_epoch(trainer, examples, batch_size)
-    trainer.schedule(optim.Schedule(lr, schedule, steps // accumulate, warmup, every=lr_every))
+    span = steps // accumulate if schedule in ("linear", "cosine") else 0
+    trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
         fit.begin(trainer, checkpoint, resume=resume)
     weights = sum(a.size for a in trainer.weights().values())
