@@ -34,6 +34,7 @@ class Emitter(Builder):
         super().__init__()
         self.opset: int = model.graph.opset_imports[""]
         self.stem = "grad"
+        self.active: set[ir.Value] = set()
         self._imports = [
             onnx.helper.make_opsetid(domain, version)
             for domain, version in model.graph.opset_imports.items()
@@ -79,6 +80,10 @@ class Emitter(Builder):
             if value.dtype is None and node.domain:
                 value.dtype = like
 
+    def wants(self, value: ir.Value) -> bool:
+        """Whether the gradient of an input is asked for: for rules that can save work of size."""
+        return value in self.active
+
     def fresh(self, stem: str) -> str:
         name, count = stem, 0
         while name in self._taken:
@@ -99,12 +104,28 @@ class Emitter(Builder):
             if value.const_value is not None and value.const_value.size <= 64:
                 data[value.name or ""] = ir.serde.serialize_tensor(value.const_value)
         try:
+            if node.domain == FUSE:
+                return self._infer_body(node, types)
             schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
             return onnx.shape_inference.infer_node_outputs(
                 schema, ir.serde.serialize_node(node), types, data, None, self._imports
             )
         except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
             return {}
+
+    def _infer_body(
+        self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
+    ) -> dict[str, onnx.TypeProto]:
+        """Element types by the function body."""
+        function = ir.serde.serialize_function(fused_function(node.op_type, self.opset))
+        found = onnx.shape_inference.infer_function_output_types(
+            function,
+            [types[v.name or ""] for v in node.inputs if v is not None],
+            list(ir.serde.serialize_node(node).attribute),
+        )
+        for proto in found:
+            proto.tensor_type.ClearField("shape")
+        return {v.name or "": proto for v, proto in zip(node.outputs, found, strict=True)}
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
@@ -296,8 +317,8 @@ def _mark(
         if rule is None and not _captures(node) and (made := expand(graph, op, node)) is not None:
             todo.extend(reversed(made))
             continue
-        if definition is not None and definition.saves and not exposed:
-            _expose(op, node, definition)
+        if definition is not None and not set(definition.saves) <= set(exposed):
+            _expose(op, node, definition, exposed)
         reached = [v for v in node.outputs if is_float(v)]
         if not reached:
             stops.append((node, "its output is not of a floating-point type"))
@@ -321,14 +342,15 @@ def _reads(node: ir.Node) -> list[ir.Value | None]:
     return reads
 
 
-def _expose(op: Emitter, node: ir.Node, definition: OpDef) -> None:
-    """Let a fused node return the inner values its gradient needs."""
+def _expose(op: Emitter, node: ir.Node, definition: OpDef, exposed: Sequence[str]) -> None:
+    """Let a fused node return the inner values its gradient needs, besides those it returns."""
+    labels = [name for name in definition.saves if name not in exposed]
     first = len(node.outputs)
-    node.op_type = definition.op_type(definition.saves)
-    node.resize_outputs(first + len(definition.saves))
-    for value, label in zip(node.outputs[first:], definition.saves, strict=True):
+    node.op_type = definition.op_type([*exposed, *labels])
+    node.resize_outputs(first + len(labels))
+    for value, label in zip(node.outputs[first:], labels, strict=True):
         value.name = op.fresh(f"{node.outputs[0].name}.{label}")
-        value.dtype = node.outputs[0].dtype
+    op.adopt(node)
 
 
 def _step(
@@ -341,6 +363,7 @@ def _step(
     """Pass the gradients of a node's outputs on to its inputs."""
     definition, _ = lookup(node)
     rule = definition.grad if definition is not None else None
+    op.active = active
     if _captures(node):
         raise fail(node, "the gradient does not pass through control flow")
     if rule is None or isinstance(rule, NoGrad):

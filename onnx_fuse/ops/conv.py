@@ -182,7 +182,7 @@ def _bias_grad(op: Any, dy: ir.Value, n: int) -> Tensor:
     return op.ReduceSum(dy, op.constant([0, *range(2, 2 + n)]), keepdims=0)
 
 
-def _conv(op: Any, node: ir.Node, dys: Values) -> Values:
+def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, weight, _), dy = arguments(node, 3), dys[0]
     n, group = rank(x) - 2, node.attributes.get_int("group", 1)
     kernel = _kernel(node, weight, n)
@@ -466,7 +466,7 @@ CONV: dict[str, Unary] = {
 }
 table(CONV)
 register(
-    OpDef("Conv", grad=_conv),
+    OpDef("Conv", grad=conv_grad),
     OpDef("ConvTranspose", grad=_conv_transpose),
     OpDef("Resize", grad=_resize),
 )

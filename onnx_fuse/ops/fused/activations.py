@@ -7,7 +7,9 @@ writes act(z) and act'(z) in ONNX text, whose constants take the dtype of `z`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -147,14 +149,37 @@ def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
     return None
 
 
-for _row in (ACTIVATIONS["QuickGelu"], ACTIVATIONS["Silu"]):
-    register(
+def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
+    """dy act'(z), by the op `{name}Grad`; `node` has the attributes."""
+    wanted = ACTIVATIONS[name].attributes
+    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in wanted}
+    dz = op.node(f"{name}Grad", [dy, z], domain=FUSE, attributes=kept)
+    dz.dtype, dz.shape = z.dtype, z.shape
+    return dz
+
+
+def _grad(op: Any, node: ir.Node, dys: Sequence[Any]) -> Sequence[Any]:
+    return [act_grad(op, node, node.op_type, dys[0], node.inputs[0])]
+
+
+def _bodies(row: Activation, name: str, inputs: str, text: str) -> str:
+    return f"{name} {signature(row.attributes)}({inputs}) => (y) {{\n{text}}}"
+
+
+register(
+    *(
+        OpDef(a.name, FUSE, body=_bodies(a, a.name, "z", a.forward), grad=_grad)
+        for a in (ACTIVATIONS["QuickGelu"], ACTIVATIONS["Silu"])
+    ),
+    *(
         OpDef(
-            _row.name,
+            f"{a.name}Grad",
             FUSE,
-            body=f"{_row.name} {signature(_row.attributes)}(z) => (y) {{\n{_row.forward}}}",
+            body=_bodies(a, f"{a.name}Grad", "dy, z", f"{a.derivative}  y = Mul (dy, d)\n"),
         )
-    )
+        for a in ACTIVATIONS.values()
+    ),
+)
 
 
 # ---- recognition: the written-out forms ------------------------------------------------------

@@ -14,6 +14,7 @@ from onnx_fuse.ops.fused.activations import (
     activation_of,
     signature,
 )
+from onnx_fuse.ops.fused.gradients import conv_act_grad
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, dim, only_use, rank, users
 
@@ -31,6 +32,7 @@ def _define(activation: Activation) -> OpDef:
         body=f"{name} {head}(x, w, c) => (y) {{\n"
         f"  z = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n{activation.forward}}}",
         saves=("z",),
+        grad=conv_act_grad,
     )
 
 

@@ -21,6 +21,7 @@ from onnx_fuse.ops.fused.activations import (
     activation_of,
     signature,
 )
+from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
 from onnx_fuse.ops.fused.norm import (
     EPSILON,
     LAYER_NORM_TEXT,
@@ -88,10 +89,12 @@ def _define(prefix: str, activation: Activation | None) -> OpDef:
         f"  m = MatMul ({'n' if prefix else 'x'}, w)\n"
         f"  {'z' if activation else 'y'} = Add (m, c)\n{tail}}}",
         saves=prologue.saves + (("z",) if activation else ()),
+        grad=gemm_grad,
     )
 
 
-register(*(_define(p, a) for p in PROLOGUES for a in (None, *ACTIVATIONS.values())))
+_VARIANTS = [(p, a) for p in PROLOGUES for a in (None, *ACTIVATIONS.values())]
+register(*(_define(p, a) for p, a in _VARIANTS), *(gemm_grad_def(p, a) for p, a in _VARIANTS))
 
 
 # ---- recognition -----------------------------------------------------------------------------
@@ -167,6 +170,11 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
         after.append(view)
     near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
     if not near:
+        unfused = [n for n in users(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
+        if unfused:
+            known = ", ".join(ACTIVATIONS)
+            reason = f"{unfused[0].op_type} is none of the fused activations ({known})"
+            rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
     if _only_reader(z) is None:
         count = len(users(z)) - 1 + z.is_graph_output()
@@ -440,6 +448,10 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     return True
 
 
+_OTHER_ACTIVATIONS = (
+    *("Celu", "Clip", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
+    *("Softsign", "ThresholdedRelu"),
+)
 _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))

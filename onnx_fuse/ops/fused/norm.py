@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -62,6 +63,7 @@ register(
         body=f"RMSNormalization <{EPSILON}, {STASH}> (x, scale) => (y) {{\n"
         f"{RMS_TEXT}  y = Mul (nx, scale)\n}}",
         saves=("rstd",),
+        grad=rms_norm_grad,
     ),
     OpDef(
         "SkipLayerNorm",
@@ -69,6 +71,7 @@ register(
         body=f"SkipLayerNorm <{EPSILON}> (x, residual, scale, bias) => (y, s) {{\n"
         f"  s = Add (x, residual)\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
         saves=("mean", "rstd"),
+        grad=skip_norm_grad,
     ),
     OpDef(
         "SkipRMSNorm",
@@ -77,7 +80,9 @@ register(
         "  s = Add (x, residual)\n"
         f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = Mul (nx, scale)\n}}",
         saves=("rstd",),
+        grad=skip_norm_grad,
     ),
+    *NORM_GRADS,
 )
 
 

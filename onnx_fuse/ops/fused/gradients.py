@@ -1,0 +1,318 @@
+"""The gradients of the fused ops, each an op with one body, and the rules that call them.
+
+With xh = (x - mean) rstd, Wq = scale ⊙ W, z = xh·Wq + beta·W + c (before the activation) and
+dz = dy ⊙ act'(z), a norm before a product leaves no trace in its backward but two row sums:
+    c2 = Σ_n dz (z - beta·W - c) / K      c1 = Σ_n dz cs / K,  cs[n] = Σ_k Wq[k, n]
+    dx = rstd (dz·Wqᵀ - c1 - xh c2)       G = xhᵀ·dz
+    dW = scale ⊙ G + beta ⊗ dc            dscale = Σ_n W ⊙ G      dbeta = W·dc      dc = Σ_m dz
+c1 and c2 come from dz alone, before the product; RMSNorm has neither c1 nor beta. What is kept from
+the forward is mean and rstd (one number a row each) and z.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE
+from onnx_fuse.ops.conv import conv_grad
+from onnx_fuse.ops.derive import Tensor, Values, dim, fail, reshape_like
+from onnx_fuse.ops.fused.activations import Activation, act_grad, signature
+from onnx_fuse.ops.opdef import OpDef, lookup
+
+STASH = "stash_type: int = 1"
+
+
+def body(name: str, attributes: str, inputs: str, outputs: str, text: str) -> str:
+    lines = "\n".join(f"  {line.strip()}" for line in text.strip().splitlines() if line.strip())
+    return f"{name} {signature(attributes)}({inputs}) => ({outputs}) {{\n{lines}\n}}"
+
+
+def wide(node: ir.Node) -> dict[str, int]:
+    """The type that row sums are taken in: float32, or float64 for float64."""
+    x = node.inputs[0]
+    double = x is not None and x.dtype == ir.DataType.DOUBLE
+    return {"stash_type": int(ir.DataType.DOUBLE if double else ir.DataType.FLOAT)}
+
+
+def saved(node: ir.Node, name: str) -> Tensor:
+    """The inner value `name` that the node returns."""
+    definition, exposed = lookup(node)
+    assert definition is not None
+    first = len(node.outputs) - len(exposed)
+    return node.outputs[first + exposed.index(name)]
+
+
+def cotangents(node: ir.Node, dys: Values, outputs: int, handled: str = "") -> Tensor:
+    """The gradient of the inner value `handled`, if it is returned; others must have none."""
+    _, exposed = lookup(node)
+    found = None
+    for name, dy in zip(exposed, dys[outputs:], strict=False):
+        if dy is not None and name != handled:
+            raise fail(node, f"the gradient would have to flow through its inner value '{name}'")
+        found = dy if name == handled else found
+    return found
+
+
+def emit(op: Any, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
+    """A node of ours whose outputs have the types and shapes of `like`."""
+    values = op.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
+    values = (values,) if len(like) == 1 else values
+    for value, known in zip(values, like, strict=True):
+        value.dtype, value.shape = known.dtype, known.shape
+    return values
+
+
+# ---- Gemm ------------------------------------------------------------------------------------
+
+_ROWS = """
+    first = Constant <value_ints: ints = [0]> ()
+    second = Constant <value_ints: ints = [1]> ()
+    last = Constant <value_ints: ints = [-1]> ()
+    k1 = Shape <start: int = 0, end: int = 1> (w)
+    n1 = Shape <start: int = 1, end: int = 2> (w)
+    rows_k = Concat <axis: int = 0> (last, k1)
+    rows_n = Concat <axis: int = 0> (last, n1)
+    x_shape = Shape (x)
+    dz2 = Reshape (dz, rows_n)
+    dc = ReduceSum <keepdims: int = 0> (dz2, first)
+"""
+_PLAIN = """
+    x2 = Reshape (x, rows_k)
+    dx2 = Gemm <transB: int = 1> (dz2, w)
+    dx = Reshape (dx2, x_shape)
+    dw = Gemm <transA: int = 1> (x2, dz2)
+"""
+_C1 = """
+    cs = ReduceSum <keepdims: int = 0> (wq, first)
+    css = Cast <to: int = @stash_type> (cs)
+    cs_col = Unsqueeze (css, second)
+    s1 = MatMul (dzs, cs_col)
+    c1 = Div (s1, ks)
+    d0 = Sub (gs, c1)
+"""
+_NORMED = """
+    scale_col = Unsqueeze (scale, second)
+    wq = Mul (w, scale_col)
+    {centre}
+    rs = Cast <to: int = @stash_type> (rstd)
+    xhs = Mul (xm, rs)
+    xh = CastLike (xhs, x)
+    {shift}
+    zs = Cast <to: int = @stash_type> (z)
+    cvs = Cast <to: int = @stash_type> (cv)
+    dzs = Cast <to: int = @stash_type> (dz)
+    ks = Cast <to: int = @stash_type> (k1)
+    zc = Sub (zs, cvs)
+    t2 = Mul (dzs, zc)
+    s2 = ReduceSum <keepdims: int = 1> (t2, last)
+    c2 = Div (s2, ks)
+    g2 = Gemm <transB: int = 1> (dz2, wq)
+    g = Reshape (g2, x_shape)
+    gs = Cast <to: int = @stash_type> (g)
+    {c1}
+    xc = Mul (xhs, c2)
+    d1 = Sub (d0, xc)
+    d2 = Mul (d1, rs)
+    dx = CastLike (d2, x)
+    xh2 = Reshape (xh, rows_k)
+    gw = Gemm <transA: int = 1> (xh2, dz2)
+    wgw = Mul (w, gw)
+    dscale = ReduceSum <keepdims: int = 0> (wgw, second)
+    {dw}
+"""
+_LAYER_NORM = _NORMED.format(
+    centre="xs = Cast <to: int = @stash_type> (x)\n means = Cast <to: int = @stash_type> (mean)\n"
+    " xm = Sub (xs, means)",
+    shift="bw = MatMul (bias, w)\n cv = Add (bw, c)",
+    c1=_C1,
+    dw="sg = Mul (scale_col, gw)\n bias_col = Unsqueeze (bias, second)\n"
+    " bdc = Mul (bias_col, dc)\n dw = Add (sg, bdc)\n dbias = MatMul (w, dc)",
+)
+_RMS_NORM = _NORMED.format(
+    centre="xm = Cast <to: int = @stash_type> (x)",
+    shift="cv = Identity (c)",
+    c1="d0 = Identity (gs)",
+    dw="dw = Mul (scale_col, gw)",
+)
+# prefix: (body, inputs, outputs), without what an activation adds
+_GEMMS = {
+    "": (_PLAIN, ["dy", "x", "w"], ["dx", "dw", "dc"]),
+    "LayerNorm": (
+        _LAYER_NORM,
+        ["dy", "x", "scale", "bias", "w", "c", "mean", "rstd", "z"],
+        ["dx", "dscale", "dbias", "dw", "dc"],
+    ),
+    "RMSNorm": (
+        _RMS_NORM,
+        ["dy", "x", "scale", "w", "c", "rstd", "z"],
+        ["dx", "dscale", "dw", "dc"],
+    ),
+}
+
+
+def _dz(activation: Activation | None) -> str:
+    """dz from dy, and from z where there is an activation."""
+    if activation is None:
+        return "dz = Identity (dy)"
+    text = activation.derivative
+    for name in set(re.findall(r"^\s*(\w+) =", text, re.MULTILINE)) - {"d"}:
+        text = re.sub(rf"\b{name}\b", f"act_{name}", text)  # its names are not ours
+    return f"{text}\n dz = Mul (dy, d)"
+
+
+def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
+    text, inputs, outputs = _GEMMS[prefix]
+    name = f"{prefix}Gemm{activation.name if activation else ''}Grad"
+    reads = inputs if prefix or activation is None else [*inputs, "z"]
+    attributes = ", ".join(
+        a for a in (STASH if prefix else "", activation.attributes if activation else "") if a
+    )
+    return OpDef(
+        name,
+        FUSE,
+        body=body(
+            name, attributes, ", ".join(reads), ", ".join(outputs), _dz(activation) + _ROWS + text
+        ),
+    )
+
+
+def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+    """The rule of every Gemm; a bias that is not one per column takes dz itself, summed by rows."""
+    prefix, _, act = node.op_type.split("_")[0].partition("Gemm")
+    x, *affine, w, c = node.inputs
+    y, dn = node.outputs[0], cotangents(node, dys, 1, "n")
+    norm = [saved(node, s) for s in ("mean", "rstd")[prefix == "RMSNorm" :]] if prefix else []
+    found: list[Any] = [None] * len(node.inputs)
+    if dys[0] is not None:
+        inputs = [dys[0], x, *affine, w, *([c] if prefix else []), *norm]
+        if act or prefix:
+            inputs.append(saved(node, "z") if act else y)
+        attributes = {k: a.value for k, a in node.attributes.items() if k not in ("epsilon",)}
+        attributes.update(wide(node) if prefix else {})
+        like = [x, *affine, w, ir.Value(shape=ir.Shape([w.shape[1] if w.shape else None]))]
+        like[-1].dtype = y.dtype
+        shape = [dim(c, i) for i in range(len(c.shape))] if c.shape is not None else [None]
+        per_column = all(size == 1 for size in shape[:-1]) and (
+            len(shape) < 2 or shape[-1] == dim(w, 1)
+        )
+        if per_column or not op.wants(c):
+            *found, dc = emit(op, f"{prefix}Gemm{act}Grad", inputs, like, **attributes)
+            if shape == [] or (shape[-1] == 1 and dim(w, 1) != 1):
+                dc = op.ReduceSum(dc, keepdims=0)
+            found.append(reshape_like(op, dc, c) if per_column else None)
+        else:
+            *found, _, dz = emit(op, f"{prefix}Gemm{act}Grad_dz", inputs, [*like, y], **attributes)
+            found.append(dz)
+    if dn is not None:
+        more = norm_grad(op, node, prefix, dn, None, x, affine, norm)
+        for i, g in enumerate(more):
+            found[i] = g if found[i] is None else op.Add(found[i], g)
+    return found
+
+
+# ---- norms -----------------------------------------------------------------------------------
+
+_NORM = """
+    last = Constant <value_ints: ints = [-1]> ()
+    first = Constant <value_ints: ints = [0]> ()
+    k1 = Shape (scale)
+    rows_k = Concat <axis: int = 0> (last, k1)
+    dys = Cast <to: int = @stash_type> (dy)
+    scales = Cast <to: int = @stash_type> (scale)
+    rs = Cast <to: int = @stash_type> (rstd)
+    {centre}
+    xh = Mul (xm, rs)
+    g = Mul (dys, scales)
+    gx = Mul (g, xh)
+    m2 = ReduceMean <keepdims: int = 1> (gx, last)
+    {mean}
+    xm2 = Mul (xh, m2)
+    d1 = Sub (d0, xm2)
+    d2 = Mul (d1, rs)
+    {skip}
+    dx = CastLike (d3, x)
+    p = Mul (dys, xh)
+    p2 = Reshape (p, rows_k)
+    ps = ReduceSum <keepdims: int = 0> (p2, first)
+    dscale = CastLike (ps, scale)
+    {dbias}
+"""
+
+
+def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
+    text = _NORM.format(
+        centre="xs = Cast <to: int = @stash_type> (x)\n"
+        " means = Cast <to: int = @stash_type> (mean)\n xm = Sub (xs, means)"
+        if centred
+        else "xm = Cast <to: int = @stash_type> (x)",
+        mean="m1 = ReduceMean <keepdims: int = 1> (g, last)\n d0 = Sub (g, m1)"
+        if centred
+        else "d0 = Identity (g)",
+        skip="dss = Cast <to: int = @stash_type> (ds)\n d3 = Add (d2, dss)"
+        if skip
+        else "d3 = Identity (d2)",
+        dbias="dy2 = Reshape (dys, rows_k)\n bs = ReduceSum <keepdims: int = 0> (dy2, first)\n"
+        " dbias = CastLike (bs, scale)"
+        if centred
+        else "",
+    )
+    inputs = ["dy", *(["ds"] if skip else []), "x", "scale", *(["mean"] if centred else []), "rstd"]
+    outputs = ["dx", "dscale", *(["dbias"] if centred else [])]
+    return OpDef(name, FUSE, body=body(name, STASH, ", ".join(inputs), ", ".join(outputs), text))
+
+
+NORM_GRADS = (
+    _norm_def("LayerNormGrad", True, False),
+    _norm_def("RMSNormalizationGrad", False, False),
+    _norm_def("SkipLayerNormGrad", True, True),
+    _norm_def("SkipRMSNormGrad", False, True),
+)
+
+
+def norm_grad(
+    op: Any,
+    node: ir.Node,
+    kind: str,
+    dy: Tensor,
+    ds: Tensor,
+    x: Tensor,
+    affine: list[Any],
+    stats: list[Any],
+) -> list[Any]:
+    """[dx, dscale, dbias (LayerNorm alone)]; `ds` is what reaches x besides."""
+    plain = {"LayerNorm": "LayerNormGrad", "RMSNorm": "RMSNormalizationGrad"}[kind]
+    name = plain if ds is None else f"Skip{kind}Grad"
+    inputs = [dy, *([ds] if ds is not None else []), x, affine[0], *stats]
+    return list(emit(op, name, inputs, [x, *affine], **wide(node)))
+
+
+def rms_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+    cotangents(node, dys, 1)
+    x, scale = node.inputs
+    return norm_grad(op, node, "RMSNorm", dys[0], None, x, [scale], [saved(node, "rstd")])
+
+
+def skip_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+    """(y, s) of s = x + residual: x and residual share one gradient."""
+    cotangents(node, dys, 2)
+    kind = "LayerNorm" if "Layer" in node.op_type else "RMSNorm"
+    stats = [saved(node, s) for s in ("mean", "rstd")[kind == "RMSNorm" :]]
+    (dy, ds), s, affine = dys[:2], node.outputs[1], list(node.inputs[2:])
+    if dy is None:
+        return [ds, ds]
+    dx, *more = norm_grad(op, node, kind, dy, ds, s, affine, stats)
+    return [dx, dx, *more]
+
+
+# ---- convolutions ----------------------------------------------------------------------------
+
+
+def conv_act_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+    activation = node.op_type.split("_")[0].removeprefix("Conv")
+    cotangents(node, dys, 1)
+    z = saved(node, "z")
+    z.shape = node.outputs[0].shape
+    return conv_grad(op, node, [act_grad(op, node, activation, dys[0], z)])
