@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from onnx_fuse.kernels.pointwise import Expression
 
 INT32_LIMIT = 2**31
+UNKNOWN = "not known before it runs"
+"""Part of the reason where an operand's value would have to be known at lowering. Small integer
+feeds that such an operand comes from are then made part of the shape key."""
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -279,6 +282,14 @@ class Tail:
     model: bytes = field(repr=False)
     inputs: tuple[tuple[str, Tensor | np.ndarray], ...]
     outputs: tuple[str, ...]
+
+
+class NeedsValues(Exception):
+    """Lowering needs the values of these inputs, which decide about shapes."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"the values of {', '.join(names)} decide about shapes")
+        self.names = tuple(names)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,22 @@ from onnx_fuse.ir import FUSE, functions_attached, infer_shapes, inline, subgrap
 from onnx_fuse.kernels import refusals, select
 from onnx_fuse.kernels.chains import merge
 from onnx_fuse.kernels.pointwise import Code, call_of, copy, dtype_name
-from onnx_fuse.llir import Buffer, Call, Lowering, Program, Tail, Tensor, dense_strides
+from onnx_fuse.llir import (
+    UNKNOWN,
+    Buffer,
+    Call,
+    Lowering,
+    NeedsValues,
+    Program,
+    Tail,
+    Tensor,
+    dense_strides,
+)
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = ("pointwise", "views", "indexing", "linear", "reduce", "norm", "softmax",
-                             "conv", "pool", "scan", "loss")  # fmt: skip
+                             "conv", "pool", "scan", "loss", "sdpa")  # fmt: skip
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
 HOST_LIMIT = 1 << 22
@@ -55,13 +65,17 @@ def lower(
     math: str = "ieee",
     prefs: Mapping[str, str] | None = None,
     state: Mapping[str, str] | None = None,
+    values: Mapping[str, np.ndarray] | None = None,
 ) -> Program:
     """The Program of `model` for inputs of these (shape, dtype), by name.
+
+    `values` are inputs known at lowering. Raises NeedsValues where a shape depends on small integer
+    inputs that are not among them.
 
     `state` maps outputs to the inputs (or initializers) whose next value they are: those are
     written in place. The initializers among them are never taken for constants.
     """
-    return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state).run()
+    return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
 
 
 @dataclass
@@ -85,7 +99,10 @@ class Lowerer:
         math: str = "ieee",
         prefs: Mapping[str, str] | None = None,
         state: Mapping[str, str] | None = None,
+        values: Mapping[str, np.ndarray] | None = None,
     ) -> None:
+        self.values = dict(values or {})
+        self.origin: dict[ir.Value, ir.Value] = {}
         self.model, self.shapes, self.hw, self.math = model, shapes, hw, math
         self.prefs, self.state = prefs, dict(state or {})
         self.opset = model.graph.opset_imports.get("", 1)
@@ -108,6 +125,9 @@ class Lowerer:
         mutable = set(self.state.values())
         inputs = []
         for value in graph.inputs:
+            if value.name in self.values:
+                self.slots[value] = Slot(host=self.values[value.name])
+                continue
             shape, dtype = self.shapes[value.name or ""]
             tensor = self._buffer("input", shape, dtype, value.name or "")
             self.slots[value] = Slot(tensor=tensor)
@@ -175,16 +195,46 @@ class Lowerer:
             elif lowering is None:
                 reason = "no kernel"
             else:
-                why = lowering(self, node)
+                why = self._attempt(lowering, node)
                 if why is None:
                     return
                 reason = why
             del self.calls[mark:]
+            if UNKNOWN in reason and (names := self._deciding(node)):
+                raise NeedsValues(names)
             if not self._expand(node):
                 self._fallback(node, reason)
         finally:
             if own:
                 self._owner = ""
+
+    def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
+        try:
+            return lowering(self, node)
+        except _NotStatic as error:
+            return f"{error} is {UNKNOWN}"
+
+    def _deciding(self, node: ir.Node) -> list[str]:
+        """Small inputs of the model that the unknown operands of a node are computed from."""
+        found: dict[str, None] = {}
+        todo = [v for v in node.inputs[1:] or node.inputs if v is not None]
+        seen: set[ir.Value] = set()
+        while todo:
+            value = todo.pop()
+            value = self.origin.get(value, value)
+            slot = self.slots.get(value)
+            if value in seen or slot is None or slot.host is not None:
+                continue
+            seen.add(value)
+            if value.is_graph_input() and value in self.model.graph.inputs:
+                tensor = slot.tensor
+                if tensor is not None and len(tensor.shape) <= 1 and tensor.size <= 64:
+                    found[value.name or ""] = None
+                else:
+                    return []
+            producer = value.producer()
+            todo += [v for v in (producer.inputs if producer is not None else ()) if v is not None]
+        return list(found)
 
     def _numeric(self, value: ir.Value) -> bool:
         slot = self.slots[value]
@@ -329,16 +379,25 @@ class Lowerer:
             self._node(inner)
         for value, result in zip(outputs, graph.outputs, strict=True):
             self.slots[value] = self.slots[result]
+            if self.slots[result].tail:  # the tail knows values by name
+                link = ir.Node("", "Identity", [result], num_outputs=1)
+                link.outputs[0].name = value.name
+                self.tail.append(link)
 
     def _expand(self, node: ir.Node) -> bool:
         """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
         body = self._body(node)
         if body is None:
             return False
-        given = [v for v in node.inputs if v is not None]
+        given = list(dict.fromkeys(v for v in node.inputs if v is not None))
         for value, outer in zip(body.inputs, given, strict=True):
-            self.slots[value] = self.slots[outer]
+            self.slots[value], self.origin[value] = self.slots[outer], outer
+        calls, tail, known = len(self.calls), len(self.tail), dict(self.fallbacks)
         self._inner(body, [v for v in node.outputs if v.name])
+        if len(self.tail) > tail:  # then the node goes to the tail whole
+            del self.calls[calls:], self.tail[tail:]
+            self.fallbacks = known
+            return False
         return True
 
     def _body(self, node: ir.Node) -> ir.Graph | None:
@@ -369,6 +428,11 @@ class Lowerer:
         if opset > self.opset:
             return None
         del function.output[len(node.outputs) :]
+        call = next(iter(single.graph))
+        for name, attribute in schema.attributes.items():
+            if name not in call.attributes and attribute.default_value.type:
+                default = ir.serde.deserialize_attribute(attribute.default_value)
+                call.attributes[name] = ir.Attr(name, default.type, default.value)
         deserialized = ir.serde.deserialize_function(function)
         # the body is written for an opset at or below the model's, and means the same in it
         deserialized.domain, deserialized.name = "", node.op_type
@@ -446,11 +510,11 @@ class Lowerer:
         """The nodes whose shapes depend on data, as one model over what stands on the device."""
         if not self.tail:
             return None
-        inside = {v for node in self.tail for v in node.outputs}
+        inside = {v.name for node in self.tail for v in node.outputs}
         feeds: dict[ir.Value, Tensor | np.ndarray] = {}
         for node in self.tail:
             for value in (*node.inputs, *captured(node)):
-                if value is None or value in inside or value in feeds:
+                if value is None or value.name in inside or value in feeds:
                     continue
                 slot = self.slots[value]
                 feeds[value] = slot.host if slot.tensor is None else self.contiguous(slot.tensor)  # type: ignore[assignment]
@@ -458,7 +522,7 @@ class Lowerer:
         for value in feeds:
             dtype, shape = self._type(value)
             fresh[value.name] = ir.Value(name=value.name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-        wanted = [v for v in self.model.graph.outputs if v in inside]
+        wanted = [v for v in self.model.graph.outputs if v.name in inside]
         protos = [ir.serde.serialize_node(node) for node in self.tail]
         graph = onnx.helper.make_graph(
             protos,
@@ -571,7 +635,7 @@ class Lowerer:
             types = self.infer(node)
             found = types[i] if types is not None else None
             if found is None:
-                raise ModelError(f"{self.label(node)}: the shape of output {i} is not static")
+                raise _NotStatic(f"the shape of output {i}")
             dtype = dtype or found[0]
             shape = shape if shape is not None else found[1]
         tensor = self._buffer("temp", tuple(int(d) for d in shape), dtype)
@@ -652,6 +716,10 @@ class Lowerer:
             why=f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us",
         )
         return None
+
+
+class _NotStatic(Exception):
+    """An output whose shape inference cannot tell."""
 
 
 # ---- helpers ------------------------------------------------------------------------------------

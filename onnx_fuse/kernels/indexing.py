@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnx_fuse.kernels.pointwise import STORAGE, copy
 from onnx_fuse.kernels.views import reshaped
-from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.llir import UNKNOWN, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr
 
 THREADS = 256
@@ -180,7 +180,7 @@ def one_hot(ctx: Context, node: ir.Node) -> str | None:
 
     depth, index = ctx.host(node, 1), ctx.view(node, 0)
     if depth is None:
-        return "its shape depends on data"
+        return f"its shape is {UNKNOWN}"
     n, values = int(depth.reshape(-1)[0]), ctx.view(node, 2)
     if index.dtype not in INDEX_TYPES:
         return f"no kernel takes {index.dtype} indices"

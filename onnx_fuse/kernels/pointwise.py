@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
-from onnx_fuse.llir import Call, Context, Lowering, Tensor
+from onnx_fuse.llir import UNKNOWN, Call, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256
@@ -602,7 +602,7 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
     """start + i delta; all three known at lowering, or the length would depend on data."""
     ends = [ctx.host(node, i) for i in range(3)]
     if any(e is None for e in ends):
-        return "its shape depends on data"
+        return f"its shape is {UNKNOWN}"
     start, limit, delta = (e.reshape(-1)[0] for e in ends)  # type: ignore[union-attr]
     dtype = start.dtype.name
     n = max(int(np.ceil((float(limit) - float(start)) / float(delta))), 0)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels.pointwise import Code, copy, emit
-from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.kernels.pointwise import Code, cast_step, copy, dtype_name, emit
+from onnx_fuse.llir import UNKNOWN, Context, Lowering, Tensor
 
-UNKNOWN = "its shape depends on data"
+SHAPE_UNKNOWN = f"its shape is {UNKNOWN}"
 
 
 def _ints(array: np.ndarray) -> list[int]:
@@ -29,7 +29,7 @@ def reshaped(ctx: Context, tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def reshape(ctx: Context, node: ir.Node) -> str | None:
     x, wanted = ctx.view(node, 0), ctx.host(node, 1)
     if wanted is None:
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     shape = _ints(wanted)
     if not ctx.attr(node, "allowzero", 0):
         shape = [x.shape[k] if d == 0 else d for k, d in enumerate(shape)]
@@ -48,7 +48,7 @@ def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | None:
 def squeeze(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
     if ctx.has(node, 1) and ctx.host(node, 1) is None:
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     axes = _axes(ctx, node, len(x.shape))
     if axes is None:
         axes = [k for k, d in enumerate(x.shape) if d == 1]
@@ -61,7 +61,7 @@ def squeeze(ctx: Context, node: ir.Node) -> str | None:
 def unsqueeze(ctx: Context, node: ir.Node) -> str | None:
     x, axes = ctx.view(node, 0), ctx.host(node, 1)
     if axes is None:
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     rank = len(x.shape) + axes.size
     new = {a % rank for a in _ints(axes)}
     old = iter(zip(x.shape, x.strides, strict=True))
@@ -89,7 +89,7 @@ def transpose(ctx: Context, node: ir.Node) -> str | None:
 def expand(ctx: Context, node: ir.Node) -> str | None:
     x, wanted = ctx.view(node, 0), ctx.host(node, 1)
     if wanted is None:
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     shape = tuple(int(d) for d in np.broadcast_shapes(x.shape, tuple(_ints(wanted))))
     ctx.alias(node, 0, x.expand(shape))
     return None
@@ -99,7 +99,7 @@ def slice_(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
     given = [ctx.host(node, i) if ctx.has(node, i) else None for i in range(1, 5)]
     if any(ctx.has(node, i) and given[i - 1] is None for i in range(1, 5)):
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     assert given[0] is not None
     assert given[1] is not None
     begin, end = _ints(given[0]), _ints(given[1])
@@ -120,7 +120,7 @@ def split(ctx: Context, node: ir.Node) -> str | None:
     if ctx.has(node, 1):
         given = ctx.host(node, 1)
         if given is None:
-            return UNKNOWN
+            return SHAPE_UNKNOWN
         sizes = _ints(given)
     else:
         each = -(-x.shape[axis] // count)
@@ -153,7 +153,7 @@ def concat(ctx: Context, node: ir.Node) -> str | None:
 def tile(ctx: Context, node: ir.Node) -> str | None:
     x, repeats = ctx.view(node, 0), ctx.host(node, 1)
     if repeats is None:
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     times = _ints(repeats)
     shape, strides = [], []
     for d, s, n in zip(x.shape, x.strides, times, strict=True):
@@ -169,7 +169,7 @@ def pad(ctx: Context, node: ir.Node) -> str | None:
     """mode constant: fill, then copy the inside (negative pads crop); others: reflected copies."""
     x, pads = ctx.view(node, 0), ctx.host(node, 1)
     if pads is None or (ctx.has(node, 3) and ctx.host(node, 3) is None):
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     rank, mode = len(x.shape), ctx.attr(node, "mode", "constant")
     given = ctx.host(node, 3) if ctx.has(node, 3) else None
     axes = [a % rank for a in _ints(given)] if given is not None else list(range(rank))
@@ -251,7 +251,7 @@ def trilu(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
     k = ctx.host(node, 1) if ctx.has(node, 1) else np.zeros((), np.int64)
     if k is None:
-        return UNKNOWN
+        return SHAPE_UNKNOWN
     upper, diagonal = ctx.attr(node, "upper", 1), int(k.reshape(-1)[0])
     ones = np.ones(x.shape[-2:], bool)
     mask = ctx.constant(np.triu(ones, diagonal) if upper else np.tril(ones, diagonal))
@@ -279,6 +279,22 @@ def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def constant_of_shape(ctx: Context, node: ir.Node) -> str | None:
+    """Reached only where the shape is not known: what is known is evaluated at lowering."""
+    return SHAPE_UNKNOWN
+
+
+def eye_like(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    dtype = ctx.attr(node, "dtype")
+    name = x.dtype if dtype is None else dtype_name(ir.DataType(dtype))
+    ones = ctx.constant(np.eye(*x.shape, k=ctx.attr(node, "k", 0), dtype=bool))
+    code = Code()
+    y = ctx.output(node, 0, x.shape, name)
+    emit(ctx, code, node, code.step(cast_step(name), name, code.load(ones)), y)
+    return None
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Reshape"): reshape,
     ("", "Squeeze"): squeeze,
@@ -289,6 +305,8 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Slice"): slice_,
     ("", "Split"): split,
     ("", "Concat"): concat,
+    ("", "ConstantOfShape"): constant_of_shape,
+    ("", "EyeLike"): eye_like,
     ("", "Tile"): tile,
     ("", "Pad"): pad,
     ("", "Trilu"): trilu,

@@ -114,6 +114,21 @@ class Stream:
         """Until everything enqueued is done; a kernel's fault surfaces here."""
         check(bindings().cuStreamSynchronize(self.raw), what)
 
+    def timed(self, enqueue: Callable[[], None], repeats: int = 20) -> float:
+        """Seconds that one `enqueue` takes on the GPU, by events around `repeats` of them."""
+        driver = bindings()
+        begin, end = (check(driver.cuEventCreate(0), "an event") for _ in range(2))
+        enqueue()
+        check(driver.cuEventRecord(begin, self.raw), "an event")
+        for _ in range(repeats):
+            enqueue()
+        check(driver.cuEventRecord(end, self.raw), "an event")
+        check(driver.cuEventSynchronize(end), "timing")
+        milliseconds = float(check(driver.cuEventElapsedTime(begin, end), "timing"))
+        for event in (begin, end):
+            check(driver.cuEventDestroy(event), "an event")
+        return milliseconds / 1e3 / repeats
+
     def capture(self, enqueue: Callable[[], None]) -> Graph:
         """What `enqueue` puts into the stream, as an executable CUDA graph."""
         driver = bindings()

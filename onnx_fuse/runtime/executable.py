@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Program, Tensor
+from onnx_fuse.llir import Call, NeedsValues, Program, Tensor
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import device
@@ -71,6 +71,7 @@ class Executable:
         self._instances: OrderedDict[tuple[Any, ...], Instance] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
+        self._deciding: list[str] = []  # feeds whose values decide about shapes
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[np.ndarray]:
         """The outputs named (None: all but state), as arrays; feeds are arrays or device tensors."""
@@ -83,24 +84,52 @@ class Executable:
     def instance(self, feeds: Mapping[str, Any]) -> Instance:
         """The instance for the shapes and dtypes of `feeds`, made if need be."""
         device.start(self.device_id)
-        key = tuple((name, *signature(value)) for name, value in sorted(feeds.items()))
-        found = self._instances.get(key)
-        if found is None:
+        key = self._key(feeds)
+        if key not in self._instances:
             self._make_room(0)
             try:
-                found = Instance(self, {name: (shape, dtype) for name, shape, dtype in key})
+                made = self._make(feeds)
             except device.DeviceMemoryError:
                 if not self._instances:
                     raise
                 self._instances.clear()
-                found = Instance(self, {name: (shape, dtype) for name, shape, dtype in key})
-            self._instances[key] = found
+                made = self._make(feeds)
+            key = self._key(feeds)
+            self._instances[key] = made
             self._make_room(1)
         self._instances.move_to_end(key)
-        return found
+        return self._instances[key]
 
-    def program(self, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> Program:
-        """The Program for these input shapes."""
+    def _key(self, feeds: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Shapes and dtypes, and the bytes of the feeds that decide about shapes."""
+        shapes = tuple((name, *signature(value)) for name, value in sorted(feeds.items()))
+        return shapes, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
+
+    def _make(self, feeds: Mapping[str, Any]) -> Instance:
+        shapes = {name: signature(value) for name, value in feeds.items()}
+        while True:
+            values = {name: self._host_value(feeds[name]) for name in self._deciding}
+            try:
+                return Instance(self, shapes, values)
+            except NeedsValues as needs:
+                self._deciding += [name for name in needs.names if name not in self._deciding]
+
+    def _host_value(self, value: Any) -> np.ndarray:
+        pointer = device_pointer(value)
+        if pointer is None:
+            return np.asarray(value)
+        shape, dtype = signature(value)
+        array = np.empty(shape, dtype_of(dtype))
+        self.stream.download(array.ctypes.data, pointer, array.nbytes)
+        self.stream.wait("reading a feed")
+        return array
+
+    def program(
+        self,
+        shapes: Mapping[str, tuple[tuple[int, ...], str]],
+        values: Mapping[str, np.ndarray] | None = None,
+    ) -> Program:
+        """The Program for these input shapes (and values, of inputs that decide about shapes)."""
         known = {name: (t.shape, t.dtype) for name, (t, _) in self.resident.items()}
         program = lower(
             self.model,
@@ -109,6 +138,7 @@ class Executable:
             math=self.math,
             prefs=self.prefs,
             state=self.state,
+            values=values,
         )
         for fallback in program.fallbacks:
             if fallback not in self._warned:
@@ -174,10 +204,13 @@ class Instance:
     """A Program with its memory and graphs."""
 
     def __init__(
-        self, owner: Executable, shapes: Mapping[str, tuple[tuple[int, ...], str]]
+        self,
+        owner: Executable,
+        shapes: Mapping[str, tuple[tuple[int, ...], str]],
+        values: Mapping[str, np.ndarray],
     ) -> None:
         self.owner = owner
-        self.program = program = owner.program(shapes)
+        self.program = program = owner.program(shapes, values)
         self.plan = plan(program)
         if config.DEBUG.value >= 1:
             print(f"{len(program.calls)} calls; {self.plan}", file=sys.stderr)
@@ -246,18 +279,7 @@ class Instance:
             return lambda session=ort.session(segment.host): self._host(segment, session)
         bound: list[tuple[str, jit.Bound]] = []
         for i, call in enumerate(segment.calls, segment.first):
-            pointers = {
-                name: self.address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
-                for name, t in (*call.reads, *call.writes)
-            }
-            if call.workspace:
-                pointers["workspace"] = self._arena + self.plan.workspaces[i]
-            label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
-            for launch in call.launches:
-                try:
-                    bound.append((label, jit.Bound(launch, pointers, owner.hw)))
-                except DeviceError as error:
-                    raise DeviceError(f"{label}: {error}") from error
+            bound += self._bind(i, call)
         if not bound:
             return lambda: None
 
@@ -272,6 +294,20 @@ class Instance:
             return enqueue
         graph = owner.stream.capture(enqueue)
         return lambda: owner.stream.launch(graph, f"a graph of {len(bound)} launches")
+
+    def _bind(self, i: int, call: Call) -> list[tuple[str, jit.Bound]]:
+        """The launches of call `i` with their addresses, and what messages call them."""
+        pointers = {
+            name: self.address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
+            for name, t in (*call.reads, *call.writes)
+        }
+        if call.workspace:
+            pointers["workspace"] = self._arena + self.plan.workspaces[i]
+        label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
+        try:
+            return [(label, jit.Bound(launch, pointers, self.owner.hw)) for launch in call.launches]
+        except DeviceError as error:
+            raise DeviceError(f"{label}: {error}") from error
 
     def _array(self, tensor: Tensor) -> np.ndarray:
         array = np.empty(tensor.shape, dtype_of(tensor.dtype))
@@ -318,6 +354,26 @@ class Instance:
         """Everything between the feeds and the fetches, asynchronously where nothing runs on the host."""
         for step in self._steps:
             step()
+
+    def profile(self) -> list[tuple[Call, float]]:
+        """Seconds of each kernel call by itself, best of three graphs of 20; state changes."""
+        found = []
+        for i, call in enumerate(self.program.calls):
+            if call.launches:
+                bound = [step for _, step in self._bind(i, call)]
+
+                def enqueue(steps: list[jit.Bound] = bound) -> None:
+                    for _ in range(20):
+                        for step in steps:
+                            step.enqueue(self.owner.stream.handle)
+
+                graph = self.owner.stream.capture(enqueue)
+                times = [
+                    self.owner.stream.timed(lambda g=graph: self.owner.stream.launch(g, "a graph"), 3)
+                    for _ in range(3)
+                ]
+                found.append((call, min(times) / 20))
+        return found
 
     def fetch(self, names: Sequence[str] | None = None) -> list[np.ndarray]:
         """The outputs named (None: all but state), after waiting for them."""
