@@ -88,7 +88,8 @@ class FusionCase:
     """A graph in ONNX text and the fused operators it becomes.
 
     Inputs beside those in `fed` are weights: random initializers. `fused` are the operators of
-    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss.
+    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss;
+    `gone` are ai.onnx operators that must not be left.
     """
 
     name: str
@@ -100,6 +101,7 @@ class FusionCase:
     output: str = "float[B,T,24] y"
     level: int = 2
     opset: int = 21
+    gone: tuple[str, ...] = ()
 
     def model(self, seed: int = 0) -> ir.Model:
         imports = f'["" : {self.opset}, "com.microsoft" : 1]'
@@ -126,7 +128,8 @@ class FusionCase:
             assert value.dtype is not None
             shape = [d if isinstance(d, int) else sizes[str(d)] for d in value.shape]
             kind = value.dtype.numpy()
-            draw = rng.integers(0, 2, shape) if kind == np.bool_ else rng.standard_normal(shape)
+            whole = kind in (np.bool_, np.int64)
+            draw = rng.integers(0, 2, shape) if whole else rng.standard_normal(shape)
             result[value.name or ""] = np.asarray(draw, kind)
         return result
 
@@ -509,6 +512,13 @@ FUSION_CASES = (
         reason="which is no sum",
         **_ATT,
     ),
+    FusionCase(
+        "activation_outside_the_table",
+        f"{_X}, {_LIN}",
+        _PLAIN + "y = HardSwish (z)",
+        ("Gemm",),
+        reason="HardSwish is none of the fused activations",
+    ),
     # --- Conv, losses -----------------------------------------------------------------------------
     FusionCase(
         "conv_relu_without_bias",
@@ -525,5 +535,14 @@ FUSION_CASES = (
         "y = Relu (n)",
         ("ConvRelu",),
         output="float[B,6,P,Q] y",
+    ),
+    FusionCase(
+        "cross_entropy_written_out",
+        "float[B,24] x, int64[B] labels",
+        "p = Softmax <axis = 1> (x)\n l = Log (p)\n"
+        "y = NegativeLogLikelihoodLoss <ignore_index = 1> (l, labels)",
+        fed=("x", "labels"),
+        output="float y",
+        gone=("Softmax", "Log", "NegativeLogLikelihoodLoss"),
     ),
 )

@@ -57,6 +57,7 @@ def test_fusion(case: FusionCase) -> None:
     model = fir.load(case.model())
     report = passes.optimize(model, level=case.level)
     assert tuple(fused_ops(model)) == case.fused
+    assert not {node.op_type for node in model.graph}.intersection(case.gone)
     if case.reason:
         assert any(case.reason in r.reason for r in report.not_fused), report.not_fused
     flat = fir.inline(model)

@@ -1,0 +1,223 @@
+"""Loading and saving: opsets, local functions, external data, sizes, and what a user wrote kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+
+from onnx_fuse import ir, passes
+from onnx_fuse.errors import ModelError
+
+
+def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return list(onnxruntime.InferenceSession(source, options).run(None, feeds))
+
+
+# The same network as each opset spells it: what changed its signature from one to the next is here.
+_BODY = """
+  n = BatchNormalization (x, s, b, m, v)
+  {clip}
+  {pad}
+  {up}
+  {drop}
+  {mean}
+  {unsqueeze}
+  {squeeze}
+  f = Flatten (q)
+  y = Softmax <axis = 1> (f)
+"""
+_SPELLING = {
+    "clip": {7: "c = Clip <min = -1.0, max = 1.0> (n)", 11: "c = Clip (n, lo, hi)"},
+    "pad": {7: "p = Pad <pads = [0,0,1,1,0,0,1,1]> (c)", 11: "p = Pad (c, pads)"},
+    "up": {
+        7: 'u = Upsample <mode = "nearest", scales = [1.0,1.0,2.0,2.0]> (p)',
+        9: 'u = Upsample <mode = "nearest"> (p, scales)',
+        10: 'u = Resize <mode = "nearest"> (p, scales)',
+        11: 'u = Resize <mode = "nearest"> (p, roi, scales)',
+    },
+    "drop": {7: "d = Dropout <ratio = 0.3> (u)", 12: "d = Dropout (u)"},
+    "mean": {
+        7: "r = ReduceMean <axes = [3], keepdims = 0> (d)",
+        18: "r = ReduceMean <keepdims = 0> (d, three)",
+    },
+    "unsqueeze": {7: "e = Unsqueeze <axes = [0]> (r)", 13: "e = Unsqueeze (r, zero)"},
+    "squeeze": {7: "q = Squeeze <axes = [0]> (e)", 13: "q = Squeeze (e, zero)"},
+}
+
+
+def spelled(opset: int) -> onnx.ModelProto:
+    lines = {k: forms[max(o for o in forms if o <= opset)] for k, forms in _SPELLING.items()}
+    vectors = "float[3] s = {1.0, 2.0, 0.5}, float[3] b = {0.1, 0.2, 0.3}"
+    vectors += ", float[3] m = {0.0, 0.1, -0.1}, float[3] v = {1.0, 0.5, 2.0}"
+    vectors += ", float lo = {-1.0}, float hi = {1.0}, int64[1] zero = {0}, int64[1] three = {3}"
+    vectors += ", int64[8] pads = {0,0,1,1,0,0,1,1}, float[4] scales = {1.0,1.0,2.0,2.0}"
+    vectors += ", float[0] roi = {}"
+    model = onnx.parser.parse_model(
+        f'<ir_version: {3 if opset < 9 else 8}, opset_import: ["" : {opset}]>\n'
+        f"agraph (float[N,3,5,4] x) => (float[N,42] y) <{vectors}> {{{_BODY.format(**lines)}}}"
+    )
+    used = {name for node in model.graph.node for name in node.input}
+    for tensor in [t for t in model.graph.initializer if t.name not in used]:
+        model.graph.initializer.remove(tensor)
+    if opset < 9:  # IR 3 lists every initializer as an input too
+        for tensor in model.graph.initializer:
+            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            model.graph.input.append(info)
+    return model
+
+
+@pytest.mark.parametrize("opset", [7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 20, 21])
+def test_every_opset_is_brought_up(opset: int) -> None:
+    proto = spelled(opset)
+    x = np.random.default_rng(0).standard_normal((2, 3, 5, 4)).astype(np.float32)
+    expected = run(proto.SerializeToString(), {"x": x})
+    model = ir.load(proto)
+    assert model.graph.opset_imports[""] == ir.CANONICAL_OPSET
+    assert [v.name for v in model.graph.inputs] == ["x"]
+    passes.optimize(model)
+    actual = run(ir.to_proto(model).SerializeToString(), {"x": x})
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def annotated() -> onnx.ModelProto:
+    model = onnx.parser.parse_model(
+        """
+        <ir_version: 8, opset_import: ["" : 17], producer_name: "someone", model_version: 3,
+         doc_string: "of the model", metadata_props: ["key": "value"]>
+        named (float[batch,4] second, float[batch,4] first)
+        => (float[batch,6] out, float[batch,4] n)
+        <float[4] g = {1.0, 2.0, 3.0, 4.0}, float[4] b = {0.0, 0.1, 0.2, 0.3}, float[4,6] w = {
+          1.0,2.0,3.0,4.0,5.0,6.0, 1.0,0.0,0.0,0.0,0.0,1.0, 0.5,0.5,0.5,0.5,0.5,0.5,
+          2.0,1.0,0.0,0.0,1.0,2.0}>
+        {
+          s = Add (first, second)
+          n = LayerNormalization (s, g, b)
+          out = MatMul (n, w)
+        }
+        """
+    )
+    model.graph.doc_string = "of the graph"
+    model.graph.node[2].name = "the product"
+    model.graph.node[2].doc_string = "of the node"
+    model.graph.input[0].doc_string = "of the input"
+    return model
+
+
+def test_what_the_user_wrote_is_kept(tmp_path: Path) -> None:
+    model = ir.load(annotated())
+    passes.optimize(model)
+    ir.save(model, tmp_path / "kept.onnx")
+    proto = onnx.load(tmp_path / "kept.onnx")
+    onnx.checker.check_model(proto)
+    assert (proto.producer_name, proto.model_version) == ("someone", 3)
+    assert proto.doc_string == "of the model"
+    assert {p.key: p.value for p in proto.metadata_props} == {"key": "value"}
+    assert (proto.graph.name, proto.graph.doc_string) == ("named", "of the graph")
+    assert [i.name for i in proto.graph.input] == ["second", "first"]
+    assert [o.name for o in proto.graph.output] == ["out", "n"]
+    assert proto.graph.input[0].doc_string == "of the input"
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    (node,) = [n for n in proto.graph.node if n.domain == ir.FUSE]
+    assert (node.op_type, node.name) == ("LayerNormGemm_n", "the product")
+    assert node.doc_string == "of the node"
+
+
+def test_local_functions_are_inlined() -> None:
+    proto = onnx.parser.parse_model(
+        """
+        <ir_version: 8, opset_import: ["" : 17, "local" : 1]>
+        agraph (float[N,4] x, float[4] g, float[4] b) => (float[N,4] y) {
+          y = local._aten_layer_norm_onnx <eps = 0.01> (x, g, b)
+        }
+        <opset_import: ["" : 17], domain: "local">
+        _aten_layer_norm_onnx <eps: float> (x, g, b) => (n) {
+          n, mean, rstd = LayerNormalization <axis = -1, epsilon: float = @eps> (x, g, b)
+        }
+        """
+    )
+    model = ir.load(proto)
+    assert not model.functions
+    passes.optimize(model)
+    (node,) = list(model.graph)
+    assert (node.op_type, len(node.outputs)) == ("LayerNormalization", 1)
+    assert node.attributes["epsilon"].as_float() == pytest.approx(0.01)
+
+
+def test_external_data_is_read_and_written(tmp_path: Path) -> None:
+    model = ir.load(annotated())
+    feeds = {k: np.ones((2, 4), np.float32) * i for i, k in enumerate(("second", "first"))}
+    feeds["first"][0] = [1, -2, 3, 5]
+    expected = run(annotated().SerializeToString(), feeds)
+    ir.save(model, tmp_path / "a.onnx", external=True)
+    assert (tmp_path / "a.onnx.data").exists()
+    again = ir.load(tmp_path / "a.onnx")
+    passes.optimize(again)
+    ir.save(again, tmp_path / "b.onnx", external=True)
+    for actual, truth in zip(run(str(tmp_path / "b.onnx"), feeds), expected, strict=True):
+        np.testing.assert_allclose(actual, truth, rtol=1e-5, atol=1e-6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data")
+    ]
+
+
+def test_weights_over_two_gigabytes(tmp_path: Path) -> None:
+    """A sparse file stands for the weights: they are mapped, never read as a whole."""
+    rows, width = 530_000, 1024  # 2.17 GB of float32
+    with (tmp_path / "big.data").open("wb") as file:
+        file.truncate(rows * width * 4)
+        file.seek(7 * width * 4)
+        file.write(np.arange(width, dtype=np.float32).tobytes())
+    model = ir.text_model(
+        f"agraph (int64[N] i, float[{rows},{width}] table) => (float[N,{width}] y) {{\n"
+        "  y = Gather (table, i)\n}"
+    )
+    table = model.graph.inputs.pop()
+    table.const_value = onnx_ir.ExternalTensor(
+        "big.data",
+        offset=0,
+        length=rows * width * 4,
+        dtype=onnx_ir.DataType.FLOAT,
+        shape=onnx_ir.Shape([rows, width]),
+        name="table",
+        base_dir=tmp_path,
+    )
+    model.graph.register_initializer(table)
+    (tmp_path / "big.onnx").write_bytes(onnx_ir.to_proto(model).SerializeToString())
+    loaded = ir.load(tmp_path / "big.onnx")
+    passes.optimize(loaded)
+    ir.save(loaded, tmp_path / "out.onnx")  # no flag: it cannot fit a protobuf
+    assert (tmp_path / "out.onnx").stat().st_size < 10_000
+    (row,) = run(str(tmp_path / "out.onnx"), {"i": np.array([7])})
+    np.testing.assert_array_equal(row[0], np.arange(width, dtype=np.float32))
+
+
+def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    model = ir.load(annotated())
+    with pytest.raises(ModelError, match="cannot be written"):
+        ir.save(model, tmp_path / "no such folder" / "x.onnx")
+    (tmp_path / "x.onnx").mkdir()
+    with pytest.raises(ModelError, match="cannot be written"):
+        ir.save(model, tmp_path / "x.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.onnx"]
+
+
+def test_large_weights_are_streamed_to_the_same_model(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    model = ir.text_model(
+        "agraph (float[N,256] x, float[256,256] w) => (float[N,256] y) {y = MatMul (x, w)}"
+    )
+    w = model.graph.inputs.pop()
+    w.const_value = onnx_ir.tensor(rng.standard_normal((256, 256)).astype(np.float32), name="w")
+    model.graph.register_initializer(w)
+    ir.save(model, tmp_path / "streamed.onnx")
+    whole = ir.to_proto(model)
+    del whole.graph.value_info[:]  # an initializer states its own type
+    assert onnx.load(tmp_path / "streamed.onnx") == whole
+    onnx.checker.check_model(tmp_path / "streamed.onnx")
