@@ -319,6 +319,51 @@ def _losses() -> Iterator[Case]:
     yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 1, BF16, note="vocabulary")
 
 
+def _attention() -> Iterator[Case]:
+    # kind, (B, H, Hkv), (S, T), (D, Dv), mask shape
+    shapes = (
+        ("", (2, 3, 3), (70, 70), (32, 32), None),
+        ("", (1, 2, 2), (5, 131), (5, 7), None),
+        ("Causal", (2, 2, 2), (130, 130), (64, 64), None),
+        ("Causal", (1, 1, 1), (40, 100), (128, 128), None),
+        ("Mask", (2, 4, 2), (33, 65), (40, 24), (2, 1, 33, 65)),
+        ("Mask", (2, 2, 2), (64, 64), (64, 64), (2, 1, 1, 64)),
+        ("Mask", (1, 4, 1), (20, 20), (16, 16), (4, 20, 20)),
+        ("MaskGuard", (2, 4, 2), (70, 90), (16, 16), (2, 1, 70, 90)),
+        ("Causal", (1, 4, 2), (200, 200), (72, 72), None),
+        ("", (1, 2, 2), (64, 64), (256, 256), None),
+    )
+    rng = np.random.default_rng(7)
+    for kind, (b, h, hkv), (s, t), (d, dv), mask in shapes:
+        for dtype in (F32, F16, BF16) if d < 256 else (F32,):
+            sizes = ((b, h, s, d), (b, hkv, t, d), (b, hkv, t, dv))
+            arrays = [rng.standard_normal(n).astype(dtype_of(dtype)) for n in sizes]
+            if mask is not None:
+                m = np.where(rng.random(mask) < 0.3, -np.inf, rng.standard_normal(mask))
+                if kind == "MaskGuard":
+                    m[:, :, 3] = -np.inf
+                else:
+                    m[..., 0] = 0.0
+                arrays.append(m.astype(dtype_of(dtype)))
+            attrs = {"scale": d**-0.5}
+            name = f"{'Grouped' if h != hkv else ''}Sdpa{kind}"
+            forward = Case(f"{name}_lse", tuple(arrays), attrs, 2, dtype, FUSE, f"{s} {t} {d}")
+            yield forward
+            with np.errstate(all="ignore"):
+                y, lse = forward.oracle()
+            dy = rng.standard_normal(y.shape).astype(dtype_of(dtype))
+            given = (dy, y.astype(dy.dtype), lse.astype(np.float32), *arrays)
+            yield Case(f"{name}Grad", given, attrs, 3, dtype, FUSE, f"{s} {t} {d}")
+
+
 def cases() -> list[Case]:
     """All of them."""
-    return [*_reductions(), *_softmaxes(), *_norms(), *_windows(), *_scans(), *_losses()]
+    return [
+        *_reductions(),
+        *_softmaxes(),
+        *_norms(),
+        *_windows(),
+        *_scans(),
+        *_losses(),
+        *_attention(),
+    ]

@@ -112,13 +112,13 @@ def _body(grouped: bool, kind: str) -> str:
 
 
 def _grad_body(grouped: bool, kind: str) -> str:
-    """dv = pᵀ dy; ds = p (dy vᵀ - rowsum(dy y)); dq = scale ds k; dk = scale dsᵀ q; p = exp(z - lse)."""
+    """dv = pᵀ dy, dq = scale ds k, dk = scale dsᵀ q; p = exp(z - lse), ds = p (dy vᵀ - Σ dy y)."""
     name = f"{'Grouped' if grouped else ''}Sdpa{kind}Grad"
     lines, logits = _scores(grouped, kind)
     guard, five = kind == "MaskGuard", "5" if grouped else ""
     turned = "0, 1, 2, 4, 3" if grouped else "0, 1, 3, 2"
     lines += [
-        f"zf = Cast <to: int = 1> ({logits})",
+        f"zf = CastLike ({logits}, lse)",
         "l1 = Unsqueeze (lse, last)",
         "zl = Sub (zf, l1)",
         f"{'en' if guard else 'e'} = Exp (zl)",
@@ -167,7 +167,10 @@ def _grad(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir
     name = node.op_type.split("_")[0]
     scale = attribute(node, "scale", 1.0)
     dy, (y, lse), (q, k, v, *masks) = dys[0], node.outputs, node.inputs
-    assert dy is not None and q is not None and k is not None and v is not None
+    assert dy is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     lse.dtype = ir.DataType.FLOAT
     if q.shape is not None:
         lse.shape = ir.Shape(q.shape[:3])
@@ -183,7 +186,7 @@ def _grad(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir
     turn = [0, 1, 3, 2]
     z = op.Add(op.MatMul(op.Mul(q, scale), op.Transpose(k, perm=turn)), masks[0])
     last = op.constant([-1])
-    e = op.Exp(op.Sub(op.Cast(z, to=1), op.Unsqueeze(lse, last)))
+    e = op.Exp(op.Sub(op.CastLike(z, lse), op.Unsqueeze(lse, last)))
     p = op.CastLike(op.Where(op.IsNaN(e), op.CastLike(op.constant([0.0]), e), e), q)
     dp = op.MatMul(dy, op.Transpose(v, perm=turn))
     dmask = op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(dy, y), last, keepdims=1)))

@@ -1,0 +1,253 @@
+// sdpa/mma_sm80.cu: y = softmax(scale q k^T + mask) v and its gradients in 16-bit floats, mma.sync.
+// Idea     : WARPS x 16 rows a block against tiles of TILE rows of the other side, cp.async two tiles
+//            deep. The probabilities of a tile never leave registers: the accumulator layout of the
+//            first product is the operand layout of the second. Forward: online softmax. Backward as
+//            in simt.cu: sdpa_dq owns queries, sdpa_dkv owns keys and works on transposed tiles.
+// Inputs   : operands.cuh with rows of 16-byte aligned, D and DV multiples of 8.
+// Outputs  : y, dq, dk, dv T; lse f32 (or null).
+// Macros   : operands.cuh's; WARPS, TILE (multiple of 16).   Launch: grid (rows / 16 / WARPS, heads, batch).
+// Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands.
+// Bound    : tensor core (mma.sync) and exp; bytes only for short rows.
+#include "sm80.cuh"
+#include "sdpa/operands.cuh"
+
+constexpr int ROWS = WARPS * 16, THREADS = WARPS * 32;
+constexpr int DP = (D + 15) / 16 * 16, VP = (DV + 15) / 16 * 16;  // padded widths; zeros behind D, DV
+constexpr int PD = DP + 8, PV = VP + 8;  // pitches: an odd number of 16-byte chunks, no bank conflicts
+
+// COUNT rows into shared memory; rows past `last` and columns past WIDTH as zeros.
+template <int COUNT, int WIDTH, int PADDED>
+DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
+    constexpr int CHUNKS = PADDED / 8;
+    for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
+        const int r = i / CHUNKS, c = i % CHUNKS * 8;
+        const bool there = first + r < last && c < WIDTH;
+        cp_async_16(smem_address(to + r * (PADDED + 8) + c), there ? from + (first + r) * stride + c : from,
+                    there ? 16 : 0);
+    }
+}
+// s[16 rows of the warp, TILE] = a . b^T over WIDTH; a and b in shared memory by rows.
+template <int WIDTH> DEVICE void dots(float (&s)[TILE / 8][4], const T* a, const T* b) {
+    constexpr int PITCH = WIDTH + 8;
+    const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
+    a += (threadIdx.x / 32 * 16 + m % 2 * 8 + r) * PITCH + m / 2 * 8;
+    b += (m / 2 * 8 + r) * PITCH + m % 2 * 8;
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[n][e] = 0;
+#pragma unroll
+    for (int k = 0; k < WIDTH; k += 16) {
+        u32 x[4];
+        ldmatrix_x4<false>(x, smem_address(a + k));
+#pragma unroll
+        for (int n = 0; n < TILE / 16; n++) {
+            u32 y[4];
+            ldmatrix_x4<false>(y, smem_address(b + n * 16 * PITCH + k));
+            mma(s[2 * n], x, y, T());
+            mma(s[2 * n + 1], x, y + 2, T());
+        }
+    }
+}
+// acc[16, WIDTH] += p[16, TILE] b[TILE, WIDTH]; p in accumulator layout.
+template <int WIDTH> DEVICE void accumulate(float (&acc)[WIDTH / 8][4], const float (&p)[TILE / 8][4], const T* b) {
+    constexpr int PITCH = WIDTH + 8;
+    const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
+    b += (m % 2 * 8 + r) * PITCH + m / 2 * 8;
+#pragma unroll
+    for (int k = 0; k < TILE / 16; k++) {
+        const u32 x[4] = {pack2<T>(p[2 * k][0], p[2 * k][1]), pack2<T>(p[2 * k][2], p[2 * k][3]),
+                          pack2<T>(p[2 * k + 1][0], p[2 * k + 1][1]), pack2<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
+#pragma unroll
+        for (int n = 0; n < WIDTH / 16; n++) {
+            u32 y[4];
+            ldmatrix_x4<true>(y, smem_address(b + k * 16 * PITCH + n * 16));
+            mma(acc[2 * n], x, y, T());
+            mma(acc[2 * n + 1], x, y + 2, T());
+        }
+    }
+}
+// Rows lane / 4 and + 8 of the warp's 16, two columns at a time.
+template <int WIDTH, int PADDED>
+DEVICE void write(T* to, const float (&acc)[PADDED / 8][4], int first, int last, float f0, float f1) {
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++) {
+        const int c = n * 8 + lane % 4 * 2;
+        if (row < last) *(u32*)(to + (i64)row * WIDTH + c) = pack2<T>(acc[n][0] * f0, acc[n][1] * f0);
+        if (row + 8 < last) *(u32*)(to + (i64)(row + 8) * WIDTH + c) = pack2<T>(acc[n][2] * f1, acc[n][3] * f1);
+    }
+}
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+#if FORWARD
+extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* y, float* lse) {
+    GATHER
+    extern __shared__ __align__(16) T shared[];
+    T *qs = shared, *ks = qs + ROWS * PD, *vs = ks + 2 * TILE * PD;
+    // the last rows of a causal problem have the most keys: they start first
+    const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
+    const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
+    const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
+    const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
+    fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
+    fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
+    fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
+    cp_async_commit();
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
+    float acc[VP / 8][4] = {}, top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0, 0};
+    for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (t + TILE < end) {
+            fetch<TILE, D, DP>(ks + (s ^ 1) * TILE * PD, k, o.ks.row, t + TILE, o.keys);
+            fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
+        }
+        cp_async_commit();
+        float p[TILE / 8][4];
+        dots<DP>(p, qs, ks + s * TILE * PD);
+        const bool plain = !MASK && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                p[n][e] = plain ? p[n][e] * o.scale
+                                : logit(o, p[n][e], b, h, row + e / 2 * 8, t + n * 8 + lane % 4 * 2 + e % 2);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float now = top[i], part = 0;
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[n][2 * i], p[n][2 * i + 1]));
+            now = quad_max(now);
+            const float fade = exp2f((top[i] - safe(now)) * LOG2E);
+            top[i] = now;
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int e = 2 * i; e < 2 * i + 2; e++) part += p[n][e] = exp2f((p[n][e] - safe(now)) * LOG2E);
+            sum[i] = sum[i] * fade + part;
+#pragma unroll
+            for (int n = 0; n < VP / 8; n++) acc[n][2 * i] *= fade, acc[n][2 * i + 1] *= fade;
+        }
+        accumulate<VP>(acc, p, vs + s * TILE * PV);
+    }
+    const i64 out = ((i64)b * o.heads + h) * o.queries;
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        sum[i] = quad_sum(sum[i]);
+        factor[i] = GUARD && sum[i] == 0 ? 0.0f : 1 / sum[i];
+        if (lse && lane % 4 == 0 && row + 8 * i < o.queries) lse[out + row + 8 * i] = top[i] + logf(sum[i]);
+    }
+    write<DV, VP>(y + out * DV, acc, first, o.queries, factor[0], factor[1]);
+}
+#else
+DEVICE float probability(float z, float lse) {
+    return lse == NEGATIVE_INFINITY ? 0.0f : exp2f((z - lse) * LOG2E);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sdpa_dq(OPERANDS, const T* dy, const float* lse, const float* delta, T* dq) {
+    GATHER
+    extern __shared__ __align__(16) T shared[];
+    T *qs = shared, *dys = qs + ROWS * PD, *ks = dys + ROWS * PV, *vs = ks + 2 * TILE * PD;
+    const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
+    const i64 out = ((i64)b * o.heads + h) * o.queries;
+    const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
+    const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
+    const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
+    fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
+    fetch<ROWS, DV, VP>(dys, dy + out * DV, DV, first, o.queries);
+    fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
+    fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
+    cp_async_commit();
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
+    float acc[DP / 8][4] = {}, l[2], c[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        l[i] = row + 8 * i < o.queries ? lse[out + row + 8 * i] : NEGATIVE_INFINITY;
+        c[i] = row + 8 * i < o.queries ? delta[out + row + 8 * i] : 0.0f;
+    }
+    for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (t + TILE < end) {
+            fetch<TILE, D, DP>(ks + (s ^ 1) * TILE * PD, k, o.ks.row, t + TILE, o.keys);
+            fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
+        }
+        cp_async_commit();
+        float p[TILE / 8][4], dp[TILE / 8][4];
+        dots<DP>(p, qs, ks + s * TILE * PD);
+        dots<VP>(dp, dys, vs + s * TILE * PV);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float z = logit(o, p[n][e], b, h, row + e / 2 * 8, t + n * 8 + lane % 4 * 2 + e % 2);
+                p[n][e] = probability(z, l[e / 2]) * (dp[n][e] - c[e / 2]);
+            }
+        accumulate<DP>(acc, p, ks + s * TILE * PD);
+    }
+    write<D, DP>(dq + out * D, acc, first, o.queries, o.scale, o.scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv) {
+    GATHER
+    extern __shared__ __align__(16) T shared[];
+    T *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + 2 * TILE * PD;
+    const int first = blockIdx.x * ROWS, kv = blockIdx.y, b = blockIdx.z;
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
+    fetch<ROWS, D, DP>(ks, o.k + b * o.ks.batch + kv * o.ks.head, o.ks.row, first, o.keys);
+    fetch<ROWS, DV, VP>(vs, o.v + b * o.vs.batch + kv * o.vs.head, o.vs.row, first, o.keys);
+    float acc_k[DP / 8][4] = {}, acc_v[VP / 8][4] = {};
+    const int begin = CAUSAL ? first / TILE * TILE : 0;
+    const int tiles = (o.queries - begin + TILE - 1) / TILE, steps = max(tiles, 0) * o.group;
+    auto fetch_step = [&](int step, int s) {  // one tile of queries of one of the group's heads
+        const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
+        fetch<TILE, D, DP>(qs + s * TILE * PD, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, t, o.queries);
+        fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + ((i64)b * o.heads + h) * o.queries * DV, DV, t, o.queries);
+    };
+    if (steps) fetch_step(0, 0);
+    cp_async_commit();
+    for (int step = 0, s = 0; step < steps; step++, s ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (step + 1 < steps) fetch_step(step + 1, s ^ 1);
+        cp_async_commit();
+        const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
+        const i64 at = ((i64)b * o.heads + h) * o.queries;
+        float p[TILE / 8][4], dp[TILE / 8][4];
+        dots<DP>(p, ks, qs + s * TILE * PD);
+        dots<VP>(dp, vs, dys + s * TILE * PV);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const int query = t + n * 8 + lane % 4 * 2 + j;
+                const bool there = query < o.queries;
+                const float l = there ? lse[at + query] : NEGATIVE_INFINITY, c = there ? delta[at + query] : 0.0f;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int e = 2 * i + j;
+                    p[n][e] = probability(logit(o, p[n][e], b, h, query, row + 8 * i), l);
+                    dp[n][e] = p[n][e] * (dp[n][e] - c);
+                }
+            }
+        accumulate<VP>(acc_v, p, dys + s * TILE * PV);
+        accumulate<DP>(acc_k, dp, qs + s * TILE * PD);
+    }
+    const i64 out = ((i64)b * (o.heads / o.group) + kv) * o.keys;
+    write<D, DP>(dk + out * D, acc_k, first, o.keys, o.scale, o.scale);
+    write<DV, VP>(dv + out * DV, acc_v, first, o.keys, 1.0f, 1.0f);
+}
+#endif

@@ -1,0 +1,37 @@
+// operands.cuh: what all attention kernels take: strided q, k, v, a broadcast additive mask, heads.
+// Shapes   : q [B, H, S, D], k [B, H / group, T, D], v [B, H / group, T, DV], mask [B, H, S, T] by
+//            strides (0 where broadcast); rows contiguous. y, dy [B, H, S, DV], lse, delta [B, H, S].
+// Macros   : T element, D, DV head sizes; MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0).
+#pragma once
+#include "common.cuh"
+
+struct Strides { i64 batch, head, row; };
+struct Operands {
+    const T *q, *k, *v, *mask;
+    Strides qs, ks, vs;
+    i64 mask_batch, mask_head, mask_row, mask_column;
+    int heads, group, queries, keys;
+    float scale;
+};
+// As kernel parameters (the host passes scalars, no structs), and gathered again inside.
+#define OPERANDS                                                                                   \
+    const T *q_, const T *k_, const T *v_, const T *mask_, i64 qb_, i64 qh_, i64 qr_, i64 kb_,     \
+        i64 kh_, i64 kr_, i64 vb_, i64 vh_, i64 vr_, i64 mb_, i64 mh_, i64 mr_, i64 mc_,           \
+        int heads_, int group_, int queries_, int keys_, float scale_
+#define GATHER                                                                                     \
+    const Operands o = {q_, k_, v_, mask_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_},      \
+                        mb_, mh_, mr_, mc_, heads_, group_, queries_, keys_, scale_};
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+#define LOG2E 1.4426950408889634f
+
+// scale * dot + mask, -inf where the key is not there or later than the query.
+template <class S> DEVICE S logit(const Operands& o, S dot, int b, int h, int query, int key) {
+    S z = dot * (S)o.scale;
+#if MASK
+    if (query < o.queries && key < o.keys)
+        z += (S)widen(o.mask[b * o.mask_batch + h * o.mask_head + query * o.mask_row + key * o.mask_column]);
+#endif
+    return key >= o.keys || (CAUSAL && key > query) ? (S)NEGATIVE_INFINITY : z;
+}
+// Largest finite-safe reference point of a row: exp(z - top) is 0, not NaN, for a row all -inf.
+template <class S> DEVICE S safe(S top) { return top == (S)NEGATIVE_INFINITY ? (S)0 : top; }
