@@ -540,7 +540,7 @@ FUSION_CASES = (
         "cross_entropy_written_out",
         "float[B,24] x, int64[B] labels",
         "p = Softmax <axis = 1> (x)\n l = Log (p)\n"
-        "y = NegativeLogLikelihoodLoss <ignore_index = 1> (l, labels)",
+        "y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)",
         fed=("x", "labels"),
         output="float y",
         gone=("Softmax", "Log", "NegativeLogLikelihoodLoss"),
