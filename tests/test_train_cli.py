@@ -1,0 +1,180 @@
+"""The commands train and gradient: what they write, their exit codes, their one-line errors."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from onnx_fuse import cli, ir
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import mlp
+
+Array = np.ndarray[Any, Any]
+CLASSES = 10
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with mlp.onnx, train.npz, test.npz: scikit-learn's digits, a fifth held out."""
+    from sklearn.datasets import load_digits
+
+    folder = tmp_path_factory.mktemp("digits")
+    ir.save(mlp.build(mlp.SIZES["digits"]), folder / "mlp.onnx")
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = (x[order] / 16).astype(np.float32), y[order].astype(np.int64)
+    np.savez(folder / "train.npz", x=x[360:], labels=y[360:])
+    np.savez(folder / "test.npz", x=x[:360], labels=y[:360])
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a linear classifier of 4 classes and 20 examples."""
+    rng = np.random.default_rng(0)
+    text = """net (float[batch, 3] x) => (float[batch, 4] y) <float[3, 4] w = {WEIGHTS}> {
+        y = MatMul (x, w)
+    }""".replace("WEIGHTS", ", ".join(map(str, range(12))))
+    ir.save(ir.text_model(text), tmp_path / "model.onnx")
+    x = rng.normal(size=(20, 3)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=rng.integers(0, 4, 20))
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str) -> int:
+    """Run with the names of files in `folder` for their paths."""
+    return cli.run_command(
+        [str(folder / a) if "." in a and not a[0].isdigit() else a for a in arguments]
+    )
+
+
+def test_digits_reach_97_percent(digits: Path) -> None:
+    """The accuracy is that of the written file on held-out digits, under stock onnxruntime."""
+    options = ["--epochs", "15", "--lr", "2e-3", "--schedule", "cosine", "--val", "test.npz"]
+    files = ["-o", "tuned.onnx", "--json", "history.json", "--curve", "curve.html"]
+    train = ["train", "mlp.onnx", "--data", "train.npz", "--loss", "cross_entropy"]
+    assert command(digits, *train, *options, *files) == 0
+    run = ort.InferenceSession(digits / "tuned.onnx", providers=["CPUExecutionProvider"])
+    with np.load(digits / "test.npz") as test:
+        (logits,) = run.run(None, {"x": test["x"]})
+        accuracy = float((logits.argmax(1) == test["labels"]).mean())
+    assert accuracy >= 0.97
+    history = json.loads((digits / "history.json").read_text())
+    assert len(history["losses"]) == len(history["rates"]) == 15 * 45
+    assert history["epochs"][-1]["accuracy"] == pytest.approx(accuracy)
+    page = (digits / "curve.html").read_text()
+    assert page.count("<polyline") == 3
+    assert "http" not in page  # nothing is loaded
+
+
+def test_resume_after_more_epochs(small: Path) -> None:
+    """Two epochs and then two more are four, bit for bit."""
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "cross_entropy"]
+    train += ["--batch-size", "8", "--checkpoint", str(small / "run")]
+    assert command(small, *train, "--epochs", "2") == 0
+    assert command(small, *train, "--epochs", "4") == 2  # the folder holds a run
+    assert command(small, *train, "--epochs", "4", "--resume", "-o", "resumed.onnx") == 0
+    train[-1] = str(small / "other")
+    assert command(small, *train, "--epochs", "4", "-o", "whole.onnx") == 0
+    assert (small / "resumed.onnx").read_bytes() == (small / "whole.onnx").read_bytes()
+
+
+def test_folder_of_npy(small: Path) -> None:
+    (small / "arrays").mkdir()
+    with np.load(small / "data.npz") as arrays:
+        for name, array in arrays.items():
+            np.save(small / "arrays" / f"{name}.npy", array)
+    train = ["train", "model.onnx", "--loss", "cross_entropy", "--epochs", "2", "--data"]
+    assert command(small, *train, str(small / "arrays"), "-o", "a.onnx") == 0
+    assert command(small, *train, "data.npz", "-o", "b.onnx") == 0
+    assert (small / "a.onnx").read_bytes() == (small / "b.onnx").read_bytes()
+
+
+def replaced(folder: Path, **arrays: Array) -> None:
+    with np.load(folder / "data.npz") as stored:
+        found = {**stored, **arrays}
+    np.savez(folder / "data.npz", **{k: v for k, v in found.items() if v.size})
+
+
+X = np.ones((20, 3), np.float32)
+REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
+    "width": ({"x": X[:, :2]}, [], 1, "'x' has shape [20, 2], the model reads [batch, 3]"),
+    "dtype": ({"x": X.astype(float)}, [], 1, "'x' holds float64, the model reads float32"),
+    "label": ({"labels": np.full(20, 4)}, [], 1, "'labels' holds 4 at [0]"),
+    "labels": ({"labels": np.zeros(0)}, [], 1, "no array for the input 'labels'"),
+    "length": ({"x": X[:7]}, [], 1, "differ in their number of examples: 'x' 7, 'labels' 20"),
+    "objects": ({"x": np.array([None])}, [], 1, "not an .npz file or a folder of .npy files"),
+    "loss": ({}, ["--loss", "hinge"], 2, "no loss 'hinge'"),
+    "optimizer": ({}, ["--optimizer", "lbfgs"], 2, "unknown optimizer 'lbfgs'"),
+    "momentum": ({}, ["--momentum", "0.9"], 2, "adamw has no momentum"),
+    "schedule": ({}, ["--schedule", "saw"], 2, "unknown schedule 'saw'"),
+    "frozen": ({}, ["--freeze", "w"], 2, "every weight of the model is frozen"),
+    "glob": ({}, ["--trainable", "head"], 2, "'head' matches no weight of the model: it has w"),
+    "precision": ({}, ["--precision", "fp16"], 2, "precision 'fp16' needs a GPU"),
+    "resume": ({}, ["--resume"], 2, "--resume needs the folder"),
+    "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
+    "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),
+    "overflow": ({"x": X * 1e38}, [], 3, "'y', which the MatMul node"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_in_one_line(case: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is written, in the order of cost: arguments, arrays, steps."""
+    arrays, options, code, words = REFUSED[case]
+    replaced(small, **arrays)
+    before = sorted(p.name for p in small.iterdir())
+    arguments = ["--data", "data.npz", "--loss", "cross_entropy", *options]
+    assert command(small, "train", "model.onnx", *arguments) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert sorted(p.name for p in small.iterdir()) == before
+
+
+@pytest.mark.parametrize("data", ["missing.npz", "model.onnx", "x.npy"])
+def test_data_that_is_none(data: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(small / "x.npy", X)
+    train = ["train", "model.onnx", "--loss", "cross_entropy", "--data", data]
+    assert command(small, *train) == 1
+    assert data in capsys.readouterr().err
+
+
+def test_diverging_run_keeps_its_last_checkpoint(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rate explodes the weights; the folder holds the states before the step that failed."""
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "mse", "--optimizer", "sgd"]
+    train += ["--lr", "1e9", "--epochs", "9", "--batch-size", "20"]
+    replaced(small, labels=np.zeros((20, 4), np.float32))
+    assert command(small, *train, "--checkpoint", str(small / "run")) == 3
+    assert "step " in capsys.readouterr().err
+    assert len(list((small / "run").glob("step-*"))) == 2
+    assert not (small / "model.tuned.onnx").exists()
+
+
+def test_gradient_runs_on_onnxruntime(small: Path) -> None:
+    assert command(small, "gradient", "model.onnx", "--loss", "cross_entropy", "-o", "g.onnx") == 0
+    run = ort.InferenceSession(small / "g.onnx", providers=["CPUExecutionProvider"])
+    with np.load(small / "data.npz") as arrays:
+        feeds = dict(arrays)
+    loss, gradient = run.run(["loss", "w.grad"], feeds)
+    w = onnx.numpy_helper.to_array(onnx.load(small / "model.onnx").graph.initializer[0])
+    z = feeds["x"] @ w
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    hit = np.arange(20), feeds["labels"]
+    assert loss == pytest.approx(-np.log(p[hit]).mean(), rel=1e-5)
+    p[hit] -= 1
+    np.testing.assert_allclose(gradient, feeds["x"].T @ p / 20, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_refuses(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(small, "gradient", "model.onnx", "--wrt", "nothing") == 2
+    assert "no initializer or input 'nothing'" in capsys.readouterr().err
