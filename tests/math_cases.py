@@ -1,7 +1,7 @@
-"""Cases of the reduction, normalization, softmax, convolution, pool, scan, loss and attention kernels.
+"""Cases of the reduction, norm, softmax, convolution, pool, scan, loss and attention kernels.
 
-One row a case: operator, shapes, what it exercises. Truth is the onnx reference evaluator in float64
-on the same rounded inputs (`oracle`).
+One row a case: operator, shapes, what it exercises. Truth is the onnx reference evaluator in
+float64 on the same rounded inputs (`oracle`).
 """
 
 from __future__ import annotations

@@ -47,6 +47,8 @@ class Kernel(Protocol):
 MODULES: dict[str, str] = {
     "Gemm": "gemm",
     "LayerNormGemm": "layernorm_gemm",
+    "Sdpa": "sdpa",
+    "SdpaGrad": "sdpa",
 }
 
 

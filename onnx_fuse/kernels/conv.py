@@ -1,4 +1,4 @@
-"""Conv and ConvTranspose of one to three axes, with an activation behind them where one is fused."""
+"""Conv and ConvTranspose of one to three axes, with an activation behind them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Window:
-    """Filter or pool window over three spatial axes (leading ones of size 1 where there are fewer)."""
+    """Filter or pool window over three spatial axes; where there are fewer, 1 leads."""
 
     kernel: Triple
     strides: Triple
@@ -72,7 +72,7 @@ def window(
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a convolution: x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer]."""
+    """x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer]."""
 
     batch: int
     groups: int
@@ -117,7 +117,7 @@ def conv_launches(
     fragments, bk = (2, 8) if bm == 128 else (1, 16)
     grid = (-(-columns // bn), -(-shape.filters // bm) * shape.groups)
     splits = max(1, min(depth // (bk * 16), -(-_BLOCKS // prod(grid)), 64))
-    chunk = -(-(-(-depth // splits)) // bk) * bk
+    chunk = -(-depth // (splits * bk)) * bk
     splits = -(-depth // chunk)
     macros |= {"BM": bm, "BN": bn, "BK": bk, "FRAGMENTS": fragments, "SPLIT": splits > 1}
     main = Launch(

@@ -90,7 +90,7 @@ def taps(
     length: int, resized: int, scale: float, *, mode: str, transform: str, nearest: str,
     cubic: float, exclude_outside: bool, antialias: bool, roi: tuple[float, float],
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(source index [resized, taps] int32, weight [resized, taps] float32) of one axis; -1: outside.
+    """(source index int32, weight float32) [resized, taps] of one axis; index -1: outside.
 
     `transform` and `mode` are ONNX Resize's coordinate_transformation_mode and mode.
     """

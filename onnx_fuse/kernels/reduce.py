@@ -55,7 +55,7 @@ def vector(length: int, dtype: str, most: int = 16) -> int:
 
 
 def team(rows: int, length: int, vec: int) -> int:
-    """Threads a row, a power of two: at most a warp up to 8 vectors each, more where rows are few."""
+    """Threads a row, a power of two: a warp at most up to 8 vectors each, more if rows are few."""
     vectors = -(-length // vec)
     if vectors <= 256:
         return pow2(vectors) if vectors <= 32 else 32 if rows >= 1024 else min(256, pow2(vectors))
@@ -94,7 +94,7 @@ def pieces(outer: int, length: int, inner: int, vec: int) -> int:
     else:
         least, blocks = 32, outer * -(-inner // (min(32, pow2(-(-inner // vec))) * vec))
     splits = min(length // least, -(-_BLOCKS // max(1, blocks)))
-    return length if splits < 2 else -(-(-(-length // splits)) // vec) * vec
+    return length if splits < 2 else -(-length // (splits * vec)) * vec
 
 
 def reduction(

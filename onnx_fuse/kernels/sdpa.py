@@ -2,8 +2,8 @@
 
 The Problem: m queries, n keys, k head size, batch (B, H); attrs `dv` value head size, `group` query
 heads a key head, `causal`, `guard`, `scale`, strides `q_strides`, `k_strides`, `v_strides` (batch,
-head, row) and `mask` (batch, head, row, column; empty: none). Pointers: q k v mask, y lse; SdpaGrad:
-dy y lse, dq dk dv, and delta in the workspace.
+head, row) and `mask` (batch, head, row, column; empty: none). Pointers: q k v mask, y lse; SdpaGrad
+has dy y lse, dq dk dv, and delta in the workspace.
 """
 
 from __future__ import annotations

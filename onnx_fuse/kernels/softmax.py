@@ -1,4 +1,4 @@
-"""Softmax and LogSoftmax over any axis: rows in registers, or columns where the axis is not last."""
+"""Softmax and LogSoftmax: rows in registers, or columns where the axis is not the last."""
 
 from __future__ import annotations
 

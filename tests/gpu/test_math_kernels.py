@@ -1,5 +1,4 @@
-"""Reductions, norms, softmax, convolutions, pools, scans, losses, attention on the GPU: each case of
-tests/math_cases.py against float64, and the same bits twice."""
+"""The math kernels on the GPU: each case of tests/math_cases.py against float64, the same bits twice."""
 
 from __future__ import annotations
 
