@@ -37,7 +37,7 @@ LOWEST = -3.4028234663852886e38
 KINDS = ("", "Mask", "MaskGuard", "Causal")
 
 
-def _scores(grouped: bool, kind: str) -> tuple[list[str], str]:
+def _score_lines(grouped: bool, kind: str) -> tuple[list[str], str]:
     """Lines of a body up to the softmax's input, and its name; `qa` is q · scale."""
     lines = [
         "scale_f = Constant <value_float: float = @scale> ()",
@@ -94,7 +94,7 @@ def _guarded(name: str, raw: str) -> list[str]:
 
 def _body(grouped: bool, kind: str) -> str:
     name = f"{'Grouped' if grouped else ''}Sdpa{kind}"
-    lines, logits = _scores(grouped, kind)
+    lines, logits = _score_lines(grouped, kind)
     guard = kind == "MaskGuard"
     lines += [
         # for the backward alone: log Σ exp of each row, in float32 whatever q is
@@ -114,7 +114,7 @@ def _body(grouped: bool, kind: str) -> str:
 def _grad_body(grouped: bool, kind: str) -> str:
     """dv = pᵀ dy, dq = scale ds k, dk = scale dsᵀ q; p = exp(z - lse), ds = p (dy vᵀ - Σ dy y)."""
     name = f"{'Grouped' if grouped else ''}Sdpa{kind}Grad"
-    lines, logits = _scores(grouped, kind)
+    lines, logits = _score_lines(grouped, kind)
     guard, five = kind == "MaskGuard", "5" if grouped else ""
     turned = "0, 1, 2, 4, 3" if grouped else "0, 1, 3, 2"
     lines += [
@@ -193,7 +193,7 @@ def _grad(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir
     return [dq, dk, dv, dmask]
 
 
-def _repeated(op: Any, x: ir.Value, q: ir.Value) -> ir.Value:
+def _repeated(op: Any, x: ir.Value, q: ir.Value) -> Any:
     """Key or value heads, each as often as query heads share it."""
     heads, width = op.Shape(q, start=1, end=2), op.Shape(x, start=2)
     own = op.Shape(x, start=1, end=2)
