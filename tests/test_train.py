@@ -14,11 +14,12 @@ from onnx_fuse import ir, optim, train
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, OnnxFuseError, UsageError
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "models"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("models", "tests", "tools")]
 import convnet  # noqa: E402
 import encoder  # noqa: E402
 import gpt  # noqa: E402
 import mlp  # noqa: E402
+import pytorch_curves  # noqa: E402
 from cases import RealCase, real_cases  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -346,7 +347,23 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
 
 # ---- against PyTorch ---------------------------------------------------------------------------
 
+CURVES: dict[str, list[float]] = json.loads((DATA / "pytorch_curves.json").read_text())["curves"]
 
-def curves() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DATA / "pytorch_curves.json").read_text())
-    return found
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", CURVES)
+def test_curve_is_pytorchs(name: str, fuse: bool) -> None:
+    """50 losses, step by step, within 1e-4; the batches change in size."""
+    model, optimizer = name.split()
+    kind, options = pytorch_curves.OPTIMIZERS[optimizer]
+    trainer = train.Trainer(
+        pytorch_curves.MODELS[model](),
+        loss=pytorch_curves.LOSSES[model],
+        optimizer=getattr(optim, kind)(**options),
+        fuse=fuse,
+    )
+    losses = [
+        trainer.step(pytorch_curves.batch(model, step)) for step in range(pytorch_curves.STEPS)
+    ]
+    np.testing.assert_allclose(losses, CURVES[name], rtol=0, atol=1e-4)
+    assert losses[-1] < 0.9 * losses[0]
