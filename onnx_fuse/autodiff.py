@@ -17,6 +17,7 @@ from onnx_fuse.ir import FUSE, Builder, Model, fused_function, infer_shapes, loa
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
+from onnx_fuse.passes.params import parts, unpack_values
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
 # back; all other rules answer in the shape of the input.
@@ -502,12 +503,14 @@ def gradient(
     model = load(model)
     graph = model.graph
     infer_shapes(model)
-    known = {v.name: v for v in _roots(graph)}
-    for name in wrt or ():
-        if name not in known:
-            raise UsageError(f"the model has no initializer or input '{name}'")
-        if not is_float(known[name]):
-            raise UsageError(f"'{name}' is of type {known[name].dtype}: it has no gradient")
+    holders = {part.name: v for v in trainable(model) for part in parts(v)[1]}
+    holders.update({str(v.name): v for v in graph.inputs if is_float(v)})
+    targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
+    if wrt is None:
+        targets = [name for name in targets if holders[name].is_initializer()]
+    for name in targets:
+        if name not in holders:
+            raise UsageError(_unknown(graph, name))
     dys: dict[ir.Value, ir.Value | None] = {}
     if loss is not None:
         value, _ = attach_loss(model, loss, options)
@@ -519,15 +522,27 @@ def gradient(
                 dy = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
                 dys[y] = dy
                 graph.inputs.append(dy)
-    if wrt is None:
-        targets = trainable(model)
-    else:
-        targets = [known[name] for name in dict.fromkeys(wrt)]
-    found = backward(model, dys, targets, strict=wrt is not None)
+    values = list(dict.fromkeys(holders[name] for name in targets))
+    found = backward(model, dys, values, strict=wrt is not None)
     op = Emitter(model)
-    for name, value in found.items():
-        out = op.node("Identity", [value], outputs=[op.fresh(f"{name}.grad")])
-        out.type, out.shape = known[name].type, known[name].shape
-        graph.outputs.append(out)
+    grads: dict[str, tuple[ir.Value, ir.Value]] = {}
+    for x in values:
+        if x.name in found:
+            packed = x.is_initializer()
+            own = unpack_values(op, x, found[x.name]) if packed else {x.name: found[x.name]}
+            grads.update({name: (g, x) for name, g in own.items()})
+    for name in targets:
+        if name in grads:
+            g, x = grads[name]
+            out = op.node("Identity", [g], outputs=[op.fresh(f"{name}.grad")])
+            out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
+            graph.outputs.append(out)
     graph.extend(op.nodes)
     return model
+
+
+def _unknown(graph: ir.Graph, name: str) -> str:
+    for value in _roots(graph):
+        if value.name == name:
+            return f"'{name}' is of type {value.dtype}: it has no gradient"
+    return f"the model has no initializer or input '{name}'"

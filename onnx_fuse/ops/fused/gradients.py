@@ -93,6 +93,7 @@ _C1 = """
     c1 = Div (s1, ks)
     d0 = Sub (gs, c1)
 """
+# onnxruntime 1.31 computes MatMul(Transpose(w), v) wrongly for a v of rank 1: hence columns and rows.
 _NORMED = """
     scale_col = Unsqueeze (scale, second)
     wq = Mul (w, scale_col)
@@ -126,10 +127,11 @@ _NORMED = """
 _LAYER_NORM = _NORMED.format(
     centre="xs = Cast <to: int = @stash_type> (x)\n means = Cast <to: int = @stash_type> (mean)\n"
     " xm = Sub (xs, means)",
-    shift="bw = MatMul (bias, w)\n cv = Add (bw, c)",
+    shift="bias_row = Unsqueeze (bias, first)\n bw = MatMul (bias_row, w)\n cv = Add (bw, c)",
     c1=_C1,
     dw="sg = Mul (scale_col, gw)\n bias_col = Unsqueeze (bias, second)\n"
-    " bdc = Mul (bias_col, dc)\n dw = Add (sg, bdc)\n dbias = MatMul (w, dc)",
+    " bdc = Mul (bias_col, dc)\n dw = Add (sg, bdc)\n"
+    " dc_col = Unsqueeze (dc, second)\n db = MatMul (w, dc_col)\n dbias = Squeeze (db, second)",
 )
 _RMS_NORM = _NORMED.format(
     centre="xm = Cast <to: int = @stash_type> (x)",
