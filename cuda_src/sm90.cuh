@@ -30,7 +30,7 @@ DEVICE void mbarrier_arrive(u32 bar) {
 DEVICE void mbarrier_arrive_remote(u32 bar, u32 rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
         "r"(rank)
         : "memory");
 }
@@ -54,6 +54,10 @@ DEVICE void bar_arrive(int id, int threads) {
 }
 template <int N> DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// ---- programmatic dependent launch ----
+// Until everything the launch before wrote is visible.
+DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- TMA: boxes of a 3-D tensor; x is the innermost coordinate ----
 DEVICE void tma_prefetch(const TensorMap& map) {

@@ -29,7 +29,7 @@ from onnx_fuse.problem import Config, Hardware, Problem
 
 # relative Frobenius error against float64 on the same stored inputs, output rounding included
 TOLERANCE = {
-    "bfloat16": 6e-3, "float16": 1e-3, "ieee": 2e-6, "tf32": 1e-3, "bf16x3": 1e-5, "bf16x6": 2e-6,
+    "bfloat16": 6e-3, "float16": 1e-3, "ieee": 2e-6, "tf32": 1e-3, "bf16x3": 2e-5, "bf16x6": 5e-6,
     "float64": 1e-13,
 }  # fmt: skip
 
@@ -150,11 +150,48 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         linear = stored_w if problem.trans_b else stored_w.mT
         return Op(given, outputs, truth, baseline=lambda: t.nn.functional.linear(x, linear, c))
 
+    if problem.op == "LayerNormGemmGrad":
+        gamma, beta, c = normal(k) * 0.2 + 1, normal(k, scale=0.2), normal(n, scale=0.2)
+        if case.what == "gamma":
+            gamma[::3], gamma[1::3] = 0, -gamma[1::3]
+        dy = normal(m, n)
+        mean = wide(x).mean(-1, keepdim=True)
+        rstd = ((wide(x) - mean).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        xh = (wide(x) - mean) * rstd
+        z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
+        given = {"dy": dy, "x": x, "gamma": gamma, "beta": beta, "w": w, "c": c,
+                 "mean": mean[:, 0].float(), "rstd": rstd[:, 0].float(), "z": z.to(dt)}  # fmt: skip
+        outputs = {"dx": empty(m, k), "dgamma": empty(k), "dbeta": empty(k), "dw": empty(k, n),
+                   "dc": empty(n)}  # fmt: skip
+        truth = {}
+        if oracle:
+            dz = wide(dy)
+            if act:
+                leaf = z.clone().requires_grad_()
+                dz = dz * t.autograd.grad(ACT[act](t, leaf, 1.0).sum(), leaf)[0]
+            gg = dz @ (wide(gamma)[:, None] * wide(w)).mT
+            c1, c2 = gg.mean(-1, keepdim=True), (gg * xh).mean(-1, keepdim=True)
+            full = xh.mT @ dz
+            dc = dz.sum(0)
+            truth = {
+                "dx": rstd * (gg - c1 - xh * c2), "dgamma": (wide(w) * full).sum(1),
+                "dbeta": wide(w) @ dc,
+                "dw": wide(gamma)[:, None] * full + wide(beta)[:, None] * dc, "dc": dc,
+            }  # fmt: skip
+        xl, wl = x.clone().requires_grad_(), w.mT.clone().requires_grad_()
+        cl = c.clone().requires_grad_()
+
+        def backward() -> None:
+            y = t.nn.functional.linear(xl, wl, cl)
+            t.autograd.grad(y, (xl, wl, cl), dy)
+
+        return Op(given, outputs, truth, baseline=backward)
+
     stored_x = x.mT.contiguous() if problem.trans_a else x
     given, outputs = {"a": stored_x, "b": stored_w}, {"y": y}
     f32 = t.float32
     for name in ("row0", "row1", "row2", "row3"):
-        given[name] = normal(m, dtype=f32)
+        given[name] = normal(m, dtype=dt if problem.attr("dw") else f32)
     bias_dtype = f32 if problem.attr("layernorm") or problem.attr("dw") else dt
     given |= {"col0": normal(n, dtype=bias_dtype), "col1": normal(n, dtype=bias_dtype)}
     given["c"] = normal(*problem.batch, m, n, dtype=out)
@@ -173,7 +210,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         if beta := problem.number("beta"):
             v = v + beta * c
         if problem.attr("save_z"):
-            outputs["z"], truth["z"] = empty(*problem.batch, m, n), v
+            z = (c - r1) * r0 if problem.attr("dx") else v
+            outputs["z"], truth["z"] = empty(*problem.batch, m, n), z
         if problem.attr("dact"):
             z = c.clone().requires_grad_()
             (slope,) = t.autograd.grad(ACT[act](t, z, a).sum(), z)
@@ -183,9 +221,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         if problem.attr("dx"):
             v = r0 * (v - r2 - (c - r1) * r0 * r3)
         if problem.attr("dw"):
-            v = v - k0
-            outputs["part"] = t.zeros(-(-n // 64), m, device="cuda")
-            truth["part"] = (v * c).sum(-1)
+            outputs["part"] = t.zeros(-(-n // 64), 2, m, device="cuda")
+            truth["part"] = t.stack([(v * c).sum(-1), (c * k1).sum(-1)])
             v = r0 * v + r1 * k1
         if problem.attr("residual"):
             v = v + c
@@ -255,11 +292,13 @@ class Runner:
                 raise AssertionError(f"{case.name}: {name} differs from run to run")
         return errors
 
-    def tolerance(self, name: str) -> float:
+    def tolerance(self, name: str, case: Case) -> float:
         kind = self.problem.dtype if self.problem.dtype != "float32" else self.problem.math
         if name in ("mean", "rstd"):
             return 2e-6
-        return TOLERANCE.get(kind, 0.0)
+        # a float32 mean of rows with |mean| = ratio std is off by 2^-24 ratio std
+        norm = self.problem.op != "Gemm" and self.problem.dtype == "float32"
+        return TOLERANCE.get(kind, 0.0) + (6e-8 * case.ratio if norm else 0.0)
 
     def time(self, sets: int, launches: int) -> dict[str, float]:
         """Median us of one call of the kernel and of cuBLAS, interleaved graph replays."""
@@ -282,7 +321,7 @@ class Runner:
 def interleaved(
     arms: dict[str, Any], sets: int, launches: int, rounds: int = 9
 ) -> dict[str, float]:
-    """Arm -> median us a call: one graph an arm, `launches` calls over `sets` operands, in turns."""
+    """Arm -> median us a call: a graph an arm, `launches` calls over `sets` operands, in turn."""
     import torch as t
 
     graphs = {}
@@ -346,7 +385,9 @@ def worker() -> None:
                 errors = runner.check(job["case"])
                 if errors is not None:
                     answer["errors"] = errors
-                    answer["ok"] = all(e <= runner.tolerance(key) for key, e in errors.items())
+                    answer["ok"] = all(
+                        e <= runner.tolerance(key, job["case"]) for key, e in errors.items()
+                    )
             else:
                 answer |= runner.time(*rotation(job["problem"], hw))
                 answer["ok"] = True
@@ -358,7 +399,7 @@ def worker() -> None:
             return  # the context is lost: the parent starts a fresh one
 
 
-def run_jobs(jobs: list[dict[str, Any]], patience: float = 12, until: float = 1e18) -> list[dict]:
+def run_jobs(jobs: list[dict[str, Any]], patience: float = 8, until: float = 1e18) -> list[dict]:
     """Answers of all jobs; a worker silent for `patience` seconds is killed and replaced."""
     answers: list[dict[str, Any]] = [{"job": i} for i in range(len(jobs))]
     todo, lost = list(enumerate(jobs)), dict.fromkeys((job["kernel"] for job in jobs), 0)
@@ -378,8 +419,13 @@ def run_jobs(jobs: list[dict[str, Any]], patience: float = 12, until: float = 1e
                 what = "died" if readable else "hang"
                 answers[number] = answers[number] | {"ok": False, "error": what}
                 lost[job["kernel"]] += 1
-                if lost[job["kernel"]] == 3:  # a machine's time is worth more than the rest of it
-                    todo = [(i, j) for i, j in todo if j["kernel"] != job["kernel"]]
+                todo = [
+                    (i, j)
+                    for i, j in todo
+                    if (j["kernel"], j["config"]) != (job["kernel"], job["config"])
+                    # a machine's time is worth more than the rest of a kernel that hung three times
+                    and (j["kernel"] != job["kernel"] or lost[job["kernel"]] < 3)
+                ]
                 break
             answer = json.loads(line)
             if answer.get("ready"):

@@ -1,16 +1,15 @@
 // gemm/epilogue.cuh: what happens to one accumulator between the sum over k and the store.
-// Row vectors r0..r3 [M] f32, column vectors col0, col1 [N], c: the element (m, n) of one more operand.
+// Row vectors r0..r3 [M] TR, column vectors col0, col1 [N], c: the element (m, n) of one more operand.
 //   ALPHA    v = alpha v
 //   EPI_LN   v = rstd (v - mean cs) + cv             r0 = rstd, r1 = mean, col0 = cs, col1 = cv
 //   EPI_BIAS v = v + bias                            col1 = bias
 //   EPI_C    v = v + beta c                          ONNX Gemm's C, before the activation
-//   SAVE_Z   z = v                                   the pre-activation, kept for the backward
+//   SAVE_Z   z = v                                   the pre-activation; with EPI_DX: (c - mean) rstd
 //   ACT      v = act(v)
 //   EPI_DACT v = v act'(c)                           c = z
 //   EPI_DX   v = rstd (v - c1 - (c - mean) rstd c2)  r0 = rstd, r1 = mean, r2 = c1, r3 = c2, c = x
-//   EPI_DW   g = v - col0;  dot = c g;  v = gamma g + beta col1
-//                                                    r0 = gamma, r1 = beta, col0 = sum_m mean dys,
-//                                                    col1 = dbias, c = W; dot summed over n is dgamma
+//   EPI_DW   v = gamma v + beta dbias               r0 = gamma, r1 = beta, col1 = dbias, c = W
+//            dots = c v before that, c dbias         summed over n: dgamma, LayerNorm's dbeta
 //   EPI_RES  v = v + c                               after everything
 #pragma once
 #include "common.cuh"
@@ -45,10 +44,15 @@
 #define EPI_RES 0
 #endif
 #define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW ? 2 : 0)
-#define EPI_COLS (EPI_LN || EPI_DW ? 2 : EPI_BIAS ? 1 : 0)
+#define EPI_COLS (EPI_LN ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
 
+#ifndef TR
+#define TR float
+#endif
+
 struct Row { float r0, r1, r2, r3; };
+struct Dots { float gamma, beta; };  // EPI_DW's row sums
 
 template <class S> struct Activate {
     DEVICE static S value(S v, float alpha) { return v; }
@@ -61,18 +65,22 @@ template <> struct Activate<float> {
 
 template <class S>
 DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float beta,
-                  float act_alpha, S& z, S& dot) {
+                  float act_alpha, S& z, Dots& dots) {
     if (ALPHA) v *= alpha;
     if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;
     if (EPI_BIAS) v += col1;
     if (EPI_C) v += beta * c;
-    if (SAVE_Z) z = v;
+    if (SAVE_Z && !EPI_DX) z = v;
     if (ACT != NONE && !EPI_DACT) v = Activate<S>::value(v, act_alpha);
     if (EPI_DACT) v *= Activate<S>::grad(c, act_alpha);
-    if (EPI_DX) v = row.r0 * (v - row.r2 - (c - row.r1) * row.r0 * row.r3);
+    if (EPI_DX) {
+        S xh = (c - row.r1) * row.r0;
+        if (SAVE_Z) z = xh;
+        v = row.r0 * (v - row.r2 - xh * row.r3);
+    }
     if (EPI_DW) {
-        v -= col0;
-        dot += c * v;
+        dots.gamma += c * v;
+        dots.beta += c * col1;
         v = row.r0 * v + row.r1 * col1;
     }
     if (EPI_RES) v += c;

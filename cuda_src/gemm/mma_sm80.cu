@@ -163,13 +163,13 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
             int m = m0 + wm + i * 16 + lane / 4 + h * 8;
             if (m >= M) continue;
             Row row = GEMM_ROW(m);
-            float dot = 0;
+            Dots dots = {};
 #pragma unroll
             for (int j = 0; j < NI; j++)
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
                     int n = n0 + wn + j * 8 + lane % 4 * 2 + q;
-                    if (n < N) GEMM_STORE(float, acc[i][j][h * 2 + q], m, n, row, dot)
+                    if (n < N) GEMM_STORE(float, acc[i][j][h * 2 + q], m, n, row, dots)
                 }
         }
 }

@@ -7,8 +7,8 @@
     const T *__restrict__ a, const T *__restrict__ b, TO *__restrict__ y, int M, int N, int K,     \
         i64 lda, i64 ldb, int nb1, int nb2, i64 a0, i64 a1, i64 a2, i64 b0, i64 b1, i64 b2,        \
         const TO *__restrict__ c, i64 c0, i64 c1, i64 c2, i64 crow, i64 ccol,                      \
-        TO *__restrict__ z, const float *__restrict__ row0, const float *__restrict__ row1,        \
-        const float *__restrict__ row2, const float *__restrict__ row3,                            \
+        TO *__restrict__ z, const TR *__restrict__ row0, const TR *__restrict__ row1,              \
+        const TR *__restrict__ row2, const TR *__restrict__ row3,                                  \
         const TV *__restrict__ col0, const TV *__restrict__ col1, float alpha, float beta,         \
         float act_alpha, float *__restrict__ part
 
@@ -24,16 +24,16 @@
     }
 
 #define GEMM_ROW(m) \
-    Row{EPI_ROWS > 0 ? row0[m] : 0.0f, EPI_ROWS > 1 ? row1[m] : 0.0f,                              \
-        EPI_ROWS > 2 ? row2[m] : 0.0f, EPI_ROWS > 3 ? row3[m] : 0.0f}
+    Row{EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_ROWS > 1 ? to_float(row1[m]) : 0.0f,          \
+        EPI_ROWS > 2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f}
 
-// Finish accumulator v of element (m, n), which lies inside; dot accumulates dgamma's row sum.
-#define GEMM_STORE(S, v, m, n, row, dot)                                                           \
+// Finish accumulator v of element (m, n), which lies inside.
+#define GEMM_STORE(S, v, m, n, row, dots)                                                          \
     {                                                                                              \
         S z_ = 0, c_ = EPI_OPERAND ? (S)widen(c[(m)*crow + (n)*ccol]) : (S)0;                      \
         S r_ = epilogue<S>(v, row, EPI_COLS > 1 ? (S)widen(col0[n]) : (S)0,                        \
                            EPI_COLS > 0 ? (S)widen(col1[n]) : (S)0, c_, alpha, beta, act_alpha,    \
-                           z_, dot);                                                               \
+                           z_, dots);                                                              \
         if (SAVE_Z) z[(i64)(m)*N + (n)] = narrow<TO>(z_);                                          \
         y[(i64)(m)*N + (n)] = narrow<TO>(r_);                                                      \
     }

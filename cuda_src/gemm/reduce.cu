@@ -1,21 +1,21 @@
 // gemm/reduce.cu: y = epilogue(sum_s part[s]) after a GEMM whose k was split, the splits in order.
 // Idea     : a block a row, so that the row's sums (dgamma) have one owner.
-// Inputs   : partial [splits, M, N] f32; c [M,N] TO.   Outputs: y, z [M,N] TO; part [M] f32 (EPI_DW).
+// Inputs   : partial [splits, M, N] f32; c [M,N] TO.   Outputs: y, z [M,N] TO; part [2, M] f32 (EPI_DW).
 // Macros   : TO, TV; the epilogue's.   Launch: M blocks of 256 threads.
 // Bound    : bytes.
 #include "gemm/epilogue.cuh"
 
 extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     const float* __restrict__ partial, int splits, int M, int N, TO* __restrict__ y,
-    TO* __restrict__ z, const TO* __restrict__ c, const float* __restrict__ row0,
-    const float* __restrict__ row1, const float* __restrict__ row2, const float* __restrict__ row3,
+    TO* __restrict__ z, const TO* __restrict__ c, const TR* __restrict__ row0,
+    const TR* __restrict__ row1, const TR* __restrict__ row2, const TR* __restrict__ row3,
     const TV* __restrict__ col0, const TV* __restrict__ col1, float alpha, float beta,
     float act_alpha, float* __restrict__ part) {
     __shared__ float scratch[8];
     int m = blockIdx.x;
-    Row row = {EPI_ROWS > 0 ? row0[m] : 0.0f, EPI_ROWS > 1 ? row1[m] : 0.0f,
-               EPI_ROWS > 2 ? row2[m] : 0.0f, EPI_ROWS > 3 ? row3[m] : 0.0f};
-    float dot = 0;
+    Row row = {EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_ROWS > 1 ? to_float(row1[m]) : 0.0f,
+               EPI_ROWS > 2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f};
+    Dots dots = {};
     for (int n = threadIdx.x; n < N; n += 256) {
         i64 at = (i64)m * N + n;
         float v = 0, zz = 0;
@@ -23,12 +23,13 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
         for (int s = 0; s < splits; s++) v += partial[(i64)s * M * N + at];
         v = epilogue<float>(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
                             EPI_COLS > 0 ? to_float(col1[n]) : 0.0f,
-                            EPI_OPERAND ? to_float(c[at]) : 0.0f, alpha, beta, act_alpha, zz, dot);
+                            EPI_OPERAND ? to_float(c[at]) : 0.0f, alpha, beta, act_alpha, zz, dots);
         y[at] = from_float<TO>(v);
         if (SAVE_Z) z[at] = from_float<TO>(zz);
     }
     if (EPI_DW) {
-        dot = block_sum<256>(dot, scratch);
-        if (threadIdx.x == 0) part[m] = dot;
+        dots.gamma = block_sum<256>(dots.gamma, scratch);
+        dots.beta = block_sum<256>(dots.beta, scratch);
+        if (threadIdx.x == 0) part[m] = dots.gamma, part[M + m] = dots.beta;
     }
 }

@@ -93,11 +93,11 @@ extern "C" __global__ __launch_bounds__(THREADS, TM == 8 ? 2 : 3) void gemm_simt
         int m = m0 + i / GM * (BM * GM / TM) + ty * GM + i % GM;
         if (m >= M) continue;
         Row row = GEMM_ROW(m);
-        S dot = 0;
+        Dots dots = {};
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             int n = n0 + j / GN * (BN * GN / TN) + tx * GN + j % GN;
-            if (n < N) GEMM_STORE(S, acc[i][j], m, n, row, dot)
+            if (n < N) GEMM_STORE(S, acc[i][j], m, n, row, dots)
         }
     }
 }

@@ -9,6 +9,7 @@
 //            PASSES 3 or 6: a and b are stacks of 2 or 3 bf16 planes whose sum is the fp32 operand; the
 //            passes multiply plane by plane, the smallest products first.
 // Outputs  : y [M,N] TO; DIRECT 0: 16-bit by TMA, DIRECT 1: any type and N by plain stores.
+//            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES; the
 //            epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
@@ -18,6 +19,9 @@
 #include "sm90.cuh"
 #ifndef PASSES
 #define PASSES 1
+#endif
+#ifndef LATE_ROWS  // 1: the launch before writes the row vectors and may still run when this one starts
+#define LATE_ROWS 0
 #endif
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -29,6 +33,7 @@ constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX
 constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
 constexpr int BOXES = BN / 64;
+constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for rows
 
 // Planes of pass p: smallest products first, hi . hi last.
 DEVICE int plane_a(int p) {
@@ -60,8 +65,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
     const __grid_constant__ TensorMap map_c, TO* __restrict__ y, TO* __restrict__ z,
     const TO* __restrict__ c, int M, int N, int k_steps, int batches, int batch_a, int batch_b,
-    int splits, const float* __restrict__ row0, const float* __restrict__ row1,
-    const float* __restrict__ row2, const float* __restrict__ row3, const TV* __restrict__ col0,
+    int splits, const TR* __restrict__ row0, const TR* __restrict__ row1,
+    const TR* __restrict__ row2, const TR* __restrict__ row3, const TV* __restrict__ col0,
     const TV* __restrict__ col1, float alpha, float beta, float act_alpha, float* __restrict__ part) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
@@ -89,7 +94,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     };
 
     if (warp < 4) {  // ---- producer ----
-        registers_shrink<40>();
+        registers_shrink<(BIG ? 40 : 56)>();  // (40 + 2 * 232) * 128 registers are all there are
         if (threadIdx.x == 0) {
             tma_prefetch(map_a);
             tma_prefetch(map_b);
@@ -134,7 +139,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             }
         }
     } else {  // ---- consumers ----
-        registers_grow<(MI * BN > 256 ? 240 : 232)>();
+        registers_grow<(BIG ? 232 : 224)>();
         int group = warp / 4 - 1, me = threadIdx.x - 128;
         int wrow = (PINGPONG ? 0 : group * MI * 64) + warp % 4 * 16;  // this warp's rows, + 64 a block
         float* columns = (float*)(smem + COL_AT) + (PINGPONG ? group * EPI_COLS * BN : 0);
@@ -160,25 +165,33 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             }
             // what the epilogue will need starts its way before the multiplication
             float cv[2][(BN + SHARERS - 1) / SHARERS];
+            auto load_columns = [&] {
 #pragma unroll
-            for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
-                int at = column + i * SHARERS, n = t.n + at;
-                bool in = at < BN && n < N;
-                cv[0][i] = EPI_COLS > 1 && in ? to_float(col0[n]) : 0.0f;
-                cv[1][i] = EPI_COLS > 0 && in ? to_float(col1[n]) : 0.0f;
-            }
+                for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
+                    int at = column + i * SHARERS, n = t.n + at;
+                    bool in = at < BN && n < N;
+                    cv[0][i] = EPI_COLS > 1 && in ? to_float(col0[n]) : 0.0f;
+                    cv[1][i] = EPI_COLS > 0 && in ? to_float(col1[n]) : 0.0f;
+                }
+            };
+            if (!BIG) load_columns();
             Row rows[MI][2];
-#pragma unroll
-            for (int i = 0; i < MI; i++)
+            auto load_rows = [&](int i) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
                     bool in = m < M;
-                    rows[i][h] = {EPI_ROWS > 0 && in ? row0[m] : 0.0f,
-                                  EPI_ROWS > 1 && in ? row1[m] : 0.0f,
-                                  EPI_ROWS > 2 && in ? row2[m] : 0.0f,
-                                  EPI_ROWS > 3 && in ? row3[m] : 0.0f};
+                    rows[i][h] = {EPI_ROWS > 0 && in ? to_float(row0[m]) : 0.0f,
+                                  EPI_ROWS > 1 && in ? to_float(row1[m]) : 0.0f,
+                                  EPI_ROWS > 2 && in ? to_float(row2[m]) : 0.0f,
+                                  EPI_ROWS > 3 && in ? to_float(row3[m]) : 0.0f};
                 }
+            };
+            // each warpgroup's first tile must not read rows before the launch before is through
+            bool first = LATE_ROWS && id - start <= (PINGPONG ? stride : 0), late = BIG || first;
+            if (!late)
+#pragma unroll
+                for (int i = 0; i < MI; i++) load_rows(i);
             auto load_c = [&](int box) {  // box = block * BOXES + 64-column block, by lane 0
                 mbarrier_expect(cbar + c_load * 8, BOX);
                 tma_load(cin + c_load * BOX, map_c, cbar + c_load * 8, t.n + box % BOXES * 64,
@@ -232,7 +245,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
             }
 
+            if (first) grid_dependency_wait();
             if (EPI_COLS) {
+                if (BIG) load_columns();
                 bar_sync(4 + (PINGPONG ? group : 0), SHARERS);  // the last tile's readers are done
 #pragma unroll
                 for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
@@ -246,7 +261,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             }
 #pragma unroll
             for (int i = 0; i < MI; i++) {
-                float dot[2] = {};
+                if (late) load_rows(i);
+                Dots dots[2] = {};
                 int m = t.m + wrow + i * 64;
 #pragma unroll
                 for (int j = 0; j < BOXES; j++) {
@@ -278,30 +294,30 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             if (EPI_COLS > 1) k0 = *(float2*)&columns[BN + nn];
                             int gm = m + h * 8 + lane / 4, gn = t.n + nn;
                             i64 at = ((i64)t.batch * M + gm) * N + gn;
-                            if constexpr (C_BOXES > 0) {
-                                cc = unpack2<TO>(cr[e]);
-                            } else if (EPI_OPERAND && DIRECT) {
-                                if (gm < M && gn < N) cc.x = to_float(c[at]);
-                                if (gm < M && gn + 1 < N) cc.y = to_float(c[at + 1]);
-                            }
+#if EPI_OPERAND && !DIRECT
+                            cc = unpack2<TO>(cr[e]);
+#elif EPI_OPERAND
+                            if (gm < M && gn < N) cc.x = to_float(c[at]);
+                            if (gm < M && gn + 1 < N) cc.y = to_float(c[at + 1]);
+#endif
                             v.x = epilogue<float>(v.x, rows[i][h], k0.x, k1.x, cc.x, alpha, beta,
-                                                  act_alpha, zz.x, dot[h]);
+                                                  act_alpha, zz.x, dots[h]);
                             v.y = epilogue<float>(v.y, rows[i][h], k0.y, k1.y, cc.y, alpha, beta,
-                                                  act_alpha, zz.y, dot[h]);
-                            if constexpr (DIRECT) {
-                                at += (i64)t.split * M * N;
-                                if (gm < M && gn < N) {
-                                    y[at] = from_float<TO>(v.x);
-                                    if (SAVE_Z) z[at] = from_float<TO>(zz.x);
-                                }
-                                if (gm < M && gn + 1 < N) {
-                                    y[at + 1] = from_float<TO>(v.y);
-                                    if (SAVE_Z) z[at + 1] = from_float<TO>(zz.y);
-                                }
-                            } else {
-                                packed[e] = pack2<TO>(v.x, v.y);
-                                if (SAVE_Z) packed_z[e] = pack2<TO>(zz.x, zz.y);
+                                                  act_alpha, zz.y, dots[h]);
+#if DIRECT
+                            at += (i64)t.split * M * N;
+                            if (gm < M && gn < N) {
+                                y[at] = from_float<TO>(v.x);
+                                if (SAVE_Z) z[at] = from_float<TO>(zz.x);
                             }
+                            if (gm < M && gn + 1 < N) {
+                                y[at + 1] = from_float<TO>(v.y);
+                                if (SAVE_Z) z[at + 1] = from_float<TO>(zz.y);
+                            }
+#else
+                            packed[e] = pack2<TO>(v.x, v.y);
+                            if (SAVE_Z) packed_z[e] = pack2<TO>(zz.x, zz.y);
+#endif
                         }
                         if (!DIRECT) {
                             stmatrix_x4(to + swizzled, packed[0], packed[1], packed[2], packed[3]);
@@ -332,10 +348,15 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 if (EPI_DW) {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
-                        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
-                        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
                         int gm = m + h * 8 + lane / 4;
-                        if (lane % 4 == 0 && gm < M) part[(i64)(t.n / BN) * M + gm] = dot[h];
+                        float sum[2] = {dots[h].gamma, dots[h].beta};
+#pragma unroll
+                        for (int which = 0; which < 2; which++) {
+                            sum[which] += __shfl_xor_sync(~0u, sum[which], 1);
+                            sum[which] += __shfl_xor_sync(~0u, sum[which], 2);
+                            if (lane % 4 == 0 && gm < M)
+                                part[(i64)(t.n / BN * 2 + which) * M + gm] = sum[which];
+                        }
                     }
                 }
             }

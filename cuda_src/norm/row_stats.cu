@@ -17,6 +17,10 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS) void row_stats(
     const T* __restrict__ x, int M, int K, i64 ldx, float epsilon, float* __restrict__ mean,
     float* __restrict__ rstd, const TP* __restrict__ gamma, const TP* __restrict__ beta,
     TO* __restrict__ out) {
+#if __CUDA_ARCH__ >= 900
+    // a GEMM that reads these statistics in its epilogue alone may start as soon as SMs are free
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
     __shared__ float scratch[TPR / 32];
     int row = blockIdx.x * ROWS + threadIdx.x / TPR, t = threadIdx.x % TPR;
     if (row >= M) return;  // whole warps, and ROWS > 1 uses no block barrier

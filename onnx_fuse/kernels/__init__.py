@@ -47,6 +47,7 @@ class Kernel(Protocol):
 MODULES: dict[str, str] = {
     "Gemm": "gemm",
     "LayerNormGemm": "layernorm_gemm",
+    "LayerNormGemmGrad": "layernorm_gemm_grad",
     "Sdpa": "sdpa",
     "SdpaGrad": "sdpa",
 }

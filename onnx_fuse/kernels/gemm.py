@@ -2,14 +2,18 @@
 
 The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order it is applied:
   alpha                       float, default 1
+  late_rows                   the call before writes the rows: do not wait for it until then
   layernorm                   rows "row0" rstd, "row1" mean; columns "col0" cs, "col1" cv (float32)
   bias                        column "col1", of type `bias_dtype` (default: the operands')
   beta                        float, not 0: + beta c, element strides c_rows, c_cols (Gemm's C)
   save_z                      the pre-activation goes to "z"
   act, act_alpha              one of ACTIVATIONS
   dact                        * act'(c) instead of act: c is the stored pre-activation
-  dx                          LayerNorm's backward: rows row0..3 = rstd, mean, c1, c2; c is x
-  dw                          weight gradient: rows gamma, beta; c is W; "part" takes dgamma
+  dx                          LayerNorm's backward: rows row0..3 = rstd, mean, c1, c2; c is x;
+                              save_z is then (x - mean) rstd
+  dw                          weight gradient: rows gamma, beta (of the operands' type), col1 dbias
+                              (float32); c is W; "part" [tiles of n, 2, m] takes the row sums of
+                              dgamma and dbeta
   residual                    + c, after everything
 and the operands: lda, ldb (row strides; default dense), a_strides, b_strides, c_strides (one a
 batch dim, 0 broadcasts; default dense), align (what addresses are multiples of; 16 bytes).
@@ -22,6 +26,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_portable import C_TYPES, Mma, Simt
+from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 
 if TYPE_CHECKING:
@@ -29,4 +34,4 @@ if TYPE_CHECKING:
 
 __all__ = ["C_TYPES", "KERNELS"]
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Gemm": (Wgmma(), SplitWgmma(), Mma(), Simt())}
+KERNELS: dict[str, Sequence[Kernel]] = {"Gemm": (Skinny(), Wgmma(), SplitWgmma(), Mma(), Simt())}

@@ -42,15 +42,15 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
     return defines
 
 
-def type_defines(problem: Problem) -> dict[str, object]:
-    """T (operands), TO (result), TV (column vectors)."""
+def type_defines(problem: Problem) -> dict[str, str]:
+    """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
     fp32_columns = problem.attr("layernorm") or problem.attr("dw")
     column = "float32" if fp32_columns else problem.text("bias_dtype", problem.dtype)
     return {
         "T": C_TYPES[problem.dtype],
         "TO": C_TYPES[problem.out],
         "TV": C_TYPES[column],
-    }
+    } | ({"TR": C_TYPES[problem.dtype]} if problem.attr("dw") else {})
 
 
 def as_defines(*tables: Mapping[str, object]) -> Defines:

@@ -28,14 +28,17 @@ from onnx_fuse.problem import (
 )
 
 # MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN
-TILES = ((1, 256, 0), (2, 128, 0), (2, 192, 1), (2, 128, 1), (1, 256, 1), (1, 128, 0), (1, 64, 0))
+TILES = (
+    (1, 256, 0), (2, 128, 0), (2, 192, 1), (2, 128, 1), (1, 256, 1), (1, 192, 1), (1, 128, 1),
+    (1, 128, 0), (1, 64, 0),
+)  # fmt: skip
 BK = 64
 BOX = 2048
 
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    return 2 if problem.attr("layernorm") or problem.attr("dw") else int(bool(problem.attr("bias")))
+    return 2 if problem.attr("layernorm") else int(bool(problem.attr("bias") or problem.attr("dw")))
 
 
 def direct(problem: Problem, splits: int = 1) -> bool:
@@ -148,8 +151,8 @@ class Wgmma:
         splits = config.integer("splits")
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 
-    def part_rows(self, problem: Problem, config: Config) -> int:
-        """How many [M] rows of "part" hold dgamma's partial sums."""
+    def parts(self, problem: Problem, config: Config) -> int:
+        """How many [2, m] planes of "part" hold the row sums of dgamma and dbeta."""
         return 1 if config.integer("splits") > 1 else ceil(problem.n / config.integers("tile")[1])
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
@@ -189,6 +192,7 @@ class Wgmma:
             if problem.trans_b
             else load("b", n, k, step_b or dense_b, depth_b, (64, BK // cluster), ldb)
         )
+        late = bool(problem.attr("late_rows")) and splits == 1
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
 
@@ -209,8 +213,11 @@ class Wgmma:
             "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster, "DIRECT": plain,
             "STAGES": self._stages(problem, config, hw), "GROUP": config.integer("group"),
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
-        } | ({"PASSES": {2: 3, 3: 6}[planes]} if planes else {})  # fmt: skip
+        }  # fmt: skip
+        tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
+        tile |= {"LATE_ROWS": 1} if late else {}
         epilogue = epilogue_defines(problem)
+        row_type = {"TR": types["TR"]} if "TR" in types else {}
         gemm = Launch(
             self.source,
             "gemm_wgmma",
@@ -227,6 +234,7 @@ class Wgmma:
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
             smem=self._smem(problem, config, self._stages(problem, config, hw)),
             cluster=cluster,
+            overlap=late,
         )  # fmt: skip
         if splits == 1:
             return (gemm,)
@@ -239,7 +247,7 @@ class Wgmma:
                 Ptr("workspace"), Num("i32", splits), Num("i32", m), Num("i32", n),
                 Ptr("y"), Ptr("z"), Ptr("c"), *vectors,
             ),
-            as_defines({"TO": types["TO"], "TV": types["TV"]}, epilogue),
+            as_defines({"TO": types["TO"], "TV": types["TV"]}, row_type, epilogue),
         )  # fmt: skip
         return (gemm, reduce)
 

@@ -280,13 +280,23 @@ class Bound:
         settings.gridDimX, settings.gridDimY, settings.gridDimZ = launch.grid
         settings.blockDimX, settings.blockDimY, settings.blockDimZ = launch.block
         settings.sharedMemBytes = launch.smem
+        attributes = []
         if launch.cluster > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x = launch.cluster
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
-            settings.attrs, settings.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if launch.overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if attributes:
+            settings.attrs, settings.numAttrs = attributes, len(attributes)
         self._settings = settings
         self._enqueue = driver.cuLaunchKernelEx
 

@@ -1,8 +1,8 @@
 """LayerNormGemm candidates: y = act(LayerNormalization(x; gamma, beta, epsilon) op(w) + c).
 
 Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; attrs epsilon, act, act_alpha, save_z,
-residual, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given: made once by `rows.fold`),
-stats (mean, rstd are given: their producer wrote them).
+residual, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given: made once by
+`rows.fold`), stats (mean, rstd are given: their producer wrote them).
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 """
@@ -14,6 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_portable import Mma, Simt
+from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_stats
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
@@ -56,7 +57,9 @@ class Fold:
         return (*self.inner.sources(), "norm/row_stats.cu", "norm/fold.cu")
 
     def _gemm(self, problem: Problem) -> Problem:
-        return gemm_problem(problem, layernorm=True)
+        # statistics and product overlap where nothing stands between the two launches
+        late = bool(problem.attr("folded")) and not problem.attr("stats")
+        return gemm_problem(problem, layernorm=True, **({"late_rows": True} if late else {}))
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """None, or why not."""
@@ -201,7 +204,7 @@ class Apply:
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
-        Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
+        Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
         Apply(Wgmma()), Apply(Mma()), Apply(Simt()),
     ),
 }  # fmt: skip

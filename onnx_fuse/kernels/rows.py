@@ -102,3 +102,36 @@ def fold(
         Launch(source, "fold_columns", (ceil(n / 256), parts, 1), (256, 1, 1), columns, defines),
         Launch(source, "fold_finish", (ceil(n / 128), 1, 1), (128, 1, 1), finish, defines),
     )
+
+
+def row_dots(
+    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0
+) -> tuple[Launch, int]:
+    """Pointers dy, z, cs, cv -> c1, c2, part (and dz with `act`); and how many parts of dbias."""
+    rpw = next(r for r in (4, 2, 1) if ceil(m / (16 * r)) >= 100 or r == 1)
+    parts = ceil(m / (16 * rpw))
+    call = Launch(
+        "norm/row_dots.cu",
+        "row_dots",
+        (parts, 1, 1),
+        (512, 1, 1),
+        (
+            Ptr("dy"), Ptr("z"), Ptr("cs"), Ptr("cv"), Num("i32", m), Num("i32", n),
+            Num("f32", 1.0 / k), Num("f32", act_alpha), Ptr("dz"), Ptr("c1"), Ptr("c2"),
+            Ptr("part"),
+        ),
+        as_defines({"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw}),
+    )  # fmt: skip
+    return call, parts
+
+
+def sum_parts(parts: int, n: int, vectors: int, out_dtype: str) -> Launch:
+    """Pointers part [parts, vectors, n] -> wide [n] float32, out0, out1 [n]: where bound."""
+    return Launch(
+        "norm/sum_parts.cu",
+        "sum_parts",
+        (ceil(n / 32), vectors, 1),
+        (256, 1, 1),
+        (Ptr("part"), Num("i32", parts), Num("i32", n), Ptr("wide"), Ptr("out0"), Ptr("out1")),
+        as_defines({"TO": C_TYPES[out_dtype]}),
+    )

@@ -1,0 +1,175 @@
+"""LayerNormGemmGrad: the gradients of y = act(LN(x; gamma, beta) w + c), two GEMMs, no atomics.
+
+    dz = dy act'(z)    c1[m] = (1/K) sum_n dz cs    c2[m] = (1/K) sum_n dz (z - cv)    dc = sum_m dz
+    dx = rstd (dz wqᵀ - c1 - xh c2)           epilogue of the first GEMM, which also writes xh
+    G  = xhᵀ dz;  dw = gamma G + beta dc      epilogue of the second, with the row sums of
+    dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
+
+Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align.
+Pointers: dy x gamma beta w c mean rstd z -> dx dgamma dbeta dw dc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_dots, sum_parts
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+
+if TYPE_CHECKING:
+    from onnx_fuse.kernels import Kernel
+
+
+@dataclass
+class Arena:
+    """Offsets inside the workspace, handed out in order."""
+
+    size: int = 0
+
+    def take(self, size: int) -> Ptr:
+        """A place of `size` bytes, 256-byte aligned."""
+        place = Ptr("workspace", self.size)
+        self.size += ceil(size / 256) * 256
+        return place
+
+
+class TwoGemms:
+    """The gradients on Hopper's GEMM."""
+
+    name = "two_gemms"
+
+    def __init__(self) -> None:
+        self.inner = Wgmma()
+
+    def sources(self) -> tuple[str, ...]:
+        """The GEMM's, and the three passes around it."""
+        around = ("norm/fold.cu", "norm/row_dots.cu", "norm/sum_parts.cu")
+        return (*self.inner.sources(), *around)
+
+    def _dx(self, problem: Problem) -> Problem:
+        return Problem.of(
+            "Gemm", m=problem.m, n=problem.k, k=problem.n, dtype=problem.dtype, trans_b=True,
+            dx=True, save_z=True,
+        )  # fmt: skip
+
+    def _dw(self, problem: Problem) -> Problem:
+        return Problem.of(
+            "Gemm", m=problem.k, n=problem.n, k=problem.m, dtype=problem.dtype, trans_a=True,
+            dw=True,
+        )  # fmt: skip
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if problem.trans_b:
+            return "w is [k, n]"
+        if problem.attr("rms"):
+            return "no RMS normalisation"
+        if problem.k % 8 or problem.n % 8:
+            return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
+        if problem.integer("align", 16) % 16:
+            return "operands are not 16-byte aligned"
+        dx, dw = self._dx(problem), self._dw(problem)
+        return self.inner.supports(dx, hw) or self.inner.supports(dw, hw)
+
+    def _split(self, config: Config) -> tuple[Config, Config]:
+        def part(prefix: str) -> Config:
+            keys = [(key, value) for key, value in config.attrs if key.startswith(prefix)]
+            return Config(tuple((key.removeprefix(prefix), value) for key, value in keys))
+
+        return part("dx_"), part("dw_")
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """The few best pairs of the two GEMMs' configurations: their choices are independent."""
+
+        def best(gemm: Problem) -> list[Config]:
+            every = self.inner.configs(gemm, hw)
+            return sorted(every, key=lambda how: self.inner.cost(gemm, how, hw))[:6]
+
+        dx, dw = best(self._dx(problem)), best(self._dw(problem))
+        pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
+        return [
+            Config(
+                tuple(sorted(
+                    [(f"dx_{key}", value) for key, value in first.attrs]
+                    + [(f"dw_{key}", value) for key, value in second.attrs]
+                ))
+            )
+            for first, second in pairs
+        ]  # fmt: skip
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Both GEMMs, one pass over dy and z, one over w, two small sums."""
+        dx, dw = self._split(config)
+        size = ITEMSIZE[problem.dtype]
+        passes = 2 * problem.m * problem.n + 2 * problem.k * problem.n
+        passes += problem.m * problem.n if problem.attr("act") else 0
+        return (
+            self.inner.cost(self._dx(problem), dx, hw)
+            + self.inner.cost(self._dw(problem), dw, hw)
+            + passes * size / (0.85 * hw.bandwidth)
+            + 5 * hw.launch_seconds
+        )
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """Folded weights, xh, dz, row and column vectors, partial sums, split k."""
+        return self._plan(problem, config, hw)[1]
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """Fold, row dots, dbias, dx, dw, the last sums."""
+        return self._plan(problem, config, hw)[0]
+
+    def _plan(
+        self, problem: Problem, config: Config, hw: Hardware
+    ) -> tuple[tuple[Launch, ...], int]:
+        m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+        size, act = ITEMSIZE[dtype], problem.text("act")
+        how_dx, how_dw = self._split(config)
+        gemm_dx, gemm_dw = self._dx(problem), self._dw(problem)
+        dots, rows = row_dots(m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0))
+        arena = Arena()
+        wq, xh = arena.take(size * k * n), arena.take(size * m * k)
+        dz = arena.take(size * m * n) if act else Ptr("dy")
+        cs, cv, dc = (arena.take(4 * n) for _ in range(3))
+        c1, c2 = arena.take(4 * m), arena.take(4 * m)
+        # partial sums of the fold, of dbias, of a split k: one after the other
+        tiles = self.inner.parts(gemm_dw, how_dw)
+        scratch = max(
+            8 * fold_parts(k, False) * n,
+            4 * rows * n,
+            self.inner.workspace(gemm_dx, how_dx, hw),
+            self.inner.workspace(gemm_dw, how_dw, hw),
+        )
+        part, dots_part = arena.take(scratch), arena.take(8 * tiles * k)
+        calls = [
+            *(
+                rename(call, {"wq": wq, "cs": cs, "cv": cv, "workspace": part})
+                for call in fold(k, n, dtype, False)
+            ),
+            rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part}),
+            rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")}),
+            *(
+                rename(call, {
+                    "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
+                    "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part,
+                })
+                for call in self.inner.launch(gemm_dx, how_dx, hw)
+            ),
+            *(
+                rename(call, {
+                    "a": xh, "b": dz, "y": Ptr("dw"), "c": Ptr("w"), "row0": Ptr("gamma"),
+                    "row1": Ptr("beta"), "col1": dc, "part": dots_part, "workspace": part,
+                })
+                for call in self.inner.launch(gemm_dw, how_dw, hw)
+            ),
+            rename(sum_parts(tiles, k, 2, dtype), {
+                "part": dots_part, "wide": Ptr("none"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta"),
+            }),
+        ]  # fmt: skip
+        return tuple(calls), arena.size
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormGemmGrad": (TwoGemms(),)}
