@@ -158,7 +158,7 @@ def reshape_strides(
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of the program. `kind`: input, weight, constant, temp, output.
+    """Memory of the program. `kind`: input, weight, constant, temp, output, random.
 
     `name` is the model's value for inputs, weights and outputs. Only temps live in the arena.
     """
@@ -241,6 +241,9 @@ class Context(Protocol):
 
     def constant(self, array: np.ndarray) -> Tensor:
         """An array known at lowering, in device memory."""
+
+    def random(self) -> tuple[Tensor, int]:
+        """The state of the random generator, uint64 [seed, draw], and a stream number of one's own."""
 
     def call(
         self,

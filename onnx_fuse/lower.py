@@ -18,9 +18,10 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import FUSE, functions_attached, infer_shapes, inline, subgraphs, to_proto
+from onnx_fuse.ir import FUSE, Builder, infer_shapes, inline, subgraphs, to_proto
 from onnx_fuse.kernels import refusals, select
 from onnx_fuse.kernels.chains import merge
+from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.pointwise import Code, call_of, copy, dtype_name
 from onnx_fuse.llir import (
     UNKNOWN,
@@ -36,7 +37,7 @@ from onnx_fuse.llir import (
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
-FAMILIES: tuple[str, ...] = ("pointwise", "views", "indexing", "linear", "reduce", "norm", "softmax",
+FAMILIES: tuple[str, ...] = ("pointwise", "views", "indexing", "random", "linear", "reduce", "norm", "softmax",
                              "conv", "pool", "scan", "loss", "sdpa")  # fmt: skip
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
@@ -44,6 +45,9 @@ HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
+
+MAX_UNROLL = 1024
+"""Passes of a Loop or Scan that are written out at most."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -116,6 +120,8 @@ class Lowerer:
         self._copies: dict[Tensor, Tensor] = {}
         self._known_constants: dict[Any, Tensor] = {}
         self._names = 0
+        self._random: Tensor | None = None
+        self._streams = 0
         self._owner = ""
 
     # ---- the walk ----
@@ -154,6 +160,11 @@ class Lowerer:
         keep |= {t.buffer for _, t in writes}
         if tail is not None:
             keep |= {t.buffer for _, t in tail.inputs if isinstance(t, Tensor)}
+        if self._random is not None:  # the next run draws other numbers
+            draw, code = self._random.slice([1], [1], [1]), Code()
+            after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
+            self.calls.append(call_of(code.expression(after), code.reads, [draw], ["random"]))
+            keep.add(self._random.buffer)
         calls = merge(self.calls, keep, self.hw)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
         return Program(
@@ -175,16 +186,12 @@ class Lowerer:
             return
         if self._evaluate(node):
             return
-        if node.op_type == "If" and node.domain == "":
-            condition = self.host(node, 0)
-            if condition is not None:
-                self._branch(node, bool(condition.reshape(-1)[0]))
-                return
+        if node.op_type in ("If", "Loop", "Scan") and node.domain == "" and self._control(node):
+            return
         self._lower(node)
 
     def _lower(self, node: ir.Node) -> None:
-        name = node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
-        lowering = lowerings().get((node.domain, name))
+        lowering = lowerings().get((node.domain, _base(node)))
         mark = len(self.calls)
         self._owner = self._owner or self.label(node)
         own = self._owner == self.label(node)
@@ -367,9 +374,127 @@ class Lowerer:
 
     # ---- bodies, branches, onnxruntime ----
 
-    def _branch(self, node: ir.Node, taken: bool) -> None:
-        graph = node.attributes["then_branch" if taken else "else_branch"].as_graph()
-        self._inner(graph, node.outputs)
+    def _control(self, node: ir.Node) -> bool:
+        """If, Loop and Scan whose course is known, written out; False where it is not."""
+        marks = len(self.calls), len(self.tail), dict(self.fallbacks)
+        unroll = {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type]
+        if unroll(node) and len(self.tail) == marks[1]:
+            return True
+        del self.calls[marks[0] :], self.tail[marks[1] :]
+        self.fallbacks = marks[2]
+        if names := self._deciding(node) if node.op_type != "Scan" else []:
+            raise NeedsValues(names)
+        return False
+
+    def _branch(self, node: ir.Node) -> bool:
+        condition = self.host(node, 0)
+        if condition is None:
+            return False
+        taken = "then_branch" if condition.reshape(-1)[0] else "else_branch"
+        self._inner(node.attributes[taken].as_graph(), node.outputs)
+        return True
+
+    def _loop(self, node: ir.Node) -> bool:
+        """Written out while the condition stays known."""
+        body = node.attributes["body"].as_graph()
+        trips, condition = (self.host(node, i) for i in range(2))
+        if (self.has(node, 0) and trips is None) or (self.has(node, 1) and condition is None):
+            return False
+        limit = MAX_UNROLL if trips is None else int(trips.reshape(-1)[0])
+        carried = [self.slots[v] for v in node.inputs[2:] if v is not None]
+        stacked: list[list[Slot]] = [[] for _ in body.outputs[1 + len(carried) :]]
+        if limit > MAX_UNROLL:
+            return False
+        for i in range(limit):
+            if condition is not None and not condition.reshape(-1)[0]:
+                break
+            start = [Slot(host=np.array(i, np.int64)), Slot(host=np.array(True)), *carried]
+            self.slots.update(zip(body.inputs, start, strict=True))
+            results = self._once(body)
+            condition = results[0].host
+            if condition is None:
+                return False
+            carried = results[1 : 1 + len(carried)]
+            for pile, slot in zip(stacked, results[1 + len(carried) :], strict=True):
+                pile.append(slot)
+        else:
+            if trips is None and limit:
+                return False
+        self.slots.update(zip(node.outputs, carried, strict=False))
+        return self._stack(node, len(carried), stacked, [0] * len(stacked), [0] * len(stacked))
+
+    def _scan(self, node: ir.Node) -> bool:
+        """Written out: the length is a static size."""
+        body, count = node.attributes["body"].as_graph(), self.attr(node, "num_scan_inputs")
+        states = len(node.inputs) - count
+        ways = self.attr(node, "scan_input_directions") or [0] * count
+        scanned = [self.view(node, states + i) for i in range(count)]
+        axes = self.attr(node, "scan_input_axes") or [0] * count
+        axes = [a % len(t.shape) for a, t in zip(axes, scanned, strict=True)]
+        length = scanned[0].shape[axes[0]]
+        if length > MAX_UNROLL:
+            return False
+        carried = [self.slots[v] for v in node.inputs[:states] if v is not None]
+        piles: list[list[Slot]] = [[] for _ in body.outputs[states:]]
+        for i in range(length):
+            rows = []
+            for tensor, axis, way in zip(scanned, axes, ways, strict=True):
+                at = length - 1 - i if way else i
+                rank = len(tensor.shape)
+                starts = [at if k == axis else 0 for k in range(rank)]
+                shape = [1 if k == axis else d for k, d in enumerate(tensor.shape)]
+                row = tensor.slice(starts, [1] * rank, shape)
+                kept = [k for k in range(rank) if k != axis]
+                rows.append(Slot(tensor=row.permute([*kept, axis]).reshape([shape[k] for k in kept])))
+            self.slots.update(zip(body.inputs, [*carried, *rows], strict=True))
+            results = self._once(body)
+            carried = results[:states]
+            for pile, slot in zip(piles, results[states:], strict=True):
+                pile.append(slot)
+        self.slots.update(zip(node.outputs, carried, strict=False))
+        out_axes = self.attr(node, "scan_output_axes") or [0] * len(piles)
+        out_ways = self.attr(node, "scan_output_directions") or [0] * len(piles)
+        return self._stack(node, states, piles, out_axes, out_ways)
+
+    def _once(self, body: ir.Graph) -> list[Slot]:
+        """One pass through a body whose inputs are set: the slots of its outputs."""
+        for value in body.initializers.values():
+            assert value.const_value is not None
+            self.slots[value] = Slot(host=value.const_value.numpy())
+        for inner in body:
+            self._node(inner)
+        return [self.slots[v] for v in body.outputs]
+
+    def _stack(
+        self,
+        node: ir.Node,
+        first: int,
+        piles: Sequence[Sequence[Slot]],
+        axes: Sequence[int],
+        ways: Sequence[int],
+    ) -> bool:
+        """Outputs `first` and on: the results of all passes along a new axis."""
+        for i, (pile, axis, way) in enumerate(zip(piles, axes, ways, strict=True), first):
+            if i >= len(node.outputs):
+                break
+            if not pile or any(slot.tail for slot in pile):
+                return False
+            rows = [self._tensor(slot) for slot in (reversed(pile) if way else pile)]
+            if any(row.shape != rows[0].shape for row in rows):
+                return False
+            shape = list(rows[0].shape)
+            axis %= len(shape) + 1
+            shape.insert(axis, len(rows))
+            y = self.output(node, i, shape, rows[0].dtype)
+            for k, row in enumerate(rows):
+                starts = [k if a == axis else 0 for a in range(len(shape))]
+                part = y.slice(starts, [1] * len(shape), [1 if a == axis else d for a, d in enumerate(shape)])
+                kept = [a for a in range(len(shape)) if a != axis]
+                target = part.permute([*kept, axis]).reshape(row.shape)
+                assert target is not None
+                if row.size:
+                    self._copy(self.label(node), row, target)
+        return True
 
     def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
         for value in graph.initializers.values():
@@ -386,6 +511,8 @@ class Lowerer:
 
     def _expand(self, node: ir.Node) -> bool:
         """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
+        if self._decompose(node):
+            return True
         body = self._body(node)
         if body is None:
             return False
@@ -398,6 +525,25 @@ class Lowerer:
             del self.calls[calls:], self.tail[tail:]
             self.fallbacks = known
             return False
+        return True
+
+    def _decompose(self, node: ir.Node) -> bool:
+        rule = DECOMPOSED.get((node.domain, _base(node)))
+        if rule is None:
+            return False
+        op = Builder()
+        for value in node.inputs:
+            if value is not None and value.dtype is None:
+                value.dtype = self._type(value)[0]
+        shapes = [None if v is None else self._type(v)[1] for v in node.inputs]
+        results = rule(op, node, shapes)
+        if results is None:
+            return False
+        for inner in op.nodes:
+            self._node(inner)
+        for value, result in zip(node.outputs, results, strict=False):
+            if result is not None:
+                self.slots[value] = self.slots[result]
         return True
 
     def _body(self, node: ir.Node) -> ir.Graph | None:
@@ -481,6 +627,7 @@ class Lowerer:
             return
         assert types is not None
         model = to_proto(self._single(node))
+        self._dated(model, [node])
         reads = {v.name: self.contiguous(self._tensor(self.slots[v])) for v in node.inputs if v is not None}
         writes = {}
         for i, value in enumerate(node.outputs):
@@ -531,14 +678,31 @@ class Lowerer:
             [onnx.ValueInfoProto(name=v.name) for v in wanted],
         )
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
-        model = ir.serde.deserialize_model(
-            onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        model = to_proto(
+            ir.serde.deserialize_model(
+                onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+            )
         )
+        self._dated(model, self.tail)
         return Tail(
-            to_proto(model).SerializeToString(),
+            model.SerializeToString(),
             tuple((v.name or "", t) for v, t in feeds.items()),
             tuple(v.name or "" for v in wanted),
         )
+
+    def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
+        """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
+        graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
+        if graphs or any(node.domain == FUSE for node in nodes):
+            return
+        since = [
+            onnx.defs.get_schema(n.op_type, self.opset, "").since_version
+            for n in nodes
+            if n.domain == "" and onnx.defs.has(n.op_type, self.opset)
+        ]
+        for entry in model.opset_import:
+            if entry.domain == "" and since:
+                entry.version = max(since)
 
     def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         """(dtype, shape) of each output, None where it is not static."""
@@ -669,6 +833,12 @@ class Lowerer:
         self.buffers.append(Buffer(tensor.buffer, kind, tensor.size * ITEMSIZE.get(dtype, 1), name))
         return tensor
 
+    def random(self) -> tuple[Tensor, int]:
+        if self._random is None:
+            self._random = self._buffer("random", (2,), "uint64", "random")
+        self._streams += 1
+        return self._random, self._streams
+
     def append(self, call: Call) -> None:
         self.calls.append(call)
 
@@ -725,6 +895,11 @@ class _NotStatic(Exception):
 # ---- helpers ------------------------------------------------------------------------------------
 
 _BY_NAME: dict[str, ir.DataType] = {}
+
+
+def _base(node: ir.Node) -> str:
+    """Name of the operator without the inner values it exposes."""
+    return node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
 
 
 def data_type(name: str) -> ir.DataType:

@@ -52,8 +52,16 @@ template <class E> DEVICE E m_pow(E a, E b) {
     return y;
 }
 // The sign of the divisor (Mod) and of the dividend (fmod).
-DEVICE float m_mod(float a, float b) { float r = fmodf(a, b); return r && (r < 0) != (b < 0) ? r + b : r; }
-DEVICE double m_mod(double a, double b) { double r = fmod(a, b); return r && (r < 0) != (b < 0) ? r + b : r; }
+DEVICE float m_mod(float a, float b) {
+    float r = fmodf(a, b);
+    if (r == 0) return copysignf((float)0, b);
+    return (r < 0) != (b < 0) ? r + b : r;
+}
+DEVICE double m_mod(double a, double b) {
+    double r = fmod(a, b);
+    if (r == 0) return copysign((double)0, b);
+    return (r < 0) != (b < 0) ? r + b : r;
+}
 template <class E> DEVICE E m_mod(E a, E b) {
     if (!b) return 0;
     E r = a % b;

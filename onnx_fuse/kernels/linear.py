@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
+from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
@@ -137,8 +139,6 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
         a = Tensor(a.buffer, a.dtype, (1, *a.shape), (0, *a.strides), a.offset)
     if vector_b:
         b = Tensor(b.buffer, b.dtype, (*b.shape, 1), (*b.strides, 0), b.offset)
-    import numpy as np
-
     batch = tuple(int(d) for d in np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     m, n = a.shape[-2], b.shape[-1]
     shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
@@ -174,8 +174,8 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
 
 # fused op's suffix -> epilogue.cuh's activation
 ACTIVATIONS = {
-    "": "", "Relu": "relu", "LeakyRelu": "leaky_relu", "Gelu": "gelu", "QuickGelu": "quick_gelu",
-    "Silu": "silu", "Sigmoid": "sigmoid", "Tanh": "tanh",
+    "": "", "Relu": "relu", "LeakyRelu": "leaky_relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh",
+    "QuickGelu": "quick_gelu", "Silu": "silu", "Sigmoid": "sigmoid", "Tanh": "tanh",
 }  # fmt: skip
 
 
@@ -218,8 +218,63 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
     return product(ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, **attrs)
 
 
+def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
+    """(LayerNorm|RMSNorm)Gemm<Act>: y = act(N(x) · w + c); mean, rstd, z where they are exposed."""
+    name, *exposed = node.op_type.split("_")
+    rms = name.startswith("RMSNormGemm")
+    suffix = name.split("NormGemm")[1]
+    if not set(exposed) <= {"mean", "rstd", "z"}:
+        return f"no kernel gives {', '.join(exposed)}"
+    x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
+    at = 2 if rms else 3
+    w, c = ctx.view(node, at), ctx.view(node, at + 1)
+    n = w.shape[1]
+    if len(x.shape) < 2 or c.size != n or c.shape[-1:] != (n,):
+        return "x is a vector, or the bias is not one row"
+    rows, k = prod(x.shape[:-1]), x.shape[-1]
+    right = matrix(ctx, w)
+    if right.ld != (k if right.trans else n):
+        right = matrix(ctx, ctx.contiguous(w))
+    problem = Problem.of(
+        "LayerNormGemm",
+        m=rows,
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        trans_b=right.trans,
+        math=ctx.math,
+        bias=True,
+        epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
+        align=alignment(right.tensor),
+        **({"rms": True} if rms else {}),
+        **({"save_z": True} if "z" in exposed else {}),
+        **activation(ctx, node, suffix),  # type: ignore[arg-type]
+    )
+    if select("LayerNormGemm", problem, ctx.hw) is None:
+        return f"no kernel serves {problem}"
+    row = c.reshape((n,))
+    assert row is not None
+    reads = {"x": x, "gamma": scale, "w": right.tensor, "c": ctx.contiguous(row)}
+    if not rms:
+        reads["beta"] = ctx.dense(node, 2)
+    writes = {"y": ctx.output(node, 0, (*x.shape[:-1], n), x.dtype)}
+    stat = (*x.shape[:-1], 1)
+    for i, extra in enumerate(exposed, 1):
+        shape = (*x.shape[:-1], n) if extra == "z" else stat
+        writes[extra] = ctx.output(node, i, shape, x.dtype if extra == "z" else "float32")
+    for extra in ("rstd",) if rms else ("mean", "rstd"):
+        if extra not in writes:
+            writes[extra] = ctx.scratch("float32", stat)
+    return ctx.select(node, problem, reads, writes)
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "MatMul"): matmul,
     ("", "Gemm"): gemm,
     **{(FUSE, f"Gemm{suffix}"): fused_gemm for suffix in ACTIVATIONS},
+    **{
+        (FUSE, f"{norm}Gemm{suffix}"): norm_gemm
+        for norm in ("LayerNorm", "RMSNorm")
+        for suffix in ACTIVATIONS
+    },
 }

@@ -267,7 +267,10 @@ def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
     n, c, h, w = x.shape
     b = ctx.attr(node, "blocksize")
-    if node.op_type == "SpaceToDepth":
+    if node.op_type == "SpaceToDepth" and ctx.attr(node, "mode", "DCR") == "CRD":
+        split6 = reshaped(ctx, x, (n, c, h // b, b, w // b, b)).permute((0, 1, 3, 5, 2, 4))
+        ctx.alias(node, 0, reshaped(ctx, split6, (n, c * b * b, h // b, w // b)))
+    elif node.op_type == "SpaceToDepth":
         split6 = reshaped(ctx, x, (n, c, h // b, b, w // b, b)).permute((0, 3, 5, 1, 2, 4))
         ctx.alias(node, 0, reshaped(ctx, split6, (n, c * b * b, h // b, w // b)))
     elif ctx.attr(node, "mode", "DCR") == "DCR":

@@ -60,6 +60,7 @@ class Executable:
         state: Mapping[str, str] | None = None,
         device_id: int = 0,
         resident: Mapping[str, tuple[Tensor, int]] | None = None,
+        seed: int = 0,
     ) -> None:
         device.start(device_id)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
@@ -68,6 +69,7 @@ class Executable:
         self.stream = device.Stream()
         self.resident: dict[str, tuple[Tensor, int]] = dict(resident or {})
         self._blocks: list[device.Memory] = []
+        self.place({"random": np.array([seed, 0], np.uint64)})
         self._instances: OrderedDict[tuple[Any, ...], Instance] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
@@ -246,7 +248,7 @@ class Instance:
         for b, offset in self.plan.offsets.items():
             self.address[b] = base + total + offset
         for b in program.buffers:
-            if b.kind in ("input", "weight") and b.name in owner.resident:
+            if b.kind in ("input", "weight", "random") and b.name in owner.resident:
                 self.address[b.id] = owner.resident[b.name][1]
         self._arena = base + total
         self._pinned_in = device.Pinned(self._spans["input"][1])
