@@ -150,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* 
     write<DV, VP>(y + out * DV, acc, first, o.queries, factor[0], factor[1]);
 }
 #else
+// Probability of a logit under its row's lse (+inf: no such row); a guarded row all -inf has none.
 DEVICE float probability(float z, float lse) {
-    return lse == NEGATIVE_INFINITY ? 0.0f : exp2f((z - lse) * LOG2E);
+    return GUARD && !(lse > NEGATIVE_INFINITY) ? 0.0f : exp2f((z - lse) * LOG2E);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float acc[DP / 8][4] = {}, l[2], c[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        l[i] = row + 8 * i < o.queries ? lse[out + row + 8 * i] : NEGATIVE_INFINITY;
+        l[i] = row + 8 * i < o.queries ? lse[out + row + 8 * i] : -NEGATIVE_INFINITY;
         c[i] = row + 8 * i < o.queries ? delta[out + row + 8 * i] : 0.0f;
     }
     for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
@@ -235,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int j = 0; j < 2; j++) {
                 const int query = t + n * 8 + lane % 4 * 2 + j;
                 const bool there = query < o.queries;
-                const float l = there ? lse[at + query] : NEGATIVE_INFINITY, c = there ? delta[at + query] : 0.0f;
+                const float l = there ? lse[at + query] : -NEGATIVE_INFINITY, c = there ? delta[at + query] : 0.0f;
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int e = 2 * i + j;

@@ -125,8 +125,10 @@ extern "C" __global__ void __launch_bounds__(256) sdpa_delta(const T* dy, const 
     if (threadIdx.x % 32 == 0) delta[row] = s;
 }
 
-// Probability of a logit under its row's lse; a row all -inf has none.
-DEVICE ACC probability(ACC z, ACC lse) { return lse == (ACC)NEGATIVE_INFINITY ? (ACC)0 : exp(z - lse); }
+// Probability of a logit under its row's lse (+inf: no such row); a guarded row all -inf has none.
+DEVICE ACC probability(ACC z, ACC lse) {
+    return GUARD && !(lse > (ACC)NEGATIVE_INFINITY) ? (ACC)0 : exp(z - lse);
+}
 
 extern "C" __global__ void __launch_bounds__(256)
     sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq) {
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int r = first + ty * 4 + i;
-        l[i] = r < o.queries ? lse[row + r] : (ACC)NEGATIVE_INFINITY;
+        l[i] = r < o.queries ? lse[row + r] : -(ACC)NEGATIVE_INFINITY;
         c[i] = r < o.queries ? delta[row + r] : (ACC)0;
         factor[i] = o.scale;
     }
@@ -195,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int j = 0; j < 2; j++) {
                 const int query = t + tx + 16 * j;
                 const bool there = query < o.queries;
-                const ACC l = there ? lse[row + query] : (ACC)NEGATIVE_INFINITY, c = there ? delta[row + query] : (ACC)0;
+                const ACC l = there ? lse[row + query] : -(ACC)NEGATIVE_INFINITY, c = there ? delta[row + query] : (ACC)0;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const ACC p = probability(logit(o, s[i][j], b, h, query, first + ty * 4 + i), l);
