@@ -122,6 +122,7 @@ class Lowerer:
         self._names = 0
         self._random: Tensor | None = None
         self._streams = 0
+        self._results: set[ir.Value] = set()  # of decompositions: used, though by no node
         self._owner = ""
 
     # ---- the walk ----
@@ -184,11 +185,10 @@ class Lowerer:
         ):
             self._defer(node)
             return
-        if self._evaluate(node):
-            return
         if node.op_type in ("If", "Loop", "Scan") and node.domain == "" and self._control(node):
             return
-        self._lower(node)
+        if not self._evaluate(node):
+            self._lower(node)
 
     def _lower(self, node: ir.Node) -> None:
         lowering = lowerings().get((node.domain, _base(node)))
@@ -196,7 +196,9 @@ class Lowerer:
         self._owner = self._owner or self.label(node)
         own = self._owner == self.label(node)
         try:
-            unsupported = next((v for v in node.inputs if v is not None and not self._numeric(v)), None)
+            unsupported = next(
+                (v for v in node.inputs if v is not None and not self._numeric(v)), None
+            )
             if unsupported is not None:
                 reason = f"no kernel takes {unsupported.dtype} tensors"
             elif lowering is None:
@@ -445,7 +447,9 @@ class Lowerer:
                 shape = [1 if k == axis else d for k, d in enumerate(tensor.shape)]
                 row = tensor.slice(starts, [1] * rank, shape)
                 kept = [k for k in range(rank) if k != axis]
-                rows.append(Slot(tensor=row.permute([*kept, axis]).reshape([shape[k] for k in kept])))
+                rows.append(
+                    Slot(tensor=row.permute([*kept, axis]).reshape([shape[k] for k in kept]))
+                )
             self.slots.update(zip(body.inputs, [*carried, *rows], strict=True))
             results = self._once(body)
             carried = results[:states]
@@ -479,6 +483,12 @@ class Lowerer:
                 break
             if not pile or any(slot.tail for slot in pile):
                 return False
+            arrays = [slot.host for slot in (reversed(pile) if way else pile)]
+            if all(a is not None for a in arrays):
+                if any(a.shape != arrays[0].shape for a in arrays):  # type: ignore[union-attr]
+                    return False
+                self._known(node.outputs[i], np.stack(arrays, axis))  # type: ignore[arg-type]
+                continue
             rows = [self._tensor(slot) for slot in (reversed(pile) if way else pile)]
             if any(row.shape != rows[0].shape for row in rows):
                 return False
@@ -488,7 +498,9 @@ class Lowerer:
             y = self.output(node, i, shape, rows[0].dtype)
             for k, row in enumerate(rows):
                 starts = [k if a == axis else 0 for a in range(len(shape))]
-                part = y.slice(starts, [1] * len(shape), [1 if a == axis else d for a, d in enumerate(shape)])
+                part = y.slice(
+                    starts, [1] * len(shape), [1 if a == axis else d for a, d in enumerate(shape)]
+                )
                 kept = [a for a in range(len(shape)) if a != axis]
                 target = part.permute([*kept, axis]).reshape(row.shape)
                 assert target is not None
@@ -539,6 +551,7 @@ class Lowerer:
         results = rule(op, node, shapes)
         if results is None:
             return False
+        self._results.update(v for v in results if v is not None)
         for inner in op.nodes:
             self._node(inner)
         for value, result in zip(node.outputs, results, strict=False):
@@ -561,7 +574,9 @@ class Lowerer:
                 _type_proto(*self._type(v)).SerializeToString() if v is not None else b""
                 for v in node.inputs
             ]
-            versions = [v for v in schema.context_dependent_function_opset_versions if v <= self.opset]
+            versions = [
+                v for v in schema.context_dependent_function_opset_versions if v <= self.opset
+            ]
             data = schema.get_context_dependent_function_with_opset_version(
                 max(versions), proto.SerializeToString(), types
             )
@@ -570,7 +585,10 @@ class Lowerer:
             function = onnx.FunctionProto.FromString(data)
         else:
             return None
-        opset = max((o.version for o in function.opset_import if o.domain in ("", "ai.onnx")), default=self.opset)
+        opset = max(
+            (o.version for o in function.opset_import if o.domain in ("", "ai.onnx")),
+            default=self.opset,
+        )
         if opset > self.opset:
             return None
         del function.output[len(node.outputs) :]
@@ -606,7 +624,9 @@ class Lowerer:
         for new, old in zip(clone.outputs, node.outputs, strict=True):
             new.name = old.name
         inputs = list(dict.fromkeys(fresh[v] for v in given))
-        graph = ir.Graph(inputs, clone.outputs, nodes=[clone], name="node", opset_imports=self.opsets)
+        graph = ir.Graph(
+            inputs, clone.outputs, nodes=[clone], name="node", opset_imports=self.opsets
+        )
         return ir.Model(graph, ir_version=10)
 
     def _type(self, value: ir.Value) -> tuple[ir.DataType, tuple[int, ...]]:
@@ -628,14 +648,22 @@ class Lowerer:
         assert types is not None
         model = to_proto(self._single(node))
         self._dated(model, [node])
-        reads = {v.name: self.contiguous(self._tensor(self.slots[v])) for v in node.inputs if v is not None}
+        reads = {
+            v.name: self.contiguous(self._tensor(self.slots[v]))
+            for v in node.inputs
+            if v is not None
+        }
         writes = {}
         for i, value in enumerate(node.outputs):
             found = types[i]
             assert found is not None
             writes[value.name] = self.output(node, i, found[1], found[0])
         for value, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
-            value.CopyFrom(onnx.ValueInfoProto(name=name, type=_type_proto(data_type(tensor.dtype), tensor.shape)))
+            value.CopyFrom(
+                onnx.ValueInfoProto(
+                    name=name, type=_type_proto(data_type(tensor.dtype), tensor.shape)
+                )
+            )
         self.calls.append(
             Call(
                 f"onnxruntime:{node.op_type}",
@@ -668,7 +696,9 @@ class Lowerer:
         fresh = {}
         for value in feeds:
             dtype, shape = self._type(value)
-            fresh[value.name] = ir.Value(name=value.name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+            fresh[value.name] = ir.Value(
+                name=value.name, shape=ir.Shape(shape), type=ir.TensorType(dtype)
+            )
         wanted = [v for v in self.model.graph.outputs if v.name in inside]
         protos = [ir.serde.serialize_node(node) for node in self.tail]
         graph = onnx.helper.make_graph(
@@ -790,6 +820,8 @@ class Lowerer:
         if i >= len(node.outputs):
             return False
         value = node.outputs[i]
+        if value in self._results:
+            return True
         return bool(value.name) and (bool(value.uses()) or value.is_graph_output())
 
     def output(
@@ -859,8 +891,16 @@ class Lowerer:
         name = node.op_type
         self.calls.append(
             Call(
-                name, (self.label(node),), launches, tuple(reads.items()), tuple(writes.items()),
-                workspace, flops, moved, why, tuple(inplace),
+                name,
+                (self.label(node),),
+                launches,
+                tuple(reads.items()),
+                tuple(writes.items()),
+                workspace,
+                flops,
+                moved,
+                why,
+                tuple(inplace),
             )  # fmt: skip
         )
 

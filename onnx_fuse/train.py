@@ -438,6 +438,10 @@ class _Portable:
         """The current content of a state, in place."""
         return self._arrays[name][self._now[name]]
 
+    def write(self, name: str, array: Array) -> None:
+        """Replace a state."""
+        self.array(name)[...] = array
+
     def run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs but for the states' successors, which `commit` makes current."""
         scalars = [name for name in (spec.loss, spec.norm) if name]
@@ -470,6 +474,26 @@ class _Portable:
         for s in spec.states:
             if s.next:
                 self._now[s.name] = 1 - self._now[s.name]
+
+
+class _Cuda:
+    """The same on a GPU: one graph launch a step, states replaced in place unless it was bad."""
+
+    def __init__(self, states: Sequence[State], math: str) -> None:
+        from onnx_fuse.runtime.states import CudaStates
+
+        self._states = CudaStates({s.name: np.asarray(s.initial) for s in states}, math=math)
+        self.add = self._states.add
+        self.array = self._states.read
+        self.write = self._states.write
+
+    def run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        successors = {s.next: s.name for s in spec.states if s.next}
+        scalars = [name for name in (spec.loss, spec.norm) if name]
+        return self._states.run(key, successors, scalars, spec.outputs, feeds)
+
+    def commit(self, spec: Spec) -> None:
+        """Nothing is left to do."""
 
 
 class Evaluation(NamedTuple):
@@ -533,7 +557,9 @@ class Trainer:
         """What `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
-        self._device = _Portable(spec.states)
+        self._device: _Portable | _Cuda = (
+            _Portable(spec.states) if device == "cpu" else _Cuda(spec.states, MATH[precision])
+        )
         self._device.add("update", graph)
 
     # -- graphs --
@@ -588,7 +614,7 @@ class Trainer:
         if mode == "update":
             for s in spec.states:
                 if s.kind == "accumulator":
-                    self._device.array(s.name)[...] = 0
+                    self._device.write(s.name, np.zeros_like(self._device.array(s.name)))
         self.calls += 1
         return float(found[spec.loss])
 
@@ -682,14 +708,16 @@ class Trainer:
         return checkpoint.write(folder, states, manifest)
 
     @classmethod
-    def resume(cls, folder: str | os.PathLike[str], model: ir.Model) -> Trainer:
+    def resume(
+        cls, folder: str | os.PathLike[str], model: ir.Model, *, device: str = "cpu"
+    ) -> Trainer:
         """The run as its newest whole checkpoint has it, over the model it was started with.
 
         Raises DataError where there is none, or it is of another model.
         """
         settings = dict(checkpoint.read(folder)[1]["settings"])
         optimizer = optim.from_json(settings.pop("optimizer"))
-        trainer = cls(model, optimizer=optimizer, **settings)
+        trainer = cls(model, optimizer=optimizer, device=device, **settings)
         trainer.restore(folder)
         return trainer
 
@@ -734,10 +762,17 @@ class Trainer:
         return digest.hexdigest()
 
 
+MATH = {"fp32": "ieee", "tf32": "tf32"}
+"""Precision of a run -> the fp32 products its matrix multiplications may use."""
+
+
 def _supported(precision: str, device: str) -> None:
-    if device != "cpu":
-        raise UsageError(f"training runs on device 'cpu', not on '{device}'")
-    if precision != "fp32":
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"training runs on device 'cpu' or 'cuda', not on '{device}'")
+    if device == "cuda":
+        if precision not in MATH:
+            raise UsageError(f"precision '{precision}' is not one of {', '.join(MATH)}")
+    elif precision != "fp32":
         raise UsageError(
             f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
             "matrix product; use precision 'fp32'"

@@ -99,7 +99,9 @@ def interpret(
         memory.view(tensor)[...] = feeds[name]
     for b in program.buffers:
         if b.kind == "weight":
-            memory.parts[b.id][...] = np.ascontiguousarray(weights[b.name]).reshape(-1).view(np.uint8)
+            memory.parts[b.id][...] = (
+                np.ascontiguousarray(weights[b.name]).reshape(-1).view(np.uint8)
+            )
     for buffer, array in program.constants.items():
         memory.parts[buffer][...] = array.reshape(-1).view(np.uint8)
     for call in program.calls:
@@ -133,4 +135,6 @@ def _evaluate(
         for step in expression.steps:
             result = STEPS[step.name](*(values[a] for a in step.args))
             values.append(np.asarray(result).astype(dtype_of(step.dtype)))
-    return [np.broadcast_to(values[s], t.shape) for s, t in zip(expression.stores, writes, strict=True)]
+    return [
+        np.broadcast_to(values[s], t.shape) for s, t in zip(expression.stores, writes, strict=True)
+    ]

@@ -47,8 +47,7 @@ GRAPHS = {
         {"x": X},
     ),
     "two paths that must not close a cycle": (
-        "agraph (float[3,4,6] x) => (float[3,4,6] y) "
-        "{ a = Exp(x) s = Softmax(a) y = Add(a, s) }",
+        "agraph (float[3,4,6] x) => (float[3,4,6] y) { a = Exp(x) s = Softmax(a) y = Add(a, s) }",
         {"x": X},
     ),
     "transposed views into one kernel": (
@@ -73,12 +72,12 @@ GRAPHS = {
         {"x": X},
     ),
     "pad, reflected": (
-        'agraph (float[3,4,6] x) => (float[y0,y1,y2] y) <int64[6] p = {2, 0, 3, 1, 0, 5}> '
+        "agraph (float[3,4,6] x) => (float[y0,y1,y2] y) <int64[6] p = {2, 0, 3, 1, 0, 5}> "
         '{ y = Pad<mode="reflect">(x, p) }',
         {"x": X},
     ),
     "pad, edges": (
-        'agraph (float[3,4,6] x) => (float[y0,y1,y2] y) <int64[6] p = {2, 0, 3, 1, 0, 5}> '
+        "agraph (float[3,4,6] x) => (float[y0,y1,y2] y) <int64[6] p = {2, 0, 3, 1, 0, 5}> "
         '{ y = Pad<mode="edge">(x, p) }',
         {"x": X},
     ),
@@ -92,7 +91,10 @@ GRAPHS = {
         "w = Concat<axis=0>(u, m) y = Reshape(x, w) }",
         {"x": X},
     ),
-    "an input returned as it is": ("agraph (float[N] x) => (float[N] y) { y = Identity(x) }", {"x": X[0, 0]}),
+    "an input returned as it is": (
+        "agraph (float[N] x) => (float[N] y) { y = Identity(x) }",
+        {"x": X[0, 0]},
+    ),
     "one value, two outputs": (
         "agraph (float[N] x) => (float[N] y, float[N] z) { y = Neg(x) z = Identity(y) }",
         {"x": X[0, 0]},
@@ -171,7 +173,7 @@ def test_program_is_a_function_of_its_arguments():
 
 
 def test_names_never_reach_the_source():
-    text = 'agraph (float[8] x) => (float[8] y) { z = Exp(x) y = Neg(z) }'
+    text = "agraph (float[8] x) => (float[8] y) { z = Exp(x) y = Neg(z) }"
     model = ir.text_model(text)
     for value in (*model.graph.inputs, *model.graph.outputs, model.graph[0].outputs[0]):
         value.name = f'{value.name}"; #error'

@@ -74,6 +74,11 @@ DEVICE float m_div(float a, float b) { return a / b; }
 DEVICE double m_div(double a, double b) { return a / b; }
 template <class E> DEVICE E m_div(E a, E b) { return b ? a / b : 0; }
 
+// A count below 0 or past the width shifts everything out: 0, or the sign.
+template <class E, class C> DEVICE E m_shift_right(E a, C count) {
+    return (u64)count < 8 * sizeof(E) ? a >> count : a < 0 ? (E)-1 : (E)0;
+}
+
 DEVICE float round_f16(float x) { return to_float(from_float<f16>(x)); }
 DEVICE float round_bf16(float x) { return to_float(from_float<bf16>(x)); }
 template <class E> DEVICE float round_f16(E x) { return round_f16((float)x); }

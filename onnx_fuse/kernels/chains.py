@@ -109,7 +109,9 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
         for p in sorted(deps, reverse=True):
             if p == group or p not in groups or groups[group].expression is None:
                 continue
-            if any(ancestors[e] >> p & 1 for e in _bits(ancestors[group]) if e != p and e in groups):
+            if any(
+                ancestors[e] >> p & 1 for e in _bits(ancestors[group]) if e != p and e in groups
+            ):
                 continue
             inside = members[p] | members[group]
             joined = join(groups[p], groups[group])

@@ -92,7 +92,9 @@ def product(
     batch = y.shape[:-2]
     # one weight for every row: the batch is only more rows
     flat = None
-    if prod(batch) > 1 and all(s == 0 or d == 1 for d, s in zip(b.shape[:-2], b.strides[:-2], strict=True)):
+    if prod(batch) > 1 and all(
+        s == 0 or d == 1 for d, s in zip(b.shape[:-2], b.strides[:-2], strict=True)
+    ):
         strides = reshape_strides(a.shape, a.strides, (prod(batch) * m, k))
         if strides is None and a.strides[-1] != 1:
             a = ctx.contiguous(a)
@@ -215,7 +217,9 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
     row = c.reshape((n,))
     assert row is not None
     row = ctx.contiguous(row)
-    return product(ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, **attrs)
+    return product(
+        ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, **attrs
+    )
 
 
 def norm_gemm(ctx: Context, node: ir.Node) -> str | None:

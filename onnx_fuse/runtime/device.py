@@ -48,7 +48,9 @@ def start(device_id: int = 0) -> None:
     try:
         result = driver.cuInit(0)
     except RuntimeError as error:  # the bindings find no libcuda
-        raise DeviceError(f"no NVIDIA driver was found ({error}); device 'cpu' needs none") from error
+        raise DeviceError(
+            f"no NVIDIA driver was found ({error}); device 'cpu' needs none"
+        ) from error
     check(result, "the NVIDIA driver does not start")
     count = check(driver.cuDeviceGetCount(), "counting GPUs")
     if device_id >= count:

@@ -22,6 +22,7 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import jit
 from onnx_fuse.llir import Call, NeedsValues, Program, Tensor
 from onnx_fuse.lower import lower
+from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned, plan
@@ -63,6 +64,7 @@ class Executable:
         seed: int = 0,
     ) -> None:
         device.start(device_id)
+        expand_standard_updates(model)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         self.hw = Hardware.detect(device_id)
@@ -196,7 +198,9 @@ class Executable:
         tensor, address = self.resident[name]
         dense = np.ascontiguousarray(array)
         if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
-            raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dense.dtype}{list(dense.shape)}")
+            raise UsageError(
+                f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dense.dtype}{list(dense.shape)}"
+            )
         if dense.nbytes:
             self.stream.upload(address, dense.ctypes.data, dense.nbytes)
         self.stream.wait(f"writing {name}")
@@ -371,7 +375,9 @@ class Instance:
 
                 graph = self.owner.stream.capture(enqueue)
                 times = [
-                    self.owner.stream.timed(lambda g=graph: self.owner.stream.launch(g, "a graph"), 3)
+                    self.owner.stream.timed(
+                        lambda g=graph: self.owner.stream.launch(g, "a graph"), 3
+                    )
                     for _ in range(3)
                 ]
                 found.append((call, min(times) / 20))
