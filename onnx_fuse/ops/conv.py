@@ -57,7 +57,7 @@ def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
 
 
 def _padded(
-    op: Any, node: ir.Node, x: ir.Value, strides: list[int], extent: list[int], fill: float
+    op: Any, node: ir.Node, x: ir.Value, strides: list[int], extent: list[int]
 ) -> tuple[Tensor, list[int]]:
     """The image and the explicit pads (begins, then ends) that auto_pad stands for; sizes known at
     run time only are padded there, and no pads remain.
@@ -89,9 +89,7 @@ def _padded(
     parts = [half, op.Sub(total, half)]
     if mode == "SAME_LOWER":
         parts.reverse()
-    pads = op.Concat(*parts, axis=0)
-    number = op.constant(np.array(fill, x.dtype.numpy())) if fill and x.dtype else None
-    return op.Pad(x, pads, number, op.constant(list(range(2, 2 + n)))), [0] * 2 * n
+    return op.Pad(x, vector(op, [0, 0, parts[0], 0, 0, parts[1]])), [0] * 2 * n
 
 
 def image_grad(
@@ -187,19 +185,19 @@ def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     n, group = rank(x) - 2, node.attributes.get_int("group", 1)
     kernel = _kernel(node, weight, n)
     strides, dilations, extent = _window(node, n, kernel)
-    image, pads = _padded(op, node, x, strides, extent, 0.0)
+    image, pads = _padded(op, node, x, strides, extent)
     dx = image_grad(op, dy, weight, image, strides, dilations, extent, pads, group)
     if image is not x:
-        dx = _unpad(op, dx, image, x, n)
+        dx = _unpad(op, dx, image)
     dw = weight_grad(op, image, dy, weight, kernel, strides, dilations, pads, group)
     return [dx, dw, _bias_grad(op, dy, n)]
 
 
-def _unpad(op: Any, dx: Tensor, image: ir.Value, x: ir.Value, n: int) -> Tensor:
+def _unpad(op: Any, dx: Tensor, image: ir.Value) -> Tensor:
     """Cut off what `_padded` added at run time, which its Pad node tells."""
     pads = image.producer()
     assert pads is not None
-    return op.Pad(dx, op.Neg(pads.inputs[1]), None, op.constant(list(range(2, 2 + n))))
+    return op.Pad(dx, op.Neg(pads.inputs[1]))
 
 
 def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -257,7 +255,7 @@ def _spread(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     spatial = list(range(2, 2 + n))
     kernel = _kernel(node, None, n)
     strides, dilations, extent = _window(node, n, kernel)
-    image, pads = _padded(op, node, x, strides, extent, 0.0)
+    image, pads = _padded(op, node, x, strides, extent)
     begin = op.constant(pads[:n])
     if extent == strides:
         # Windows that tile the image: every value is repeated over its own.
@@ -280,9 +278,9 @@ def _spread(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     # reached (or that stick out) after it. A negative pad cuts.
     size = shape_of(op, image, spatial)
     after = op.Sub(op.Add(size, begin), op.Shape(whole, start=2))
-    dx = op.Pad(whole, op.Concat(op.Neg(begin), after, axis=0), None, op.constant(spatial))
+    dx = op.Pad(whole, vector(op, [0, 0, op.Neg(begin), 0, 0, after]))
     dx.shape = image.shape
-    return dx if image is x else _unpad(op, dx, image, x, n)
+    return dx if image is x else _unpad(op, dx, image)
 
 
 def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
@@ -297,7 +295,7 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
         return _spread(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
     ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
-    image, pads = _padded(op, node, ones, strides, extent, 0.0)
+    image, pads = _padded(op, node, ones, strides, extent)
     if ceil:
         pads = [*pads[:n], *(p + s - 1 for p, s in zip(pads[n:], strides, strict=True))]
     window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import onnx
+import onnx.reference
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
@@ -71,8 +73,34 @@ def arguments(node: ir.Node, count: int) -> list[Any]:
     return [given(node, i) for i in range(count)]
 
 
+def static(value: ir.Value | None, depth: int = 8) -> np.ndarray | None:
+    """The value's content where the graph fixes it: a constant, or integers made of constants."""
+    found = const_array(value)
+    node = value.producer() if value is not None else None
+    if found is not None or node is None or node.domain or not depth or is_float(value):
+        return found
+    if node.op_type == "Shape" and node.inputs[0] is not None:
+        sizes = dims(node.inputs[0])
+        end = node.attributes.get_int("end", None)
+        return None if sizes is None else np.array(sizes[node.attributes.get_int("start", 0) : end])
+    if node.op_type not in _STATIC or len(node.outputs) > 1:
+        return None
+    feeds = {v.name: static(v, depth - 1) for v in node.inputs if v is not None}
+    if any(array is None for array in feeds.values()):
+        return None
+    proto = ir.serde.serialize_node(node)
+    result = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)[0]
+    return np.asarray(result)
+
+
+_STATIC = frozenset(
+    "Add Cast Concat ConstantOfShape Div Expand Gather Identity Mul Neg Reshape Slice Squeeze Sub "
+    "Transpose Unsqueeze".split()
+)
+
+
 def constant_ints(value: ir.Value | None) -> list[int] | None:
-    array = const_array(value)
+    array = static(value)
     return None if array is None else [int(i) for i in array.reshape(-1)]
 
 
@@ -208,6 +236,30 @@ def size_of(op: Any, x: Tensor, axis: int) -> Tensor:
     if size is not None:
         return op.constant(np.int64(size))
     return op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
+
+
+def pad(
+    op: Any, x: Tensor, axes: Sequence[int], before: Sequence[Any], after: Sequence[Any]
+) -> Tensor:
+    """Zeros around some axes; amounts are numbers or int64 vectors of one, negative ones cut.
+
+    Never by Pad's own `axes` input: where onnxruntime (1.31) moves a Transpose past such a Pad, it
+    permutes the amounts as if there were one for every axis.
+    """
+    whole: list[Any] = [0] * (2 * rank(x))
+    for axis, low, high in zip(axes, before, after, strict=True):
+        whole[axis % rank(x)], whole[axis % rank(x) + rank(x)] = low, high
+    if all(isinstance(size, int) and size == 0 for size in whole):
+        return x
+    return op.Pad(x, vector(op, whole))
+
+
+def pieces(op: Any, vector: Tensor, count: int) -> list[Tensor]:
+    """A vector's entries as vectors of one; numbers where it is constant."""
+    known = constant_ints(vector)
+    if known is not None:
+        return list(known)
+    return [op.Slice(vector, [i], [i + 1], [0]) for i in range(count)]
 
 
 def norm_axis(axis: int, value: ir.Value) -> int:

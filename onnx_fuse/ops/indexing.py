@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import const_array
 from onnx_fuse.ops.derive import (
     Values,
     dim,
     no_grad,
     norm_axis,
     output,
+    pad,
     rank,
     reshape,
     reshape_like,
+    static,
     text,
     to_like,
     zeros_like,
@@ -29,26 +30,19 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, indices), dy = node.inputs, dys[0]
     assert x is not None and indices is not None and dy is not None
     axis = node.attributes.get_int("axis", 0)
-    one = const_array(indices)
-    if one is not None and one.size == 1:
-        if one.ndim > 1:
-            return [_scatter_axis(op, x, indices, dy, axis)]
+    one = static(indices)
+    if one is not None and one.size == 1 and one.ndim < 2 and x.shape is not None:
         index = int(one.reshape(-1)[0])
         row = op.Unsqueeze(dy, op.constant([axis])) if one.ndim == 0 else dy
-        size = dim(x, axis) if x.shape is not None else None
-        rest: Any
+        axis, size = norm_axis(axis, x), dim(x, axis)
         if size is not None:
-            index %= size
-            pads = op.constant([index, size - 1 - index])
+            before, after = index % size, size - 1 - index % size
         else:
-            start = axis
             rest = op.Sub(
-                op.Shape(x, start=start, end=start + 1 if start != -1 else None),
-                abs(index) if index < 0 else index + 1,
+                op.Shape(x, start=axis, end=axis + 1), index + 1 if index >= 0 else -index
             )
-            around = [[index], rest] if index >= 0 else [rest, [-1 - index]]
-            pads = op.Concat(*around, axis=0)
-        return [op.Pad(row, pads, None, op.constant([axis]))]
+            before, after = (index, rest) if index >= 0 else (rest, -1 - index)
+        return [pad(op, row, [axis], [before], [after])]
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
         last = op.Unsqueeze(indices, op.constant([-1]))
         return [op.ScatterND(zeros_like(op, x), last, dy, reduction="add")]

@@ -18,6 +18,7 @@ from onnx_fuse.ops.derive import (
     norm_axis,
     arguments,
     output,
+    pad,
     rank,
     reshape,
     reshape_like,
@@ -226,7 +227,7 @@ def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Valu
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
 
     def window(value: ir.Value, low: int, high: int) -> ir.Value:
-        padded = op.Pad(value, op.constant([low, high]), None, op.constant([1]))
+        padded = pad(op, value, [1], [low], [high])
         channels = op.Shape(x, start=1, end=2)
         total = None
         for k in range(low + high + 1):

@@ -17,6 +17,8 @@ from onnx_fuse.ops.derive import (
     ints,
     no_grad,
     norm_axis,
+    pad,
+    pieces,
     present,
     rank,
     reshape,
@@ -26,6 +28,7 @@ from onnx_fuse.ops.derive import (
     sizes_of,
     table,
     text,
+    to_type,
     vector,
 )
 from onnx_fuse.ops.opdef import OpDef, register
@@ -76,7 +79,12 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
     mode = text(node, "mode", "constant")
     axes = given(node, 3)
     if mode == "constant":
-        dx = op.Pad(dy, op.Neg(pads), None, axes)
+        found = constant_ints(axes)
+        if axes is None or found is None:
+            dx = op.Pad(dy, op.Neg(pads), None, axes)
+        else:
+            cut = pieces(op, op.Neg(pads), 2 * len(found))
+            dx = pad(op, dy, found, cut[: len(found)], cut[len(found) :])
         fill = given(node, 2)
         if fill is None:
             return [dx]
@@ -157,53 +165,35 @@ def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
     axes = [norm_axis(a, x) if a < 0 else a for a in axes]
     if (steps is None and steps_value is not None) or any(s != 1 for s in steps or ()):
         return [_slice_steps(op, node, x, dy, axes)]
-    return [_slice_pad(op, node, x, y, dy, axes, starts, ends)]
-
-
-def _slice_pad(
-    op: Any,
-    node: ir.Node,
-    x: ir.Value,
-    y: ir.Value,
-    dy: ir.Value,
-    axes: list[int],
-    starts: list[int] | None,
-    ends: list[int] | None,
-) -> ir.Value:
-    if starts is not None and ends is not None:
-        pads = [_static_pads(x, y, a, s, e) for a, s, e in zip(axes, starts, ends, strict=True)]
-        known = [p for p in pads if p is not None]
-        if len(known) == len(pads):
-            if not any(b or e for b, e in known):
-                return dy
-            return op.Pad(
-                dy,
-                op.constant([b for b, _ in known] + [e for _, e in known]),
-                None,
-                op.constant(axes),
-            )
-    whole, part = shape_of(op, x, axes), shape_of(op, y, axes)
-    if starts is not None and all(s >= 0 for s in starts):
-        begin = op.Min(op.constant(starts), whole)
-    else:
-        start = node.inputs[1] if starts is None else op.constant(starts)
-        if start.dtype != ir.DataType.INT64:
-            start = op.Cast(start, to=int(ir.DataType.INT64))
-        start = op.Where(op.Less(start, 0), op.Add(start, whole), start)
-        begin = op.Max(op.Min(start, whole), 0)
-    end = op.Sub(op.Sub(whole, begin), part)
-    return op.Pad(dy, op.Concat(begin, end, axis=0), None, op.constant(axes))
+    before, after = [], []
+    for i, axis in enumerate(axes):
+        start = starts[i] if starts is not None else None
+        known = _static_pads(x, y, axis, start, ends[i] if ends is not None else None)
+        if known is None:
+            whole, part = shape_of(op, x, [axis]), shape_of(op, y, [axis])
+            if start is not None and start >= 0:
+                begin = op.Min(op.constant([start]), whole)
+            else:
+                first = pieces(op, node.inputs[1], len(axes))[i]
+                first = op.constant([first]) if isinstance(first, int) else first
+                first = to_type(op, first, ir.DataType.INT64)
+                first = op.Where(op.Less(first, 0), op.Add(first, whole), first)
+                begin = op.Max(op.Min(first, whole), 0)
+            known = begin, op.Sub(op.Sub(whole, begin), part)
+        before.append(known[0])
+        after.append(known[1])
+    return [pad(op, dy, axes, before, after)]
 
 
 def _static_pads(
-    x: ir.Value, y: ir.Value, axis: int, start: int, end: int
-) -> tuple[int, int] | None:
+    x: ir.Value, y: ir.Value, axis: int, start: int | None, end: int | None
+) -> tuple[Any, Any] | None:
     """Zeros before and after the slice, where they don't depend on a dynamic size."""
     size, cut = dim(x, axis), dim(y, axis)
-    if size is not None and cut is not None:
+    if start is not None and size is not None and cut is not None:
         begin = min(max(start + size if start < 0 else start, 0), size)
         return begin, size - begin - cut
-    if start == 0 and end >= 2**31 - 1:
+    if start == 0 and end is not None and end >= 2**31 - 1:
         return 0, 0
     return None
 

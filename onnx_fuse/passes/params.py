@@ -35,7 +35,11 @@ def parts(value: ir.Value) -> tuple[int | None, list[Part]]:
     """(axis, parts) of a packed initializer; of any other, itself as the only part."""
     record = json.loads(value.metadata_props.get(PACKED, "null"))
     if record is None:
-        shape = value.shape.numpy() if value.shape is not None else ()
+        # the data knows its shape even where inference has put a symbol for it
+        tensor = value.const_value
+        shape = tuple(tensor.shape.numpy()) if tensor is not None else ()
+        if tensor is None and value.shape is not None:
+            shape = value.shape.numpy()
         return None, [Part(value.name or "", shape, None)]
     found = [
         Part(p["name"], tuple(p["shape"]), tuple(p["perm"]) if p["perm"] else None)
