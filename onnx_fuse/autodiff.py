@@ -503,11 +503,14 @@ def gradient(
     model = load(model)
     graph = model.graph
     infer_shapes(model)
-    holders = {part.name: v for v in trainable(model) for part in parts(v)[1]}
-    holders.update({str(v.name): v for v in graph.inputs if is_float(v)})
+    holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
+    for v in trainable(model):
+        for part in parts(v)[1]:
+            holders.setdefault(part.name, []).append(v)
+    holders.update({str(v.name): [v] for v in graph.inputs if is_float(v)})
     targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
     if wrt is None:
-        targets = [name for name in targets if holders[name].is_initializer()]
+        targets = [name for name in targets if holders[name][0].is_initializer()]
     for name in targets:
         if name not in holders:
             raise UsageError(_unknown(graph, name))
@@ -522,7 +525,7 @@ def gradient(
                 dy = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
                 dys[y] = dy
                 graph.inputs.append(dy)
-    values = list(dict.fromkeys(holders[name] for name in targets))
+    values = list(dict.fromkeys(v for name in targets for v in holders[name]))
     found = backward(model, dys, values, strict=wrt is not None)
     op = Emitter(model)
     grads: dict[str, tuple[ir.Value, ir.Value]] = {}
@@ -530,7 +533,8 @@ def gradient(
         if x.name in found:
             packed = x.is_initializer()
             own = unpack_values(op, x, found[x.name]) if packed else {x.name: found[x.name]}
-            grads.update({name: (g, x) for name, g in own.items()})
+            for name, g in own.items():
+                grads[name] = (op.Add(grads[name][0], g) if name in grads else g, x)
     for name in targets:
         if name in grads:
             g, x = grads[name]

@@ -229,7 +229,8 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         inputs, attributes = list(norm.affine), {**norm.attributes, **attributes}
     w = site.w
     if site.transposed:
-        w = rw.pack([w], [1, 0], None, f"{w.name}.T") if is_initializer(w) else op.Transpose(w)
+        packs = is_initializer(w) and not _is_shared(rw, w)
+        w = rw.pack([w], [1, 0], None, f"{w.name}.T") if packs else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
     name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
@@ -306,6 +307,8 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         widths.append(dim(w, 1) or 0)
     if len(set(weights)) < len(weights) or 0 in widths:
         return False
+    if any(_is_shared(rw, v) for v in (*weights, *(c for c in biases if c is not None))):
+        return False
     op = Builder()
     stem = "+".join(str(w.name) for w in weights)
     w = rw.pack(weights, None, 1, stem)
@@ -341,6 +344,12 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         if not peer.outputs[0].uses() and peer.graph is not None:
             peer.graph.remove(peer, safe=True)
     return True
+
+
+def _is_shared(rw: Rewriter, value: ir.Value) -> bool:
+    """Whether packing a copy of a parameter would untie it from its other uses in training."""
+    trained = rw.training and is_initializer(value) and scalar(value) is None
+    return trained and (len(value.uses()) > 1 or value.is_graph_output())
 
 
 def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
