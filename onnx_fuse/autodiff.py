@@ -17,11 +17,28 @@ from onnx_fuse.ir import FUSE, Builder, Model, fused_function, infer_shapes, loa
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
+from onnx_fuse.ops.rewrite import CONSTANT
 from onnx_fuse.passes.params import parts, unpack_values
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
 # back; all other rules answer in the shape of the input.
-ELEMENTWISE = frozenset("Add Sub Mul Div Pow Mod Max Min Sum Mean Where PRelu Expand".split())
+ELEMENTWISE = frozenset(
+    [
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Mod",
+        "Max",
+        "Min",
+        "Sum",
+        "Mean",
+        "Where",
+        "PRelu",
+        "Expand",
+    ]
+)
 MATRIX = frozenset(("MatMul", "Gemm"))
 
 
@@ -209,7 +226,7 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
         return fused_function(node.op_type, opset)
     if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return None
-    schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)
     if schema.has_function:
         versions = [v for v in schema.function_opset_versions if v <= opset]
         data = schema.get_function_with_opset_version(max(versions)) if versions else None
@@ -482,8 +499,12 @@ def attach_loss(
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:
-    """The float initializers, in order: what `wrt` means where nothing is said."""
-    return [v for v in model.graph.initializers.values() if v.dtype and is_float(v)]
+    """The float initializers that are the model's own: what `wrt` means where nothing is said."""
+    return [
+        v
+        for v in model.graph.initializers.values()
+        if v.dtype and is_float(v) and CONSTANT not in v.metadata_props
+    ]
 
 
 def gradient(

@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 from cases import FUSION_CASES, NEWEST_OPSET, FusionCase, RealCase, real_cases
 
+from onnx_fuse import autodiff, passes
 from onnx_fuse import ir as fir
-from onnx_fuse import passes
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.rewrite import through_row_views, users
@@ -180,10 +180,39 @@ def test_constants_are_compared_exactly() -> None:
 def test_packed_weights_remember_their_origin() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
     model = fir.load(case.model())
-    passes.optimize(model, training=True)
+    passes.optimize(model)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     weight = node.inputs[3]
     assert weight is not None
     record = json.loads(weight.metadata_props["onnx_fuse.packed"])
     assert [p["name"] for p in record["parts"]] == ["w", "w1", "w2"]
     assert not users(model.graph.initializers["w"]) if "w" in model.graph.initializers else True
+
+
+def test_tied_weights_stay_tied_in_training() -> None:
+    """A weight two Gemms read is packed by nodes: as two copies it would part ways."""
+    model = fir.text_model(
+        """agraph (float[N,8] x, float[8,8] w, float[8] c) => (float[N,8] y) {
+          a = Gemm <transB = 1> (x, w, c)
+          h = Relu (a)
+          b = Gemm <transB = 1> (h, w, c)
+          y = Tanh (b)
+        }"""
+    )
+    rng = np.random.default_rng(0)
+    for value in list(model.graph.inputs[1:]):
+        array = rng.standard_normal(value.shape.numpy()).astype(np.float32)
+        value.const_value = ir.tensor(array, name=value.name)
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+    feeds = {"x": rng.standard_normal((3, 8)).astype(np.float32)}
+    expected = run(fir.load(model), feeds)
+    for training, transposes in ((False, 0), (True, 1)):
+        fused = fir.load(model)
+        passes.optimize(fused, training=training)
+        assert fused_ops(fused) == ["GemmRelu", "GemmTanh"]
+        assert sum(n.op_type == "Transpose" for n in fused.graph) == transposes
+        assert_close(run(fused, feeds), expected)
+        gradients = autodiff.gradient(fused)
+        names = [o.name for o in gradients.graph.outputs if o.name.endswith(".grad")]
+        assert sorted(names) == ["c.grad", "w.grad"]

@@ -20,6 +20,9 @@ from onnx_fuse.ir import Builder, const_array, unique_name
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `passes.params`."""
+CONSTANT = "onnx_fuse.constant"
+"""metadata key of an initializer that is no parameter of the model: a pass made it, or it was the
+value of a Constant node."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ class Rewriter:
             if held is not None and held.dtype == array.dtype and np.array_equal(held, array):
                 return existing
         name = unique_name(self.graph, key)
-        return self._register(name, array)
+        value = self._register(name, array)
+        value.metadata_props[CONSTANT] = "1"
+        return value
 
     def _register(self, name: str, array: np.ndarray) -> ir.Value:
         tensor = ir.tensor(array, name=name)
@@ -123,9 +128,21 @@ class Rewriter:
         return self.initializer(stem, np.zeros(shape, dtype))
 
     def pack(
-        self, parts: Sequence[ir.Value], perm: Sequence[int] | None, axis: int | None, stem: str
+        self,
+        op: Builder,
+        parts: Sequence[ir.Value],
+        perm: Sequence[int] | None,
+        axis: int | None,
+        stem: str,
     ) -> ir.Value:
-        """concat(axis, [transpose(part, perm)]) as a new initializer that remembers its parts."""
+        """concat(axis, [transpose(part, perm)]) as a new initializer that remembers its parts.
+
+        In training, a part with other readers stays where it is and is packed by nodes: two copies
+        of a tied parameter would part ways at the first update.
+        """
+        if self.training and any(len(users(part)) > 1 for part in parts):
+            moved = [part if perm is None else op.Transpose(part, perm=perm) for part in parts]
+            return typed(moved[0] if axis is None else op.Concat(*moved, axis=axis), parts[0])
         entries: list[dict[str, object]] = []
         arrays = []
         for part in parts:
@@ -146,10 +163,8 @@ class Rewriter:
             if value.metadata_props.get(PACKED) == record:
                 return value
         packed = np.ascontiguousarray(arrays[0]) if axis is None else np.concatenate(arrays, axis)
-        value = self.initializer(stem, packed)
-        if PACKED in value.metadata_props or value.uses():
-            # The same bytes under another origin: a second initializer, or training would tie them.
-            value = self._register(unique_name(self.graph, value.name or stem), packed)
+        # Always a new one: sharing equal bytes of another origin would tie them in training.
+        value = self._register(unique_name(self.graph, f"const.{stem}"), packed)
         value.metadata_props[PACKED] = record
         return value
 

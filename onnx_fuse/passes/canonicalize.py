@@ -14,7 +14,7 @@ from onnx_fuse.ir import (
     quiet,
     training_mode_kept,
 )
-from onnx_fuse.ops.rewrite import attribute, dim, is_float, made_by, rank, scalar, users
+from onnx_fuse.ops.rewrite import CONSTANT, attribute, dim, is_float, made_by, rank, scalar, users
 
 FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
 
@@ -176,7 +176,10 @@ def shape_of_source(model: ir.Model) -> None:
 
 
 def _lift_constants(model: ir.Model) -> None:
+    before = set(model.graph.initializers)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    for name in set(model.graph.initializers) - before:
+        model.graph.initializers[name].metadata_props[CONSTANT] = "1"
 
 
 def fold_batch_norm(model: ir.Model) -> int:

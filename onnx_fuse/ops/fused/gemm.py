@@ -32,6 +32,7 @@ from onnx_fuse.ops.fused.norm import (
 )
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
+    PACKED,
     Rewriter,
     Rule,
     attribute,
@@ -230,7 +231,7 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     w = site.w
     if site.transposed:
         packs = is_initializer(w) and not _is_shared(rw, w)
-        w = rw.pack([w], [1, 0], None, f"{w.name}.T") if packs else op.Transpose(w)
+        w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if packs else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
     name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
@@ -307,11 +308,15 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         widths.append(dim(w, 1) or 0)
     if len(set(weights)) < len(weights) or 0 in widths:
         return False
+    biased = [c is not None and scalar(c) != 0 for c in biases]
+    if rw.training and any(biased) and not all(biased):
+        # The zeros that stand for an absent bias would be trained, and could not be saved.
+        return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
     if any(_is_shared(rw, v) for v in (*weights, *(c for c in biases if c is not None))):
         return False
     op = Builder()
     stem = "+".join(str(w.name) for w in weights)
-    w = rw.pack(weights, None, 1, stem)
+    w = rw.pack(op, weights, None, 1, stem)
     signatures = {
         (n.op_type, tuple(sorted((k, v.value) for k, v in n.attributes.items()))) for n in family
     }
@@ -320,7 +325,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         y = op.MatMul(parts[2][0], w)
         name = "MatMul"
     else:
-        c = _merged_bias(rw, biases, widths, weights[0], stem)
+        c = _merged_bias(op, rw, biases, widths, weights[0], stem)
         name = f"{parts[0]}Gemm{act}"
         kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
         y = op.node(name, [*parts[2], w, c], domain=FUSE, **kept)
@@ -373,10 +378,11 @@ def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
 
 
 def _packed_many(value: ir.Value) -> bool:
-    return '"axis": null' not in value.metadata_props.get("onnx_fuse.packed", '"axis": null')
+    return '"axis": null' not in value.metadata_props.get(PACKED, '"axis": null')
 
 
 def _merged_bias(
+    op: Builder,
     rw: Rewriter,
     biases: Sequence[ir.Value | None],
     widths: Sequence[int],
@@ -390,7 +396,7 @@ def _merged_bias(
         c if c is not None and rank(c) == 1 else rw.zeros(like, n)
         for c, n in zip(biases, widths, strict=True)
     ]
-    return rw.pack(parts, None, 0, f"{stem}.bias")
+    return rw.pack(op, parts, None, 0, f"{stem}.bias")
 
 
 # ---- the norm's other readers ----------------------------------------------------------------
