@@ -55,9 +55,13 @@ class InferenceSession:
         run_options: Any = None,
     ) -> list[Any]:
         """The outputs named (None or empty: all), in that order; feeds may be any DLPack object."""
-        feeds = {name: _host(value) for name, value in input_feed.items()}
         if self._executable is None:
+            feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
+        feeds = {
+            name: self._executable.adopt(value) if _on_gpu(value) else _host(value)
+            for name, value in input_feed.items()
+        }
         feeds = checked_feeds(self._session.get_inputs(), feeds)
         known = [v.name for v in self._session.get_outputs()]
         names = list(output_names or known)
@@ -65,6 +69,17 @@ class InferenceSession:
             if name not in known:
                 raise _invalid(f"Invalid output name:{name}")
         return list(self._executable.run(names, feeds))
+
+    def io_binding(self) -> Any:
+        """Inputs and outputs by place, with onnxruntime's methods; on "cuda" they may stay there."""
+        return (self._executable or self._session).io_binding()
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        """Run on what is bound; `iobinding.get_outputs()` has the results."""
+        if self._executable is None:
+            self._session.run_with_iobinding(iobinding, run_options)
+        else:
+            self._executable.run_with_iobinding(iobinding)
 
     def get_providers(self) -> list[str]:
         if self.device == "cuda":
@@ -104,6 +119,12 @@ def _host(value: Any) -> Any:
     return np.from_dlpack(value)
 
 
+def _on_gpu(value: Any) -> bool:
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+        return hasattr(value, "__cuda_array_interface__")
+    return int(value.__dlpack_device__()[0]) == 2  # kDLCUDA
+
+
 def checked_feeds(inputs: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The feeds as arrays, checked against the inputs and refused in onnxruntime's own words."""
     required = [v.name for v in inputs]
@@ -119,7 +140,7 @@ def checked_feeds(inputs: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, 
     for value in inputs:
         expected = value.type.removeprefix("tensor(").removesuffix(")")
         array = feeds[value.name]
-        if not isinstance(array, np.ndarray):
+        if not hasattr(array, "dtype"):
             array = np.asarray(array, dtype=_numpy_dtype(expected))
         actual = _onnx_name(array.dtype)
         if actual != expected:

@@ -15,8 +15,8 @@ import onnxruntime
 
 from onnx_fuse.kernels.pointwise import Expression
 from onnx_fuse.llir import Program, Tensor
-from onnx_fuse.runtime.executable import dtype_of
 from onnx_fuse.runtime.plan import Plan, plan
+from onnx_fuse.runtime.tensor import dtype_of
 
 _ERF = np.vectorize(math.erf, otypes=[float])
 

@@ -27,20 +27,12 @@ from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned, plan
 from onnx_fuse.runtime.schedule import Segment, segments
+from onnx_fuse.runtime.tensor import Binding, DeviceTensor, adopt, dtype_of
 
 INSTANCES = 32
 """Shape keys kept; the least recently used goes first."""
 KEEP_BYTES = 4 << 30
 """Instances beyond the current one are dropped while all of them hold more than this."""
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy dtype of a problem.ITEMSIZE name."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 class Executable:
@@ -77,13 +69,43 @@ class Executable:
         self._warned: set[str] = set()
         self._deciding: list[str] = []  # feeds whose values decide about shapes
 
-    def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[np.ndarray]:
-        """The outputs named (None: all but state), as arrays; feeds are arrays or device tensors."""
+    def run(
+        self, names: Sequence[str] | None, feeds: Mapping[str, Any], *, on_device: bool = False
+    ) -> list[Any]:
+        """The outputs named (None: all but state), as arrays, or as DeviceTensors if `on_device`.
+
+        Feeds are arrays, or GPU tensors of any library that has DLPack or the CUDA array interface.
+        """
         with self._lock:
-            instance = self.instance(feeds)
-            instance.feed(feeds)
+            device.start(self.device_id)
+            adopted = self._adopted(feeds)
+            instance = self.instance(adopted)
+            instance.feed(adopted)
             instance.launch()
-            return instance.fetch(names)
+            return instance.keep(names) if on_device else instance.fetch(names)
+
+    def adopt(self, value: Any) -> np.ndarray | DeviceTensor:
+        """A feed as an array, or as the GPU tensor it is."""
+        return adopt(value, self.stream.handle)
+
+    def _adopted(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.adopt(value) for name, value in feeds.items()}
+
+    def io_binding(self) -> Binding:
+        """What `run_with_iobinding` takes."""
+        return Binding([v.name or "" for v in self.model.graph.outputs], self.device_id)
+
+    def run_with_iobinding(self, binding: Binding) -> None:
+        """Run on what is bound; the results are the binding's."""
+        names = list(binding.targets)
+        kept = [n for n in names if binding.targets[n] == "cuda"]
+        with self._lock:
+            fetched = self.run([n for n in names if n not in kept], binding.feeds)
+            values = dict(zip([n for n in names if n not in kept], fetched, strict=True))
+            if kept:
+                made = self.instance(self._adopted(binding.feeds))
+                values |= zip(kept, made.keep(kept), strict=True)
+        binding.results = [values[n] for n in names]
 
     def instance(self, feeds: Mapping[str, Any]) -> Instance:
         """The instance for the shapes and dtypes of `feeds`, made if need be."""
@@ -383,6 +405,25 @@ class Instance:
                 found.append((call, min(times) / 20))
         return found
 
+    def keep(self, names: Sequence[str] | None = None) -> list[Any]:
+        """The outputs named, in memory of their own on the GPU; an array where it is known."""
+        known, stream = dict(self.program.outputs), self.owner.stream
+        wanted = list(known) if names is None else names
+        results: list[Any] = []
+        for name in wanted:
+            value = known[name]
+            if not isinstance(value, Tensor):
+                results += self.fetch([name])
+                continue
+            memory = device.Memory(value.nbytes, f"output {name}")
+            if value.nbytes:
+                stream.move(memory.address, self.address[value.buffer], value.nbytes)
+            results.append(
+                DeviceTensor(memory.address, value.shape, value.dtype, self.owner.device_id, memory)
+            )
+        stream.wait(self._describe())
+        return results
+
     def fetch(self, names: Sequence[str] | None = None) -> list[np.ndarray]:
         """The outputs named (None: all but state), after waiting for them."""
         program, stream = self.program, self.owner.stream
@@ -391,7 +432,7 @@ class Instance:
             stream.download(self._pinned_out.address, self.memory.address + start, span)
         stream.wait(self._describe())
         found: dict[str, Any] = dict(self._run_tail()) if program.tail is not None else {}
-        wanted = names or [n for n, _ in program.outputs if n not in self.owner.state]
+        wanted = list(names) if names is not None else [n for n, _ in program.outputs if n not in self.owner.state]
         known = dict(program.outputs)
         results = []
         for name in wanted:
@@ -427,19 +468,11 @@ def _tensor(shape: Sequence[int], dtype: str) -> Tensor:
     return Tensor(-1, dtype, tuple(shape), dense_strides(shape))
 
 
-def signature(value: Any) -> tuple[tuple[int, ...], str]:
-    """(shape, dtype) of a feed: an array, or an object with __cuda_array_interface__."""
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.name
-    interface = value.__cuda_array_interface__
-    return tuple(interface["shape"]), np.dtype(interface["typestr"]).name
+def signature(value: np.ndarray | DeviceTensor) -> tuple[tuple[int, ...], str]:
+    """(shape, dtype) of a feed."""
+    return value.shape, value.dtype.name
 
 
-def device_pointer(value: Any) -> int | None:
+def device_pointer(value: np.ndarray | DeviceTensor) -> int | None:
     """Address of a feed that stands on the device, None for an array."""
-    if isinstance(value, np.ndarray):
-        return None
-    interface = value.__cuda_array_interface__
-    if interface.get("strides") is not None:
-        raise UsageError("a device tensor that is fed must be contiguous")
-    return int(interface["data"][0])
+    return value.address if isinstance(value, DeviceTensor) else None

@@ -1,0 +1,32 @@
+"""Tests here need an NVIDIA GPU, and are skipped where there is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from onnx_fuse.errors import DeviceError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def _missing() -> str:
+    """Why no GPU can be used, empty where one can."""
+    from onnx_fuse.runtime import device
+
+    try:
+        device.start()
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    reason = _missing() if here else ""
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))

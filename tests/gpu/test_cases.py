@@ -1,0 +1,93 @@
+"""Real exported graphs on the GPU: outputs, gradients, training curves; the same bits twice."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from cases import RealCase, real_cases
+from onnx_fuse import autodiff, optim, passes, train
+from onnx_fuse.session import load
+
+CASES = {case.name: case for case in real_cases()}
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    """A node that runs on onnxruntime would test nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def executable(model):
+    from onnx_fuse.runtime.executable import Executable
+
+    return Executable(model)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["as exported", "fused"])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs(name: str, fused: bool) -> None:
+    case: RealCase = CASES[name]
+    model = load(case.path)
+    if fused:
+        passes.optimize(model)
+    runner = executable(model)
+    for feeds, expected in case.feeds:
+        got, again = runner.run(list(expected), feeds), runner.run(list(expected), feeds)
+        for y, twice, want in zip(got, again, expected.values(), strict=True):
+            assert y.tobytes() == twice.tobytes()
+            np.testing.assert_allclose(y, want, rtol=0, atol=1e-4 * max(1, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    case: RealCase = CASES[name]
+    model = autodiff.gradient(case.path)
+    inputs, outputs = case.feeds[0]
+    first, *rest = (n for n in (v.name for v in model.graph.inputs) if n.endswith(".grad"))
+    cotangent = case.arrays["cotangent"]
+    feeds = {n: a for n, a in inputs.items() if n in {v.name for v in model.graph.inputs}}
+    feeds[first] = (cotangent / cotangent.size).astype(np.float32)
+    feeds |= {n: np.zeros_like(outputs[n.removesuffix(".grad")]) for n in rest}
+    names = [f"{n}.grad" for n in case.gradients]
+    runner = executable(model)
+    got, again = runner.run(names, feeds), runner.run(names, feeds)
+    for name_, y, twice, want in zip(names, got, again, case.gradients.values(), strict=True):
+        assert y.tobytes() == twice.tobytes(), name_
+        # gradients that are zero up to rounding have an absolute floor
+        bound = max(1e-3 * np.abs(want).max(), 1e-7)
+        np.testing.assert_allclose(y, want, rtol=0, atol=bound, err_msg=name_)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["", "clipped"])
+@pytest.mark.parametrize("name", ["mlp_ln__ts17", "bert__ts13", "resnet_train__ts17"])
+def test_training_follows_the_portable_backend(name: str, clip: float | None) -> None:
+    case: RealCase = CASES[name]
+    inputs, outputs = case.feeds[0]
+    shape = next(iter(outputs.values())).shape
+    rng = np.random.default_rng(0)
+    batches = [
+        {**inputs, "labels": rng.standard_normal(shape).astype(np.float32)} for _ in range(5)
+    ]
+
+    def run(device: str) -> tuple[list[float], dict[str, np.ndarray]]:
+        trainer = train.Trainer(
+            case.path,
+            loss="mse",
+            optimizer=optim.AdamW(lr=1e-3),
+            clip_norm=clip,
+            device=device,
+        )
+        return [trainer.step(batch) for batch in batches], trainer.weights()
+
+    losses, _ = run("cpu")
+    first, weights = run("cuda")
+    second, same = run("cuda")
+    np.testing.assert_allclose(first, losses, rtol=1e-4)
+    assert first == second
+    for key, array in weights.items():
+        assert array.tobytes() == same[key].tobytes(), key

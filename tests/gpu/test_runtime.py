@@ -1,0 +1,249 @@
+"""The runtime on the GPU: sessions, shape keys, bindings, device tensors, state, faults."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import test_lower
+from onnx_fuse import InferenceSession, ir, optim, train
+from onnx_fuse.errors import CheckFailed, DeviceError
+from onnx_fuse.kernels import pointwise
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime import executable as module
+from onnx_fuse.runtime.executable import Executable
+
+CHAIN = "agraph (float[N,16] x, float[16] b) => (float[N,16] y) { s = Add(x, b) y = Tanh(s) }"
+
+
+def feeds_of(rows: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(rows)
+    return {
+        "x": rng.standard_normal((rows, 16)).astype(np.float32),
+        "b": rng.standard_normal(16).astype(np.float32),
+    }
+
+
+def expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    return np.tanh(feeds["x"] + feeds["b"])
+
+
+@pytest.mark.parametrize("name", test_lower.GRAPHS)
+@pytest.mark.filterwarnings("ignore:runs on onnxruntime")
+def test_graphs_of_the_lowering_tests(name: str) -> None:
+    text, feeds = test_lower.GRAPHS[name]
+    model = ir.text_model(text)
+    want = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, feeds)
+    for got, array in zip(Executable(model).run(None, feeds), want, strict=True):
+        assert got.dtype == array.dtype
+        np.testing.assert_allclose(got, array, rtol=1e-5, atol=1e-6)
+
+
+UNARY = [
+    name
+    for name in pointwise.TABLE
+    if ("", name) in pointwise.LOWERINGS
+    and "{1}" not in pointwise.TABLE[name]
+    and name not in ("BitwiseNot", "Not", "Iota")
+]
+
+
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+@pytest.mark.parametrize("size", [1, 7, 8, 4099])
+def test_unary_ops_match_onnxruntime(dtype: str, size: int) -> None:
+    """One graph with every unary op; sizes around the vector width."""
+    names = {"float": np.float32, "double": np.float64, "float16": np.float16}
+    x = np.random.default_rng(size).uniform(0.1, 0.9, size).astype(names[dtype])
+    outputs, nodes, kept = [], [], []
+    for op in UNARY:
+        kind = "bool" if op in pointwise.COMPARES else dtype
+        text = f"agraph ({dtype}[N] x) => ({kind}[N] y) {{ y = {op}(x) }}"
+        try:
+            session = onnxruntime.InferenceSession(
+                ir.to_proto(ir.text_model(text)).SerializeToString()
+            )
+            outputs.append(session.run(None, {"x": x})[0])
+        except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
+            continue  # onnxruntime's CPU has no such kernel: nothing to compare with
+        kept.append(f"{kind}[N] y_{op}")
+        nodes.append(f"y_{op} = {op}(x)")
+    text = f"agraph ({dtype}[N] x) => ({', '.join(kept)}) {{ {' '.join(nodes)} }}"
+    got = Executable(ir.text_model(text)).run(None, {"x": x})
+    tolerance = {"float": 2e-6, "double": 1e-12, "float16": 2e-3}[dtype]
+    for label, y, want in zip(kept, got, outputs, strict=True):
+        np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance, err_msg=label)
+
+
+def test_session_runs_other_shapes_through_other_instances(tmp_path) -> None:
+    session = InferenceSession(ir.to_proto(ir.text_model(CHAIN)), device="cuda")
+    for rows in (1, 5, 1, 64):
+        feeds = feeds_of(rows)
+        np.testing.assert_allclose(session.run(None, feeds)[0], expected(feeds), atol=1e-6)
+
+
+def test_instances_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(module, "INSTANCES", 3)
+    runner = Executable(ir.text_model(CHAIN))
+    for rows in range(1, 8):
+        feeds = feeds_of(rows)
+        np.testing.assert_allclose(runner.run(None, feeds)[0], expected(feeds), atol=1e-6)
+    assert len(runner._instances) == 3
+    assert runner.release_memory() > 0
+    np.testing.assert_allclose(runner.run(None, feeds)[0], expected(feeds), atol=1e-6)
+
+
+def test_a_feed_that_decides_about_shapes_joins_the_key() -> None:
+    text = "agraph (float[6] x, int64[2] s) => (float[A,B] y) { e = Exp(x) y = Reshape(e, s) }"
+    runner, x = Executable(ir.text_model(text)), np.arange(6, dtype=np.float32)
+    for shape in ([2, 3], [3, 2], [-1, 6], [2, 3]):
+        (y,) = runner.run(None, {"x": x, "s": np.array(shape)})
+        np.testing.assert_allclose(y, np.exp(x).reshape(shape), rtol=1e-6)
+
+
+def test_graph_and_single_launches_agree(monkeypatch) -> None:
+    feeds = feeds_of(33)
+    captured = Executable(ir.text_model(CHAIN)).run(None, feeds)[0]
+    monkeypatch.setenv("ONNX_FUSE_GRAPH", "0")
+    assert Executable(ir.text_model(CHAIN)).run(None, feeds)[0].tobytes() == captured.tobytes()
+
+
+def test_two_sessions_in_threads() -> None:
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            runner = Executable(ir.text_model(CHAIN))
+            for rows in (seed, seed + 3, seed):
+                feeds = feeds_of(rows)
+                np.testing.assert_allclose(runner.run(None, feeds)[0], expected(feeds), atol=1e-6)
+        except BaseException as error:  # noqa: BLE001 - reported by the test's own thread
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults, faults
+
+
+def test_outputs_stay_on_the_device_and_come_back_as_feeds() -> None:
+    runner, feeds = Executable(ir.text_model(CHAIN)), feeds_of(9)
+    (y,) = runner.run(None, feeds, on_device=True)
+    np.testing.assert_allclose(y.numpy(), expected(feeds), atol=1e-6)
+    again = {"x": y, "b": feeds["b"]}
+    np.testing.assert_allclose(
+        runner.run(None, again)[0], np.tanh(expected(feeds) + feeds["b"]), atol=1e-6
+    )
+
+
+def test_tensors_of_another_library_in_and_out() -> None:
+    torch = pytest.importorskip("torch")
+    runner, feeds = Executable(ir.text_model(CHAIN)), feeds_of(9)
+    tensors = {name: torch.from_numpy(a).cuda() for name, a in feeds.items()}
+    (y,) = runner.run(None, tensors, on_device=True)
+    for back in (torch.from_dlpack(y), torch.as_tensor(y, device="cuda")):
+        np.testing.assert_allclose(back.cpu().numpy(), expected(feeds), atol=1e-6)
+    session = InferenceSession(ir.to_proto(ir.text_model(CHAIN)), device="cuda")
+    np.testing.assert_allclose(session.run(None, tensors)[0], expected(feeds), atol=1e-6)
+
+
+def test_io_binding() -> None:
+    session, feeds = InferenceSession(ir.to_proto(ir.text_model(CHAIN)), device="cuda"), feeds_of(4)
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_cpu_input(name, array)
+    binding.bind_output("y", "cuda")
+    session.run_with_iobinding(binding)
+    (y,) = binding.get_outputs()
+    assert y.shape == (4, 16)
+    np.testing.assert_allclose(binding.copy_outputs_to_cpu()[0], expected(feeds), atol=1e-6)
+
+
+RANDOM = """agraph () => (float[100000] u, float[100000] n) {
+    u = RandomUniform<low=-1.0, high=3.0, shape=[100000]>()
+    n = RandomNormal<mean=2.0, scale=0.5, shape=[100000]>() }"""
+
+
+def test_random_numbers_are_the_same_in_every_process_and_new_in_every_run() -> None:
+    first, second = (Executable(ir.text_model(RANDOM)) for _ in range(2))
+    u, n = first.run(None, {})
+    assert abs(u.mean() - 1) < 0.02
+    assert u.min() >= -1
+    assert u.max() < 3
+    assert abs(n.mean() - 2) < 0.01
+    assert abs(n.std() - 0.5) < 0.01
+    for a, b in zip((u, n), second.run(None, {}), strict=True):
+        assert a.tobytes() == b.tobytes()
+    for a, b in zip((u, n), first.run(None, {}), strict=True):
+        assert (a != b).mean() > 0.99
+
+
+def test_dropout_keeps_the_mean_and_the_mask_agrees() -> None:
+    text = """agraph (float[N] x) => (float[N] y, bool[N] m) <float r = {0.3}, bool t = {1}>
+    { y, m = Dropout(x, r, t) }"""
+    x = np.ones(100000, np.float32)
+    y, mask = Executable(ir.text_model(text)).run(None, {"x": x})
+    np.testing.assert_allclose(y, mask / np.float32(0.7), rtol=1e-6)
+    assert abs(mask.mean() - 0.7) < 0.01
+
+
+def test_a_step_that_is_not_finite_leaves_the_states() -> None:
+    text = """agraph (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}>
+    { y = MatMul(x, w) }"""
+    trainer = train.Trainer(
+        ir.text_model(text), loss="mse", optimizer=optim.AdamW(), device="cuda"
+    )
+    labels = np.zeros((3, 2), np.float32)
+    trainer.step({"x": np.ones((3, 4), np.float32), "labels": labels})
+    before = trainer.weights()
+    with pytest.raises(CheckFailed):
+        trainer.step({"x": np.full((3, 4), np.inf, np.float32), "labels": labels})
+    after = trainer.weights()
+    assert all(before[k].tobytes() == after[k].tobytes() for k in before)
+
+
+def test_an_update_of_many_tensors_is_one_launch() -> None:
+    names = range(40)
+    weights = ", ".join(f"float[{3 + i},5] w{i}" for i in names)
+    outputs = ", ".join(f"float[{3 + i},5] v{i}" for i in names)
+    nodes = " ".join(f"a{i} = Mul(w{i}, r) v{i} = Sub(w{i}, a{i})" for i in names)
+    model = ir.text_model(f"agraph ({weights}) => ({outputs}) <float r = {{0.25}}> {{ {nodes} }}")
+    feeds = {f"w{i}": np.random.default_rng(i).random((3 + i, 5), np.float32) for i in names}
+    runner = Executable(model)
+    for i, y in enumerate(runner.run(None, feeds)):
+        np.testing.assert_allclose(y, 0.75 * feeds[f"w{i}"], rtol=1e-6)
+    assert len(runner.instance(feeds).program.calls) == 1
+
+
+def test_out_of_memory_says_what_asked_for_how_much() -> None:
+    text = "agraph (float[1,N] x, float[M,1] z) => (float[M,N] y) { y = Add(x, z) }"
+    size = 1 << 20
+    feeds = {"x": np.zeros((1, size), np.float32), "z": np.zeros((size, 1), np.float32)}
+    runner = Executable(ir.text_model(text))
+    with pytest.raises(DeviceError, match=r"4,398,\d+,\d+,\d+ bytes.*lower the batch"):
+        runner.run(None, feeds)
+    small = {"x": np.ones((1, 8), np.float32), "z": np.ones((4, 1), np.float32)}
+    np.testing.assert_array_equal(runner.run(None, small)[0], np.full((4, 8), 2, np.float32))
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(DeviceError, match="does not exist"):
+        device.start(99)
+
+
+def test_scatter_is_ordered_and_repeatable() -> None:
+    text = """agraph (float[64,8] x, int64[5000,1] i, float[5000,8] u) => (float[64,8] y)
+    { y = ScatterND<reduction="add">(x, i, u) }"""
+    rng = np.random.default_rng(0)
+    x, u = np.zeros((64, 8), np.float32), rng.standard_normal((5000, 8)).astype(np.float32)
+    i = rng.integers(0, 64, (5000, 1))
+    runner = Executable(ir.text_model(text))
+    y = runner.run(None, {"x": x, "i": i, "u": u})[0]
+    want = x.copy()
+    for row, k in enumerate(i[:, 0]):
+        want[k] += u[row]
+    np.testing.assert_array_equal(y, want)
