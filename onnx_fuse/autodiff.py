@@ -23,21 +23,10 @@ from onnx_fuse.passes.params import parts, unpack_values
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
 # back; all other rules answer in the shape of the input.
 ELEMENTWISE = frozenset(
-    [
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Pow",
-        "Mod",
-        "Max",
-        "Min",
-        "Sum",
-        "Mean",
-        "Where",
-        "PRelu",
-        "Expand",
-    ]
+    (
+        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean"),
+        *("Where", "PRelu", "Expand"),
+    )
 )
 MATRIX = frozenset(("MatMul", "Gemm"))
 
@@ -95,7 +84,7 @@ class Emitter(Builder):
                 value.type = value.type or ir.serde.deserialize_type_proto_for_type(found)
                 if value.shape is None:
                     value.shape = ir.serde.deserialize_type_proto_for_shape(found)
-            if value.dtype is None and node.domain:
+            if value.dtype is None and node.domain and like is not None:
                 value.dtype = like
 
     def wants(self, value: ir.Value) -> bool:
@@ -212,10 +201,9 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
                 value.name = ""
         op.adopt(copy)
         made.append(copy)
-    outputs = [values[v] for v in function.outputs[: len(node.outputs)]]
+    outputs = [v for f in function.outputs[: len(node.outputs)] if (v := values[f]) is not None]
     for old, new in zip(node.outputs, outputs, strict=True):
-        assert new is not None
-        new.dtype, new.shape = new.dtype or old.dtype, old.shape or new.shape
+        new.type, new.shape = new.type or old.type, old.shape or new.shape
     ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, outputs)
     return made
 

@@ -1,8 +1,8 @@
 """Every gradient rule against central differences through onnxruntime: one row per op and variant.
 
 Each row runs twice, with static shapes and with every axis dynamic, under its own symbol. The
-difference quotient is of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: in float64 it is
-exact to some 1e-10. Rows in float32 (onnxruntime has no float64 CPU kernel of the op, or of one in
+difference quotient is of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: in float64 exact to
+some 1e-10. Rows in float32 (onnxruntime has no float64 CPU kernel of the op, or of one in
 its gradient) are exact to the rounding of f over h, some 1e-5 of the sum of |dy y|.
 """
 
@@ -178,7 +178,8 @@ MATMUL = (
     + [
         row(
             f"Gemm transA={ta} transB={tb} c={c}",
-            f"y = Gemm <transA = {ta}, transB = {tb}, alpha = 0.7, beta = 1.3> (a, b{', c' if c else ''})",
+            f"y = Gemm <transA = {ta}, transB = {tb}, alpha = 0.7, beta = 1.3> "
+            f"(a, b{', c' if c else ''})",
             a=(4, 3) if ta else (3, 4),
             b=(5, 4) if tb else (4, 5),
             **({"c": c} if c else {}),
@@ -208,7 +209,15 @@ MATMUL = (
 REDUCE = [
     row(f"{op} {what}", f"y = {op} <{attributes}> (x{', axes' if axes else ''})", x=x, **axes)
     for op in (
-        *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
+        *(
+            "ReduceSum",
+            "ReduceMean",
+            "ReduceMax",
+            "ReduceMin",
+            "ReduceProd",
+            "ReduceL1",
+            "ReduceL2",
+        ),
         *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
     )
     for x in (within(0.3, 2, 2, 3, 4) if op == "ReduceLogSum" else apart(2, 3, 4),)
@@ -219,20 +228,35 @@ REDUCE = [
         ("nothing", "noop_with_empty_axes = 1", {"axes": np.zeros(0, np.int64)}),
     )
 ] + [
-    row("ReduceProd with zeros", "y = ReduceProd (x, a)", a=i64(1),
-        x=np.array([[0.0, 2, 3], [0, 0, 4], [1, 2, 3]])),
-    row("ReduceSum run-time axes", "y = ReduceSum (x, a)", x=(2, 3, 4), a=i64(0, 2), runtime=("a",)),
-    row("ReduceMean run-time axes", "y = ReduceMean <keepdims = 0> (x, a)", x=(2, 3, 4), a=i64(1),
-        runtime=("a",)),
+    row(
+        "ReduceProd with zeros",
+        "y = ReduceProd (x, a)",
+        a=i64(1),
+        x=np.array([[0.0, 2, 3], [0, 0, 4], [1, 2, 3]]),
+    ),
+    row(
+        "ReduceSum run-time axes", "y = ReduceSum (x, a)", x=(2, 3, 4), a=i64(0, 2), runtime=("a",)
+    ),
+    row(
+        "ReduceMean run-time axes",
+        "y = ReduceMean <keepdims = 0> (x, a)",
+        x=(2, 3, 4),
+        a=i64(1),
+        runtime=("a",),
+    ),
     row("Softmax", "y = Softmax (x)", x=(2, 3, 4)),
     row("Softmax axis", "y = Softmax <axis = 1> (x)", x=(2, 3, 4)),
     row("LogSoftmax axis", "y = LogSoftmax <axis = 0> (x)", x=(2, 3, 4)),
     row("CumSum", "y = CumSum (x, a)", x=(2, 5), a=scalar(1)),
-    row("CumSum reverse exclusive", "y = CumSum <reverse = 1, exclusive = 1> (x, a)", x=(2, 5),
-        a=scalar(-1)),
+    row(
+        "CumSum reverse exclusive",
+        "y = CumSum <reverse = 1, exclusive = 1> (x, a)",
+        x=(2, 5),
+        a=scalar(-1),
+    ),
     row("LpNormalization", "y = LpNormalization (x)", x=(3, 4)),
     row("LpNormalization p=1", "y = LpNormalization <p = 1, axis = 0> (x)", x=apart(3, 4)),
-]  # fmt: skip
+]
 
 SHAPE = [
     row("Reshape", "y = Reshape (x, s)", x=(2, 3, 4), s=i64(4, -1)),
@@ -251,43 +275,106 @@ SHAPE = [
     row("Expand run-time", "y = Expand (x, s)", x=(3, 1), s=i64(2, 3, 4), runtime=("s",)),
     row("Concat", "y = Concat <axis = 1> (a, b, c)", a=(2, 3), b=(2, 1), c=(2, 2)),
     row("Concat negative axis", "y = Concat <axis = -2> (a, b)", a=(1, 3), b=(2, 3)),
-    row("Split", "a, b = Split <axis = 1> (x, s)\n y = Mul (a, a)", x=(2, 4), s=i64(2, 2),
-        outputs=("y", "b")),
-    row("Split, part unused", "a, b, c = Split <axis = -1, num_outputs = 3> (x)\n y = Exp (b)", x=(2, 7)),
+    row(
+        "Split",
+        "a, b = Split <axis = 1> (x, s)\n y = Mul (a, a)",
+        x=(2, 4),
+        s=i64(2, 2),
+        outputs=("y", "b"),
+    ),
+    row(
+        "Split, part unused",
+        "a, b, c = Split <axis = -1, num_outputs = 3> (x)\n y = Exp (b)",
+        x=(2, 7),
+    ),
     row("Slice", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(1, -3), e=i64(3, 100), a=i64(0, 1)),
     row("Slice no axes", "y = Slice (x, s, e)", x=(4, 5), s=i64(1, 0), e=i64(-1, 5)),
     row("Slice whole", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(0), e=i64(2**63 - 1), a=i64(1)),
-    row("Slice run-time", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(-2), e=i64(9), a=i64(1),
-        runtime=("s", "e")),
-    row("Slice empty", "z = Slice (x, s, e, a)\n y = Concat <axis = 1> (z, x)", x=(2, 5), s=i64(7),
-        e=i64(9), a=i64(1)),
-    row("Slice steps", "y = Slice (x, s, e, a, t)", x=(4, 7), s=i64(1, -1), e=i64(9, -9), a=i64(1, 0),
-        t=i64(2, -1)),
-    row("Slice run-time steps", "y = Slice (x, s, e, a, t)", x=(4, 7), s=i64(6), e=i64(0), a=i64(1),
-        t=i64(-2), runtime=("t", "s")),
+    row(
+        "Slice run-time",
+        "y = Slice (x, s, e, a)",
+        x=(4, 5),
+        s=i64(-2),
+        e=i64(9),
+        a=i64(1),
+        runtime=("s", "e"),
+    ),
+    row(
+        "Slice empty",
+        "z = Slice (x, s, e, a)\n y = Concat <axis = 1> (z, x)",
+        x=(2, 5),
+        s=i64(7),
+        e=i64(9),
+        a=i64(1),
+    ),
+    row(
+        "Slice steps",
+        "y = Slice (x, s, e, a, t)",
+        x=(4, 7),
+        s=i64(1, -1),
+        e=i64(9, -9),
+        a=i64(1, 0),
+        t=i64(2, -1),
+    ),
+    row(
+        "Slice run-time steps",
+        "y = Slice (x, s, e, a, t)",
+        x=(4, 7),
+        s=i64(6),
+        e=i64(0),
+        a=i64(1),
+        t=i64(-2),
+        runtime=("t", "s"),
+    ),
     row("Pad", "y = Pad (x, p)", x=(2, 3), p=i64(1, 0, 0, 2)),
     row("Pad value axes", "y = Pad (x, p, v, a)", x=(2, 3), p=i64(1, 2), v=scalar(0.7), a=i64(-1)),
     row("Pad crop", "y = Pad (x, p)", x=(4, 5), p=i64(-1, 2, 1, -2)),
     *(
-        row(f"Pad {mode}", f'y = Pad <mode = "{mode}"> (x, p)', x=(2, 4, 5), p=i64(0, 2, 1, 0, 1, 3))
+        row(
+            f"Pad {mode}", f'y = Pad <mode = "{mode}"> (x, p)', x=(2, 4, 5), p=i64(0, 2, 1, 0, 1, 3)
+        )
         for mode in ("reflect", "edge", "wrap")
     ),
-    row("Pad reflect run-time", 'y = Pad <mode = "reflect"> (x, p)', x=(4, 5), p=i64(2, 1, 1, 3),
-        runtime=("p",)),
+    row(
+        "Pad reflect run-time",
+        'y = Pad <mode = "reflect"> (x, p)',
+        x=(4, 5),
+        p=i64(2, 1, 1, 3),
+        runtime=("p",),
+    ),
     *(
-        row(f"DepthToSpace {m}", f'y = DepthToSpace <blocksize = 2, mode = "{m}"> (x)', x=(2, 8, 2, 3),
-            dynamic=True if m == "DCR" else (0, 2, 3))
+        row(
+            f"DepthToSpace {m}",
+            f'y = DepthToSpace <blocksize = 2, mode = "{m}"> (x)',
+            x=(2, 8, 2, 3),
+            dynamic=True if m == "DCR" else (0, 2, 3),
+        )
         for m in ("DCR", "CRD")
     ),
     row("SpaceToDepth", "y = SpaceToDepth <blocksize = 2> (x)", x=(2, 3, 4, 2)),
-    row("ReverseSequence", "y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)", x=(3, 4, 2),
-        l=i64(1, 4, 2)),
-]  # fmt: skip
+    row(
+        "ReverseSequence",
+        "y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)",
+        x=(3, 4, 2),
+        l=i64(1, 4, 2),
+    ),
+]
 
 INDEXING = [
     row("Gather", "y = Gather (x, i)", x=(5, 3), i=np.array([[0, 4, 0], [1, 0, -1]])),
-    row("Gather run-time", "y = Gather (x, i)", x=(5, 3), i=np.array([[0, 4], [0, -1]]), runtime=("i",)),
-    row("Gather axis 1", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=np.array([[0, 4, 0], [1, 0, 2]])),
+    row(
+        "Gather run-time",
+        "y = Gather (x, i)",
+        x=(5, 3),
+        i=np.array([[0, 4], [0, -1]]),
+        runtime=("i",),
+    ),
+    row(
+        "Gather axis 1",
+        "y = Gather <axis = 1> (x, i)",
+        x=(2, 5, 3),
+        i=np.array([[0, 4, 0], [1, 0, 2]]),
+    ),
     row("Gather axis -1", "y = Gather <axis = -1> (x, i)", x=(2, 5), i=i64(3, 3, -2)),
     *(
         row(f"Gather scalar {i}", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=scalar(i))
@@ -295,108 +382,319 @@ INDEXING = [
     ),
     row("Gather one", "y = Gather <axis = -2> (x, i)", x=(2, 5, 3), i=i64(-4)),
     row("Gather one of rank 2", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=np.array([[1]])),
-    row("Gather scalar run-time", "y = Gather <axis = 1> (x, i)", x=(2, 5), i=scalar(3), runtime=("i",)),
-    row("GatherElements", "y = GatherElements <axis = 1> (x, i)", x=(2, 5),
-        i=np.array([[0, 4, 0], [1, 0, -1]])),
-    row("GatherND", "y = GatherND (x, i)", x=(3, 4, 2), i=np.array([[[0, 1], [2, -1]], [[0, 1], [1, 1]]])),
-    row("GatherND batch", "y = GatherND <batch_dims = 1> (x, i)", x=(2, 4, 3),
-        i=np.array([[[0], [3], [0]], [[1], [1], [2]]])),
-    row("GatherND batch 2", "y = GatherND <batch_dims = 2> (x, i)", x=(2, 3, 4),
-        i=rng().integers(0, 4, (2, 3, 2, 1))),
+    row(
+        "Gather scalar run-time",
+        "y = Gather <axis = 1> (x, i)",
+        x=(2, 5),
+        i=scalar(3),
+        runtime=("i",),
+    ),
+    row(
+        "GatherElements",
+        "y = GatherElements <axis = 1> (x, i)",
+        x=(2, 5),
+        i=np.array([[0, 4, 0], [1, 0, -1]]),
+    ),
+    row(
+        "GatherND",
+        "y = GatherND (x, i)",
+        x=(3, 4, 2),
+        i=np.array([[[0, 1], [2, -1]], [[0, 1], [1, 1]]]),
+    ),
+    row(
+        "GatherND batch",
+        "y = GatherND <batch_dims = 1> (x, i)",
+        x=(2, 4, 3),
+        i=np.array([[[0], [3], [0]], [[1], [1], [2]]]),
+    ),
+    row(
+        "GatherND batch 2",
+        "y = GatherND <batch_dims = 2> (x, i)",
+        x=(2, 3, 4),
+        i=rng().integers(0, 4, (2, 3, 2, 1)),
+    ),
     *(
-        row(f"ScatterElements {r}", f'y = ScatterElements <axis = 1, reduction = "{r}"> (x, i, u)',
-            x=apart(2, 5), u=apart(2, 2) + 0.033, i=np.array([[0, 4], [1, 3]]))
+        row(
+            f"ScatterElements {r}",
+            f'y = ScatterElements <axis = 1, reduction = "{r}"> (x, i, u)',
+            x=apart(2, 5),
+            u=apart(2, 2) + 0.033,
+            i=np.array([[0, 4], [1, 3]]),
+        )
         for r in ("none", "add", "mul", "max", "min")
     ),
-    row("ScatterElements add twice", 'y = ScatterElements <reduction = "add"> (x, i, u)', x=(4, 2),
-        u=(3, 2), i=np.array([[0, 1], [0, 1], [2, 1]])),
-    row("ScatterElements max twice", 'y = ScatterElements <reduction = "max"> (x, i, u)', x=apart(4, 2),
-        u=apart(3, 2) + 0.033, i=np.array([[0, 1], [0, 1], [2, 1]])),
+    row(
+        "ScatterElements add twice",
+        'y = ScatterElements <reduction = "add"> (x, i, u)',
+        x=(4, 2),
+        u=(3, 2),
+        i=np.array([[0, 1], [0, 1], [2, 1]]),
+    ),
+    row(
+        "ScatterElements max twice",
+        'y = ScatterElements <reduction = "max"> (x, i, u)',
+        x=apart(4, 2),
+        u=apart(3, 2) + 0.033,
+        i=np.array([[0, 1], [0, 1], [2, 1]]),
+    ),
     *(
-        row(f"ScatterND {r}", f'y = ScatterND <reduction = "{r}"> (x, i, u)', x=apart(4, 3),
-            u=apart(2, 3) + 0.033, i=np.array([[1], [3]]))
+        row(
+            f"ScatterND {r}",
+            f'y = ScatterND <reduction = "{r}"> (x, i, u)',
+            x=apart(4, 3),
+            u=apart(2, 3) + 0.033,
+            i=np.array([[1], [3]]),
+        )
         for r in ("none", "add", "mul", "max", "min")
     ),
-    row("ScatterND add twice", 'y = ScatterND <reduction = "add"> (x, i, u)', x=(4, 3), u=(3, 3),
-        i=np.array([[1], [1], [-1]])),
+    row(
+        "ScatterND add twice",
+        'y = ScatterND <reduction = "add"> (x, i, u)',
+        x=(4, 3),
+        u=(3, 3),
+        i=np.array([[1], [1], [-1]]),
+    ),
     row("TopK", "y, i = TopK (x, k)", x=apart(3, 5), k=i64(2)),
-    row("TopK smallest axis 0", "y, i = TopK <axis = 0, largest = 0> (x, k)", x=apart(3, 5), k=i64(2)),
-    row("OneHot", "y = OneHot <axis = 1> (i, d, v)", i=np.array([[0, 2], [1, -1]]), d=i64(3), v=(2,),
-        dtype=F32),
+    row(
+        "TopK smallest axis 0",
+        "y, i = TopK <axis = 0, largest = 0> (x, k)",
+        x=apart(3, 5),
+        k=i64(2),
+    ),
+    row(
+        "OneHot",
+        "y = OneHot <axis = 1> (i, d, v)",
+        i=np.array([[0, 2], [1, -1]]),
+        d=i64(3),
+        v=(2,),
+        dtype=F32,
+    ),
     row("Compress", "y = Compress <axis = 1> (x, c)", x=(2, 4), c=np.array([True, False, True])),
-    row("Compress flat", "y = Compress (x, c)", x=(2, 3), c=np.array([True, False, True, False, True])),
-]  # fmt: skip
+    row(
+        "Compress flat",
+        "y = Compress (x, c)",
+        x=(2, 3),
+        c=np.array([True, False, True, False, True]),
+    ),
+]
 
 NORM = [
     *(
-        row(f"LayerNormalization axis={axis}{' no bias' * (not bias)}",
+        row(
+            f"LayerNormalization axis={axis}{' no bias' * (not bias)}",
             f"y = LayerNormalization <axis = {axis}> (x, s{', b' if bias else ''})",
-            x=(2, 3, 4), s=shape, **({"b": shape} if bias else {}))
-        for axis, shape, bias in ((-1, (4,), True), (1, (3, 4), True), (0, (2, 3, 4), True),
-                                  (-1, (4,), False), (-2, (4,), True))
+            x=(2, 3, 4),
+            s=shape,
+            **({"b": shape} if bias else {}),
+        )
+        for axis, shape, bias in (
+            (-1, (4,), True),
+            (1, (3, 4), True),
+            (0, (2, 3, 4), True),
+            (-1, (4,), False),
+            (-2, (4,), True),
+        )
     ),
-    row("LayerNormalization 3 outputs", "y, m, r = LayerNormalization <axis = 1> (x, s, b)", x=(3, 2, 4),
-        s=(2, 4), b=(2, 4), outputs=("y", "m", "r"), dtype=F32),
-    row("LayerNormalization mean alone", "y, m = LayerNormalization (x, s, b)", x=(3, 4), s=(4,), b=(4,),
-        outputs=("m",), dtype=F32),
+    row(
+        "LayerNormalization 3 outputs",
+        "y, m, r = LayerNormalization <axis = 1> (x, s, b)",
+        x=(3, 2, 4),
+        s=(2, 4),
+        b=(2, 4),
+        outputs=("y", "m", "r"),
+        dtype=F32,
+    ),
+    row(
+        "LayerNormalization mean alone",
+        "y, m = LayerNormalization (x, s, b)",
+        x=(3, 4),
+        s=(4,),
+        b=(4,),
+        outputs=("m",),
+        dtype=F32,
+    ),
     row("RMSNormalization", "y = RMSNormalization (x, s)", x=(2, 3, 4), s=(4,)),
-    row("RMSNormalization axis 1", "y = RMSNormalization <axis = 1, epsilon = 0.01> (x, s)", x=(2, 3, 4),
-        s=(3, 4)),
-    row("InstanceNormalization", "y = InstanceNormalization (x, s, b)", x=(2, 3, 4, 5), s=(3,), b=(3,),
-        dtype=F32),
-    row("GroupNormalization", "y = GroupNormalization <num_groups = 2> (x, s, b)", x=(2, 4, 3, 5), s=(4,),
-        b=(4,), dtype=F32),
-    row("BatchNormalization", "y = BatchNormalization (x, s, b, m, v)", x=(2, 3, 4), s=(3,), b=(3,),
-        m=(3,), v=within(0.5, 2, 3)),
-    row("BatchNormalization 2-D", "y = BatchNormalization (x, s, b, m, v)", x=(5, 3), s=(3,), b=(3,),
-        m=(3,), v=within(0.5, 2, 3)),
-    row("BatchNormalization training",
+    row(
+        "RMSNormalization axis 1",
+        "y = RMSNormalization <axis = 1, epsilon = 0.01> (x, s)",
+        x=(2, 3, 4),
+        s=(3, 4),
+    ),
+    row(
+        "InstanceNormalization",
+        "y = InstanceNormalization (x, s, b)",
+        x=(2, 3, 4, 5),
+        s=(3,),
+        b=(3,),
+        dtype=F32,
+    ),
+    row(
+        "GroupNormalization",
+        "y = GroupNormalization <num_groups = 2> (x, s, b)",
+        x=(2, 4, 3, 5),
+        s=(4,),
+        b=(4,),
+        dtype=F32,
+    ),
+    row(
+        "BatchNormalization",
+        "y = BatchNormalization (x, s, b, m, v)",
+        x=(2, 3, 4),
+        s=(3,),
+        b=(3,),
+        m=(3,),
+        v=within(0.5, 2, 3),
+    ),
+    row(
+        "BatchNormalization 2-D",
+        "y = BatchNormalization (x, s, b, m, v)",
+        x=(5, 3),
+        s=(3,),
+        b=(3,),
+        m=(3,),
+        v=within(0.5, 2, 3),
+    ),
+    row(
+        "BatchNormalization training",
         "y, rm, rv = BatchNormalization <training_mode = 1, momentum = 0.7> (x, s, b, m, v)",
-        x=(3, 2, 4, 2), s=(2,), b=(2,), m=(2,), v=within(0.5, 2, 2), outputs=("y", "rm", "rv")),
-    row("MeanVarianceNormalization", "y = MeanVarianceNormalization (x)", x=(2, 3, 4, 2), dtype=F32),
-    row("MeanVarianceNormalization axes", "y = MeanVarianceNormalization <axes = [1]> (x)", x=(2, 5),
-        dtype=F32),
-    row("LRN", "y = LRN <size = 3, alpha = 0.5, beta = 0.6, bias = 1.2> (x)", x=(2, 5, 3, 2), dtype=F32),
-]  # fmt: skip
+        x=(3, 2, 4, 2),
+        s=(2,),
+        b=(2,),
+        m=(2,),
+        v=within(0.5, 2, 2),
+        outputs=("y", "rm", "rv"),
+    ),
+    row(
+        "MeanVarianceNormalization", "y = MeanVarianceNormalization (x)", x=(2, 3, 4, 2), dtype=F32
+    ),
+    row(
+        "MeanVarianceNormalization axes",
+        "y = MeanVarianceNormalization <axes = [1]> (x)",
+        x=(2, 5),
+        dtype=F32,
+    ),
+    row(
+        "LRN",
+        "y = LRN <size = 3, alpha = 0.5, beta = 0.6, bias = 1.2> (x)",
+        x=(2, 5, 3, 2),
+        dtype=F32,
+    ),
+]
 
-CONV = [
-    row(f"Conv {name}", f"y = Conv <{attributes}> (x, w, b)", x=x, w=w, b=w[:1], dtype=F32,
-        static=("w",))
-    for name, attributes, x, w in (
-        ("plain", "group = 1", (2, 3, 5, 6), (4, 3, 3, 2)),
-        ("1x1", "group = 1", (2, 3, 4, 5), (4, 3, 1, 1)),
-        ("1x1 stride", "strides = [2, 2]", (2, 3, 5, 4), (4, 3, 1, 1)),
-        ("pads", "pads = [1, 0, 2, 1]", (2, 3, 5, 6), (4, 3, 3, 3)),
-        ("stride", "strides = [2, 3], pads = [1, 1, 1, 1]", (2, 3, 7, 9), (4, 3, 3, 3)),
-        ("stride, rows left over", "strides = [3, 2]", (1, 2, 8, 6), (2, 2, 3, 3)),
-        ("dilated", "dilations = [2, 1], strides = [1, 2]", (2, 2, 7, 6), (3, 2, 2, 3)),
-        ("group", "group = 2, pads = [1, 1, 1, 1]", (2, 4, 4, 5), (6, 2, 3, 3)),
-        ("depthwise", "group = 4, strides = [2, 2], pads = [1, 1, 1, 1]", (2, 4, 6, 5), (4, 1, 3, 3)),
-        ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 8), (4, 3, 3)),
-        ("3-D", "strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]", (1, 2, 3, 4, 3), (2, 2, 2, 3, 2)),
-        ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 6, 5), (2, 2, 3, 4)),
-        ("same lower", 'auto_pad = "SAME_LOWER"', (1, 2, 5, 6), (2, 2, 4, 3)),
-        ("valid", 'auto_pad = "VALID"', (1, 2, 5, 6), (2, 2, 3, 3)),
-    )
-] + [
-    row("Conv same upper run-time kernel", 'y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3],'
-        " strides = [2, 2]> (x, w)", x=(1, 2, 7, 6), w=(2, 2, 3, 3), dtype=F32, static=("w",)),
-] + [
-    row(f"ConvTranspose {name}", f"y = ConvTranspose <{attributes}> (x, w, b)", x=x, w=w, dtype=F32,
-        b=(w[1] * groups,), dynamic=dynamic, static=("w",))
-    for name, attributes, x, w, groups, dynamic in (
-        ("plain", "group = 1", (2, 3, 4, 5), (3, 2, 3, 2), 1, True),
-        ("stride", "strides = [2, 3], pads = [1, 0, 1, 2]", (2, 3, 4, 3), (3, 2, 3, 4), 1, True),
-        ("output_padding", "strides = [2, 2], output_padding = [1, 1]", (1, 3, 4, 3), (3, 2, 3, 3), 1,
-         True),
-        ("group, dilated", "group = 2, dilations = [2, 1]", (2, 4, 3, 4), (4, 3, 2, 3), 2, True),
-        ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 4), (3, 2, 4), 1, True),
-        ("3-D", "strides = [1, 2, 1]", (1, 2, 3, 2, 2), (2, 2, 2, 3, 2), 1, True),
-        ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 3, 4), (2, 2, 3, 3), 1, True),
-        ("same lower", 'auto_pad = "SAME_LOWER", strides = [2, 2]', (1, 2, 3, 4), (2, 2, 3, 3), 1, True),
-        ("output_shape", "output_shape = [7, 9], strides = [2, 2]", (1, 2, 3, 4), (2, 2, 4, 4), 1, (0, 1)),
-    )
-]  # fmt: skip
+CONV = (
+    [
+        row(
+            f"Conv {name}",
+            f"y = Conv <{attributes}> (x, w, b)",
+            x=x,
+            w=w,
+            b=w[:1],
+            dtype=F32,
+            static=("w",),
+        )
+        for name, attributes, x, w in (
+            ("plain", "group = 1", (2, 3, 5, 6), (4, 3, 3, 2)),
+            ("1x1", "group = 1", (2, 3, 4, 5), (4, 3, 1, 1)),
+            ("1x1 stride", "strides = [2, 2]", (2, 3, 5, 4), (4, 3, 1, 1)),
+            ("pads", "pads = [1, 0, 2, 1]", (2, 3, 5, 6), (4, 3, 3, 3)),
+            ("stride", "strides = [2, 3], pads = [1, 1, 1, 1]", (2, 3, 7, 9), (4, 3, 3, 3)),
+            ("stride, rows left over", "strides = [3, 2]", (1, 2, 8, 6), (2, 2, 3, 3)),
+            ("dilated", "dilations = [2, 1], strides = [1, 2]", (2, 2, 7, 6), (3, 2, 2, 3)),
+            ("group", "group = 2, pads = [1, 1, 1, 1]", (2, 4, 4, 5), (6, 2, 3, 3)),
+            (
+                "depthwise",
+                "group = 4, strides = [2, 2], pads = [1, 1, 1, 1]",
+                (2, 4, 6, 5),
+                (4, 1, 3, 3),
+            ),
+            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 8), (4, 3, 3)),
+            (
+                "3-D",
+                "strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]",
+                (1, 2, 3, 4, 3),
+                (2, 2, 2, 3, 2),
+            ),
+            ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 6, 5), (2, 2, 3, 4)),
+            ("same lower", 'auto_pad = "SAME_LOWER"', (1, 2, 5, 6), (2, 2, 4, 3)),
+            ("valid", 'auto_pad = "VALID"', (1, 2, 5, 6), (2, 2, 3, 3)),
+        )
+    ]
+    + [
+        row(
+            "Conv same upper run-time kernel",
+            'y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)',
+            x=(1, 2, 7, 6),
+            w=(2, 2, 3, 3),
+            dtype=F32,
+            static=("w",),
+        ),
+    ]
+    + [
+        row(
+            f"ConvTranspose {name}",
+            f"y = ConvTranspose <{attributes}> (x, w, b)",
+            x=x,
+            w=w,
+            dtype=F32,
+            b=(w[1] * groups,),
+            dynamic=dynamic,
+            static=("w",),
+        )
+        for name, attributes, x, w, groups, dynamic in (
+            ("plain", "group = 1", (2, 3, 4, 5), (3, 2, 3, 2), 1, True),
+            (
+                "stride",
+                "strides = [2, 3], pads = [1, 0, 1, 2]",
+                (2, 3, 4, 3),
+                (3, 2, 3, 4),
+                1,
+                True,
+            ),
+            (
+                "output_padding",
+                "strides = [2, 2], output_padding = [1, 1]",
+                (1, 3, 4, 3),
+                (3, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "group, dilated",
+                "group = 2, dilations = [2, 1]",
+                (2, 4, 3, 4),
+                (4, 3, 2, 3),
+                2,
+                True,
+            ),
+            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 4), (3, 2, 4), 1, True),
+            ("3-D", "strides = [1, 2, 1]", (1, 2, 3, 2, 2), (2, 2, 2, 3, 2), 1, True),
+            (
+                "same upper",
+                'auto_pad = "SAME_UPPER", strides = [2, 2]',
+                (1, 2, 3, 4),
+                (2, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "same lower",
+                'auto_pad = "SAME_LOWER", strides = [2, 2]',
+                (1, 2, 3, 4),
+                (2, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "output_shape",
+                "output_shape = [7, 9], strides = [2, 2]",
+                (1, 2, 3, 4),
+                (2, 2, 4, 4),
+                1,
+                (0, 1),
+            ),
+        )
+    ]
+)
 
 POOL = [
     row(f"{op} {name}", f"y = {op} <{attributes}> (x)", x=x, dtype=F32)
@@ -407,36 +705,80 @@ POOL = [
         ("overlap", "kernel_shape = [3, 2]"),
         ("pads", "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0]"),
         ("ceil", "kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1"),
-        ("ceil, pads", "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1"),
+        (
+            "ceil, pads",
+            "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1",
+        ),
         ("dilated", "kernel_shape = [2, 2], dilations = [2, 3]"),
         ("same", 'kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER"'),
         ("gaps", "kernel_shape = [1, 2], strides = [2, 3]"),
     )
 ] + [
-    row("MaxPool column-major", "y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)",
-        x=apart(1, 2, 4, 5), dtype=F32),
-    row("MaxPool 1-D", "y = MaxPool <kernel_shape = [3], strides = [2]> (x)", x=apart(2, 3, 9), dtype=F32),
-    row("MaxPool 3-D", "y = MaxPool <kernel_shape = [2, 2, 2]> (x)", x=apart(1, 2, 3, 4, 3), dtype=F32),
+    row(
+        "MaxPool column-major",
+        "y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row(
+        "MaxPool 1-D",
+        "y = MaxPool <kernel_shape = [3], strides = [2]> (x)",
+        x=apart(2, 3, 9),
+        dtype=F32,
+    ),
+    row(
+        "MaxPool 3-D",
+        "y = MaxPool <kernel_shape = [2, 2, 2]> (x)",
+        x=apart(1, 2, 3, 4, 3),
+        dtype=F32,
+    ),
     *(
-        row(f"AveragePool count_include_pad {more}",
+        row(
+            f"AveragePool count_include_pad {more}",
             "y = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1], "
-            f"count_include_pad = 1{more}> (x)", x=(2, 2, 6, 8), dtype=F32)
+            f"count_include_pad = 1{more}> (x)",
+            x=(2, 2, 6, 8),
+            dtype=F32,
+        )
         for more in ("", ", ceil_mode = 1")
     ),
-    row("AveragePool 1-D", "y = AveragePool <kernel_shape = [3], pads = [1, 1]> (x)", x=(2, 3, 7),
-        dtype=F32),
-    row("AveragePool 3-D", "y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)",
-        x=(1, 2, 4, 3, 5), dtype=F32),
-    row("LpPool p=3", "y = LpPool <kernel_shape = [2, 2], p = 3> (x)", x=apart(1, 2, 4, 5), dtype=F32),
-    row("LpPool p=1", "y = LpPool <kernel_shape = [2, 2], p = 1> (x)", x=apart(1, 2, 4, 5), dtype=F32),
+    row(
+        "AveragePool 1-D",
+        "y = AveragePool <kernel_shape = [3], pads = [1, 1]> (x)",
+        x=(2, 3, 7),
+        dtype=F32,
+    ),
+    row(
+        "AveragePool 3-D",
+        "y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)",
+        x=(1, 2, 4, 3, 5),
+        dtype=F32,
+    ),
+    row(
+        "LpPool p=3",
+        "y = LpPool <kernel_shape = [2, 2], p = 3> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row(
+        "LpPool p=1",
+        "y = LpPool <kernel_shape = [2, 2], p = 1> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
     row("GlobalAveragePool", "y = GlobalAveragePool (x)", x=(2, 3, 4, 5), dtype=F32),
     row("GlobalMaxPool", "y = GlobalMaxPool (x)", x=apart(2, 3, 4, 5), dtype=F32),
     *(
-        row(f"GlobalLpPool p={p}", f"y = GlobalLpPool <p = {p}> (x)", x=apart(1, 2, 4, 5), dtype=F32,
-            opset=21)
+        row(
+            f"GlobalLpPool p={p}",
+            f"y = GlobalLpPool <p = {p}> (x)",
+            x=apart(1, 2, 4, 5),
+            dtype=F32,
+            opset=21,
+        )
         for p in (1, 2, 3)
     ),
-]  # fmt: skip
+]
 
 
 def resize(name, attributes, scales=None, sizes=None, x=(1, 2, 4, 5), **more):
@@ -448,24 +790,45 @@ def resize(name, attributes, scales=None, sizes=None, x=(1, 2, 4, 5), **more):
 
 RESIZE = [
     resize("nearest x2", 'mode = "nearest"', scales=[1, 1, 2, 2]),
-    resize("nearest asymmetric floor",
-           'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"', scales=[1, 1, 2, 3]),
+    resize(
+        "nearest asymmetric floor",
+        'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"',
+        scales=[1, 1, 2, 3],
+    ),
     resize("nearest fractional", 'mode = "nearest"', scales=[1, 1, 1.5, 0.6]),
     resize("nearest sizes", 'mode = "nearest"', sizes=[1, 2, 8, 7]),
-    resize("nearest ceil", 'nearest_mode = "ceil", coordinate_transformation_mode = "asymmetric"',
-           scales=[1, 1, 2, 2]),
+    resize(
+        "nearest ceil",
+        'nearest_mode = "ceil", coordinate_transformation_mode = "asymmetric"',
+        scales=[1, 1, 2, 2],
+    ),
     resize("linear", 'mode = "linear"', scales=[1, 1, 2, 1.5]),
-    resize("linear sizes", 'mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel"',
-           sizes=[1, 2, 7, 3]),
-    resize("linear corners", 'mode = "linear", coordinate_transformation_mode = "align_corners"',
-           sizes=[1, 2, 7, 9]),
+    resize(
+        "linear sizes",
+        'mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel"',
+        sizes=[1, 2, 7, 3],
+    ),
+    resize(
+        "linear corners",
+        'mode = "linear", coordinate_transformation_mode = "align_corners"',
+        sizes=[1, 2, 7, 9],
+    ),
     resize("linear axes", 'mode = "linear", axes = [2, 3]', scales=[2, 2]),
     resize("linear 3-D", 'mode = "linear"', scales=[1, 1, 2, 1.5, 2], x=(1, 2, 2, 4, 3)),
     resize("linear 1-D", 'mode = "linear"', scales=[1, 1, 2.5], x=(2, 3, 4)),
-    resize("linear antialias", 'mode = "linear", antialias = 1', scales=[1, 1, 0.5, 0.6], x=(1, 2, 6, 7)),
+    resize(
+        "linear antialias",
+        'mode = "linear", antialias = 1',
+        scales=[1, 1, 0.5, 0.6],
+        x=(1, 2, 6, 7),
+    ),
     resize("cubic", 'mode = "cubic"', scales=[1, 1, 2, 1.5]),
-    resize("cubic sizes", 'mode = "cubic", cubic_coeff_a = -0.5, exclude_outside = 1', sizes=[1, 2, 9, 3]),
-]  # fmt: skip
+    resize(
+        "cubic sizes",
+        'mode = "cubic", cubic_coeff_a = -0.5, exclude_outside = 1',
+        sizes=[1, 2, 9, 3],
+    ),
+]
 
 
 def mask(*shape):
@@ -477,34 +840,150 @@ def mask(*shape):
 Q, K, V = (2, 4, 3, 6), (2, 2, 5, 6), (2, 2, 5, 4)
 Q3, K3, V3 = (2, 3, 24), (2, 5, 12), (2, 5, 8)
 ATTENTION = [
-    row("Attention", "y = Attention (q, k, v)", q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 6), dtype=F32, dynamic=(0, 2)),
-    row("Attention GQA", "y = Attention <scale = 0.3> (q, k, v)", q=Q, k=K, v=V, dtype=F32, dynamic=(0, 2)),
-    row("Attention bool mask", "y = Attention (q, k, v, m)", q=Q, k=K, v=V, m=mask(2, 1, 3, 5), dtype=F32, dynamic=(0, 2)),
-    row("Attention 2-D mask", "y = Attention (q, k, v, m)", q=Q, k=K, v=V, m=mask(3, 5), dtype=F32, dynamic=(0, 2)),
-    row("Attention float mask", "y = Attention (q, k, v, m)", q=Q, k=K, v=V, m=(1, 4, 3, 5), dtype=F32, dynamic=(0, 2)),
-    row("Attention causal", "y = Attention <is_causal = 1> (q, k, v)", q=(2, 4, 5, 6), k=K, v=V, dtype=F32, dynamic=(0, 2)),
-    row("Attention causal, float mask", "y = Attention <is_causal = 1> (q, k, v, m)", q=(2, 4, 5, 6), k=K,
-        v=V, m=(5, 5), dtype=F32, dynamic=(0, 2)),
-    row("Attention 3-D", "y = Attention <q_num_heads = 4, kv_num_heads = 2> (q, k, v)", q=Q3, k=K3, v=V3,
-        dtype=F32, dynamic=(0, 1)),
-    row("Attention 3-D causal, mask", "y = Attention <q_num_heads = 4, kv_num_heads = 2, is_causal = 1> "
-        "(q, k, v, m)", q=(2, 5, 24), k=K3, v=V3, m=mask(2, 1, 5, 5), dtype=F32, dynamic=(0, 1)),
-    row("Attention softcap", "y = Attention <softcap = 2.0> (q, k, v)", q=Q, k=K, v=V, dtype=F32, dynamic=(0, 2)),
-    row("Attention past", "y, pk, pv = Attention (q, k, v, , a, b)", q=Q, k=K, v=V, a=(2, 2, 3, 6),
-        b=(2, 2, 3, 4), outputs=("y", "pk", "pv"), dtype=F32, dynamic=(0, 2)),
-    row("RotaryEmbedding 4-D", "y = RotaryEmbedding (x, c, s, p)", x=(2, 3, 4, 6), c=(7, 3), s=(7, 3),
-        p=rng().integers(0, 7, (2, 4)), dtype=F32),
-    row("RotaryEmbedding 3-D", "y = RotaryEmbedding <num_heads = 3> (x, c, s)", x=(2, 4, 18), c=(2, 4, 3),
-        s=(2, 4, 3), dtype=F32),
-    row("RotaryEmbedding part, interleaved",
-        "y = RotaryEmbedding <interleaved = 1, rotary_embedding_dim = 4> (x, c, s)", x=(2, 3, 4, 6),
-        c=(2, 4, 2), s=(2, 4, 2), dtype=F32),
-]  # fmt: skip
+    row(
+        "Attention",
+        "y = Attention (q, k, v)",
+        q=(2, 2, 3, 4),
+        k=(2, 2, 5, 4),
+        v=(2, 2, 5, 6),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention GQA",
+        "y = Attention <scale = 0.3> (q, k, v)",
+        q=Q,
+        k=K,
+        v=V,
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention bool mask",
+        "y = Attention (q, k, v, m)",
+        q=Q,
+        k=K,
+        v=V,
+        m=mask(2, 1, 3, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention 2-D mask",
+        "y = Attention (q, k, v, m)",
+        q=Q,
+        k=K,
+        v=V,
+        m=mask(3, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention float mask",
+        "y = Attention (q, k, v, m)",
+        q=Q,
+        k=K,
+        v=V,
+        m=(1, 4, 3, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention causal",
+        "y = Attention <is_causal = 1> (q, k, v)",
+        q=(2, 4, 5, 6),
+        k=K,
+        v=V,
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention causal, float mask",
+        "y = Attention <is_causal = 1> (q, k, v, m)",
+        q=(2, 4, 5, 6),
+        k=K,
+        v=V,
+        m=(5, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention 3-D",
+        "y = Attention <q_num_heads = 4, kv_num_heads = 2> (q, k, v)",
+        q=Q3,
+        k=K3,
+        v=V3,
+        dtype=F32,
+        dynamic=(0, 1),
+    ),
+    row(
+        "Attention 3-D causal, mask",
+        "y = Attention <q_num_heads = 4, kv_num_heads = 2, is_causal = 1> (q, k, v, m)",
+        q=(2, 5, 24),
+        k=K3,
+        v=V3,
+        m=mask(2, 1, 5, 5),
+        dtype=F32,
+        dynamic=(0, 1),
+    ),
+    row(
+        "Attention softcap",
+        "y = Attention <softcap = 2.0> (q, k, v)",
+        q=Q,
+        k=K,
+        v=V,
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention past",
+        "y, pk, pv = Attention (q, k, v, , a, b)",
+        q=Q,
+        k=K,
+        v=V,
+        a=(2, 2, 3, 6),
+        b=(2, 2, 3, 4),
+        outputs=("y", "pk", "pv"),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "RotaryEmbedding 4-D",
+        "y = RotaryEmbedding (x, c, s, p)",
+        x=(2, 3, 4, 6),
+        c=(7, 3),
+        s=(7, 3),
+        p=rng().integers(0, 7, (2, 4)),
+        dtype=F32,
+    ),
+    row(
+        "RotaryEmbedding 3-D",
+        "y = RotaryEmbedding <num_heads = 3> (x, c, s)",
+        x=(2, 4, 18),
+        c=(2, 4, 3),
+        s=(2, 4, 3),
+        dtype=F32,
+    ),
+    row(
+        "RotaryEmbedding part, interleaved",
+        "y = RotaryEmbedding <interleaved = 1, rotary_embedding_dim = 4> (x, c, s)",
+        x=(2, 3, 4, 6),
+        c=(2, 4, 2),
+        s=(2, 4, 2),
+        dtype=F32,
+    ),
+]
 
 LABELS = np.array([[0, 3, 1], [2, -100, 3]])
 LOSS = [
-    row(f"{op} {name}", f"y = {op} <{attributes}> (x, t{', w' if weighted else ''})", x=(2, 4, 3),
-        t=labels, fixed=("w",), **({"w": within(0.5, 2, 4)} if weighted else {}))
+    row(
+        f"{op} {name}",
+        f"y = {op} <{attributes}> (x, t{', w' if weighted else ''})",
+        x=(2, 4, 3),
+        t=labels,
+        fixed=("w",),
+        **({"w": within(0.5, 2, 4)} if weighted else {}),
+    )
     for op in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
     for name, attributes, labels, weighted in (
         ("mean", 'reduction = "mean"', abs(LABELS) % 4, False),
@@ -516,17 +995,43 @@ LOSS = [
         ("ignore, weights, none", 'ignore_index = -100, reduction = "none"', LABELS, True),
     )
 ] + [
-    row("SoftmaxCrossEntropyLoss 2-D", "y = SoftmaxCrossEntropyLoss (x, t)", x=(3, 5), t=i64(0, 4, 2)),
-    row("SoftmaxCrossEntropyLoss log_prob", "y, l = SoftmaxCrossEntropyLoss (x, t)", x=(3, 5),
-        t=i64(0, 4, 2), outputs=("y", "l")),
-    row("SoftmaxCrossEntropyLoss int32", "y = SoftmaxCrossEntropyLoss <ignore_index = 1> (x, t)", x=(3, 5),
-        t=np.array([0, 1, 2], np.int32)),
+    row(
+        "SoftmaxCrossEntropyLoss 2-D",
+        "y = SoftmaxCrossEntropyLoss (x, t)",
+        x=(3, 5),
+        t=i64(0, 4, 2),
+    ),
+    row(
+        "SoftmaxCrossEntropyLoss log_prob",
+        "y, l = SoftmaxCrossEntropyLoss (x, t)",
+        x=(3, 5),
+        t=i64(0, 4, 2),
+        outputs=("y", "l"),
+    ),
+    row(
+        "SoftmaxCrossEntropyLoss int32",
+        "y = SoftmaxCrossEntropyLoss <ignore_index = 1> (x, t)",
+        x=(3, 5),
+        t=np.array([0, 1, 2], np.int32),
+    ),
     row("Dropout inference", "y, m = Dropout (x)", x=(3, 4)),
-    row("Dropout off", "y = Dropout (x, r, t)", x=(3, 4), r=np.array(0.4), t=np.array(False),
-        fixed=("r",)),
-    row("Dropout nothing dropped", "y = Dropout (x, r, t)", x=(3, 4), r=np.array(0.0), t=np.array(True),
-        fixed=("r",)),
-]  # fmt: skip
+    row(
+        "Dropout off",
+        "y = Dropout (x, r, t)",
+        x=(3, 4),
+        r=np.array(0.4),
+        t=np.array(False),
+        fixed=("r",),
+    ),
+    row(
+        "Dropout nothing dropped",
+        "y = Dropout (x, r, t)",
+        x=(3, 4),
+        r=np.array(0.0),
+        t=np.array(True),
+        fixed=("r",),
+    ),
+]
 
 ROWS = [
     *(*UNARY, *BINARY, *MATMUL, *REDUCE, *SHAPE, *INDEXING, *NORM),
@@ -560,7 +1065,9 @@ def build(case, arrays, dynamic):
     imports = [helper.make_opsetid("", case.opset)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     feeds = {i.name: arrays[i.name] for i in inputs}
-    for value, found in zip(graph.output, session(model).run(list(case.outputs), feeds)):
+    for value, found in zip(
+        graph.output, session(model).run(list(case.outputs), feeds), strict=True
+    ):
         shape = symbolic(value.name, found, dynamic and case.dynamic)
         value.CopyFrom(helper.make_tensor_value_info(value.name, kind, shape))
     del model.graph.output[:]
@@ -610,16 +1117,24 @@ def test_against_differences(case, dynamic):
             for name in feeds
         }
         found = forward.run(list(case.outputs), moved)
-        return sum(float(np.vdot(np.float64(dy), np.float64(y))) for dy, y in zip(dys, found))
+        return sum(
+            float(np.vdot(np.float64(dy), np.float64(y))) for dy, y in zip(dys, found, strict=True)
+        )
 
     backward = session(autodiff.gradient(model, wrt=wrt))
-    cotangents = {f"{name}.grad": dy for name, dy in zip(case.outputs, dys)}
-    grads = dict(zip(wrt, backward.run([f"{name}.grad" for name in wrt], {**feeds, **cotangents})))
+    cotangents = {f"{name}.grad": dy for name, dy in zip(case.outputs, dys, strict=True)}
+    grads = dict(
+        zip(
+            wrt,
+            backward.run([f"{name}.grad" for name in wrt], {**feeds, **cotangents}),
+            strict=True,
+        )
+    )
     for name in wrt:
         assert grads[name].shape == feeds[name].shape
         assert grads[name].dtype == feeds[name].dtype
     h = STEP[case.dtype]
-    scale = sum(float(np.abs(dy * y).sum()) for dy, y in zip(dys, outputs)) + 1
+    scale = sum(float(np.abs(dy * y).sum()) for dy, y in zip(dys, outputs, strict=True)) + 1
     for names in (*([name] for name in wrt), wrt):
         for _ in range(3):
             direction = {n: np.asarray(generator.uniform(-1, 1, feeds[n].shape)) for n in names}

@@ -1,4 +1,4 @@
-"""Convolutions, pools and resizing, in 1 to 3 spatial axes, for any stride, dilation, group and pads.
+"""Convolutions, pools, resizing: 1 to 3 spatial axes, any stride, dilation, group and pads.
 
 Convolution is linear in the image and in the weight. Its transposes are standard ops: for the image
 ConvTranspose, for the weight a Conv whose batch and channel axes are swapped, strides and dilations
@@ -106,8 +106,8 @@ def image_grad(
     """d loss / d image of Conv: ConvTranspose(dy, weight), of the image's own size."""
     n = len(strides)
     sizes = [dim(x, 2 + a) for a in range(n)]
-    # A stride skips the last few rows of some images: how many, output_padding says. Where sizes are
-    # dynamic, take the most there can be and cut.
+    # A stride skips the last few rows of some images: how many, output_padding says. Where sizes
+    # are dynamic, take the most there can be and cut.
     if None in sizes and any(s > 1 for s in strides):
         extra = [s - 1 for s in strides]
     else:
@@ -143,7 +143,7 @@ def weight_grad(
     pads: list[int],
     group: int,
 ) -> Tensor:
-    """d loss / d weight of Conv: the image convolved with dy, channels in the place of the batch."""
+    """d loss / d weight of Conv: the image convolved with dy, channels in the batch's place."""
     n = len(strides)
     spatial = list(range(2, 2 + n))
     if set(kernel) == set(strides) == set(dilations) == {1} and not any(pads) and group == 1:
@@ -195,9 +195,9 @@ def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _unpad(op: Any, dx: Tensor, image: ir.Value) -> Tensor:
     """Cut off what `_padded` added at run time, which its Pad node tells."""
-    pads = image.producer()
-    assert pads is not None
-    return op.Pad(dx, op.Neg(pads.inputs[1]))
+    node = image.producer()
+    assert node is not None
+    return op.Pad(dx, op.Neg(node.inputs[1]))
 
 
 def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -358,7 +358,7 @@ def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> T
 
 def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
     """Resizing is linear, axis by axis. The matrix of an axis is the resized identity."""
-    (x, roi, scales, sizes), dy = arguments(node, 4), dys[0]
+    (x, _, scales, sizes), dy = arguments(node, 4), dys[0]
     mode = text(node, "mode", "nearest")
     transform = text(node, "coordinate_transformation_mode", "half_pixel")
     if text(node, "keep_aspect_ratio_policy", "stretch") != "stretch":

@@ -85,17 +85,20 @@ def static(value: ir.Value | None, depth: int = 8) -> np.ndarray | None:
         return None if sizes is None else np.array(sizes[node.attributes.get_int("start", 0) : end])
     if node.op_type not in _STATIC or len(node.outputs) > 1:
         return None
-    feeds = {v.name: static(v, depth - 1) for v in node.inputs if v is not None}
+    feeds: dict[str, Any] = {
+        str(v.name): static(v, depth - 1) for v in node.inputs if v is not None
+    }
     if any(array is None for array in feeds.values()):
         return None
-    proto = ir.serde.serialize_node(node)
-    result = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)[0]
-    return np.asarray(result)
+    evaluator: Any = onnx.reference.ReferenceEvaluator(ir.serde.serialize_node(node))
+    return np.asarray(evaluator.run(None, feeds)[0])
 
 
 _STATIC = frozenset(
-    "Add Cast Concat ConstantOfShape Div Expand Gather Identity Mul Neg Reshape Slice Squeeze Sub "
-    "Transpose Unsqueeze".split()
+    (
+        *("Add", "Cast", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Gather"),
+        *("Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub", "Transpose", "Unsqueeze"),
+    )
 )
 
 
@@ -117,7 +120,8 @@ def output(node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> 
     value = node.outputs[index]
     if not value.name:
         value.name = f"{node.outputs[0].name}.{label}"
-    value.dtype = value.dtype or dtype
+    if value.dtype is None and dtype is not None:
+        value.dtype = dtype
     return value
 
 
@@ -213,7 +217,7 @@ def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
     return result
 
 
-def filled(op: Any, shape: ir.Value, dtype: ir.DataType | None, number: float = 0.0) -> Tensor:
+def filled(op: Any, shape: Tensor, dtype: ir.DataType | None, number: float = 0.0) -> Tensor:
     """A tensor of one number."""
     tensor = ir.tensor(np.full(1, number).astype((dtype or ir.DataType.FLOAT).numpy()))
     return op.ConstantOfShape(shape, value=tensor)

@@ -8,7 +8,17 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir import const_array
-from onnx_fuse.ops.derive import Unary, Values, given, no_grad, share, table, text, to_like
+from onnx_fuse.ops.derive import (
+    Tensor,
+    Unary,
+    Values,
+    arguments,
+    no_grad,
+    share,
+    table,
+    text,
+    to_like,
+)
 from onnx_fuse.ops.opdef import OpDef, register
 
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
@@ -21,18 +31,18 @@ def _float(name: str, default: float) -> Any:
 _alpha, _alpha1 = _float("alpha", 0.01), _float("alpha", 1.0)
 
 
-def _where(op: Any, condition: ir.Value, a: Any, b: Any, like: ir.Value) -> ir.Value:
+def _where(op: Any, condition: ir.Value, a: Any, b: Any, like: ir.Value) -> Tensor:
     """Where with numbers as branches, which take the dtype of `like`."""
     a, b = (v if isinstance(v, ir.Value) else op.constant(float(v), like.dtype) for v in (a, b))
     return op.Where(condition, a, b)
 
 
-def _inside(op: Any, dy: ir.Value, x: ir.Value, low: float, high: float) -> ir.Value:
+def _inside(op: Any, dy: ir.Value, x: ir.Value, low: float, high: float) -> Tensor:
     """dy where low < x < high, else 0."""
     return _where(op, op.And(op.Greater(x, low), op.Less(x, high)), dy, 0, x)
 
 
-def gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if text(n, "approximate", "none") == "none":
         # Φ(x) + x φ(x)
         cdf = op.Mul(op.Add(op.Erf(op.Mul(x, math.sqrt(0.5))), 1.0), 0.5)
@@ -45,35 +55,35 @@ def gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Valu
     return op.Mul(dy, op.Mul(op.Add(op.Add(t, slope), 1.0), 0.5))
 
 
-def _silu_like(op: Any, dy: ir.Value, x: ir.Value, alpha: float) -> ir.Value:
+def _silu_like(op: Any, dy: ir.Value, x: ir.Value, alpha: float) -> Tensor:
     """d/dx x·σ(αx) = σ + αx σ (1 - σ) = σ (1 + αx (1 - σ))."""
     ax = x if alpha == 1.0 else op.Mul(x, alpha)
     s = op.Sigmoid(ax)
     return op.Mul(dy, op.Mul(s, op.Add(op.Mul(ax, op.Sub(1.0, s)), 1.0)))
 
 
-def _mish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _mish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     # t = tanh(softplus(x));  t + x σ(x) (1 - t²)
     t = op.Tanh(op.Softplus(x))
     return op.Mul(dy, op.Add(t, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))))
 
 
-def _hard_sigmoid(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _hard_sigmoid(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     alpha, beta = n.attributes.get_float("alpha", 0.2), n.attributes.get_float("beta", 0.5)
     return op.Mul(_inside(op, dy, op.Add(op.Mul(x, alpha), beta), 0.0, 1.0), alpha)
 
 
-def _hard_swish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _hard_swish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     # x/3 + 1/2 within (-3, 3), 0 below, 1 above
     slope = _where(op, op.Greater(x, -3.0), op.Add(op.Mul(x, 1 / 3), 0.5), 0, x)
     return op.Mul(dy, _where(op, op.Less(x, 3.0), slope, 1, x))
 
 
-def _shrink(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _shrink(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return _where(op, op.Greater(op.Abs(x), n.attributes.get_float("lambd", 0.5)), dy, 0, x)
 
 
-def _exp_below_0(op: Any, dy: ir.Value, x: ir.Value, below: ir.Value, above: float) -> ir.Value:
+def _exp_below_0(op: Any, dy: ir.Value, x: ir.Value, below: ir.Value, above: float) -> Tensor:
     return op.Mul(dy, _where(op, op.Less(x, 0.0), below, above, x))
 
 
@@ -145,7 +155,7 @@ def _sub(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _mul(op: Any, node: ir.Node, dys: Values) -> Values:
-    a, b = node.inputs
+    a, b = arguments(node, 2)
     return [op.Mul(dys[0], b), op.Mul(dys[0], a)]
 
 
@@ -156,8 +166,7 @@ def _div(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
-    (x, b), y, dy = node.inputs, node.outputs[0], dys[0]
-    assert x is not None and b is not None
+    (x, b), y, dy = arguments(node, 2), node.outputs[0], dys[0]
     array = const_array(b)
     exponent = float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
     bx = to_like(op, b, x)
@@ -181,7 +190,7 @@ def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _mod(op: Any, node: ir.Node, dys: Values) -> Values:
-    a, b = node.inputs
+    a, b = arguments(node, 2)
     ratio = op.Div(a, b)
     # fmod truncates; the sign of a quotient times the floor of its size
     whole = op.Mul(op.Sign(ratio), op.Floor(op.Abs(ratio)))
@@ -191,7 +200,6 @@ def _mod(op: Any, node: ir.Node, dys: Values) -> Values:
 def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
     """Ties share the gradient evenly."""
     dy, y = dys[0], node.outputs[0]
-    assert dy is not None
     if len(node.inputs) == 1:
         return [dy]
     return share(op, dy, [to_like(op, op.Equal(x, y), y) for x in node.inputs])
@@ -202,14 +210,12 @@ def _mean(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _where_rule(op: Any, node: ir.Node, dys: Values) -> Values:
-    dy, (condition, *_) = dys[0], node.inputs
-    assert dy is not None and condition is not None
+    (condition,), dy = arguments(node, 1), dys[0]
     return [None, _where(op, condition, dy, 0, dy), _where(op, condition, 0, dy, dy)]
 
 
 def _prelu(op: Any, node: ir.Node, dys: Values) -> Values:
-    (x, slope), dy = node.inputs, dys[0]
-    assert x is not None and dy is not None
+    (x, slope), dy = arguments(node, 2), dys[0]
     below = op.Less(x, 0.0)
     return [
         op.Where(below, op.Mul(dy, slope), dy),
@@ -219,8 +225,7 @@ def _prelu(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
     """The gradient is x's within the closed bounds; outside it is the bound's (max wins)."""
-    x, low, high, dy = node.inputs[0], given(node, 1), given(node, 2), dys[0]
-    assert x is not None and dy is not None
+    (x, low, high), dy = arguments(node, 3), dys[0]
     under = op.Less(x, low) if low is not None else None
     over = op.Greater(x, high) if high is not None else None
     d_low = d_high = None

@@ -8,8 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ops.derive import (
+    Tensor,
     Values,
+    arguments,
     dim,
+    filled,
     no_grad,
     norm_axis,
     output,
@@ -27,8 +30,7 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
     """Rows of dy added at their indices; one constant index is a pad with zeros."""
-    (x, indices), dy = node.inputs, dys[0]
-    assert x is not None and indices is not None and dy is not None
+    (x, indices), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get_int("axis", 0)
     one = static(indices)
     if one is not None and one.size == 1 and one.ndim < 2 and x.shape is not None:
@@ -49,7 +51,7 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
     return [_scatter_axis(op, x, indices, dy, axis)]
 
 
-def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> ir.Value:
+def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:
     """Gather along an inner axis: bring the axis to the front, add rows, bring it back."""
     n, k, axis = rank(x), rank(indices), norm_axis(axis, x)
     # dy is [x before axis] + [indices] + [x after axis]
@@ -57,27 +59,25 @@ def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: i
     there = [axis, *range(axis), *range(axis + 1, n)]
     back = [int(i) for i in np.argsort(there)]
     shape = op.Gather(op.Shape(x), op.constant(there))
-    zeros = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, x.dtype.numpy())))
+    zeros = filled(op, shape, x.dtype)
     rows = op.Transpose(dy, perm=forward)
     added = op.ScatterND(zeros, op.Unsqueeze(indices, op.constant([-1])), rows, reduction="add")
     return op.Transpose(added, perm=back)
 
 
 def _gather_elements(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, indices = node.inputs
-    assert x is not None
+    x, indices = arguments(node, 2)
     axis = node.attributes.get_int("axis", 0)
     return [op.ScatterElements(zeros_like(op, x), indices, dys[0], axis=axis, reduction="add")]
 
 
 def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, indices = node.inputs
-    assert x is not None and indices is not None
+    x, indices = arguments(node, 2)
     full = _with_batch(op, node, x, indices)
     return [op.ScatterND(zeros_like(op, x), full, dys[0], reduction="add")]
 
 
-def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> ir.Value:
+def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> Tensor:
     """The indices with the coordinates of the batch axes before them."""
     batch = node.attributes.get_int("batch_dims", 0)
     if not batch:
@@ -114,8 +114,7 @@ def _scatter_nd(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _scatter(op: Any, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> Values:
-    (x, _, updates), dy, y = node.inputs, dys[0], node.outputs[0]
-    assert x is not None and updates is not None and dy is not None
+    (x, _, updates), dy, y = arguments(node, 3), dys[0], node.outputs[0]
     taken = gather(dy)
     match text(node, "reduction", "none"):
         case "none":
@@ -146,8 +145,7 @@ def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
     """values = [off, on]: each gets the sum over its places."""
-    dy, y = dys[0], node.outputs[0]
-    assert dy is not None
+    dy = dys[0]
     pair = op.OneHot(
         node.inputs[0],
         node.inputs[1],
@@ -161,8 +159,7 @@ def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _compress(op: Any, node: ir.Node, dys: Values) -> Values:
-    (x, condition), dy = node.inputs, dys[0]
-    assert x is not None and dy is not None
+    (x, condition), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get("axis")
     rows = op.Squeeze(op.NonZero(condition), op.constant([0]))
     if axis is None:

@@ -1,4 +1,4 @@
-"""Losses: the two ONNX loss ops and their gradients; the losses that `gradient` and `Trainer` build.
+"""The two ONNX loss ops and their gradients; the losses that `gradient` and `Trainer` build.
 
 A builder takes (op, logits, labels, options) and returns a scalar loss. Options, all with PyTorch's
 meaning: reduction ("mean", "sum"), ignore_index, label_smoothing, weight (an initializer [C]),
@@ -15,7 +15,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ops.derive import Values, dim, given, output, rank, reshape, text, to_like
+from onnx_fuse.ir import FUSE
+from onnx_fuse.ops.derive import (
+    Tensor,
+    Values,
+    arguments,
+    dim,
+    output,
+    rank,
+    reshape,
+    text,
+    to_like,
+    zeros_like,
+)
 from onnx_fuse.ops.opdef import OpDef, register
 
 Options = Mapping[str, Any]
@@ -24,10 +36,9 @@ Options = Mapping[str, Any]
 # ---- the operators ---------------------------------------------------------------------------
 
 
-def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
     """(d loss / d (-log p of the label), the labels), both [N, 1, d1, …]; 0 where ignored."""
-    x, labels, weight = node.inputs[0], node.inputs[1], given(node, 2)
-    assert x is not None and labels is not None
+    x, labels, weight = arguments(node, 3)
     reduction = text(node, "reduction", "mean")
     ignore = node.attributes.get("ignore_index")
     one = op.constant([1])
@@ -56,31 +67,43 @@ def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[ir.Value, ir.Value
 
 def _nll(op: Any, node: ir.Node, dys: Values) -> Values:
     """d loss / d x is -slope at the label, 0 elsewhere."""
-    x, dy = node.inputs[0], dys[0]
-    assert x is not None and dy is not None
+    x, dy = arguments(node, 1)[0], dys[0]
     slope, index = _nll_slope(op, node, dy)
-    zeros = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.zeros(1, x.dtype.numpy())))
+    zeros = zeros_like(op, x)
     return [op.ScatterElements(zeros, index, op.Neg(slope), axis=1, reduction="none")]
 
 
 def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
     """d loss / d x = slope · softmax(x) - slope at the label."""
-    x = node.inputs[0]
-    assert x is not None
+    (x,) = arguments(node, 1)
+    if len(dys) < 2 or dys[1] is None:
+        assert dys[0] is not None
+        slope, index = _nll_slope(op, node, dys[0])
+        dx = op.node("SoftmaxCrossEntropyGrad", [x, index, slope], domain=FUSE)
+        dx.dtype, dx.shape = x.dtype, x.shape
+        return [dx]
     p = op.Exp(output(node, 1, x.dtype, "log_prob"))
     node.outputs[1].shape = x.shape
-    dx = None
+    total = op.ReduceSum(dys[1], op.constant([1]), keepdims=1)
+    dx = op.Sub(dys[1], op.Mul(p, total))
     if dys[0] is not None:
         slope, index = _nll_slope(op, node, dys[0])
-        dx = op.ScatterElements(op.Mul(p, slope), index, op.Neg(slope), axis=1, reduction="add")
-    if len(dys) > 1 and dys[1] is not None:
-        total = op.ReduceSum(dys[1], op.constant([1]), keepdims=1)
-        part = op.Sub(dys[1], op.Mul(p, total))
-        dx = part if dx is None else op.Add(dx, part)
+        part = op.ScatterElements(op.Mul(p, slope), index, op.Neg(slope), axis=1, reduction="add")
+        dx = op.Add(part, dx)
     return [dx]
 
 
 register(
+    OpDef(
+        "SoftmaxCrossEntropyGrad",
+        FUSE,
+        body="""SoftmaxCrossEntropyGrad (x, label, slope) => (dx) {
+  p = Softmax <axis: int = 1> (x)
+  all = Mul (p, slope)
+  own = Neg (slope)
+  dx = ScatterElements <axis: int = 1, reduction: string = "add"> (all, label, own)
+}""",
+    ),
     OpDef("NegativeLogLikelihoodLoss", grad=_nll),
     OpDef("SoftmaxCrossEntropyLoss", grad=_cross_entropy),
 )
@@ -118,7 +141,7 @@ def ignored_label(options: Options) -> int:
     return -100 if found is None else int(found)
 
 
-def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """-Σ w log softmax(logits)[label] / Σ w; smoothing ε takes (1 - ε) of that and ε/C of all."""
     x, labels, _ = _rows(op, logits, labels, options)
     weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
@@ -146,7 +169,7 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     return op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))
 
 
-def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """-Σ w x[label] / Σ w, for a model that ends in log-probabilities."""
     x, labels, _ = _rows(op, logits, labels, options)
     return op.NegativeLogLikelihoodLoss(
@@ -158,23 +181,23 @@ def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Val
     )
 
 
-def _reduce(op: Any, each: ir.Value, options: Options) -> ir.Value:
+def _reduce(op: Any, each: ir.Value, options: Options) -> Tensor:
     reduction = options.get("reduction", "mean")
     return (op.ReduceMean if reduction == "mean" else op.ReduceSum)(each, keepdims=0)
 
 
-def mse(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+def mse(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """(x - t)²."""
     d = op.Sub(logits, labels)
     return _reduce(op, op.Mul(d, d), options)
 
 
-def l1(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+def l1(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """|x - t|."""
     return _reduce(op, op.Abs(op.Sub(logits, labels)), options)
 
 
-def huber(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+def huber(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """½ d² for |d| ≤ δ, δ (|d| - ½ δ) beyond: c (|d| - ½ c) with c = min(|d|, δ)."""
     d = op.Abs(op.Sub(logits, labels))
     delta = options.get("delta")
@@ -182,7 +205,7 @@ def huber(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.V
     return _reduce(op, op.Mul(c, op.Sub(d, op.Mul(c, 0.5))), options)
 
 
-def bce_with_logits(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> ir.Value:
+def bce_with_logits(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """(1 - t) x + (1 + (p - 1) t) softplus(-x), with p = pos_weight (1 where none is given)."""
     negative = op.Softplus(op.Neg(logits))
     if (weight := options.get("pos_weight")) is not None:
@@ -208,7 +231,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def label_value(logits: ir.Value, loss: str, name: str, options: Options) -> ir.Value:
+def label_value(logits: ir.Value, loss: str, name: str, options: Options) -> Tensor:
     """The label input that a loss wants: class numbers without the class axis, or logits' like."""
     if not LOSSES[loss].classes or logits.shape is None:
         dtype = ir.DataType.INT64 if LOSSES[loss].classes else logits.dtype

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ops.derive import (
     Values,
+    arguments,
     dim,
     fail,
     given,
@@ -23,8 +24,7 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
     """dA = dY Bᵀ, dB = Aᵀ dY; a weight [K,N] meets rows of any rank through one 2-D Gemm."""
-    (a, b), dy = node.inputs, dys[0]
-    assert a is not None and b is not None and dy is not None
+    (a, b), dy = arguments(node, 2), dys[0]
     ra, rb = rank(a), rank(b)
     if ra == 1 or rb == 1:
         return _vector_matmul(op, a, b, dy, ra, rb)

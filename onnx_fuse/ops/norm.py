@@ -10,13 +10,13 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ops.derive import (
+    Tensor,
     Unary,
     Values,
+    arguments,
     dim,
-    given,
     ints,
     norm_axis,
-    arguments,
     output,
     pad,
     rank,
@@ -32,7 +32,7 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 def normalized(
     op: Any, g: ir.Value, xh: ir.Value, rstd: ir.Value, axes: ir.Value, centred: bool = True
-) -> ir.Value:
+) -> Tensor:
     """dx of xh = (x - mean)·rstd (or x·rstd), from g = d loss / d xh."""
     inner = op.ReduceMean(op.Mul(g, xh), axes, keepdims=1)
     if centred:
@@ -40,13 +40,13 @@ def normalized(
     return op.Mul(op.Sub(g, op.Mul(xh, inner)), rstd)
 
 
-def _axes(op: Any, axes: Sequence[int]) -> ir.Value:
+def _axes(op: Any, axes: Sequence[int]) -> Tensor:
     return op.constant(list(axes))
 
 
 def _affine(
     op: Any, dy: ir.Value, xh: ir.Value, lead: int, scale: ir.Value, bias: ir.Value | None
-) -> tuple[ir.Value, ir.Value | None]:
+) -> tuple[Tensor, Tensor]:
     """dscale, dbias: sums over the axes before the normalized ones."""
     axes = _axes(op, range(lead))
     dscale, dbias = op.Mul(dy, xh), dy
@@ -59,7 +59,7 @@ def _affine(
     )
 
 
-def _fit(op: Any, g: ir.Value, like: ir.Value) -> ir.Value:
+def _fit(op: Any, g: ir.Value, like: ir.Value) -> Tensor:
     """Sum away what `like` (of the normalized shape, or ones) was broadcast over."""
     if like.shape is not None and g.shape is not None and len(like.shape) <= len(g.shape):
         lead = len(g.shape) - len(like.shape)
@@ -107,8 +107,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, scale, dy = node.inputs[0], node.inputs[1], dys[0]
-    assert x is not None and scale is not None and dy is not None
+    (x, scale), dy = arguments(node, 2), dys[0]
     axis = norm_axis(node.attributes.get_int("axis", -1), x)
     axes = _axes(op, range(axis, rank(x)))
     square = op.ReduceMean(op.Mul(x, x), axes, keepdims=1)
@@ -119,7 +118,7 @@ def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [normalized(op, op.Mul(dy, scale), xh, rstd, axes, centred=False), dscale]
 
 
-def _moments(op: Any, x: ir.Value, axes: ir.Value, epsilon: float) -> tuple[ir.Value, ir.Value]:
+def _moments(op: Any, x: ir.Value, axes: ir.Value, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x - mean)·rstd and rstd over `axes`."""
     centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
     variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
@@ -127,14 +126,13 @@ def _moments(op: Any, x: ir.Value, axes: ir.Value, epsilon: float) -> tuple[ir.V
     return op.Mul(centred, rstd), rstd
 
 
-def _per_channel(op: Any, value: ir.Value, n: int) -> ir.Value:
+def _per_channel(op: Any, value: ir.Value, n: int) -> Tensor:
     """[C] as [C, 1, …], which broadcasts along axis 1 of rank n."""
     return op.Unsqueeze(value, op.constant(list(range(1, n - 1)))) if n > 2 else value
 
 
 def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, scale, bias, mean, variance = node.inputs
-    assert x is not None and scale is not None and mean is not None and variance is not None
+    x, scale, _, mean, variance = arguments(node, 5)
     n, epsilon = rank(x), node.attributes.get_float("epsilon", 1e-5)
     momentum = node.attributes.get_float("momentum", 0.9)
     axes = _axes(op, [0, *range(2, n)])
@@ -161,7 +159,7 @@ def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
         dbias = op.ReduceSum(dy, axes, keepdims=0)
         dx = normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes)
     # running = momentum · old + (1 - momentum) · batch statistic (the biased variance)
-    for k, old in ((1, mean), (2, variance)):
+    for k in (1, 2):
         dr = dys[k] if k < len(dys) else None
         if dr is None:
             continue
@@ -179,8 +177,7 @@ def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
-    (x, scale, _), dy = node.inputs, dys[0]
-    assert x is not None and scale is not None and dy is not None
+    (x, scale, _), dy = arguments(node, 3), dys[0]
     n = rank(x)
     axes = _axes(op, range(2, n))
     xh, rstd = _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5))
@@ -192,8 +189,7 @@ def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     """Opset 21: scale and bias are per channel."""
-    (x, scale, bias), dy = node.inputs, dys[0]
-    assert x is not None and scale is not None and bias is not None and dy is not None
+    (x, scale), dy = arguments(node, 2), dys[0]
     groups, n = node.attributes.get_int("num_groups", 1), rank(x)
     sizes = sizes_of(op, x)
     grouped = [sizes[0], groups, -1]
@@ -211,7 +207,7 @@ def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [reshape_like(op, normalized(op, g, xh, rstd, axes), x), dscale, dbias]
 
 
-def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = _axes(op, ints(n, "axes", [0, 2, 3]) or [])
     centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
     deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1))
@@ -220,13 +216,13 @@ def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) 
     return normalized(op, dy, op.Mul(centred, rstd), rstd, axes)
 
 
-def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
-    """y = x s^-β, s = bias + α/size Σ_window x²;  dx = dy s^-β - 2αβ/size · x Σ_window' dy y / s."""
+def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    """y = x s^-β, s = bias + α/size Σ_window x²;  dx = dy s^-β - 2αβ/size x Σ_window' dy y / s."""
     size, alpha = n.attributes.get_int("size", 1), n.attributes.get_float("alpha", 1e-4)
     beta, bias = n.attributes.get_float("beta", 0.75), n.attributes.get_float("bias", 1.0)
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
 
-    def window(value: ir.Value, low: int, high: int) -> ir.Value:
+    def window(value: ir.Value, low: int, high: int) -> Tensor:
         padded = pad(op, value, [1], [low], [high])
         channels = op.Shape(x, start=1, end=2)
         total = None

@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ops.derive import (
+    Tensor,
     Unary,
     constant_ints,
     dim,
@@ -27,7 +28,7 @@ def axes_of(node: ir.Node) -> list[int] | None:
     return axes if axes is not None else ints(node, "axes")
 
 
-def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> ir.Value:
+def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
     """A reduced value (dy, y) with its reduced axes put back as ones."""
     if node.attributes.get_int("keepdims", 1):
         return value
@@ -48,15 +49,15 @@ def _is_noop(node: ir.Node) -> bool:
     )
 
 
-def _full(op: Any, g: ir.Value, x: ir.Value) -> ir.Value:
+def _full(op: Any, g: ir.Value, x: ir.Value) -> Tensor:
     return op.Expand(g, shape_of(op, x))
 
 
-def _sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return dy if _is_noop(n) else _full(op, _keep(op, dy, x, n), x)
 
 
-def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if _is_noop(n):
         return dy
     axes = axes_of(n)
@@ -74,7 +75,7 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Val
     return _full(op, _keep(op, dy, x, n), x)
 
 
-def _extremum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _extremum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """Ties share the gradient evenly."""
     if _is_noop(n):
         return dy
@@ -84,7 +85,7 @@ def _extremum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir
     return op.Mul(mask, op.Div(_keep(op, dy, x, n), count))
 
 
-def _prod(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _prod(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """dy · (product of the others): y/x without zeros; with one zero, it alone gets the rest."""
     if _is_noop(n):
         return dy
@@ -99,7 +100,7 @@ def _prod(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Val
     return op.Mul(op.Mul(_keep(op, dy, x, n), alive), op.Div(rest, safe))
 
 
-def _l2(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _l2(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if _is_noop(n):
         return op.Mul(dy, op.Sign(x))
     norm = _keep(op, y, x, n)
@@ -108,43 +109,43 @@ def _l2(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value
     return op.Mul(x, op.Div(_keep(op, dy, x, n), safe))
 
 
-def _log_sum_exp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _log_sum_exp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if _is_noop(n):
         return dy
     return op.Mul(_keep(op, dy, x, n), op.Exp(op.Sub(x, _keep(op, y, x, n))))
 
 
-def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if _is_noop(n):
         return op.Div(dy, x)
     return _full(op, op.Div(_keep(op, dy, x, n), op.Exp(_keep(op, y, x, n))), x)
 
 
-def _l1(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _l1(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.Mul(dy if _is_noop(n) else _keep(op, dy, x, n), op.Sign(x))
 
 
-def _sum_square(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _sum_square(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.Mul(dy if _is_noop(n) else _keep(op, dy, x, n), op.Add(x, x))
 
 
-def _softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axis = op.constant([n.attributes.get_int("axis", -1)])
     return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(dy, y), axis, keepdims=1)))
 
 
-def _log_softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _log_softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axis = op.constant([n.attributes.get_int("axis", -1)])
     return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, axis, keepdims=1)))
 
 
-def _cumsum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _cumsum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     reverse = n.attributes.get_int("reverse", 0)
     exclusive = n.attributes.get_int("exclusive", 0)
     return op.CumSum(dy, n.inputs[1], reverse=1 - reverse, exclusive=exclusive)
 
 
-def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
     axis = op.constant([norm_axis(n.attributes.get_int("axis", -1), x)])
     two = n.attributes.get_int("p", 2) == 2

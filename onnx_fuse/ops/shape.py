@@ -8,11 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ops.derive import (
+    Tensor,
     Unary,
     Values,
+    arguments,
     constant_ints,
     dim,
     fail,
+    filled,
     given,
     ints,
     no_grad,
@@ -34,31 +37,31 @@ from onnx_fuse.ops.derive import (
 from onnx_fuse.ops.opdef import OpDef, register
 
 
-def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return reshape_like(op, dy, x)
 
 
-def _unsqueeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _unsqueeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.Squeeze(dy, n.inputs[1])
 
 
-def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = given(n, 1)
     return reshape_like(op, dy, x) if axes is None else op.Unsqueeze(dy, axes)
 
 
-def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     perm = ints(n, "perm")
     if perm is None:
         return op.Transpose(dy)
     return op.Transpose(dy, perm=[int(i) for i in np.argsort(perm)])
 
 
-def _trilu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _trilu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.Trilu(dy, given(n, 1), upper=n.attributes.get_int("upper", 1))
 
 
-def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """Sum over the repeats: dy as [r0, d0, r1, d1, …], reduced over every r."""
     repeats = constant_ints(n.inputs[1])
     sizes: list[Any] = []
@@ -74,8 +77,7 @@ def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Val
 
 
 def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
-    dy, (x, pads), y = dys[0], node.inputs[:2], node.outputs[0]
-    assert dy is not None and x is not None
+    (x, pads), dy = arguments(node, 2), dys[0]
     mode = text(node, "mode", "constant")
     axes = given(node, 3)
     if mode == "constant":
@@ -113,9 +115,7 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dx]
 
 
-def add_along(
-    op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value, n: int
-) -> ir.Value:
+def add_along(op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value, n: int) -> Tensor:
     """x of the given size along `axis` with x[places[i]] += dy[i], the transpose of Gather."""
     shape = op.Shape(dy)
     before = [op.Slice(shape, [0], [axis], [0])] if axis else []
@@ -124,7 +124,7 @@ def add_along(
     column = (
         places if axis == n - 1 else op.Unsqueeze(places, op.constant(list(range(1, n - axis))))
     )
-    zeros = op.ConstantOfShape(whole, value=ir.tensor(np.zeros(1, dy.dtype.numpy())))
+    zeros = filled(op, whole, dy.dtype)
     return op.ScatterElements(zeros, op.Expand(column, shape), dy, axis=axis, reduction="add")
 
 
@@ -151,15 +151,15 @@ def _split(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
     """Pad back with zeros; steps other than 1 scatter along each axis."""
-    x, dy, y = node.inputs[0], dys[0], node.outputs[0]
-    assert x is not None and dy is not None
-    starts, ends = constant_ints(node.inputs[1]), constant_ints(node.inputs[2])
+    x, first, last = arguments(node, 3)
+    dy, y = dys[0], node.outputs[0]
+    starts, ends = constant_ints(first), constant_ints(last)
     axes_value, steps_value = given(node, 3), given(node, 4)
     axes, steps = constant_ints(axes_value), constant_ints(steps_value)
     if axes_value is None:
-        if starts is None and (node.inputs[1] is None or node.inputs[1].shape is None):
+        if starts is None and first.shape is None:
             raise fail(node, "neither its axes nor the number of its starts are known")
-        axes = list(range(len(starts) if starts is not None else dim(node.inputs[1], 0) or 0))
+        axes = list(range(len(starts) if starts is not None else dim(first, 0) or 0))
     if axes is None:
         raise fail(node, "its axes are not constant")
     axes = [norm_axis(a, x) if a < 0 else a for a in axes]
@@ -198,14 +198,14 @@ def _static_pads(
     return None
 
 
-def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[int]) -> ir.Value:
+def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[int]) -> Tensor:
     """Undo the axes one by one, the last first: each adds rows at the positions it took."""
-    starts, ends = node.inputs[1], node.inputs[2]
+    _, starts, ends, _, steps = arguments(node, 5)
     for i, axis in reversed(list(enumerate(axes))):
         size = size_of(op, x, axis)
         positions = op.Range(op.constant(np.int64(0)), size, op.constant(np.int64(1)))
         one = [op.Slice(v, [i], [i + 1], [0]) for v in (starts, ends)]
-        step = op.Slice(node.inputs[4], [i], [i + 1], [0]) if given(node, 4) is not None else [1]
+        step = [1] if steps is None else op.Slice(steps, [i], [i + 1], [0])
         zero = op.constant(np.zeros(1, (starts.dtype or ir.DataType.INT64).numpy()))
         places = op.Slice(positions, *one, zero, step)
         dy = add_along(op, dy, places, axis, size, rank(x))
@@ -216,7 +216,7 @@ def _expand(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dys[0]]
 
 
-def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     block = n.attributes.get_int("blocksize", 1)
     if text(n, "mode", "DCR") == "DCR":
         return op.SpaceToDepth(dy, blocksize=block)
@@ -228,11 +228,11 @@ def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
     return reshape_like(op, op.Transpose(reshape(op, dy, sizes), perm=[0, 1, 3, 5, 2, 4]), x)
 
 
-def _space_to_depth(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _space_to_depth(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.DepthToSpace(dy, blocksize=n.attributes.get_int("blocksize", 1), mode="DCR")
 
 
-def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> ir.Value:
+def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     batch, time = n.attributes.get_int("batch_axis", 1), n.attributes.get_int("time_axis", 0)
     return op.ReverseSequence(dy, n.inputs[1], batch_axis=batch, time_axis=time)
 

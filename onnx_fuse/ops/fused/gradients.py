@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
 from onnx_fuse.ops.conv import conv_grad
-from onnx_fuse.ops.derive import Tensor, Values, dim, fail, reshape_like
+from onnx_fuse.ops.derive import Tensor, Values, arguments, dim, fail, reshape_like
 from onnx_fuse.ops.fused.activations import Activation, act_grad, signature
 from onnx_fuse.ops.opdef import OpDef, lookup
 
@@ -93,7 +93,7 @@ _C1 = """
     c1 = Div (s1, ks)
     d0 = Sub (gs, c1)
 """
-# onnxruntime 1.31 computes MatMul(Transpose(w), v) wrongly for a v of rank 1: hence columns and rows.
+# onnxruntime 1.31 computes MatMul(Transpose(w), v) wrongly for a v of rank 1: hence columns.
 _NORMED = """
     scale_col = Unsqueeze (scale, second)
     wq = Mul (w, scale_col)
@@ -184,7 +184,7 @@ def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
 def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     """The rule of every Gemm; a bias that is not one per column takes dz itself, summed by rows."""
     prefix, _, act = node.op_type.split("_")[0].partition("Gemm")
-    x, *affine, w, c = node.inputs
+    x, *affine, w, c = arguments(node, len(node.inputs))
     y, dn = node.outputs[0], cotangents(node, dys, 1, "n")
     norm = [saved(node, s) for s in ("mean", "rstd")[prefix == "RMSNorm" :]] if prefix else []
     found: list[Any] = [None] * len(node.inputs)
@@ -293,7 +293,7 @@ def norm_grad(
 
 def rms_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     cotangents(node, dys, 1)
-    x, scale = node.inputs
+    x, scale = arguments(node, 2)
     return norm_grad(op, node, "RMSNorm", dys[0], None, x, [scale], [saved(node, "rstd")])
 
 
