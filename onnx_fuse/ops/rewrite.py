@@ -140,7 +140,7 @@ class Rewriter:
         In training, a part with other readers stays where it is and is packed by nodes: two copies
         of a tied parameter would part ways at the first update.
         """
-        if self.training and any(len(users(part)) > 1 for part in parts):
+        if self.training and any(len(p.uses()) > 1 or p.is_graph_output() for p in parts):
             moved = [part if perm is None else op.Transpose(part, perm=perm) for part in parts]
             return typed(moved[0] if axis is None else op.Concat(*moved, axis=axis), parts[0])
         entries: list[dict[str, object]] = []

@@ -230,8 +230,8 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         inputs, attributes = list(norm.affine), {**norm.attributes, **attributes}
     w = site.w
     if site.transposed:
-        packs = is_initializer(w) and not _is_shared(rw, w)
-        w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if packs else op.Transpose(w)
+        own = is_initializer(w)
+        w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if own else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
     name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
@@ -312,8 +312,6 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
     if rw.training and any(biased) and not all(biased):
         # The zeros that stand for an absent bias would be trained, and could not be saved.
         return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
-    if any(_is_shared(rw, v) for v in (*weights, *(c for c in biases if c is not None))):
-        return False
     op = Builder()
     stem = "+".join(str(w.name) for w in weights)
     w = rw.pack(op, weights, None, 1, stem)
@@ -349,12 +347,6 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         if not peer.outputs[0].uses() and peer.graph is not None:
             peer.graph.remove(peer, safe=True)
     return True
-
-
-def _is_shared(rw: Rewriter, value: ir.Value) -> bool:
-    """Whether packing a copy of a parameter would untie it from its other uses in training."""
-    trained = rw.training and is_initializer(value) and scalar(value) is None
-    return trained and (len(value.uses()) > 1 or value.is_graph_output())
 
 
 def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
