@@ -27,6 +27,7 @@ LAYERS = (
     ("backend",),
     ("optim", "checkpoint", "data"),
     ("train",),
+    ("fit",),
     ("nn",),
     ("validate",),
     ("bench", "report"),
