@@ -96,13 +96,13 @@ def difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Diff
     a, b = expected.astype(kind), got.astype(kind)
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    error[np.isnan(error)] = np.inf
+    error = np.where(np.isnan(error), np.inf, error)
     finite = np.abs(a[np.isfinite(a)])
     scale = float(finite.max()) if finite.size else 0.0
     limit = 0.0 if exact else tolerance.atol + tolerance.rtol * scale
     with np.errstate(invalid="ignore"):
         relative = error / np.maximum(np.abs(a), tolerance.atol)
-    relative[np.isnan(relative)] = np.inf if np.isinf(error).any() else 0.0
+    relative = np.where(np.isnan(relative), np.where(np.isinf(error), np.inf, 0.0), relative)
     worst = float(error.max())
     return Difference(
         name, worst, float(relative.max()), limit, _place(name, error), worst <= limit
@@ -295,7 +295,8 @@ def generate(
     """
     dims = _dims(model)
     symbols = _symbols(dims)
-    leading = {d[0] for d in dims.values() if d and isinstance(d[0], str)}
+    inner = {d for own in dims.values() for d in own[1:]}
+    leading = {own[0] for own in dims.values() if own} - inner
     bounds = {v.name or "": index_bound(v) for v in model.graph.inputs}
     seen: dict[str, set[int]] = {symbol: set() for symbol in symbols}
     accepted: list[tuple[Feeds, list[Any]]] = []
@@ -543,7 +544,7 @@ def blame(
     *,
     device: str = "cpu",
 ) -> list[Culprit]:
-    """The nodes of `fused` that are wrong on their own, in graph order.
+    """The nodes of `fused` that are wrong on their own, the worst first.
 
     Fusions keep the names of the values they leave, so the fused graph can be cut at every value
     that the original has too: each piece then gets the original's values and must give the
@@ -575,7 +576,12 @@ def blame(
             name in wrong or difference(name, expected[name], after[name], tolerance).ok
             for name in outputs
         )
-        return [_culprit(cut, d, confirmed) for d in wrong.values()]
+        # A node with several outputs, or one that a Split follows, makes several wrong values.
+        culprits: dict[tuple[str, ...], Culprit] = {}
+        for d in sorted(wrong.values(), key=_badness, reverse=True):
+            culprit = _culprit(cut, d, confirmed)
+            culprits.setdefault(tuple(culprit.nodes), culprit)
+        return list(culprits.values())
     return _bisect(suspect, feeds, [(n, expected[n]) for n in outputs], tolerance, device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import re
@@ -131,6 +132,8 @@ def guarded(work: Callable[[], T], name: str) -> T:
 
 
 def _child(work: Callable[[], Any], name: str, writer: int) -> None:
+    # A session inherited from the parent has no threads here: collecting it would wait for them.
+    gc.disable()
     try:
         try:
             with faults(name):

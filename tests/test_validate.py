@@ -1,0 +1,319 @@
+"""validate: generated inputs, comparison, and blame with planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir
+import pytest
+from conftest import ENCODER, Cli
+
+from onnx_fuse import ir, passes, validate
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import load
+
+Model = onnx_ir.Model
+
+
+def ones(count: int) -> str:
+    return "{" + ", ".join("1" * count) + "}"
+
+
+def feeds_for(text: str, **shapes: list[int]) -> tuple[list[validate.Feeds], list[str]]:
+    model = ir.text_model(text)
+    ir.fix_shapes(model, shapes)
+    session = ort.session(model)
+    notes: list[str] = []
+    pairs = validate.generate(model, lambda f: ort.run(session, f), notes=notes)
+    return [feed for feed, _ in pairs], notes
+
+
+# ---- generated inputs ------------------------------------------------------------------------
+
+
+def test_every_dynamic_axis_is_seen_at_two_sizes_and_names_share_theirs() -> None:
+    feeds, notes = feeds_for(
+        "g (float[B, S, 4] x, float[S, T] m, float[B] b) => (float[B, T, 4] y) "
+        "{ t = Transpose <perm = [1, 0]> (m)  z = MatMul (t, x)"
+        "  a = Constant <value_ints = [1, 2]> ()  u = Unsqueeze (b, a)  y = Add (z, u) }"
+    )
+    for symbol, places in {"B": ("x0", "b0"), "S": ("x1", "m0"), "T": ("m1",)}.items():
+        sizes = [{feed[p[0]].shape[int(p[1])] for p in places} for feed in feeds]
+        assert all(len(size) == 1 for size in sizes), f"{symbol} is not one size"
+        assert len(set.union(*sizes)) >= 2, f"{symbol} has one size only"
+    assert len({feeds[0]["x"].shape[1], feeds[0]["m"].shape[1], feeds[0]["b"].shape[0]}) == 3
+    assert notes == []
+
+
+def test_ids_stay_within_what_they_index() -> None:
+    text = (
+        "g (int64[B, S] ids, int64[B, S] shifted, int32[B] label) => (float[B, S, 2] y, float z) "
+        f"<float[5, 2] table = {ones(10)}, float[3, 2] other = {ones(6)}> {{"
+        "  c = Cast <to = 7> (ids)  e = Gather (table, c)"
+        "  two = Constant <value_int = -2> ()  k = Sub (shifted, two)  m = Constant <value_int = 3>"
+        " ()  j = Mod (k, m)  f = Gather (other, j)  y = Add (e, f)  l = Cast <to = 7> (label)"
+        "  r = ReduceMean <keepdims = 0> (y)  h = Gather <axis = 1> (table, l)"
+        "  s = ReduceSum <keepdims = 0> (h)  z = Add (r, s) }"
+    )
+    model = ir.text_model(text)
+    bounds = {v.name: validate.index_bound(v) for v in model.graph.inputs}
+    assert bounds == {"ids": 5, "shifted": None, "label": 2}
+    check = validate.validate(model, load(model))
+    assert check.ok
+    assert len(check.feeds) == 2
+
+
+def test_masks_are_padded_on_the_right_and_positions_count_up() -> None:
+    feeds, _ = feeds_for(
+        "g (int64[B, S] attention_mask, bool[B, 1, S] keep, int64[B, S] position_ids,"
+        " float[B, S] float_mask) => (float[B, 1, S] y)"
+        f"<float[64] table = {ones(64)}> {{ a = Cast <to = 1> (attention_mask)"
+        "  p = Gather (table, position_ids)  b = Add (a, p)  d = Add (b, float_mask)"
+        "  one = Constant <value_ints = [1]> ()  c = Unsqueeze (d, one)"
+        "  y = Where (keep, c, c) }"
+    )
+    for feed in feeds:
+        mask = feed["attention_mask"]
+        assert set(np.unique(mask)) == {0, 1}
+        assert (np.diff(mask, axis=1) <= 0).all()
+        assert mask[0].all()
+        assert not mask[-1].all()
+        assert mask[:, 0].all()
+        np.testing.assert_array_equal(feed["keep"][:, 0], mask.astype(bool))
+        np.testing.assert_array_equal(feed["position_ids"], np.arange(mask.shape[1]) + 0 * mask)
+        np.testing.assert_array_equal(feed["float_mask"], np.where(mask, 0, -1e4))
+
+
+def test_sizes_that_the_graph_wants_are_found_and_said() -> None:
+    feeds, notes = feeds_for(
+        "g (float[N, L] x) => (float[N, B, 8] y) "
+        "{ s = Constant <value_ints = [0, -1, 8]> ()  y = Reshape (x, s) }"
+    )
+    assert {feed["x"].shape[1] % 8 for feed in feeds} == {0}
+    assert len({feed["x"].shape[1] for feed in feeds}) == 2
+    assert any("sizes tried" in note for note in notes)
+
+
+def test_an_axis_that_takes_one_size_only_is_named() -> None:
+    feeds, notes = feeds_for(
+        "g (float[N, L] x) => (float[N, 1] y) <float[7, 1] w = {1, 2, 3, 4, 5, 6, 7}>"
+        " { y = MatMul (x, w) }"
+    )
+    assert {feed["x"].shape[1] for feed in feeds} == {7}
+    assert any("one size only of the dynamic axes L" in note for note in notes)
+
+
+def test_dimensions_may_be_expressions_of_others() -> None:
+    model = ir.text_model(
+        "g (float[B, P] past, float[B, S] x, float[B, T] all) => (float[B, T] y)"
+        "{ c = Concat <axis = 1> (past, x)  y = Add (c, all) }"
+    )
+    total = onnx_ir.SymbolicDim("P + S")
+    model.graph.inputs[2].shape = onnx_ir.Shape([model.graph.inputs[2].shape[0], total])
+    check = validate.validate(model, model)
+    for feed in check.feeds:
+        assert feed["all"][1] == feed["past"][1] + feed["x"][1]
+
+
+def test_what_cannot_be_generated_is_said() -> None:
+    with pytest.raises(ModelError, match=r"'s' holds strings: give inputs"):
+        feeds_for("g (string[N] s) => (string[N] y) { y = Identity (s) }")
+    with pytest.raises(ModelError, match=r"none of the generated inputs .*: give inputs"):
+        feeds_for(
+            "g (float[N] x) => (float[K] y) { s = Constant <value_ints = [71, 73]> ()"
+            "  y = Reshape (x, s) }"
+        )
+
+
+def test_shapes_given_are_used_and_checked() -> None:
+    text = "g (float[N, L] a, float[N] b) => (float[N, L] y) { y = Relu (a)  z = Relu (b) }"
+    feeds, _ = feeds_for(text, a=[5, -1])
+    assert {feed["a"].shape[0] for feed in feeds} == {feed["b"].shape[0] for feed in feeds} == {5}
+    for wrong in ({"q": [1]}, {"a": [1]}, {"a": [1, 2], "b": [3]}):
+        with pytest.raises(UsageError):
+            feeds_for(text, **wrong)
+
+
+# ---- comparison ------------------------------------------------------------------------------
+
+FLOAT = validate.TOLERANCES[onnx_ir.DataType.FLOAT]
+HUGE, NAN, INF = 1e30, float("nan"), float("inf")
+COMPARISONS = [
+    ([1.0, 2.0], [1.0, 2.0], True, 0.0, "y[0]"),
+    ([1.0, 2.0], [1.0, 2.00001], True, 1e-5, "y[1]"),
+    ([1.0, 2.0], [1.001, 2.0], False, 1e-3, "y[0]"),
+    ([1000.0, 1e-3], [1000.0, 2e-3], True, 1e-3, "y[1]"),
+    ([[1.0], [HUGE]], [[1.0], [-HUGE]], False, 2e30, "y[1, 0]"),
+    ([NAN, 1.0], [NAN, 1.0], True, 0.0, "y[0]"),
+    ([1.0, NAN], [1.0, 0.0], False, INF, "y[1]"),
+    ([1.0, 0.0], [1.0, NAN], False, INF, "y[1]"),
+    ([INF, -INF], [INF, -INF], True, 0.0, "y[0]"),
+    ([INF, -INF], [INF, INF], False, INF, "y[1]"),
+    ([], [], True, 0.0, "y"),
+]
+
+
+@pytest.mark.parametrize(("expected", "got", "ok", "max_abs", "where"), COMPARISONS)
+def test_difference(
+    expected: list[float], got: list[float], ok: bool, max_abs: float, where: str
+) -> None:
+    a, b = np.array(expected, np.float32), np.array(got, np.float32)
+    found = validate.difference("y", a, b, FLOAT)
+    assert found.ok == ok
+    assert found.where == where
+    assert found.max_abs == pytest.approx(max_abs, rel=1e-2)
+
+
+def test_integers_booleans_and_strings_must_be_equal() -> None:
+    for a, b in (([1, 2], [1, 3]), ([True, False], [True, True]), (["a"], ["b"])):
+        assert validate.difference("y", np.array(a), np.array(a), FLOAT).ok
+        assert not validate.difference("y", np.array(a), np.array(b), FLOAT).ok
+
+
+def test_another_shape_dtype_or_length_is_a_difference() -> None:
+    x = np.ones((2, 3), np.float32)
+    for y in (x[0], x.astype(np.float64), [x]):
+        assert not validate.difference("y", x, y, FLOAT).ok
+    assert validate.difference("y", [x, x], [x, x], FLOAT).ok
+    worst = validate.difference("y", [x, x], [x, x + 1], FLOAT)
+    assert (worst.ok, worst.where) == (False, "y.1[0, 0]")
+
+
+def test_the_coarsest_float_type_sets_the_tolerance() -> None:
+    cast = "g (float[N] x) => (float[N] y) {{ h = Cast <to = {}> (x)  y = Cast <to = 1> (h) }}"
+    for code, kind in ((1, "FLOAT"), (10, "FLOAT16"), (16, "BFLOAT16")):
+        model = ir.text_model(cast.format(code))
+        ir.infer_shapes(model)
+        assert validate.tolerance_of(model) == validate.TOLERANCES[onnx_ir.DataType[kind]]
+
+
+def test_random_outputs_are_found_and_only_their_shapes_compared() -> None:
+    model = ir.text_model(
+        "g (float[N, 3] x) => (float[N, 3] y, float[N, 3] z) { r = RandomNormalLike (x)"
+        "  y = Add (x, r)  z = Relu (x) }"
+    )
+    assert validate.random_outputs(model) == ["y"]
+    check = validate.validate(model, model)
+    assert check.ok
+    assert any("random by design" in note and "y" in note for note in check.notes)
+    dropout = (
+        "g (float[N] x) => (float[N] y) { r = Constant <value_float = 0.5> ()"
+        "  t = Constant <value = bool {%d}> ()  y = Dropout (x, r, t) }"
+    )
+    assert validate.random_outputs(ir.text_model(dropout % 1)) == ["y"]
+    assert validate.random_outputs(ir.text_model(dropout % 0)) == []
+
+
+# ---- blame -----------------------------------------------------------------------------------
+
+
+def fused_encoder() -> Model:
+    model = load(ENCODER)
+    passes.optimize(model)
+    return model
+
+
+def nodes_of(model: Model, op: str) -> list[onnx_ir.Node]:
+    return [n for n in model.graph if n.domain == ir.FUSE and n.op_type.startswith(op)]
+
+
+def wrong_bias(model: Model) -> str:
+    """The last Gemm of a block gets the bias of another size-mate."""
+    node = nodes_of(model, "Gemm")[1]
+    bias = node.inputs[2]
+    assert bias is not None
+    other = ir.const_array(bias)
+    assert other is not None
+    other = other + np.linspace(0, 0.5, other.size, dtype=np.float32)
+    value = onnx_ir.Value(name="planted", const_value=onnx_ir.tensor(other, name="planted"))
+    model.graph.register_initializer(value)
+    node.replace_input_with(2, value)
+    return node.outputs[0].name or ""
+
+
+def wrong_epsilon(model: Model) -> str:
+    node = nodes_of(model, "LayerNormGemm")[0]
+    node.attributes["epsilon"] = onnx_ir.AttrFloat32("epsilon", 1.0)
+    return node.outputs[0].name or ""
+
+
+def wrong_operand(model: Model) -> str:
+    node = nodes_of(model, "SdpaMask")[1]
+    q, k = node.inputs[0], node.inputs[2]
+    node.replace_input_with(0, k)
+    node.replace_input_with(2, q)
+    return node.outputs[0].name or ""
+
+
+PLANTS: list[Callable[[Model], str]] = [wrong_bias, wrong_epsilon, wrong_operand]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda f: f.__name__)
+def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
+    model = fused_encoder()
+    name = plant(model)
+    check = validate.validate(ENCODER, model, find_culprit=True)
+    assert not check.ok
+    assert len(check.culprits) == 1
+    [culprit] = check.culprits
+    assert culprit.confirmed
+    assert any(name == n.outputs[0].name for n in model.graph if n.name in culprit.nodes)
+
+
+def test_two_planted_faults_are_both_named() -> None:
+    model = fused_encoder()
+    names = {wrong_bias(model), wrong_epsilon(model)}
+    check = validate.validate(ENCODER, model, find_culprit=True)
+    found = {n.outputs[0].name for c in check.culprits for n in model.graph if n.name in c.nodes}
+    assert names <= found
+    assert all(c.confirmed for c in check.culprits)
+
+
+def test_a_wrong_body_in_the_file_is_named(cli: Cli, tmp_path: Path) -> None:
+    proto = ir.to_proto(fused_encoder())
+    body = next(f for f in proto.functions if f.name.startswith("LayerNormGemmGelu"))
+    gelu = next(n for n in body.node if n.op_type == "Gelu")
+    gelu.op_type = "Relu"
+    del gelu.attribute[:]
+    (tmp_path / "forged.onnx").write_bytes(proto.SerializeToString())
+    result = cli("validate", tmp_path / "forged.onnx", "--against", ENCODER, "--blame")
+    assert result.code == 3
+    assert body.name in result.err
+    assert "confirmed" in result.out
+
+
+def test_a_fault_that_shows_only_in_place_is_found_by_bisection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A runtime that spoils one fused op, though only where the whole graph runs."""
+    model = fused_encoder()
+    victim = nodes_of(model, "SdpaMask")[0].outputs[0].name
+    runs = []
+    plain = validate._values
+
+    def spoiled(model: Model, feeds: validate.Feeds, names: list[str], **options: object) -> object:
+        runs.append(len(names))
+        values = plain(model, feeds, names)
+        whole = not any(v.name.endswith(validate._ORACLE) for v in model.graph.inputs)
+        alive = any(n.domain == ir.FUSE and n.outputs[0].name == victim for n in model.graph)
+        if whole and alive and len(names) == 2:
+            return {name: value + 1 for name, value in values.items()}
+        return values
+
+    monkeypatch.setattr(validate, "_values", spoiled)
+    feeds = validate.validate(ENCODER, model).feeds[0]
+    arrays = {name: np.ones(shape, np.int64) for name, shape in feeds.items()}
+    [culprit] = validate.blame(ENCODER, model, arrays, FLOAT)
+    assert culprit.output == victim
+    fused = sum(n.domain == ir.FUSE for n in model.graph)
+    assert len(runs) <= 5 + int(np.ceil(np.log2(fused))) + 1
+
+
+def test_without_a_difference_there_is_nobody_to_blame() -> None:
+    check = validate.validate(ENCODER, fused_encoder(), find_culprit=True)
+    assert check.ok
+    assert check.culprits == []
+    assert check.to_dict()["ok"] is True
