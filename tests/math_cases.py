@@ -16,6 +16,7 @@ import onnx
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
+import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
 from onnx_fuse import ir
@@ -224,6 +225,15 @@ def _norms() -> Iterator[Case]:
         yield Case("SkipLayerNorm", ((7, 768), (7, 768), (768,), (768,)), {}, 2, dtype, FUSE)
         yield Case("SkipRMSNorm", ((7, 100), (7, 100), (100,)), {}, 2, dtype, FUSE)
     yield Case("SkipLayerNorm_mean_rstd", ((7, 64), (7, 64), (64,), (64,)), {}, 4, F32, FUSE)
+    for dtype in (F32, F16, BF16):
+        for k in (40, 768, 3000):
+            rows, one = (1100, k) if k == 40 else (37, k), (k,)
+            mean = np.linspace(-1, 1, rows[0], dtype=np.float32)[:, None]
+            rstd = np.linspace(0.5, 2, rows[0], dtype=np.float32)[:, None]
+            given = (rows, rows, one, mean, rstd)
+            yield Case("LayerNormGrad", given, {}, 3, dtype, FUSE)
+            yield Case("RMSNormalizationGrad", (*given[:3], rstd), {}, 2, dtype, FUSE)
+            yield Case("SkipLayerNormGrad", (rows, *given), {}, 3, dtype, FUSE)
     for dtype in (F32, F16):
         yield Case("GroupNormalization", ((2, 12, 5, 7), (12,), (12,)), {"num_groups": 3}, 1, dtype)
         yield Case("InstanceNormalization", ((2, 6, 8, 8), (6,), (6,)), {}, 1, dtype)
@@ -314,6 +324,11 @@ def _losses() -> Iterator[Case]:
         attrs = {"reduction": kind, "ignore_index": 2}
         yield Case("SoftmaxCrossEntropyLoss", ((3, 9, 4, 5), planes, (9,)), attrs, 2)
         yield Case("NegativeLogLikelihoodLoss", ((3, 9, 4, 5), planes, (9,)), attrs)
+    for dtype in (F32, F16):
+        columns, planes = rng.integers(0, 130, (6, 1)), rng.integers(0, 9, (3, 1, 4, 5))
+        yield Case("SoftmaxCrossEntropyGrad", ((6, 130), columns, (6, 1)), {}, 1, dtype, FUSE)
+        given = ((3, 9, 4, 5), planes, (3, 1, 4, 5))
+        yield Case("SoftmaxCrossEntropyGrad", given, {}, 1, dtype, FUSE)
     big = rng.integers(0, 50257, 40)
     yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 2, note="vocabulary")
     yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 1, BF16, note="vocabulary")

@@ -1,5 +1,5 @@
 // conv/direct.cu: Conv and ConvTranspose with few filters a group (depthwise): no tile to share.
-// Idea     : a thread an output, the sum over (channel, tap) in order; inputs come from L1.
+// Idea     : a thread an output, the sum over (channel, tap) in order, unrolled; inputs come from L1.
 // Inputs, outputs: as conv/implicit.cu, unsplit.   Macros: T ACC ACT, geometry.cuh's.
 // Bound    : L1 loads, two an FMA.
 #include "conv/geometry.cuh"
@@ -17,12 +17,23 @@ extern "C" __global__ void __launch_bounds__(256)
     const int f = i / pixels % (groups * filters), g = f / filters, m = f % filters;
     const T* image = x + (i / pixels / (groups * filters) * groups + g) * channels * plane;
     ACC z = bias ? (ACC)widen(bias[f]) : (ACC)0;
+    int xs[KW];  // the columns are the same at every row of the filter
+#pragma unroll
+    for (int c = 0; c < KW; c++) xs[c] = tap_input<SW, DW, PW>(ox, c, w);
     for (int c = 0; c < channels; c++)
-        for (int tap = 0; tap < TAPS; tap++) {
-            const int at = plane_offset(tap, oz, oy, ox, d, h, w);
-            if (at >= 0)
-                z += (ACC)widen(weight[weight_index(g, m, c * TAPS + tap, filters, channels)]) *
-                     (ACC)widen(image[(i64)c * plane + at]);
+#pragma unroll
+        for (int a = 0; a < KD; a++) {
+            const int iz = tap_input<SD, DD, PD>(oz, a, d);
+#pragma unroll
+            for (int b = 0; b < KH; b++) {
+                const int iy = tap_input<SH, DH, PH>(oy, b, h);
+                if ((iz | iy) < 0) continue;
+                const T* line = image + (i64)c * plane + (iz * h + iy) * w;
+                const i64 tap = weight_index(g, m, (c * KD + a) * KH * KW + b * KW, filters, channels);
+#pragma unroll
+                for (int e = 0; e < KW; e++)
+                    if (xs[e] >= 0) z += (ACC)widen(weight[tap + e]) * (ACC)widen(line[xs[e]]);
+            }
         }
     y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
 }

@@ -14,7 +14,34 @@ struct Sofar { ACC top, sum; };
 
 DEVICE Sofar merge(Sofar a, Sofar b) {
     const ACC m = a.top > b.top || a.top != a.top ? a.top : b.top;
-    return {m, (a.sum == 0 ? a.sum : a.sum * exp(a.top - m)) + (b.sum == 0 ? b.sum : b.sum * exp(b.top - m))};
+    return {m, (a.sum == 0 ? a.sum : a.sum * fast_exp(a.top - m)) +
+                   (b.sum == 0 ? b.sum : b.sum * fast_exp(b.top - m))};
+}
+DEVICE Sofar take(Sofar s, const Vec<T, VEC>& t) {
+    ACC top = s.top;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
+    if (top > s.top) s.sum *= fast_exp(s.top - top), s.top = top;
+    if (s.top == -INFINITE) top = 0;  // exp(-inf - 0) is 0
+#pragma unroll
+    for (int j = 0; j < VEC; j++) s.sum += fast_exp((ACC)widen(t.at[j]) - top);
+    return s;
+}
+// log of the sum of exp over a row of `classes` scores, `inner` apart
+DEVICE ACC log_sum_exp(const T* x, i64 classes, i64 inner, int lane, Sofar* scratch) {
+    Sofar s = {-INFINITE, 0};
+    constexpr int STEP = TEAM * VEC, UNROLL = 4;
+    for (i64 c = lane * VEC; c < classes; c += UNROLL * STEP) {
+        Vec<T, VEC> t[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (c + u * STEP < classes) t[u] = load<VEC>(x + (c + u * STEP) * inner);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (c + u * STEP < classes) s = take(s, t[u]);
+    }
+    s = team_merge<TEAM>(s, [](Sofar a, Sofar b) { return merge(a, b); }, scratch);
+    return s.top + log(s.sum);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
@@ -27,18 +54,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const i64 base = live ? row / inner * classes * inner + row % inner : 0;
     ACC lse = 0;
 #if LOG_SOFTMAX
-    Sofar s = {-INFINITE, 0};
-    for (i64 c = lane * VEC; c < (live ? classes : 0); c += TEAM * VEC) {
-        const Vec<T, VEC> t = load<VEC>(x + base + c * inner);
-        ACC top = s.top;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
-        if (top > s.top) s.sum *= exp(s.top - top), s.top = top;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) s.sum += s.top == -INFINITE ? (ACC)0 : exp((ACC)widen(t.at[j]) - s.top);
-    }
-    s = team_merge<TEAM>(s, [](Sofar a, Sofar b) { return merge(a, b); }, scratch);
-    lse = s.top + log(s.sum);
+    lse = log_sum_exp(x + base, live ? classes : 0, inner, lane, scratch);
     if (log_prob)
         for (i64 c = lane * VEC; c < (live ? classes : 0); c += TEAM * VEC) {
             Vec<T, VEC> t = load<VEC>(x + base + c * inner);
@@ -56,6 +72,29 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     if (loss) loss[row] = narrow<T>(p.loss);
     if (rows) rows[row] = p;
+}
+
+// dx = slope (softmax(x) - [class is the label]); slope and label [n, inner]; the second read is L2's.
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    cross_entropy_grad(const T* x, const I* target, const T* slope, T* dx, i64 count, i64 classes, i64 inner) {
+    __shared__ Sofar scratch[TEAM > 32 ? TEAM / 32 : 1];
+    const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
+    const bool live = row < count;
+    const int lane = threadIdx.x % TEAM;
+    const i64 base = live ? row / inner * classes * inner + row % inner : 0;
+    const ACC lse = log_sum_exp(x + base, live ? classes : 0, inner, lane, scratch);
+    if (!live) return;
+    const ACC g = widen(slope[row]);
+    const i64 label = target[row];
+    for (i64 c = lane * VEC; c < classes; c += TEAM * VEC) {
+        Vec<T, VEC> t = load<VEC>(x + base + c * inner);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            const ACC p = fast_exp((ACC)widen(t.at[j]) - lse);
+            t.at[j] = narrow<T>(g * (c + j == label ? p - 1 : p));
+        }
+        store<VEC>(dx + base + c * inner, t);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

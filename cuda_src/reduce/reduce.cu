@@ -5,7 +5,8 @@
 //            VEC columns by BY rows.
 // Inputs   : x dense, aligned to VEC elements; T, or State where FROM_STATE (an earlier pass's).
 // Outputs  : y [outer, splits, inner] State where TO_STATE, else U; y2 the variance of Moments.
-// Macros   : T U ACC REDUCER FROM_STATE TO_STATE VEC; TEAM (power of two <= 1024), BLOCK; BX, BY.
+// Macros   : T U ACC REDUCER FROM_STATE TO_STATE VEC; TEAM (power of two <= 1024), BLOCK; BX, BY;
+//            BATCHED where REDUCER can take a vector at once.
 // Numerics : states in ACC; the order depends on the shape and the macros alone.
 // Bound    : HBM, bytes of x once.
 #include "reduce/reducers.cuh"
@@ -26,6 +27,16 @@ typedef U Out;
 #endif
 struct alignas(FROM_STATE ? alignof(In) : sizeof(In) * VEC < 16 ? sizeof(In) * VEC : 16) Pack { In at[VEC]; };
 DEVICE Pack fetch(const In* p) { return *(const Pack*)p; }
+
+DEVICE State add_all(State s, const Pack& v, i64 at) {
+#if defined BATCHED && !FROM_STATE
+    return R::take_all(s, v.at);
+#else
+#pragma unroll
+    for (int j = 0; j < VEC; j++) s = add(s, v.at[j], at + j);
+    return s;
+#endif
+}
 
 DEVICE void emit(State s, i64 at, i64 count, Out* y, ACC* y2) {
 #if TO_STATE
@@ -49,20 +60,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const In* p = x + row * length + first;
     State s = R::identity();
     constexpr int STEP = TEAM * VEC, UNROLL = 4;
-    int i = lane * VEC;
-    for (; i + (UNROLL - 1) * STEP < n; i += UNROLL * STEP) {
+    for (int i = lane * VEC; i < n; i += UNROLL * STEP) {
         Pack v[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + i + u * STEP);
+        for (int u = 0; u < UNROLL; u++)
+            if (i + u * STEP < n) v[u] = fetch(p + i + u * STEP);
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-            for (int j = 0; j < VEC; j++) s = add(s, v[u].at[j], first + i + u * STEP + j);
-    }
-    for (; i < n; i += STEP) {
-        const Pack v = fetch(p + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) s = add(s, v.at[j], first + i + j);
+            if (i + u * STEP < n) s = add_all(s, v[u], first + i + u * STEP);
     }
     __shared__ State scratch[TEAM > 32 ? TEAM / 32 : 1];
     s = team_merge<TEAM>(s, [](State a, State b) { return R::merge(a, b); }, scratch);

@@ -1,22 +1,30 @@
 // scan/cumsum.cu: y = running sums of x[outer, length, inner] along the middle axis.
-// Idea     : inner = 1: a block a row, BLOCK elements a step: a scan in each warp, then over warps, and
-//            a carry. inner > 1: a thread a column, neighbours contiguous.
+// Idea     : inner = 1: a block a row, 4 BLOCK elements a step: four in a thread, a scan in each warp,
+//            then over warps, and a carry. inner > 1: BX neighbouring columns by BY segments a block;
+//            each thread adds up its segment, then reads it again behind the sum of those before.
 // Inputs   : x, y [outer, length, inner] T.
-// Macros   : T ACC BLOCK (32..1024); EXCLUSIVE, REVERSE.
-// Numerics : sums in ACC; order fixed by BLOCK.
-// Bound    : HBM, a read and a write; cumsum_column by latency where outer * inner is small.
+// Macros   : T ACC; BLOCK (32..1024), or BX, BY (powers of two); EXCLUSIVE, REVERSE.
+// Numerics : sums in ACC; order fixed by the macros and the length.
+// Bound    : HBM, a read and a write (columns: two reads).
 #include "common.cuh"
 
+#ifdef BLOCK
 extern "C" __global__ void __launch_bounds__(BLOCK) cumsum_row(const T* x, T* y, i64 length) {
     __shared__ ACC sums[BLOCK / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     x += blockIdx.x * length;
     y += blockIdx.x * length;
     ACC carry = 0;
-    for (i64 first = 0; first < length; first += BLOCK) {
-        const i64 i = first + threadIdx.x, at = REVERSE ? length - 1 - i : i;
-        const ACC own = i < length ? (ACC)widen(x[at]) : (ACC)0;
-        ACC s = own;
+    for (i64 first = 0; first < length; first += 4 * BLOCK) {
+        const i64 begin = first + threadIdx.x * 4;
+        ACC own[4], s = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const i64 i = begin + j;
+            own[j] = i < length ? (ACC)widen(x[REVERSE ? length - 1 - i : i]) : (ACC)0;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) s += own[j];
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const ACC before = __shfl_up_sync(~0u, s, step);
@@ -31,20 +39,35 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cumsum_row(const T* x, T* y,
         }
         __syncthreads();
         const ACC before = __shfl_up_sync(~0u, s, 1);
-        if (i < length) y[at] = narrow<T>(EXCLUSIVE ? left + (lane ? before : (ACC)0) : left + s);
+        left += lane ? before : (ACC)0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const i64 i = begin + j;
+            if (i < length) y[REVERSE ? length - 1 - i : i] = narrow<T>(EXCLUSIVE ? left : left + own[j]);
+            left += own[j];
+        }
     }
 }
-
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    cumsum_column(const T* x, T* y, i64 columns, i64 length, i64 inner) {
-    const i64 column = (i64)blockIdx.x * BLOCK + threadIdx.x;
-    if (column >= columns) return;
-    const i64 base = column / inner * length * inner + column % inner;
+#else
+extern "C" __global__ void __launch_bounds__(BX* BY)
+    cumsum_column(const T* x, T* y, i64 length, i64 inner) {
+    __shared__ ACC sums[BY][BX];
+    const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
+    const i64 tiles = (inner + BX - 1) / BX, column = blockIdx.x % tiles * BX + tx;
+    const i64 base = blockIdx.x / tiles * length * inner + column;
+    const i64 segment = (length + BY - 1) / BY, first = ty * segment;
+    const i64 last = column < inner ? min(first + segment, length) : 0;
     ACC s = 0;
-    for (i64 i = 0; i < length; i++) {
+    for (i64 i = first; i < last; i++) s += (ACC)widen(x[base + (REVERSE ? length - 1 - i : i) * inner]);
+    sums[ty][tx] = s;
+    __syncthreads();
+    s = 0;
+    for (int w = 0; w < ty; w++) s += sums[w][tx];
+    for (i64 i = first; i < last; i++) {
         const i64 at = base + (REVERSE ? length - 1 - i : i) * inner;
         const ACC own = widen(x[at]);
         y[at] = narrow<T>(EXCLUSIVE ? s : s + own);
         s += own;
     }
 }
+#endif

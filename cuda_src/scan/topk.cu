@@ -1,10 +1,10 @@
 // scan/topk.cu: the k largest (or smallest) of x[outer, length, inner] along the middle axis, sorted.
-// Idea     : a block a row; a bitonic sort of SIZE (key, index) pairs in shared memory. Longer rows come
-//            in pieces: the best SIZE / 2 so far stay, the next SIZE / 2 join them.
-// Inputs   : x T; values T and indices i64 [outer, k, inner]; k <= SIZE, or SIZE / 2 where length > SIZE.
+// Idea     : a block a row; candidates, those better than the k-th so far, collect in shared memory as
+//            (key, index) pairs and are sorted (bitonic) whenever SIZE would overflow.
+// Inputs   : x T; values T and indices i64 [outer, k, inner]; length <= SIZE, or k + 2 BLOCK <= SIZE.
 // Macros   : T SIZE (power of two) BLOCK LARGEST.
 // Numerics : keys order as the numbers do, NaN above all; equal keys by index, the lower first.
-// Bound    : shared memory: length * log2(SIZE)^2 compare-exchanges a row.
+// Bound    : reading x where few elements qualify; each sort is SIZE log2(SIZE)^2 / 4 exchanges.
 #include "common.cuh"
 
 DEVICE u64 ordered(float x) { const u32 b = __float_as_uint(x); return b >> 31 ? ~b : b | 0x80000000u; }
@@ -18,32 +18,54 @@ template <class E> DEVICE u64 ordered(E x) {
     return (E)-1 < (E)0 ? (u64)(i64)x ^ 1ull << 63 : (u64)x;
 }
 
+// bitonic sort of SIZE pairs, ascending
+DEVICE void sort(u64* key, u32* at) {
+    for (int size = 2; size <= SIZE; size *= 2)
+        for (int step = size / 2; step; step /= 2) {
+            __syncthreads();
+            for (int t = threadIdx.x; t < SIZE / 2; t += BLOCK) {
+                const int i = t / step * 2 * step + t % step, j = i + step;
+                const bool after = key[i] > key[j] || (key[i] == key[j] && at[i] > at[j]);
+                if (after == !(i & size)) {
+                    const u64 a = key[i];
+                    const u32 b = at[i];
+                    key[i] = key[j], at[i] = at[j], key[j] = a, at[j] = b;
+                }
+            }
+        }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK)
     topk(const T* x, T* values, i64* indices, i64 length, i64 inner, i64 k) {
     extern __shared__ u64 key[];
+    __shared__ int found;
     u32* at = (u32*)(key + SIZE);
     const i64 row = blockIdx.x, base = row / inner * length * inner + row % inner;
-    for (i64 next = 0, kept = 0; next < length || next == 0; kept = SIZE / 2) {
-        for (int i = kept + threadIdx.x; i < SIZE; i += BLOCK) {
-            const i64 source = next + i - kept;
-            const u64 ranked = source < length ? ordered(x[base + source * inner]) : 0;
-            key[i] = source < length ? (LARGEST ? ~ranked : ranked) : ~0ull;
-            at[i] = source < length ? (u32)source : ~0u;
-        }
-        next += SIZE - kept;
-        for (int size = 2; size <= SIZE; size *= 2)
-            for (int step = size / 2; step; step /= 2) {
-                __syncthreads();
-                for (int t = threadIdx.x; t < SIZE / 2; t += BLOCK) {
-                    const int i = t / step * 2 * step + t % step, j = i + step;
-                    const bool after = key[i] > key[j] || (key[i] == key[j] && at[i] > at[j]);
-                    if (after == !(i & size)) {
-                        const u64 a = key[i];
-                        const u32 b = at[i];
-                        key[i] = key[j], at[i] = at[j], key[j] = a, at[j] = b;
-                    }
-                }
+    u64 worst = 0;        // the k-th so far: what comes later must be better
+    bool full = false;    // whether there are k already
+    if (threadIdx.x == 0) found = 0;
+    __syncthreads();
+    for (i64 next = 0; next < length; next += BLOCK) {
+        const i64 i = next + threadIdx.x;
+        if (i < length) {
+            const u64 ranked = ordered(x[base + i * inner]), mine = LARGEST ? ~ranked : ranked;
+            if (!full || mine < worst) {
+                const int slot = atomicAdd(&found, 1);  // in any order: the sort makes it one
+                key[slot] = mine, at[slot] = (u32)i;
             }
+        }
+        __syncthreads();
+        const int count = found;
+        const bool last = next + BLOCK >= length;
+        if (count + BLOCK > SIZE || last) {
+            for (int s = count + threadIdx.x; s < SIZE; s += BLOCK) key[s] = ~0ull, at[s] = ~0u;
+            sort(key, at);
+            if (count >= k && !last) {
+                full = true, worst = key[k - 1];
+                if (threadIdx.x == 0) found = k;
+            }
+        }
         __syncthreads();
     }
     const i64 out = row / inner * k * inner + row % inner;

@@ -1,17 +1,18 @@
 // sdpa/mma_sm80.cu: y = softmax(scale q k^T + mask) v and its gradients in 16-bit floats, mma.sync.
-// Idea     : WARPS x 16 rows a block against tiles of TILE rows of the other side, cp.async two tiles
+// Idea     : WARPS x 16 MT rows a block against tiles of TILE rows of the other side, cp.async two tiles
 //            deep. The probabilities of a tile never leave registers: the accumulator layout of the
 //            first product is the operand layout of the second. Forward: online softmax. Backward as
 //            in simt.cu: sdpa_dq owns queries, sdpa_dkv owns keys and works on transposed tiles.
 // Inputs   : operands.cuh with rows of 16-byte aligned, D and DV multiples of 8.
 // Outputs  : y, dq, dk, dv T; lse f32 (or null).
-// Macros   : operands.cuh's; WARPS, TILE (multiple of 16).   Launch: grid (rows / 16 / WARPS, heads, batch).
+// Macros   : operands.cuh's; WARPS, MT (16-row tiles a warp: K and V are read from shared memory once
+//            for all of them), TILE (multiple of 16), FORWARD.   Launch: grid (rows, heads, batch).
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands.
 // Bound    : tensor core (mma.sync) and exp; bytes only for short rows.
 #include "sm80.cuh"
 #include "sdpa/operands.cuh"
 
-constexpr int ROWS = WARPS * 16, THREADS = WARPS * 32;
+constexpr int ROWS = WARPS * 16 * MT, THREADS = WARPS * 32;
 constexpr int DP = (D + 15) / 16 * 16, VP = (DV + 15) / 16 * 16;  // padded widths; zeros behind D, DV
 constexpr int PD = DP + 8, PV = VP + 8;  // pitches: an odd number of 16-byte chunks, no bank conflicts
 
@@ -26,57 +27,75 @@ DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
                     there ? 16 : 0);
     }
 }
-// s[16 rows of the warp, TILE] = a . b^T over WIDTH; a and b in shared memory by rows.
-template <int WIDTH> DEVICE void dots(float (&s)[TILE / 8][4], const T* a, const T* b) {
+// s[16 MT rows of the warp, TILE] = a . b^T over WIDTH; a and b in shared memory by rows.
+template <int WIDTH> DEVICE void dots(float (&s)[MT][TILE / 8][4], const T* a, const T* b) {
     constexpr int PITCH = WIDTH + 8;
     const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
-    a += (threadIdx.x / 32 * 16 + m % 2 * 8 + r) * PITCH + m / 2 * 8;
+    a += (threadIdx.x / 32 * 16 * MT + m % 2 * 8 + r) * PITCH + m / 2 * 8;
     b += (m / 2 * 8 + r) * PITCH + m % 2 * 8;
 #pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[n][e] = 0;
+    for (int i = 0; i < MT * TILE / 2; i++) s[i / (TILE / 2)][i / 4 % (TILE / 8)][i % 4] = 0;
 #pragma unroll
     for (int k = 0; k < WIDTH; k += 16) {
-        u32 x[4];
-        ldmatrix_x4<false>(x, smem_address(a + k));
+        u32 x[MT][4];
+#pragma unroll
+        for (int i = 0; i < MT; i++) ldmatrix_x4<false>(x[i], smem_address(a + i * 16 * PITCH + k));
 #pragma unroll
         for (int n = 0; n < TILE / 16; n++) {
             u32 y[4];
             ldmatrix_x4<false>(y, smem_address(b + n * 16 * PITCH + k));
-            mma(s[2 * n], x, y, T());
-            mma(s[2 * n + 1], x, y + 2, T());
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                mma(s[i][2 * n], x[i], y, T());
+                mma(s[i][2 * n + 1], x[i], y + 2, T());
+            }
         }
     }
 }
-// acc[16, WIDTH] += p[16, TILE] b[TILE, WIDTH]; p in accumulator layout.
-template <int WIDTH> DEVICE void accumulate(float (&acc)[WIDTH / 8][4], const float (&p)[TILE / 8][4], const T* b) {
+// acc[16 MT, WIDTH] += p[16 MT, TILE] b[TILE, WIDTH]; p in accumulator layout.
+template <int WIDTH>
+DEVICE void accumulate(float (&acc)[MT][WIDTH / 8][4], const float (&p)[MT][TILE / 8][4], const T* b) {
     constexpr int PITCH = WIDTH + 8;
     const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
     b += (m % 2 * 8 + r) * PITCH + m / 2 * 8;
 #pragma unroll
     for (int k = 0; k < TILE / 16; k++) {
-        const u32 x[4] = {pack2<T>(p[2 * k][0], p[2 * k][1]), pack2<T>(p[2 * k][2], p[2 * k][3]),
-                          pack2<T>(p[2 * k + 1][0], p[2 * k + 1][1]), pack2<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
+        u32 x[MT][4];
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                x[i][e] = pack2<T>(p[i][2 * k + e / 2][e % 2 * 2], p[i][2 * k + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < WIDTH / 16; n++) {
             u32 y[4];
             ldmatrix_x4<true>(y, smem_address(b + k * 16 * PITCH + n * 16));
-            mma(acc[2 * n], x, y, T());
-            mma(acc[2 * n + 1], x, y + 2, T());
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                mma(acc[i][2 * n], x[i], y, T());
+                mma(acc[i][2 * n + 1], x[i], y + 2, T());
+            }
         }
     }
 }
-// Rows lane / 4 and + 8 of the warp's 16, two columns at a time.
+// Rows lane / 4 and + 8 of each 16 of the warp's, two columns at a time; factor by row.
 template <int WIDTH, int PADDED>
-DEVICE void write(T* to, const float (&acc)[PADDED / 8][4], int first, int last, float f0, float f1) {
-    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
+DEVICE void write(T* to, const float (&acc)[MT][PADDED / 8][4], int row, int last, const float (&factor)[MT][2]) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < WIDTH / 8; n++) {
-        const int c = n * 8 + lane % 4 * 2;
-        if (row < last) *(u32*)(to + (i64)row * WIDTH + c) = pack2<T>(acc[n][0] * f0, acc[n][1] * f0);
-        if (row + 8 < last) *(u32*)(to + (i64)(row + 8) * WIDTH + c) = pack2<T>(acc[n][2] * f1, acc[n][3] * f1);
+    for (int m = 0; m < 2 * MT; m++) {
+        const int r = row + m * 8;
+        if (r >= last) continue;
+#pragma unroll
+        for (int n = 0; n < WIDTH / 8; n++)
+            *(u32*)(to + (i64)r * WIDTH + n * 8 + lane % 4 * 2) =
+                pack2<T>(acc[m / 2][n][m % 2 * 2] * factor[m / 2][m % 2], acc[m / 2][n][m % 2 * 2 + 1] * factor[m / 2][m % 2]);
     }
+}
+DEVICE float power2(float x) {  // exp2f without its care for denormals
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -102,8 +121,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* 
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
     cp_async_commit();
-    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
-    float acc[VP / 8][4] = {}, top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0, 0};
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
+    float acc[MT][VP / 8][4] = {}, top[MT][2], sum[MT][2] = {};
+#pragma unroll
+    for (int m = 0; m < MT; m++) top[m][0] = top[m][1] = NEGATIVE_INFINITY;
+    // logits in units of log 2, which spares exp a product; a mask of -3e38 would overflow them
+    constexpr float UNIT = MASK ? 1.0f : LOG2E, POWER = MASK ? LOG2E : 1.0f;
+    const float scale = o.scale * UNIT;
     for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
         cp_async_wait<0>();
         __syncthreads();
@@ -112,47 +136,59 @@ extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* 
             fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
         }
         cp_async_commit();
-        float p[TILE / 8][4];
+        float p[MT][TILE / 8][4];
         dots<DP>(p, qs, ks + s * TILE * PD);
         const bool plain = !MASK && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
+        for (int m = 0; m < MT; m++) {
+            if (plain) {
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                p[n][e] = plain ? p[n][e] * o.scale
-                                : logit(o, p[n][e], b, h, row + e / 2 * 8, t + n * 8 + lane % 4 * 2 + e % 2);
+                for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float now = top[i], part = 0;
+                    for (int e = 0; e < 4; e++) p[m][n][e] *= scale;
+            } else {
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[n][2 * i], p[n][2 * i + 1]));
-            now = quad_max(now);
-            const float fade = exp2f((top[i] - safe(now)) * LOG2E);
-            top[i] = now;
+                for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++)
+                    for (int e = 0; e < 4; e++)
+                        p[m][n][e] = UNIT * logit(o, p[m][n][e], b, h, row + m * 16 + e / 2 * 8,
+                                                  t + n * 8 + lane % 4 * 2 + e % 2);
+            }
 #pragma unroll
-                for (int e = 2 * i; e < 2 * i + 2; e++) part += p[n][e] = exp2f((p[n][e] - safe(now)) * LOG2E);
-            sum[i] = sum[i] * fade + part;
+            for (int i = 0; i < 2; i++) {
+                float now = top[m][i], part = 0;
 #pragma unroll
-            for (int n = 0; n < VP / 8; n++) acc[n][2 * i] *= fade, acc[n][2 * i + 1] *= fade;
+                for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
+                now = quad_max(now);
+                const float zero = safe(now), fade = power2((top[m][i] - zero) * POWER);
+                top[m][i] = now;
+#pragma unroll
+                for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                    for (int e = 2 * i; e < 2 * i + 2; e++)
+                        part += p[m][n][e] = power2((p[m][n][e] - zero) * POWER);
+                sum[m][i] = sum[m][i] * fade + part;
+#pragma unroll
+                for (int n = 0; n < VP / 8; n++) acc[m][n][2 * i] *= fade, acc[m][n][2 * i + 1] *= fade;
+            }
         }
         accumulate<VP>(acc, p, vs + s * TILE * PV);
     }
     const i64 out = ((i64)b * o.heads + h) * o.queries;
-    float factor[2];
+    float factor[MT][2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        sum[i] = quad_sum(sum[i]);
-        factor[i] = GUARD && sum[i] == 0 ? 0.0f : 1 / sum[i];
-        if (lse && lane % 4 == 0 && row + 8 * i < o.queries) lse[out + row + 8 * i] = top[i] + logf(sum[i]);
+    for (int i = 0; i < 2 * MT; i++) {
+        const float total = quad_sum(sum[i / 2][i % 2]);
+        factor[i / 2][i % 2] = GUARD && total == 0 ? 0.0f : 1 / total;
+        if (lse && lane % 4 == 0 && row + 8 * i < o.queries)
+            lse[out + row + 8 * i] = top[i / 2][i % 2] * (MASK ? 1.0f : 1 / LOG2E) + logf(total);
     }
-    write<DV, VP>(y + out * DV, acc, first, o.queries, factor[0], factor[1]);
+    write<DV, VP>(y + out * DV, acc, row, o.queries, factor);
 }
 #else
 // Probability of a logit under its row's lse (+inf: no such row); a guarded row all -inf has none.
 DEVICE float probability(float z, float lse) {
-    return GUARD && !(lse > NEGATIVE_INFINITY) ? 0.0f : exp2f((z - lse) * LOG2E);
+    return GUARD && !(lse > NEGATIVE_INFINITY) ? 0.0f : power2((z - lse) * LOG2E);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -171,12 +207,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
     cp_async_commit();
-    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
-    float acc[DP / 8][4] = {}, l[2], c[2];
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
+    float acc[MT][DP / 8][4] = {}, l[MT][2], c[MT][2], factor[MT][2];
+    const float scale = o.scale * LOG2E;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        l[i] = row + 8 * i < o.queries ? lse[out + row + 8 * i] : -NEGATIVE_INFINITY;
-        c[i] = row + 8 * i < o.queries ? delta[out + row + 8 * i] : 0.0f;
+    for (int i = 0; i < 2 * MT; i++) {
+        const bool there = row + 8 * i < o.queries;
+        l[i / 2][i % 2] = there ? lse[out + row + 8 * i] : -NEGATIVE_INFINITY;
+        c[i / 2][i % 2] = there ? delta[out + row + 8 * i] : 0.0f;
+        factor[i / 2][i % 2] = o.scale;
     }
     for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
         cp_async_wait<0>();
@@ -186,19 +225,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
         }
         cp_async_commit();
-        float p[TILE / 8][4], dp[TILE / 8][4];
+        float p[MT][TILE / 8][4], dp[MT][TILE / 8][4];
         dots<DP>(p, qs, ks + s * TILE * PD);
         dots<VP>(dp, dys, vs + s * TILE * PV);
+        const bool plain = !MASK && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
+        for (int m = 0; m < MT; m++)
+            if (plain) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float z = logit(o, p[n][e], b, h, row + e / 2 * 8, t + n * 8 + lane % 4 * 2 + e % 2);
-                p[n][e] = probability(z, l[e / 2]) * (dp[n][e] - c[e / 2]);
+                for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        p[m][n][e] = power2(p[m][n][e] * scale - l[m][e / 2] * LOG2E) * (dp[m][n][e] - c[m][e / 2]);
+            } else {
+#pragma unroll
+                for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int key = t + n * 8 + lane % 4 * 2 + e % 2;
+                        const float z = logit(o, p[m][n][e], b, h, row + m * 16 + e / 2 * 8, key);
+                        p[m][n][e] = probability(z, l[m][e / 2]) * (dp[m][n][e] - c[m][e / 2]);
+                    }
             }
         accumulate<DP>(acc, p, ks + s * TILE * PD);
     }
-    write<D, DP>(dq + out * D, acc, first, o.queries, o.scale, o.scale);
+    write<D, DP>(dq + out * D, acc, row, o.queries, factor);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -207,10 +258,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) T shared[];
     T *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + 2 * TILE * PD;
     const int first = blockIdx.x * ROWS, kv = blockIdx.y, b = blockIdx.z;
-    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
     fetch<ROWS, D, DP>(ks, o.k + b * o.ks.batch + kv * o.ks.head, o.ks.row, first, o.keys);
     fetch<ROWS, DV, VP>(vs, o.v + b * o.vs.batch + kv * o.vs.head, o.vs.row, first, o.keys);
-    float acc_k[DP / 8][4] = {}, acc_v[VP / 8][4] = {};
+    float acc_k[MT][DP / 8][4] = {}, acc_v[MT][VP / 8][4] = {};
+    const float scale = o.scale * LOG2E;
     const int begin = CAUSAL ? first / TILE * TILE : 0;
     const int tiles = (o.queries - begin + TILE - 1) / TILE, steps = max(tiles, 0) * o.group;
     auto fetch_step = [&](int step, int s) {  // one tile of queries of one of the group's heads
@@ -227,9 +279,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         cp_async_commit();
         const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
         const i64 at = ((i64)b * o.heads + h) * o.queries;
-        float p[TILE / 8][4], dp[TILE / 8][4];
+        float p[MT][TILE / 8][4], dp[MT][TILE / 8][4];
         dots<DP>(p, ks, qs + s * TILE * PD);
         dots<VP>(dp, vs, dys + s * TILE * PV);
+        const bool plain = !MASK && first + ROWS <= o.keys && !(CAUSAL && t < first + ROWS);
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
@@ -238,17 +291,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const bool there = query < o.queries;
                 const float l = there ? lse[at + query] : -NEGATIVE_INFINITY, c = there ? delta[at + query] : 0.0f;
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int e = 2 * i + j;
-                    p[n][e] = probability(logit(o, p[n][e], b, h, query, row + 8 * i), l);
-                    dp[n][e] = p[n][e] * (dp[n][e] - c);
+                for (int i = 0; i < 2 * MT; i++) {
+                    float &x = p[i / 2][n][i % 2 * 2 + j], &d = dp[i / 2][n][i % 2 * 2 + j];
+                    if (!plain) x = logit(o, x, b, h, query, row + 8 * i);
+                    x = plain ? power2(x * scale - l * LOG2E) : probability(x, l);
+                    d = x * (d - c);
                 }
             }
         accumulate<VP>(acc_v, p, dys + s * TILE * PV);
         accumulate<DP>(acc_k, dp, qs + s * TILE * PD);
     }
     const i64 out = ((i64)b * (o.heads / o.group) + kv) * o.keys;
-    write<D, DP>(dk + out * D, acc_k, first, o.keys, o.scale, o.scale);
-    write<DV, VP>(dv + out * DV, acc_v, first, o.keys, 1.0f, 1.0f);
+    float one[MT][2], factor[MT][2];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) one[i / 2][i % 2] = 1, factor[i / 2][i % 2] = o.scale;
+    write<D, DP>(dk + out * D, acc_k, row, o.keys, factor);
+    write<DV, VP>(dv + out * DV, acc_v, row, o.keys, one);
 }
 #endif

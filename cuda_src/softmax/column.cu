@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
     ACC largest = -INFINITE, sum = 0;
     for (i64 r = ty; r < rows; r += BY) {
         const ACC at = widen(x[base + r * inner]);
-        if (at > largest) sum *= exp(largest - at), largest = at;
-        sum += largest == -INFINITE ? (ACC)0 : exp(at - largest);
+        if (at > largest) sum *= fast_exp(largest - at), largest = at;
+        sum += largest == -INFINITE ? (ACC)0 : fast_exp(at - largest);
     }
     __shared__ ACC top[BY][BX], total[BY][BX];
     top[ty][tx] = largest, total[ty][tx] = sum;
@@ -27,13 +27,13 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
             const ACC a = top[ty][tx], b = top[ty + step][tx], m = a > b ? a : b;
             const ACC p = total[ty][tx], q = total[ty + step][tx];
             top[ty][tx] = m;
-            total[ty][tx] = (p == 0 ? p : p * exp(a - m)) + (q == 0 ? q : q * exp(b - m));
+            total[ty][tx] = (p == 0 ? p : p * fast_exp(a - m)) + (q == 0 ? q : q * fast_exp(b - m));
         }
     }
     __syncthreads();
     const ACC m = top[0][tx], scale = LOG ? m + log(total[0][tx]) : 1 / total[0][tx];
     for (i64 r = ty; r < rows; r += BY) {
         const ACC at = widen(x[base + r * inner]);
-        y[base + r * inner] = narrow<T>(LOG ? at - scale : exp(at - m) * scale);
+        y[base + r * inner] = narrow<T>(LOG ? at - scale : fast_exp(at - m) * scale);
     }
 }

@@ -16,37 +16,37 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y
     ACC largest = -INFINITE, sum = 0;
     constexpr int STEP = TEAM * VEC;
 #if ITEMS
-    ACC v[ITEMS * VEC];
+    Vec<T, VEC> kept[ITEMS];
 #pragma unroll
-    for (int u = 0; u < ITEMS; u++) {
-        const int i = u * STEP + lane * VEC;
-        if (i < n) {
-            const Vec<T, VEC> t = load<VEC>(x + i);
+    for (int u = 0; u < ITEMS; u++)
+        if (u * STEP + lane * VEC < n) kept[u] = load<VEC>(x + u * STEP + lane * VEC);
 #pragma unroll
-            for (int j = 0; j < VEC; j++) v[u * VEC + j] = widen(t.at[j]);
-        } else {
+    for (int u = 0; u < ITEMS; u++)
 #pragma unroll
-            for (int j = 0; j < VEC; j++) v[u * VEC + j] = -INFINITE;
+        for (int j = 0; j < VEC; j++) {
+            const ACC at = widen(kept[u].at[j]);
+            if (u * STEP + lane * VEC < n) largest = at > largest || at != at ? at : largest;
         }
-    }
-#pragma unroll
-    for (int j = 0; j < ITEMS * VEC; j++) largest = v[j] > largest || v[j] != v[j] ? v[j] : largest;
     largest = team_max<TEAM>(largest, scratch);
 #pragma unroll
-    for (int j = 0; j < ITEMS * VEC; j++) {
-        const ACC e = exp(v[j] - largest);
-        sum += (j / VEC * STEP + lane * VEC) < n ? e : 0;
-        if (!LOG) v[j] = e;
-    }
+    for (int u = 0; u < ITEMS; u++)
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            const ACC e = fast_exp((ACC)widen(kept[u].at[j]) - largest);
+            sum += u * STEP + lane * VEC < n ? e : (ACC)0;
+            if (sizeof(T) == sizeof(ACC) && !LOG) kept[u].at[j] = narrow<T>(e);  // loses nothing
+        }
     sum = team_sum<TEAM>(sum, scratch);
     const ACC scale = LOG ? largest + log(sum) : 1 / sum;
 #pragma unroll
     for (int u = 0; u < ITEMS; u++) {
-        const int i = u * STEP + lane * VEC;
         Vec<T, VEC> t;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>(LOG ? v[u * VEC + j] - scale : v[u * VEC + j] * scale);
-        if (i < n) store<VEC>(y + i, t);
+        for (int j = 0; j < VEC; j++) {
+            const ACC at = widen(kept[u].at[j]);
+            t.at[j] = narrow<T>(LOG ? at - scale : (sizeof(T) == sizeof(ACC) ? at : fast_exp(at - largest)) * scale);
+        }
+        if (u * STEP + lane * VEC < n) store<VEC>(y + u * STEP + lane * VEC, t);
     }
 #else
     for (int i = lane * VEC; i < n; i += STEP) {
@@ -54,19 +54,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y
         ACC top = largest;
 #pragma unroll
         for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
-        if (top > largest) sum *= exp(largest - top), largest = top;
+        if (top > largest) sum *= fast_exp(largest - top), largest = top;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) sum += largest == -INFINITE ? (ACC)0 : exp((ACC)widen(t.at[j]) - largest);
+        for (int j = 0; j < VEC; j++) sum += largest == -INFINITE ? (ACC)0 : fast_exp((ACC)widen(t.at[j]) - largest);
     }
     const ACC top = team_max<TEAM>(largest, scratch);
-    sum = team_sum<TEAM>(sum == 0 ? sum : sum * exp(largest - top), scratch);
+    sum = team_sum<TEAM>(sum == 0 ? sum : sum * fast_exp(largest - top), scratch);
     const ACC scale = LOG ? top + log(sum) : 1 / sum;
     for (int i = lane * VEC; i < n; i += STEP) {
         Vec<T, VEC> t = load<VEC>(x + i);
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
             const ACC at = widen(t.at[j]);
-            t.at[j] = narrow<T>(LOG ? at - scale : exp(at - top) * scale);
+            t.at[j] = narrow<T>(LOG ? at - scale : fast_exp(at - top) * scale);
         }
         store<VEC>(y + i, t);
     }

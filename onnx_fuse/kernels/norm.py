@@ -17,14 +17,18 @@ from onnx_fuse.kernels.reduce import (
     accumulator,
     block_of,
     defines,
+    pow2,
     reduction,
     team,
     vector,
 )
 from onnx_fuse.kernels.softmax import row_items
 from onnx_fuse.llir import Context, Lowering, Tensor
-from onnx_fuse.problem import Launch, Num, Ptr
+from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
+_GRAD_BLOCKS = (
+    1056  # row loops of a gradient: a fixed number, so that its sums are the shape's alone
+)
 _KEPT = 40  # elements of a row a thread may hold in registers
 
 
@@ -85,6 +89,46 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
         affine=1, epsilon=ctx.attr(node, "epsilon", 1e-5),
     )  # fmt: skip
     ctx.call(node, launch, reads, writes, inplace=[("y", "x")])
+    return None
+
+
+def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """LayerNormGrad, RMSNormalizationGrad and their Skip forms: dx, dscale, dbias from mean, rstd."""
+    skip, rms = node.op_type.startswith("Skip"), "RMS" in node.op_type
+    names = ["dy", *(["ds"] if skip else []), "x", "scale", *([] if rms else ["mean"]), "rstd"]
+    reads = {name: ctx.dense(node, i) for i, name in enumerate(names)}
+    x, scale, rstd = reads["x"], reads["scale"], reads["rstd"]
+    length = x.shape[-1] if x.shape else 1
+    if x.dtype not in FLOATS or any(reads[n].dtype != x.dtype for n in ("dy", "ds") if n in reads):
+        return f"no kernel for {x.dtype}"
+    if scale.size != length or not x.size:
+        return "the scale does not have the shape of a row"
+    rows, vec = x.size // length, min(vector(length, x.dtype), vector(length, scale.dtype))
+    threads = min(1024, max(32, pow2(-(-length // (vec * (2 if ITEMSIZE[x.dtype] == 2 else 4))))))
+    items = -(-length // (vec * threads))
+    if items * vec > 16:
+        return f"rows of {length} do not fit in registers"
+    parts = min(rows, _GRAD_BLOCKS)
+    acc = accumulator(x.dtype)
+    part = ctx.scratch("float64" if acc == "double" else "float32", (parts, 2, length))
+    dx = ctx.output(node, 0, x.shape, x.dtype)
+    params = {n: ctx.output(node, i, scale.shape, scale.dtype)
+              for i, n in enumerate(["dscale"] if rms else ["dscale", "dbias"], 1)}  # fmt: skip
+    macros = defines(
+        T=C_TYPES[x.dtype], P=C_TYPES[scale.dtype], M=C_TYPES[rstd.dtype], ACC=acc, VEC=vec,
+        ITEMS=items, TEAM=threads, RMS=rms, SKIP=skip,
+    )  # fmt: skip
+    pointers = map(Ptr, ("x", "dy", "scale", "mean", "rstd", "ds", "dx", "part"))
+    main = Launch(
+        "layernorm/grad.cu", "layernorm_dx", (parts, 1, 1), (threads, 1, 1),
+        (*pointers, Num("i64", rows), Num("i64", length)), macros,
+    )  # fmt: skip
+    ctx.call(node, main, reads, {"dx": dx, "part": part}, inplace=[("dx", "dy"), ("dx", "x")])
+    finish = Launch(
+        "layernorm/grad.cu", "layernorm_dparams", (-(-length // 32), len(params), 1), (1024, 1, 1),
+        (*map(Ptr, ("part", "dscale", "dbias")), Num("i32", parts), Num("i64", length)), macros,
+    )  # fmt: skip
+    ctx.call(node, finish, {"part": part}, params)
     return None
 
 
@@ -186,6 +230,10 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     (FUSE, "RMSNormalization"): layer_norm,
     (FUSE, "SkipLayerNorm"): layer_norm,
     (FUSE, "SkipRMSNorm"): layer_norm,
+    (FUSE, "LayerNormGrad"): layer_norm_grad,
+    (FUSE, "RMSNormalizationGrad"): layer_norm_grad,
+    (FUSE, "SkipLayerNormGrad"): layer_norm_grad,
+    (FUSE, "SkipRMSNormGrad"): layer_norm_grad,
     ("", "GroupNormalization"): group_norm,
     ("", "InstanceNormalization"): group_norm,
     ("", "BatchNormalization"): batch_norm,

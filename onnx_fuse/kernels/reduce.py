@@ -118,7 +118,7 @@ def reduction(
     while todo:
         outer, length, inner = todo.pop(0)
         vec = 1 if from_state else vector(length if inner == 1 else inner, x.dtype)
-        chunk = pieces(outer, length, inner, vec)
+        chunk = length if from_state and length <= 256 else pieces(outer, length, inner, vec)
         splits = -(-length // chunk) if chunk else 1
         if splits > 1:
             todo.insert(0, (outer, splits, inner))
@@ -130,6 +130,8 @@ def reduction(
         }  # fmt: skip
         if second is not None and not to_state:
             macros["SECOND"] = 1
+        if reducer == "Moments":
+            macros["BATCHED"] = 1
         numbers = [Num("i64", n) for n in (length, inner, chunk, splits, count)]
         if inner == 1:
             threads = team(outer * splits, chunk, vec)

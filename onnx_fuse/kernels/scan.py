@@ -27,14 +27,21 @@ def cumsum(ctx: Context, node: ir.Node) -> str | None:
     axis = int(given.reshape(-1)[0]) % len(x.shape)
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     row = inner == 1 and length >= 16
-    block = min(1024, max(32, pow2(length))) if row else 128
-    sizes = (length,) if row else (outer * inner, length, inner)
-    grid = outer if row else -(-outer * inner // block)
+    macros: dict[str, object]
+    if row:
+        block = min(512, max(32, pow2(length) // 4))
+        macros, grid = {"BLOCK": block}, outer
+    else:
+        bx = min(32, pow2(inner))
+        by = min(1024 // bx, max(1, pow2(length) // 8))
+        block, macros = bx * by, {"BX": bx, "BY": by}
+        grid = -(-inner // bx) * outer
+    sizes = (length,) if row else (length, inner)
     launch = Launch(
         "scan/cumsum.cu", "cumsum_row" if row else "cumsum_column", (grid, 1, 1), (block, 1, 1),
         (Ptr("x"), Ptr("y"), *(Num("i64", n) for n in sizes)),
         defines(
-            T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), BLOCK=block,
+            T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), **macros,
             EXCLUSIVE=bool(ctx.attr(node, "exclusive", 0)),
             REVERSE=bool(ctx.attr(node, "reverse", 0)),
         ),
@@ -56,10 +63,12 @@ def topk(ctx: Context, node: ir.Node) -> str | None:
     values, indices = ctx.output(node, 0), ctx.output(node, 1)
     if not values.size:
         return None
-    size = min(2 * TOPK_MAX, max(32, pow2(length)))
-    if length > size // 2 and 2 * pow2(k) <= 1024 and length > 1024:
-        size = 1024  # many short sorts that keep the best beat one long sort
-    block = min(1024, max(32, size // 2))
+    # longer rows than `size` pass through it: k stay, and a block's worth may always join
+    size = (
+        pow2(length) if length <= 1024 else min(pow2(length), max(1024, 4 * pow2(k)), 2 * TOPK_MAX)
+    )
+    size = max(32, size)
+    block = min(256, size // 2) if length > size else min(1024, max(32, size // 2))
     launch = Launch(
         "scan/topk.cu", "topk", (outer * inner, 1, 1), (block, 1, 1),
         (Ptr("x"), Ptr("values"), Ptr("indices"), *(Num("i64", n) for n in (length, inner, k))),
@@ -67,7 +76,7 @@ def topk(ctx: Context, node: ir.Node) -> str | None:
             T=C_TYPES[x.dtype], SIZE=size, BLOCK=block,
             LARGEST=bool(ctx.attr(node, "largest", 1)),
         ),
-        smem=12 * size,
+        smem=12 * size + 16,  # and its counter
     )  # fmt: skip
     ctx.call(node, launch, {"x": x}, {"values": values, "indices": indices})
     return None

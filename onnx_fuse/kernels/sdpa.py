@@ -104,6 +104,17 @@ class _Attention:
         )
 
 
+# largest head size -> (row tiles a warp, tile): what fits in registers without a spill, fastest first
+_TILES = {
+    "forward": (
+        (64, ((2, 64), (2, 32), (1, 64))),
+        (128, ((2, 32), (1, 64), (1, 32))),
+        (256, ((1, 32),)),
+    ),
+    "grad": ((64, ((2, 32), (1, 64), (1, 32))), (128, ((1, 32),))),
+}
+
+
 class Mma(_Attention):
     """sdpa/mma_sm80.cu: 16-bit floats on mma.sync."""
 
@@ -123,31 +134,26 @@ class Mma(_Attention):
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.integer("dv"))
-        if wide > (128 if grad else 256):
-            return ()  # the accumulators would spill
+        table = _TILES["grad" if grad else "forward"]
+        tiles = next((tiles for limit, tiles in table if wide <= limit), ())
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
-        tiles = (64, 32) if wide <= (64 if grad else 128) else (32,)
-        found = [Config.of(warps=w, tile=t) for t in tiles for w in (4, 8)]
-        if wide > 64:
-            found = [c for c in found if c.integer("warps") == 4]
-        fits = [
+        found = [Config.of(mt=mt, tile=tile, warps=w) for mt, tile in tiles for w in (4, 2)]
+        return [
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
-        # a block of 128 rows is worth it where there are enough of them
-        long = problem.batches * problem.m >= 128 * 2 * hw.sm_count
-        return sorted(
-            fits, key=lambda c: (-c.integer("tile"), c.integer("warps") != (8 if long else 4))
-        )
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        padded = -(-problem.m // self.rows(config)) * self.rows(config) / problem.m
-        small = 1.1 if config.integer("tile") == 32 else 1.0
-        place = self.configs(problem, hw).index(config) * 0.02
-        rate = hw.rate(problem.dtype) * 0.35
-        return hw.launch_seconds + _flops(problem) * padded * small * (1 + place) / rate
+        # A block's warps cover 16 mt rows each; two row tiles share what they read of shared memory.
+        blocks = problem.batches * -(-problem.m // self.rows(config))
+        share = (0.30 if config.integer("mt") == 2 else 0.22) - 64 / 10**4 / config.integer("tile")
+        alone = config.integer("warps") / 8  # of an SM's rate, where it has one block only
+        busy = min(1.0, max(alone, blocks / hw.sm_count * alone))
+        padded = blocks * self.rows(config) / (problem.batches * problem.m)
+        rate = hw.rate(problem.dtype) * share * busy * min(1.0, blocks / hw.sm_count)
+        return hw.launch_seconds + _flops(problem) * padded / rate
 
     def rows(self, config: Config) -> int:
-        return 16 * config.integer("warps")
+        return 16 * config.integer("warps") * config.integer("mt")
 
     def threads(self, config: Config) -> int:
         return 32 * config.integer("warps")
@@ -159,7 +165,7 @@ class Mma(_Attention):
         return 2 * (own + 2 * tile * (d + v))
 
     def macros(self, p: Problem, config: Config) -> dict[str, object]:
-        how = {"WARPS": config.integer("warps"), "TILE": config.integer("tile")}
+        how = {name.upper(): config.integer(name) for name in ("warps", "mt", "tile")}
         return {**_macros(p), **how, "FORWARD": p.op == "Sdpa"}
 
 

@@ -33,6 +33,7 @@ def softmax_launch(outer: int, length: int, inner: int, dtype: str, log: bool) -
     vec = vector(length, dtype)
     threads = team(outer, length, vec)
     items = row_items(length, vec, threads, 32)
+    threads = threads if items else 512  # a row read again: more rows at once hide its latency
     block = block_of(threads)
     return Launch(
         "softmax/row.cu", "softmax_row", (-(-outer * threads // block), 1, 1), (block, 1, 1),
