@@ -371,6 +371,11 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         return False
     if isinstance(found, str):
         return rw.refuse("Sdpa", [softmax], found)
+    if rw.training and any(np.isfinite(fill) for _, _, fill in found.conditions):
+        # On a row that is masked whole, softmax of the fill is uniform, and the scores behind a
+        # Where have no gradient; behind an added mask they would have one.
+        reason = "masked by Where with a finite value, whose gradient an added mask would change"
+        return rw.refuse("Sdpa", [found.product, softmax], reason)
     split = found.split is not None
     if size not in (3, 4):
         return rw.refuse("Sdpa", [found.product, softmax], f"scores of rank {size}")
