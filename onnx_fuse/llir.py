@@ -41,6 +41,7 @@ from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 if TYPE_CHECKING:
     from onnx_fuse.kernels.pointwise import Expression
 
+ModelBytes = bytes  # a serialized ModelProto
 INT32_LIMIT = 2**31
 UNKNOWN = "not known before it runs"
 """Part of the reason where an operand's value would have to be known at lowering. Small integer
@@ -188,7 +189,7 @@ class Call:
     why: str = ""
     inplace: tuple[tuple[str, str], ...] = ()
     expression: Expression | None = field(default=None, repr=False)
-    host: bytes = field(default=b"", repr=False)
+    host: ModelBytes = field(default=b"", repr=False)
 
     def __str__(self) -> str:
         reads = ", ".join(f"{name}={tensor}" for name, tensor in self.reads)

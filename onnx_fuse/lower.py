@@ -148,7 +148,7 @@ class Lowerer:
             elif value.const_value.dtype == ir.DataType.STRING:
                 self.slots[value] = Slot(host=value.const_value.numpy())
             else:
-                shape = tuple(int(d) for d in value.const_value.shape)
+                shape = tuple(value.const_value.numpy().shape)
                 dtype = dtype_name(value.const_value.dtype)
                 tensor = self._buffer("weight", shape, dtype, value.name or "")
                 known = None if value.name in mutable or not small else value.const_value.numpy()
@@ -565,7 +565,7 @@ class Lowerer:
             return inline(single).graph
         if node.domain != "" or not onnx.defs.has(node.op_type, self.opset):
             return None
-        schema = onnx.defs.get_schema(node.op_type, self.opset, "")
+        schema: Any = onnx.defs.get_schema(node.op_type, self.opset, "")
         proto = ir.serde.serialize_node(next(iter(single.graph)))
         if schema.has_function:
             function = schema.function_body
@@ -653,13 +653,13 @@ class Lowerer:
             for v in node.inputs
             if v is not None
         }
-        writes = {}
+        writes: dict[str, Tensor] = {}
         for i, value in enumerate(node.outputs):
             found = types[i]
             assert found is not None
-            writes[value.name] = self.output(node, i, found[1], found[0])
-        for value, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
-            value.CopyFrom(
+            writes[value.name or ""] = self.output(node, i, found[1], found[0])
+        for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
+            info.CopyFrom(
                 onnx.ValueInfoProto(
                     name=name, type=_type_proto(data_type(tensor.dtype), tensor.shape)
                 )
@@ -750,14 +750,16 @@ class Lowerer:
             return None
         schema = onnx.defs.get_schema(node.op_type, self.opsets.get(node.domain, 1), node.domain)
         proto = ir.serde.serialize_node(next(iter(single.graph)))
-        types, data = {}, {}
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
         for value in node.inputs:
             if value is None:
                 continue
-            types[value.name] = _type_proto(*self._type(value))
+            name = value.name or ""
+            types[name] = _type_proto(*self._type(value))
             host = self.slots[value].host
             if host is not None and host.size <= WEIGHT_LIMIT and host.dtype.name in ITEMSIZE:
-                data[value.name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(host)))
+                data[name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(host)))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
         try:
             result = onnx.shape_inference.infer_node_outputs(
@@ -981,12 +983,11 @@ def evaluate(
     """The node's outputs by onnx's reference evaluator; None where that has no such operator."""
     from onnx.reference import ReferenceEvaluator
 
-    inputs = list(dict.fromkeys(values))
     graph = onnx.helper.make_graph(
         [ir.serde.serialize_node(node)],
         "node",
         [
-            onnx.helper.make_tensor_value_info(v.name, data_type(a.dtype.name).value, a.shape)
+            onnx.helper.make_tensor_value_info(v.name or "", data_type(a.dtype.name).value, a.shape)
             for v, a in dict(zip(values, arrays, strict=True)).items()
         ],
         [onnx.ValueInfoProto(name=v.name) for v in node.outputs if v.name],
@@ -995,10 +996,11 @@ def evaluate(
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
     try:
         evaluator = ReferenceEvaluator(model)
-        feeds = {v.name: a for v, a in zip(values, arrays, strict=True) if v in inputs}
+        feeds = {v.name or "": a for v, a in zip(values, arrays, strict=True)}
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            return list(evaluator.run(None, feeds))
+            found: Any = evaluator.run(None, feeds)
+            return list(found)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError):
         return None  # a node the reference cannot run has a kernel, or onnxruntime
 

@@ -8,17 +8,22 @@ the other; what only the chain itself read is then never stored.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
-from onnx_fuse.kernels.pointwise import Expression, Step, finish, launch_many
+from onnx_fuse.kernels.jit import source_text
+from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, launch_many
 from onnx_fuse.llir import Call, Tensor
-from onnx_fuse.problem import Hardware
+from onnx_fuse.problem import Hardware, Launch, Num, Ptr, Table
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
+MAX_WAIT = 2 << 20
+"""Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
 MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 
@@ -26,7 +31,8 @@ MAX_TABLE = 30_000
 def merge(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
-    merged = batch(fuse(alive, keep))
+    # twice: what a batch has moved to the end lets its producers wait as well
+    merged = batch(batch(fuse(alive, keep)))
     return tuple(finish(c) if c.expression else c for c in merged)
 
 
@@ -86,7 +92,7 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
         for _, tensor in call.reads:
             all_readers[tensor.buffer].add(q)
 
-    def inner(buffer: int, inside: set[int]) -> bool:
+    def inner(inside: set[int], buffer: int) -> bool:
         """Whether nothing but these calls reads the buffer."""
         return buffer not in keep and all_readers[buffer] <= inside
 
@@ -115,7 +121,8 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 continue
             inside = members[p] | members[group]
             joined = join(groups[p], groups[group])
-            joined = joined and _without(joined, lambda b, inside=inside: inner(b, inside))
+            if joined is not None:
+                joined = _without(joined, partial(inner, inside))
             if joined is None or len(joined.reads) + len(joined.writes) > MAX_OPERANDS:
                 continue
             members[p] = inside
@@ -265,7 +272,9 @@ def _place(
 
 def _kind(call: Call) -> object | None:
     """What calls of one launch have in common; None for a call that stands alone."""
-    if call.expression is None or not prod(call.writes[0][1].shape):
+    if call.expression is None:
+        return _twin(call)
+    if not prod(call.writes[0][1].shape):
         return None
     tensors = [t for _, t in (*call.reads, *call.writes)]
     flat = call.writes[0][1]
@@ -273,6 +282,27 @@ def _kind(call: Call) -> object | None:
         return None
     shared = tuple(t.buffer if _single(t) else -1 for _, t in call.reads)
     return call.expression, shared, tuple(t.dtype for t in tensors)
+
+
+def _twin(call: Call) -> object | None:
+    """The launch of a small call that a grid of several may run: equal but for its pointers."""
+    if len(call.launches) != 1 or call.workspace or call.host:
+        return None
+    (launch,) = call.launches
+    if (
+        launch.cluster > 1
+        or launch.smem
+        or "\n" in launch.source
+        or sum(t.nbytes for _, t in call.reads) > MAX_WAIT
+        or not all(
+            isinstance(arg, Num) or arg == Ptr(getattr(arg, "name", "")) for arg in launch.args
+        )
+        or free_axis(launch) is None
+    ):
+        return None
+    bound = {name for name, _ in (*call.reads, *call.writes)}
+    unbound = tuple(isinstance(arg, Ptr) and arg.name not in bound for arg in launch.args)
+    return launch, unbound
 
 
 def _single(tensor: Tensor) -> bool:
@@ -294,7 +324,8 @@ def _may_wait(calls: Sequence[Call], i: int, until: int) -> bool:
 def _many(members: Sequence[Call]) -> Call:
     """One call of all members; their operands are bound under "column.row"."""
     first = members[0]
-    assert first.expression is not None
+    if first.expression is None:
+        return _twins(members)
     shared = [t if _single(t) else None for _, t in first.reads]
     items = [([t for _, t in c.reads], [t for _, t in c.writes]) for c in members]
     reads: dict[str, Tensor] = {f"a{r}": t for r, t in enumerate(shared) if t is not None}
@@ -311,6 +342,74 @@ def _many(members: Sequence[Call]) -> Call:
         tuple(writes.items()),
         flops=sum(len(first.expression.steps) * w[0].size for _, w in items),
         bytes=sum(t.nbytes for r, w in items for t in (*r, *w)),
+    )
+
+
+def _twins(members: Sequence[Call]) -> Call:
+    """One launch of equal ones over other pointers; operands are bound under "name.row"."""
+    return Call(
+        f"{members[0].kernel} x{len(members)}",
+        tuple(dict.fromkeys(n for c in members for n in c.nodes)),
+        (launch_twins(members),),
+        tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.reads),
+        tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.writes),
+        flops=sum(c.flops for c in members),
+        bytes=sum(c.bytes for c in members),
+        why=members[0].why,
+    )
+
+
+_BOUNDS = re.compile(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)")
+
+
+def free_axis(launch: Launch) -> str | None:
+    """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
+    text = source_text(launch.source)
+    if "__grid_constant__" in text:
+        return None
+    for k, axis in ((1, "y"), (2, "z")):
+        if launch.grid[k] == 1 and f"blockIdx.{axis}" not in text and f"gridDim.{axis}" not in text:
+            return axis
+    return None
+
+
+def launch_twins(members: Sequence[Call]) -> Launch:
+    """The members' kernel as a device function, called once a row of a table of pointers."""
+    (launch,) = members[0].launches
+    axis = free_axis(launch)
+    pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
+    rows = 1 << (len(members) - 1).bit_length()  # few distinct sources for many counts
+    words: list[Ptr | int] = []
+    for i, call in enumerate(members):
+        bound = {name for name, _ in (*call.reads, *call.writes)}
+        words += [Ptr(f"{p.name}.{i}") if p.name in bound else 0 for p in pointers]
+    words += [0] * ((rows - len(members)) * len(pointers))
+    parameters, passed, numbers = [], [], []
+    for i, arg in enumerate(launch.args):
+        if isinstance(arg, Num):
+            parameters.append(f", {SCALAR[arg.ctype]} n{i}")
+            passed.append(f"n{i}")
+            numbers.append(arg)
+        else:
+            column = sum(isinstance(a, Ptr) for a in launch.args[:i])
+            passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
+    text = _BOUNDS.sub("", source_text(launch.source)).replace("__global__", "__device__ inline")
+    source = f"""{text}
+struct TwinPointer {{
+    u64 p;
+    template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
+}};
+struct TwinRow {{ u64 p[{len(pointers)}]; }};
+struct TwinRows {{ TwinRow at[{rows}]; }};
+extern "C" __global__ void __launch_bounds__({prod(launch.block)})
+    twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
+    {launch.entry}({", ".join(passed)});
+}}
+"""
+    x, y, z = launch.grid
+    grid = (x, len(members), z) if axis == "y" else (x, y, len(members))
+    return Launch(
+        source, "twins", grid, launch.block, (Table(tuple(words)), *numbers), launch.defines
     )
 
 

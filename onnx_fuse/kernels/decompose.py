@@ -32,7 +32,7 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | Non
     x, *params, w, c = node.inputs
     found: dict[str, Any] = {}
     if rms:
-        names = ("n", "rstd") if "rstd" in exposed else ("n",)
+        names: tuple[str, ...] = ("n", "rstd") if "rstd" in exposed else ("n",)
         op_type = "_".join(("RMSNormalization", *names[1:]))
         made = op.node(op_type, [x, *params], domain=FUSE, outputs=len(names), epsilon=epsilon)
     else:

@@ -78,7 +78,7 @@ def gather_elements(ctx: Context, node: ir.Node) -> str | None:
     if y.size:
         sizes = (y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis])
         defines = (("IDX", INDEX_TYPES[index.dtype]), ("T", _UNITS[ITEMSIZE[x.dtype]]))
-        args = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
+        args: tuple[Arg, ...] = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
         launch = Launch(
             "indexing/gather.cu", "gather_elements", _blocks(y.size), (THREADS, 1, 1), args, defines
         )
@@ -100,7 +100,7 @@ def gather_nd(ctx: Context, node: ir.Node) -> str | None:
         width, unit = _unit(x, inner)
         n = y.size // width
         dims = (*x.shape[batch : batch + q], *(1,) * (MAX_TUPLE - q))
-        args = (
+        args: tuple[Arg, ...] = (
             Ptr("x"), Ptr("index"), Ptr("y"), Num("i64", n), Num("i64", inner // width),
             Num("i64", prod(index.shape[batch:-1])), Num("i32", q), *(Num("i64", d) for d in dims),
         )  # fmt: skip
@@ -138,7 +138,7 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
         inner = prod(x.shape[axis + 1 :])
         lines = index.size // index.shape[axis]
         sizes = (lines, inner, index.shape[axis], x.shape[axis])
-        args = (Ptr("y"), Ptr("index"), Ptr("update"), *(Num("i64", s) for s in sizes))
+        args: tuple[Arg, ...] = (Ptr("y"), Ptr("index"), Ptr("update"), *(Num("i64", s) for s in sizes))
         launch = Launch(
             "indexing/scatter.cu", "scatter_elements", _blocks(lines), (THREADS, 1, 1), args,
             _scatter_defines(index, update, ctx.attr(node, "reduction", "none")),
@@ -160,7 +160,7 @@ def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
     count, inner = prod(index.shape[:-1]), prod(x.shape[q:])
     if count and inner:
         dims = (*x.shape[:q], *(1,) * (MAX_TUPLE - q))
-        args = (
+        args: tuple[Arg, ...] = (
             Ptr("y"), Ptr("index"), Ptr("update"), Num("i64", count), Num("i64", inner),
             Num("i32", q), *(Num("i64", d) for d in dims),
         )  # fmt: skip

@@ -80,7 +80,7 @@ def product(
     y: Tensor,
     extra: dict[str, Tensor] | None = None,
     writes: dict[str, Tensor] | None = None,
-    **attrs: object,
+    attrs: dict[str, object] | None = None,
 ) -> str | None:
     """y [..., M, N] = a [..., M, K] · b [..., K, N]; batch axes already broadcast to one shape."""
     if 0 in y.shape:
@@ -125,7 +125,7 @@ def product(
         a_strides=tuple(sa),
         b_strides=tuple(sb),
         align=alignment(left.tensor, right.tensor),
-        **attrs,  # type: ignore[arg-type]
+        **(attrs or {}),  # type: ignore[arg-type]
     )
     reads = {"a": left.tensor, "b": right.tensor, **(extra or {})}
     return ctx.select(node, problem, reads, {"y": y, **(writes or {})})
@@ -171,7 +171,7 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
         else:
             extra["c"] = c
             attrs |= {"beta": beta, "c_rows": c.strides[0], "c_cols": c.strides[1]}
-    return product(ctx, node, a, b, y, extra, **attrs)
+    return product(ctx, node, a, b, y, extra, attrs=attrs)
 
 
 # fused op's suffix -> epilogue.cuh's activation
@@ -218,7 +218,7 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
     assert row is not None
     row = ctx.contiguous(row)
     return product(
-        ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, **attrs
+        ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, attrs
     )
 
 

@@ -317,13 +317,13 @@ def launch_many(
     reads, writes = items[0]
     dtypes = [t.dtype for t in (*reads, *writes)]
     width = 16 // max(ITEMSIZE[d] for d in dtypes)
-    while any(t.offset % width for r, w in items for t in (*r, *w)):
+    while any(t.offset % width for pair in items for part in pair for t in part):
         width //= 2
     own = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
     words: list[Ptr | int] = []
     blocks = 0
-    for i, (r, w) in enumerate(items):
-        n = w[0].size
+    for i, (_, stored) in enumerate(items):
+        n = stored[0].size
         words += [*(Ptr(f"{k}.{i}") for k in own), n, blocks]
         blocks += -(-n // (width * THREADS))
     rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts

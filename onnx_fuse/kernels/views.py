@@ -291,7 +291,8 @@ def eye_like(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
     dtype = ctx.attr(node, "dtype")
     name = x.dtype if dtype is None else dtype_name(ir.DataType(dtype))
-    ones = ctx.constant(np.eye(*x.shape, k=ctx.attr(node, "k", 0), dtype=bool))
+    rows, columns = x.shape
+    ones = ctx.constant(np.eye(rows, columns, ctx.attr(node, "k", 0), dtype=bool))
     code = Code()
     y = ctx.output(node, 0, x.shape, name)
     emit(ctx, code, node, code.step(cast_step(name), name, code.load(ones)), y)

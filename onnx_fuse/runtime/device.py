@@ -83,7 +83,7 @@ class Pinned:
             check(bindings().cuMemAllocHost(max(nbytes, 1)), f"{nbytes:,} bytes of pinned memory")
         )
         raw = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.address)
-        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(raw, np.uint8)
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.ctypeslib.as_array(raw)
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):

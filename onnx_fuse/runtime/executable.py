@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -271,8 +272,8 @@ class Instance:
             ) from error
         base = self.memory.address
         self.address = {b: base + offset for b, offset in where.items()}
-        for b, offset in self.plan.offsets.items():
-            self.address[b] = base + total + offset
+        for buffer, offset in self.plan.offsets.items():
+            self.address[buffer] = base + total + offset
         for b in program.buffers:
             if b.kind in ("input", "weight", "random") and b.name in owner.resident:
                 self.address[b.id] = owner.resident[b.name][1]
@@ -396,12 +397,8 @@ class Instance:
                             step.enqueue(self.owner.stream.handle)
 
                 graph = self.owner.stream.capture(enqueue)
-                times = [
-                    self.owner.stream.timed(
-                        lambda g=graph: self.owner.stream.launch(g, "a graph"), 3
-                    )
-                    for _ in range(3)
-                ]
+                launch = partial(self.owner.stream.launch, graph, "a graph")
+                times = [self.owner.stream.timed(launch, 3) for _ in range(3)]
                 found.append((call, min(times) / 20))
         return found
 

@@ -32,7 +32,7 @@ def guarded(model: ir.Model, successors: Mapping[str, str], scalars: Sequence[st
         return model
     for i, value in enumerate(graph.outputs):
         if value.name in successors:
-            chosen = op.Where(fine, value, named[successors[value.name]])
+            chosen = op.Where(fine, value, named[successors[str(value.name)]])
             chosen.type, chosen.shape = value.type, value.shape
             chosen.name, value.name = value.name, f"{value.name}.unguarded"
             graph.outputs[i] = chosen

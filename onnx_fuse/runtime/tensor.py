@@ -19,8 +19,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+        name = ml_dtypes.bfloat16
+    found: np.dtype[Any] = np.dtype(name)
+    return found
 
 
 class DeviceTensor:
@@ -187,12 +188,10 @@ _BFLOAT = 4
 _exported: dict[int, Any] = {}
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _delete(address: int) -> None:
     _exported.pop(address, None)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _drop_capsule(capsule: int) -> None:
     api = ctypes.pythonapi
     api.PyCapsule_IsValid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
@@ -200,6 +199,10 @@ def _drop_capsule(capsule: int) -> None:
         api.PyCapsule_GetPointer.restype = ctypes.c_void_p
         api.PyCapsule_GetPointer.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
         _delete(api.PyCapsule_GetPointer(capsule, b"dltensor"))
+
+
+_DELETE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
+_DROP_CAPSULE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_capsule)
 
 
 def _export(tensor: DeviceTensor) -> Any:
@@ -213,11 +216,11 @@ def _export(tensor: DeviceTensor) -> Any:
             shape, strides, 0,
         ),
         None,
-        _delete,
+        _DELETE,
     )  # fmt: skip
     address = ctypes.addressof(managed)
     _exported[address] = (managed, shape, strides, tensor)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    return new(address, b"dltensor", ctypes.cast(_drop_capsule, ctypes.c_void_p))
+    return new(address, b"dltensor", ctypes.cast(_DROP_CAPSULE, ctypes.c_void_p))

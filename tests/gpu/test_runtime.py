@@ -47,7 +47,7 @@ UNARY = [
     for name in pointwise.TABLE
     if ("", name) in pointwise.LOWERINGS
     and "{1}" not in pointwise.TABLE[name]
-    and name not in ("BitwiseNot", "Not", "Iota")
+    and name not in ("BitwiseNot", "Cast", "Iota", "Not")
 ]
 
 

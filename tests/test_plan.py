@@ -1,0 +1,103 @@
+"""plan: nothing that lives at the same time shares memory; what dies is used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onnx_fuse import ir
+from onnx_fuse.llir import Buffer, Call, Program, Tensor, dense_strides
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import CHIPS
+from onnx_fuse.runtime.plan import aligned, plan
+from onnx_fuse.runtime.schedule import segments
+
+H200 = CHIPS["H200"]
+
+
+def tensor(buffer: int, size: int) -> Tensor:
+    return Tensor(buffer, "float32", (size,), dense_strides((size,)))
+
+
+def program(steps: list[tuple[list[int], list[int]]], sizes: dict[int, int], **call) -> Program:
+    """Calls of (reads, writes) by buffer; buffer 0 is the input, the last one written the output."""
+    calls = tuple(
+        Call(
+            "k",
+            ("node",),
+            (),
+            tuple((f"a{b}", tensor(b, sizes[b])) for b in reads),
+            tuple((f"y{b}", tensor(b, sizes[b])) for b in writes),
+            **call,
+        )
+        for reads, writes in steps
+    )
+    last = steps[-1][1][-1]
+    kinds = {0: "input", last: "output"}
+    buffers = tuple(Buffer(b, kinds.get(b, "temp"), 4 * n) for b, n in sizes.items())
+    return Program(calls, buffers, (("x", tensor(0, sizes[0])),), (("y", tensor(last, 1)),), {})
+
+
+def random_program(seed: int) -> Program:
+    rng = np.random.default_rng(seed)
+    steps = [(sorted({int(rng.integers(max(0, b - 6), b)) for _ in range(2)}), [b])
+             for b in range(1, 60)]  # fmt: skip
+    return program(steps, {b: int(rng.integers(1, 5000)) for b in range(60)})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_lives_together_does_not_overlap(seed: int) -> None:
+    p = random_program(seed)
+    layout = plan(p)
+    size = {b.id: b.nbytes for b in p.buffers}
+    life: dict[int, list[int]] = {}
+    for i, call in enumerate(p.calls):
+        for _, t in (*call.reads, *call.writes):
+            if t.buffer in layout.offsets:
+                life.setdefault(t.buffer, []).append(i)
+    for a in life:
+        for b in life:
+            together = life[a][0] <= life[b][-1] and life[b][0] <= life[a][-1]
+            if a < b and together:
+                low, high = sorted((layout.offsets[x], x) for x in (a, b))
+                assert low[0] + size[low[1]] <= high[0]
+    assert all(at % 256 == 0 for at in layout.offsets.values())
+    assert all(at + size[b] <= layout.arena for b, at in layout.offsets.items())
+    assert layout.arena < layout.naive
+
+
+def test_a_chain_takes_two_buffers() -> None:
+    steps = [([b], [b + 1]) for b in range(9)]
+    layout = plan(program(steps, dict.fromkeys(range(10), 1000)))
+    assert layout.arena == 2 * aligned(4000)
+
+
+def test_in_place_where_the_call_allows_it_and_nothing_else_reads() -> None:
+    steps = [([0], [1]), ([1], [2]), ([2], [3])]
+    p = program(steps, dict.fromkeys(range(4), 1000))
+    calls = (p.calls[0], Call(**{**vars(p.calls[1]), "inplace": (("y2", "a1"),)}), p.calls[2])
+    layout = plan(Program(calls, p.buffers, p.inputs, p.outputs, {}))
+    assert layout.offsets[1] == layout.offsets[2]
+    assert layout.inplace == 1
+    # read again later: no longer
+    late = Call(**{**vars(calls[2]), "reads": (*calls[2].reads, ("b1", tensor(1, 1000)))})
+    layout = plan(Program((*calls[:2], late), p.buffers, p.inputs, p.outputs, {}))
+    assert layout.offsets[1] != layout.offsets[2]
+    assert layout.inplace == 0
+
+
+def test_workspaces_live_for_their_call() -> None:
+    steps = [([0], [1]), ([1], [2]), ([2], [3])]
+    p = program(steps, dict.fromkeys(range(4), 100), workspace=10_000)
+    layout = plan(p)
+    assert set(layout.workspaces) == {0, 1, 2}
+    assert layout.arena == aligned(10_000) + 2 * aligned(400)
+
+
+def test_segments_are_cut_at_host_calls() -> None:
+    text = """agraph (float[2,2] x) => (float[] y) { a = Exp(x) d = Det(a) y = Neg(d) }"""
+    p = lower(ir.text_model(text), {"x": ((2, 2), "float32")}, H200)
+    parts = segments(p)
+    assert [bool(part.host) for part in parts] == [False, True, False]
+    assert [part.first for part in parts] == [0, 1, 2]
+    assert p.fallbacks == ("Det: no kernel",)
