@@ -693,8 +693,13 @@ class Trainer:
     def checkpoint(self, folder: str | os.PathLike[str], **extra: Any) -> Path:
         """Write `folder/step-N`, from which `resume` goes on to the same bits; returns it.
 
-        extra: JSON values, found again in `extra` after a resume.
+        extra: JSON values, found again in `extra` after a resume. Raises CheckFailed, and writes
+        nothing, where a state is not finite.
         """
+        states = {s.name: self._device.array(s.name) for s in self._specs["update"].states}
+        for name, array in states.items():
+            if not np.isfinite(array).all():
+                raise CheckFailed(f"step {self.calls}: '{name}' is not finite any more")
         self.extra = extra
         manifest = {
             "step": self.calls,
@@ -702,7 +707,6 @@ class Trainer:
             "settings": self._settings(),
             "extra": extra,
         }
-        states = {s.name: self._device.array(s.name) for s in self._specs["update"].states}
         return checkpoint.write(folder, states, manifest)
 
     @classmethod

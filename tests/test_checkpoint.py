@@ -12,7 +12,7 @@ import onnx_ir
 import pytest
 
 from onnx_fuse import checkpoint, fit, ir, optim, train
-from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.errors import CheckFailed, DataError, UsageError
 
 Array = np.ndarray[Any, Any]
 EPOCHS, BATCH, EVERY = 3, 8, 2
@@ -177,6 +177,18 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
     (last / "manifest.json").write_text("{")
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         assert train.Trainer.resume(tmp_path, model()).calls == 1
+
+
+def test_states_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
+    """A finite loss may have an infinite gradient: the checkpoint before it stays the newest."""
+    text = "net (float[batch] x) => (float[batch] y) <float[1] w = {0}> { y = Mul (x, w) }"
+    started = train.Trainer(ir.text_model(text), loss="mse", optimizer=optim.SGD(lr=1.0))
+    started.checkpoint(tmp_path)
+    feeds = {"x": np.array([3e38, 3e38], np.float32), "labels": np.full(2, 10, np.float32)}
+    assert started.step(feeds) == 100
+    with pytest.raises(CheckFailed, match="step 1: 'w' is not finite"):
+        started.checkpoint(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
 
 
 def test_resume_refuses(tmp_path: Path) -> None:
