@@ -199,9 +199,15 @@ def _show_optimize(
     if explain:
         rows = [[", ".join(r.nodes), r.reason] for r in found.not_fused]
         printer.table("not fused", ["nodes", "reason"], rows, left=2)
-    printer.text(*(f"note: {note}" for note in found.notes))
+    notes = found.notes if explain else found.notes[:_NOTES]
+    printer.text(*(f"note: {note}" for note in notes))
+    if len(found.notes) > len(notes):
+        printer.text(f"note: {len(found.notes) - len(notes)} more with --explain")
     if checked:
         printer.text(*report.check_lines(checked))
+
+
+_NOTES = 3  # shown without --explain
 
 
 def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:
@@ -763,9 +769,11 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
+        if code == _INTERRUPTED:  # typer's own answer to Ctrl-C
+            return _fail("interrupted", code)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output left; nobody is there to be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -787,6 +795,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
 
 
+_INTERRUPTED = 130
 # The parser's own errors; their base class has no public name in typer.
 _USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

@@ -138,16 +138,24 @@ def _check_tensors(proto: onnx.ModelProto, folder: Path | None) -> None:
             raise ModelError(
                 f"{where} holds {len(tensor.raw_data)} bytes, but its shape needs {nbytes}"
             )
-        elif not tensor.HasField("raw_data") and not _typed_count_ok(tensor, count):
-            raise ModelError(f"{where} holds fewer values than its shape {list(tensor.dims)}")
+        elif not tensor.HasField("raw_data") and _typed_count(tensor) != _entries(
+            tensor, count, bits
+        ):
+            raise ModelError(
+                f"{where} holds {_typed_count(tensor)} values, not those of {list(tensor.dims)}"
+            )
 
 
-def _typed_count_ok(tensor: onnx.TensorProto, count: int) -> bool:
+def _typed_count(tensor: onnx.TensorProto) -> int:
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
-    stored = sum(len(getattr(tensor, field)) for field in fields)
-    packed = 2 if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4) else 1
-    complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
-    return stored * packed >= count * (2 if complex_ else 1)
+    return sum(len(getattr(tensor, field)) for field in fields)
+
+
+def _entries(tensor: onnx.TensorProto, count: int, bits: int) -> int:
+    """Entries of a typed field for `count` elements: 4-bit pairs share one, complex takes two."""
+    if tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128):
+        return 2 * count
+    return -(-count * bits // 8) if 0 < bits < 8 else count
 
 
 def _check_external(tensor: onnx.TensorProto, nbytes: int, folder: Path | None, where: str) -> None:

@@ -145,7 +145,7 @@ MALFORMED: dict[Mutation, str] = {
     two_nodes_make_one_value: "",
     negative_dimension: "negative dimension",
     overflowing_dimension: "overflows",
-    too_few_values: "fewer values",
+    too_few_values: "holds 4 values",
     unknown_dtype: "unknown element type 99",
     input_without_type: "",
     external_missing: "weights.bin",

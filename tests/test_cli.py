@@ -1,0 +1,329 @@
+"""The onnx-fuse command: what it writes, prints and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from conftest import ENCODER, Cli
+
+from onnx_fuse import ir, passes
+
+IDS = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+FEEDS = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "token_type_ids": 0 * IDS}
+Save = Callable[..., Path]
+RELU = "g (float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"
+
+
+def outputs(path: Path) -> list[np.ndarray]:
+    return ort.InferenceSession(path).run(None, FEEDS)
+
+
+def encoder(folder: Path) -> Path:
+    path = folder / "encoder.onnx"
+    path.write_bytes(ENCODER.read_bytes())
+    return path
+
+
+def break_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the optimizer produce a wrong graph."""
+    right = passes.optimize
+
+    def wrong(model: Any, **options: Any) -> Any:
+        report = right(model, **options)
+        node = next(n for n in model.graph if n.op_type.startswith("LayerNormGemm"))
+        node.attributes["epsilon"] = onnx_ir_float("epsilon", 3.0)
+        return report
+
+    monkeypatch.setattr(passes, "optimize", wrong)
+
+
+def onnx_ir_float(name: str, value: float) -> Any:
+    import onnx_ir
+
+    return onnx_ir.AttrFloat32(name, value)
+
+
+# ---- optimize --------------------------------------------------------------------------------
+
+
+def test_optimize_writes_a_checked_file_and_a_table(cli: Cli, tmp_path: Path) -> None:
+    path = encoder(tmp_path)
+    result = cli("optimize", path, "--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    assert (result.code, result.err) == (0, "")
+    fused = tmp_path / "encoder.fused.onnx"
+    for a, b in zip(outputs(fused), outputs(path), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    for text in ("int64 [batch, sequence]", "output pooler_output", "LayerNormGemm", "check ok"):
+        assert text in result.out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["output"] == str(fused)
+    assert report["nodes"]["before"] > report["nodes"]["after"]
+    assert report["check"]["ok"] is True
+    assert report["check"]["max_abs"] < 2e-5
+    assert report["check"]["where"].startswith(("last_hidden_state[", "pooler_output["))
+    assert any(name.startswith("LayerNormGemm") for name in report["fusions"])
+    assert all(set(r) == {"nodes", "reason"} for r in report["not_fused"])
+    assert "LayerNormGemm" in (tmp_path / "r.html").read_text()
+
+
+def test_inline_writes_plain_onnx(cli: Cli, tmp_path: Path) -> None:
+    path, plain = encoder(tmp_path), tmp_path / "plain.onnx"
+    assert cli("optimize", path, "--inline", "-o", plain).code == 0
+    model = onnx.load(plain)
+    assert not model.functions
+    assert {o.domain for o in model.opset_import} <= {"", "ai.onnx"}
+    for a, b in zip(outputs(plain), outputs(path), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_levels(cli: Cli, tmp_path: Path, level: int) -> None:
+    path = encoder(tmp_path)
+    assert cli("optimize", path, "--level", level).code == 0
+    found = {n.op_type for n in onnx.load(tmp_path / "encoder.fused.onnx").graph.node}
+    assert any(op.startswith("LayerNormGemm") for op in found) == (level > 0)
+
+
+def test_list_names_every_fusion_and_the_names_work(cli: Cli, tmp_path: Path) -> None:
+    result = cli("optimize", "--list", "--json", tmp_path / "list.json")
+    names = json.loads((tmp_path / "list.json").read_text())["fusions"]
+    assert result.code == 0
+    assert all(name in result.out for name in names)
+    options = [o for name in names for o in ("--skip", name)]
+    assert cli("optimize", encoder(tmp_path), *options).code == 0
+    ops = {n.domain for n in onnx.load(tmp_path / "encoder.fused.onnx").graph.node}
+    assert ops == {""}
+    assert cli("optimize", encoder(tmp_path), "--level", 0, "--fuse", ",".join(names)).code == 0
+    ops = {n.domain for n in onnx.load(tmp_path / "encoder.fused.onnx").graph.node}
+    assert ir.FUSE in ops
+
+
+def test_explain_prints_each_refusal(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    model = ir.text_model(
+        '<ir_version: 10, opset_import: ["" : 23]> g (float[B, 2, S, 4] q, float[B, 2, S, 4] k) '
+        "=> (float[B, 2, S, 4] y) { y = Attention <softcap = 2.0> (q, k, k) }"
+    )
+    report = tmp_path / "r.json"
+    result = cli("optimize", saved(model), "--explain", "--no-check", "--json", report)
+    refusals = json.loads((tmp_path / "r.json").read_text())["not_fused"]
+    assert result.code == 0
+    assert refusals
+    assert all(r["reason"] in result.out for r in refusals)
+
+
+def test_input_shapes_are_split_from_the_right(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    model = ir.text_model(
+        "g (float[N, L] a, float[N, M] b) => (float[N, K] y) { y = Concat <axis = 1> (a, b) }"
+    )
+    model.graph.inputs[0].name = "a:0"
+    path = saved(model)
+    result = cli("optimize", path, "--input-shapes", "a:0:3,5", "b:-1,7")
+    assert result.code == 0, result
+    shapes = [
+        [d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in onnx.load(tmp_path / "model.fused.onnx").graph.input
+    ]
+    assert shapes == [[3, 5], [3, 7]]
+    for wrong in ("a:0", "a:0:x", "q:1,2", "a:0:1,2,3"):
+        assert cli("optimize", path, "--input-shapes", wrong).code == 2
+
+
+def test_external_data(cli: Cli, tmp_path: Path) -> None:
+    path, out = encoder(tmp_path), tmp_path / "out" / "big.onnx"
+    out.parent.mkdir()
+    assert cli("optimize", path, "-o", out, "--save-as-external-data").code == 0
+    assert sorted(p.name for p in out.parent.iterdir()) == ["big.onnx", "big.onnx.data"]
+    for a, b in zip(outputs(out), outputs(path), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert cli("validate", out, "--against", path).code == 0
+
+
+def test_a_failed_check_writes_nothing_unless_told_to(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_optimize(monkeypatch)
+    path = encoder(tmp_path)
+    result = cli("optimize", path, "--json", tmp_path / "r.json")
+    assert result.code == 3
+    assert result.err.count("\n") == 1
+    assert "nothing was written" in result.err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["output"], report["check"]["ok"]) == (None, False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["encoder.onnx", "r.json"]
+    assert cli("optimize", path, "--keep").code == 3
+    assert (tmp_path / "encoder.fused.onnx").exists()
+    (tmp_path / "encoder.fused.onnx").unlink()
+    assert cli("optimize", path, "--no-check").code == 0
+    assert (tmp_path / "encoder.fused.onnx").exists()
+
+
+def test_an_old_output_survives_a_failed_check(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = encoder(tmp_path), tmp_path / "out.onnx"
+    out.write_bytes(b"what was there")
+    break_optimize(monkeypatch)
+    assert cli("optimize", path, "-o", out).code == 3
+    assert out.read_bytes() == b"what was there"
+
+
+# ---- validate --------------------------------------------------------------------------------
+
+
+def test_validate_blames_the_wrong_node(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("validate", ENCODER).code == 0
+    break_optimize(monkeypatch)
+    result = cli("validate", ENCODER, "--blame", "--json", tmp_path / "r.json")
+    assert result.code == 3
+    assert "LayerNormGemm" in result.err
+    [culprit] = json.loads((tmp_path / "r.json").read_text())["check"]["blame"]
+    assert culprit["confirmed"]
+    assert culprit["ops"][0].startswith("LayerNormGemm")
+
+
+def test_validate_takes_inputs_and_tolerances(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    a, b = saved(RELU, "a.onnx"), saved(RELU.replace("Relu", "Selu"), "b.onnx")
+    positive, mixed = tmp_path / "p.npz", tmp_path / "m.npz"
+    np.savez(positive, x=np.zeros((2, 4), np.float32))
+    np.savez(mixed, x=np.array([[-1, 1, -1, 1]], np.float32))
+    assert cli("validate", a, "--against", b, "--inputs", positive).code == 0
+    assert cli("validate", a, "--against", b, "--inputs", mixed).code == 3
+    assert cli("validate", a, "--against", b, "--inputs", mixed, "--atol", 10).code == 0
+    assert cli("validate", a, "--against", b, "--inputs", mixed, "--rtol", -1).code == 2
+    result = cli("validate", a, "--against", saved(RELU.replace("y", "z"), "c.onnx"))
+    assert result.code == 1
+    assert "outputs are" in result.err
+
+
+# ---- run, bench, inspect, doctor -------------------------------------------------------------
+
+
+def test_run_saves_outputs(cli: Cli, tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", **FEEDS, unused=np.ones(1))
+    result = cli("run", ENCODER, "--inputs", tmp_path / "in.npz", "-o", tmp_path / "out.npz")
+    assert result.code == 0, result
+    with np.load(tmp_path / "out.npz") as stored:
+        for name, b in zip(("last_hidden_state", "pooler_output"), outputs(ENCODER), strict=True):
+            np.testing.assert_allclose(stored[name], b, atol=2e-5)
+    result = cli("run", ENCODER, "--profile", "--json", tmp_path / "r.json")
+    assert result.code == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["operators"]["MatMul"]["runs"] > 0
+    assert report["outputs"]["pooler_output"]["dtype"] == "float32"
+
+
+def test_run_refuses_wrong_inputs(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "in.npz"
+    for arrays, code, text in (
+        ({"input_ids": IDS}, 2, "no array for input 'attention_mask'"),
+        (FEEDS | {"input_ids": IDS.astype(np.float32)}, 1, "Unexpected input data type"),
+        (FEEDS | {"input_ids": IDS + 10**6}, 1, "onnxruntime"),
+    ):
+        np.savez(path, **arrays)
+        result = cli("run", ENCODER, "--inputs", path)
+        assert (result.code, result.err.count("\n")) == (code, 1)
+        assert text in result.err
+    path.write_bytes(b"not a zip")
+    assert cli("run", ENCODER, "--inputs", path).code == 1
+
+
+def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
+    result = cli("bench", ENCODER, "--repeat", 3, "--json", tmp_path / "r.json")
+    assert result.code == 0
+    assert "fused / original:" in result.out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["ratio"] > 0
+    assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
+
+
+def test_inspect_shows_models_side_by_side(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    result = cli("inspect", ENCODER, saved(RELU, "relu.onnx"), "--json", tmp_path / "r.json")
+    assert result.code == 0
+    assert all(text in result.out for text in ("encoder.onnx", "relu.onnx", "float [N, 4]"))
+    models = json.loads((tmp_path / "r.json").read_text())["models"]
+    assert [m["nodes"] for m in models] == [76, 1]
+    assert models[1]["ops"] == {"Relu": 1}
+
+
+def test_doctor(cli: Cli, tmp_path: Path) -> None:
+    result = cli("doctor", "--json", tmp_path / "r.json")
+    assert result.code == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["cpu"] == "ok"
+    assert report["versions"]["onnxruntime"] == ort.__version__
+    assert "ONNX_FUSE_CACHE_DIR" in report["settings"]
+
+
+# ---- the process -----------------------------------------------------------------------------
+
+USAGE = [
+    ("optimize", "--bogus"),
+    ("nothing",),
+    ("optimize",),
+    ("optimize", ENCODER, "--level", "9"),
+    ("optimize", ENCODER, "--skip", "NoSuchFusion", "--no-check"),
+    ("run", ENCODER, "--device", "tpu"),
+    ("inspect",),
+]
+
+
+@pytest.mark.parametrize("arguments", USAGE, ids=lambda a: " ".join(map(str, a)))
+def test_usage_errors_are_exit_2(cli: Cli, arguments: tuple[object, ...]) -> None:
+    result = cli(*arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.err
+    assert result.err
+
+
+def test_version(cli: Cli) -> None:
+    import onnx_fuse
+
+    for option in ("-v", "--version"):
+        assert cli(option).out == f"onnx-fuse {onnx_fuse.__version__}\n"
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "onnx_fuse.cli", "optimize", str(tmp_path / "none.onnx")]
+    plain = subprocess.run(command, capture_output=True, text=True, check=False)
+    debug = subprocess.run([*command, "--debug"], capture_output=True, text=True, check=False)
+    assert plain.returncode == debug.returncode == 1
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in debug.stderr
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "onnx_fuse.cli", "inspect", str(ENCODER)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
+    fifo = tmp_path / "slow.onnx"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-m", "onnx_fuse.cli", "optimize", str(fifo)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    writer = os.open(fifo, os.O_WRONLY)  # opens once the command reads
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    os.close(writer)
+    assert process.returncode == 130
+    assert err == "onnx-fuse: interrupted\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["slow.onnx"]
