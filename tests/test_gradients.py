@@ -1,9 +1,9 @@
 """Every gradient rule against central differences through onnxruntime: one row per op and variant.
 
 Each row runs twice, with static shapes and with every axis dynamic, under its own symbol. The
-difference quotient is of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: in float64 exact to
-some 1e-10. Rows in float32 (onnxruntime has no float64 CPU kernel of the op, or of one in
-its gradient) are exact to the rounding of f over h, some 1e-5 of the sum of |dy y|.
+difference quotient is of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: in float64 it
+is exact to some 1e-10. Rows in float32 (onnxruntime has no float64 CPU kernel of the op, or of one
+in its gradient) are exact to the rounding of f over h, some 1e-5 of the sum of |dy y|.
 """
 
 from __future__ import annotations
@@ -352,6 +352,7 @@ SHAPE = [
         for m in ("DCR", "CRD")
     ),
     row("SpaceToDepth", "y = SpaceToDepth <blocksize = 2> (x)", x=(2, 3, 4, 2)),
+    row("Range", "y = Range (a, b, d)", a=scalar(0.3), b=scalar(2.35), d=scalar(0.5)),
     row(
         "ReverseSequence",
         "y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)",
@@ -974,6 +975,18 @@ ATTENTION = [
     ),
 ]
 
+QUANTIZED = [
+    row(
+        f"DequantizeLinear {name}",
+        f"y = DequantizeLinear <axis = 1> (x, s{zero})",
+        x=rng().integers(-9, 9, (2, 3, 4)).astype(np.int8),
+        s=scale,
+        dtype=F32,
+        **({"z": np.full(scale, 2, np.int8)} if zero else {}),
+    )
+    for name, scale, zero in (("tensor", (), ""), ("axis", (3,), ", z"))
+]
+
 LABELS = np.array([[0, 3, 1], [2, -100, 3]])
 LOSS = [
     row(
@@ -1035,7 +1048,7 @@ LOSS = [
 
 ROWS = [
     *(*UNARY, *BINARY, *MATMUL, *REDUCE, *SHAPE, *INDEXING, *NORM),
-    *(*CONV, *POOL, *RESIZE, *ATTENTION, *LOSS),
+    *(*CONV, *POOL, *RESIZE, *ATTENTION, *QUANTIZED, *LOSS),
 ]
 
 

@@ -13,7 +13,12 @@ from onnx_fuse.ops.derive import (
     Unary,
     Values,
     arguments,
+    dim,
+    fail,
     no_grad,
+    norm_axis,
+    rank,
+    reshape_like,
     share,
     table,
     text,
@@ -239,7 +244,27 @@ def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dx, d_low, d_high]
 
 
+def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
+    """y = (x - zero_point) · scale of integers x: a gradient for the scale alone."""
+    (x, scale, zero), dy = arguments(node, 3), dys[0]
+    if node.attributes.get_int("block_size", 0):
+        raise fail(node, "its scales are per block")
+    n = rank(x)
+    per_axis = len(scale.shape or ()) == 1 and dim(scale, 0) != 1
+    axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
+    whole = op.CastLike(x, dy)
+    if zero is not None:
+        shift = op.CastLike(zero, dy)
+        if axis is not None and axis < n - 1:
+            shift = op.Unsqueeze(shift, op.constant(list(range(1, n - axis))))
+        whole = op.Sub(whole, shift)
+    axes = [a for a in range(n) if a != axis]
+    dscale = op.ReduceSum(op.Mul(dy, whole), op.constant(axes), keepdims=0)
+    return [None, reshape_like(op, to_like(op, dscale, scale), scale)]
+
+
 register(
+    OpDef("DequantizeLinear", grad=_dequantize),
     OpDef("Add", grad=_add),
     OpDef("Sum", grad=_add),
     OpDef("Sub", grad=_sub),

@@ -237,6 +237,18 @@ def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Nod
     return op.ReverseSequence(dy, n.inputs[1], batch_axis=batch, time_axis=time)
 
 
+def _range(op: Any, node: ir.Node, dys: Values) -> Values:
+    """y[i] = start + i·delta."""
+    dy = dys[0]
+    size = op.Squeeze(op.Shape(dy), op.constant([0]))
+    steps = op.Range(op.constant(np.int64(0)), size, op.constant(np.int64(1)))
+    return [
+        op.ReduceSum(dy, keepdims=0),
+        None,
+        op.ReduceSum(op.Mul(dy, op.CastLike(steps, dy)), keepdims=0),
+    ]
+
+
 SHAPE: dict[str, Unary] = {
     "Reshape": _like,
     "Flatten": _like,
@@ -256,5 +268,11 @@ register(
     OpDef("Split", grad=_split),
     OpDef("Slice", grad=_slice),
     OpDef("Expand", grad=_expand),
+    OpDef("Range", grad=_range),
 )
-no_grad("it reads the shape only", "Shape", "Size", "ConstantOfShape", "EyeLike")
+no_grad(
+    "it reads the shape only",
+    *("Shape", "Size", "ConstantOfShape", "EyeLike"),
+    *("BlackmanWindow", "HammingWindow", "HannWindow"),
+)
+no_grad("sequences have no gradient", "SequenceMap")

@@ -1,0 +1,471 @@
+"""The reverse walk: what it builds, what it refuses; losses; fused gradients; stored gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir
+import pytest
+from cases import real_cases
+from test_gradients import session
+
+import onnx_fuse.ops.fused  # noqa: F401
+from onnx_fuse import autodiff, ir, passes
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.ops import OPS
+from onnx_fuse.ops.fused.activations import ACTIVATIONS
+
+CASES = real_cases()
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def weighted(text, **weights):
+    """An ONNX text model whose inputs named in `weights` become initializers."""
+    model = ir.text_model(text)
+    for name, array in weights.items():
+        value = next(v for v in model.graph.inputs if v.name == name)
+        model.graph.inputs.remove(value)
+        value.const_value = onnx_ir.tensor(np.asarray(array), name=name)
+        model.graph.register_initializer(value)
+    return model
+
+
+def run(model, feeds):
+    found = session(model)
+    return dict(zip([o.name for o in found.get_outputs()], found.run(None, feeds), strict=True))
+
+
+def ops_of(model):
+    return Counter(n.op_type for n in model.graph)
+
+
+# ---- stored gradients ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_stored_gradients(case, fused):
+    model = ir.load(case.path)
+    outputs = [v.name for v in model.graph.outputs]
+    if fused:
+        passes.optimize(model, training=True)
+    found = autodiff.gradient(model, wrt=list(case.gradients))
+    feeds, expected = case.feeds[0]
+    cotangent = case.arrays["cotangent"]
+    feeds = {**feeds, f"{outputs[0]}.grad": (cotangent / cotangent.size).astype(np.float32)}
+    for name in outputs[1:]:
+        feeds[f"{name}.grad"] = np.zeros_like(expected[name])
+    got = run(found, feeds)
+    # Some gradients are zero up to rounding (attention's key biases): measured against the largest.
+    floor = 1e-3 * max(np.abs(g).max() for g in case.gradients.values())
+    for name, gradient in case.gradients.items():
+        error = np.abs(got[f"{name}.grad"] - gradient).max()
+        assert error <= 1e-4 * max(np.abs(gradient).max(), floor), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_second_feed_of_other_sizes_runs(case):
+    model = ir.load(case.path)
+    feeds, expected = case.feeds[1]
+    feeds = {**feeds, **{f"{k}.grad": np.ones_like(v) for k, v in expected.items()}}
+    for name, value in run(autodiff.gradient(model), feeds).items():
+        assert np.isfinite(value).all(), name
+
+
+# ---- what is built ---------------------------------------------------------------------------
+
+MLP = """agraph (float[B,4] x, float[4,5] w, float[5] b, float[5,3] v) => (float[B,3] y) {
+    h = MatMul (x, w)
+    z = Add (h, b)
+    r = Relu (z)
+    y = MatMul (r, v)
+}"""
+
+
+def mlp():
+    shapes = {"w": (4, 5), "b": (5,), "v": (5, 3)}
+    return weighted(MLP, **{k: rng(1).standard_normal(s, "f") for k, s in shapes.items()})
+
+
+def test_only_needed_gradients_are_built():
+    assert ops_of(autodiff.gradient(mlp(), wrt=["v"]))["Gemm"] == 1
+    assert ops_of(autodiff.gradient(mlp()))["Gemm"] == 3  # v, relu's input, w; none for x
+    both = autodiff.gradient(mlp(), wrt=["b", "x"])
+    assert [v.name for v in both.graph.outputs] == ["y", "b.grad", "x.grad"]
+
+
+def test_static_sums_need_no_shape_arithmetic():
+    found = ops_of(autodiff.gradient(mlp()))
+    assert not found.keys() & {"Shape", "NonZero", "Equal", "Transpose"}
+
+
+def test_shared_weights_add_up_and_unused_ones_are_zero():
+    text = """agraph (float[2,3] x, float[3] w, float[3] u) => (float[2,3] y) {
+        a = Mul (x, w)
+        y = Mul (a, w)
+    }"""
+    w = np.array([1, 2, 3], np.float32)
+    x, dy = rng().standard_normal((2, 2, 3), "f")
+    got = run(autodiff.gradient(weighted(text, w=w, u=w)), {"x": x, "y.grad": dy})
+    np.testing.assert_allclose(got["w.grad"], (2 * x * w * dy).sum(0), rtol=1e-6)
+    np.testing.assert_array_equal(got["u.grad"], np.zeros(3, "f"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "double"])
+def test_gradients_have_the_dtype_of_the_model(dtype):
+    numpy_dtype = {"float16": np.float16, "double": np.float64}[dtype]
+    weights = {
+        k: v.const_value.numpy().astype(numpy_dtype) for k, v in mlp().graph.initializers.items()
+    }
+    model = weighted(MLP.replace("float[", f"{dtype}["), **weights)
+    x, dy = rng().standard_normal((6, 4)), rng(1).standard_normal((6, 3))
+    got = run(
+        autodiff.gradient(model), {"x": x.astype(numpy_dtype), "y.grad": dy.astype(numpy_dtype)}
+    )
+    expected = run(autodiff.gradient(mlp()), {"x": x.astype("f"), "y.grad": dy.astype("f")})
+    for name in ("w.grad", "b.grad", "v.grad"):
+        assert got[name].dtype == numpy_dtype
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(
+            got[name], expected[name], atol=scale * {"float16": 5e-3, "double": 1e-6}[dtype]
+        )
+
+
+def test_an_operator_without_rule_goes_through_its_body():
+    assert ("", "CenterCropPad") not in OPS
+    text = """agraph (float[4,3] x, int64[2] shape) => (float[2,5] y) {
+        y = CenterCropPad (x, shape)
+    }"""
+    dy = rng().standard_normal((2, 5), "f")
+    model = weighted(text, shape=np.array([2, 5]))
+    got = run(autodiff.gradient(model, wrt=["x"]), {"x": np.zeros((4, 3), "f"), "y.grad": dy})
+    expected = np.zeros((4, 3), "f")
+    expected[1:3] = dy[:, 1:4]
+    np.testing.assert_array_equal(got["x.grad"], expected)
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        ("y = Floor (x)", ModelError, ["'x' has no gradient", "Floor", "piecewise constant"]),
+        (
+            "i = Cast <to = 7> (x)\n y = Cast <to = 1> (i)",
+            ModelError,
+            ["Cast", "not of a floating-point type"],
+        ),
+        (
+            "n = Constant <value = int64[1] {1}> ()\n u, p, i, c = Unique (x)\n y = Reshape (u, n)",
+            ModelError,
+            ["Unique", "positions"],
+        ),
+        ("y = Det (x)", ModelError, ["node 'y' (Det)", "no gradient rule"]),
+        ('y = Einsum <equation = "...i->...i"> (x)', ModelError, ["(Einsum)", "ellipsis"]),
+    ],
+)
+def test_refused_with_the_node_and_the_reason(body, error, words):
+    model = ir.text_model(f"agraph (float[2,2] x) => (float[n,m] y) {{\n{body}\n}}")
+    with pytest.raises(error) as caught:
+        autodiff.gradient(model, wrt=["x"])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_control_flow_is_refused():
+    text = """agraph (float[2] x, bool c) => (float[2] y) {
+        y = If (c) <then_branch = a () => (float[2] p) { p = Neg (x) },
+                    else_branch = b () => (float[2] q) { q = Exp (x) }>
+    }"""
+    with pytest.raises(ModelError, match=r"\(If\): the gradient does not pass through control"):
+        autodiff.gradient(ir.text_model(text), wrt=["x"])
+
+
+def test_a_stopped_path_is_zero_where_another_is_open():
+    model = ir.text_model("agraph (float[2] x) => (float[2] y) { f = Floor (x)\n y = Mul (f, x) }")
+    x = np.array([1.5, -2.5], np.float32)
+    got = run(autodiff.gradient(model, wrt=["x"]), {"x": x, "y.grad": np.ones(2, "f")})
+    np.testing.assert_array_equal(got["x.grad"], np.floor(x))
+
+
+@pytest.mark.parametrize(
+    ("wrt", "loss", "words"),
+    [
+        (["z"], None, "no initializer or input 'z'"),
+        (["n"], None, "'n' is of type INT64"),
+        (None, "cross", "no loss 'cross': choose cross_entropy"),
+    ],
+)
+def test_wrong_requests(wrt, loss, words):
+    text = (
+        "agraph (float[2] x, int64[2] n) => (float[2] y) { m = Cast <to = 1> (n)\n y = Mul (x, m) }"
+    )
+    with pytest.raises(UsageError, match=words):
+        autodiff.gradient(ir.text_model(text), wrt=wrt, loss=loss)
+
+
+# ---- losses ----------------------------------------------------------------------------------
+
+
+def reference(loss, x, t, o):
+    """The losses in NumPy, class axis last."""
+    if loss in ("cross_entropy", "nll"):
+        top = x.max(-1, keepdims=True)
+        log_p = x - top - np.log(np.exp(x - top).sum(-1, keepdims=True))
+        log_p = log_p if loss == "cross_entropy" else x
+        kept = t != (-100 if o.get("ignore_index") is None else o["ignore_index"])
+        w = np.asarray(o.get("weight", np.ones(x.shape[-1])))
+        label = np.where(kept, t, 0)
+        each = -np.take_along_axis(log_p, label[..., None], -1)[..., 0] * w[label] * kept
+        smooth = -(log_p * w).sum(-1) * kept / x.shape[-1]
+        eps = o.get("label_smoothing", 0.0)
+        total = ((1 - eps) * each + eps * smooth).sum()
+        return total if o.get("reduction") == "sum" else total / (w[label] * kept).sum()
+    d = np.abs(x - t)
+    delta = o.get("delta", 1.0)
+    p = np.asarray(o.get("pos_weight", 1.0))
+    softplus = np.logaddexp(0, -x)
+    each = {
+        "mse": d * d,
+        "l1": d,
+        "huber": np.where(d <= delta, d * d / 2, delta * (d - delta / 2)),
+        "bce_with_logits": (1 - t) * x + (1 + (p - 1) * t) * softplus,
+    }[loss]
+    return each.sum() if o.get("reduction") == "sum" else each.mean()
+
+
+WEIGHT = np.array([0.5, 1.5, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "options"),
+    [
+        ("cross_entropy", (5, 4), {}),
+        ("cross_entropy", (5, 4), {"reduction": "sum", "weight": WEIGHT}),
+        ("cross_entropy", (2, 3, 4), {"ignore_index": 1}),
+        ("cross_entropy", (2, 3, 4), {"label_smoothing": 0.1}),
+        ("cross_entropy", (2, 3, 4), {"label_smoothing": 0.2, "weight": WEIGHT, "ignore_index": 2}),
+        ("cross_entropy", (2, 4, 3, 2), {"label_smoothing": 0.2, "weight": WEIGHT}),
+        ("cross_entropy", (2, 4, 3), {"class_axis": 1}),
+        ("nll", (5, 4), {"weight": WEIGHT}),
+        ("nll", (2, 3, 4), {"ignore_index": 0}),
+        ("mse", (3, 4), {}),
+        ("mse", (3, 4), {"reduction": "sum"}),
+        ("l1", (3, 4), {}),
+        ("huber", (3, 4), {}),
+        ("huber", (3, 4), {"delta": 0.3}),
+        ("bce_with_logits", (3, 4), {}),
+        ("bce_with_logits", (3, 4), {"pos_weight": WEIGHT}),
+    ],
+    ids=str,
+)
+def test_losses(loss, shape, options):
+    x = rng().standard_normal(shape)
+    axis = options.get("class_axis", 1 if len(shape) == 4 else -1)
+    last = np.moveaxis(x, axis, -1)
+    labels = rng(1).integers(0, 4, last.shape[:-1]) if loss in ("cross_entropy", "nll") else None
+    if labels is None:
+        labels = rng(1).integers(0, 2, shape).astype(float) + (
+            0.25 if loss != "bce_with_logits" else 0
+        )
+    floats = loss != "bce_with_logits"  # softplus has no float64 kernel in onnxruntime
+    dtype, kind = (np.float64, "double") if floats else (np.float32, "float")
+    dims = ",".join(["B", *map(str, shape[1:])])
+    model = ir.text_model(f"agraph ({kind}[{dims}] x) => ({kind}[{dims}] y) {{ y = Identity (x) }}")
+    found = autodiff.gradient(model, wrt=["x"], loss=loss, **options)
+    feeds = {"x": x.astype(dtype)}
+    feeds["labels"] = labels if labels.dtype == np.int64 else labels.astype(dtype)
+    got = run(found, feeds)
+    assert got["loss"].shape == ()
+    np.testing.assert_allclose(got["loss"], reference(loss, last, labels, options), rtol=1e-6)
+    for seed in range(3):
+        d = rng(seed).standard_normal(shape)
+        h = 1e-6
+        up, down = (
+            reference(loss, np.moveaxis(x + s * h * d, axis, -1), labels, options) for s in (1, -1)
+        )
+        expected = (up - down) / (2 * h)
+        assert np.vdot(got["x.grad"], d) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_an_output_may_be_the_loss():
+    model = ir.text_model(
+        "agraph (float[N] x) => (float[N] y, float total) "
+        "{ y = Exp (x)\n total = ReduceSum <keepdims = 0> (y) }"
+    )
+    x = np.array([0.0, 1.0], np.float32)
+    got = run(autodiff.gradient(model, wrt=["x"], loss="total"), {"x": x})
+    np.testing.assert_allclose(got["x.grad"], np.exp(x), rtol=1e-6)
+
+
+# ---- fused gradients -------------------------------------------------------------------------
+
+K, N = 6, 5
+NORM_INPUTS = {"": "", "LayerNorm": "scale, bias, ", "RMSNorm": "scale, "}
+
+
+def fused(call, outputs="y", **inputs):
+    """A model of one fused node on random inputs, all of which are graph inputs; and the inputs."""
+    arrays = {
+        name: np.asarray(rng(i).standard_normal(shape) + (name == "scale"), np.float32)
+        for i, (name, shape) in enumerate(inputs.items())
+    }
+    declared = ", ".join(
+        f"float[{','.join(map(str, array.shape))}] {name}" if array.ndim else f"float {name}"
+        for name, array in arrays.items()
+    )
+    out = ", ".join(f"float[{','.join('abc')}] {o}" for o in outputs.split(", "))
+    model = ir.text_model(f"agraph ({declared}) => ({out}) {{ {outputs} = onnx_fuse.{call} }}")
+    return model, arrays
+
+
+def against_body(model, arrays):
+    """The gradients of a fused graph, which must be those of its body."""
+    found = autodiff.gradient(model, wrt=list(arrays))
+    plain = autodiff.gradient(ir.inline(model), wrt=list(arrays))
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    shapes = run(model, arrays)
+    feeds = {**arrays}
+    for i, (name, value) in enumerate(shapes.items()):
+        feeds[f"{name}.grad"] = rng(20 + i).standard_normal(value.shape, "f")
+    got, expected = run(found, feeds), run(plain, feeds)
+    for name in arrays:
+        a, b = got[f"{name}.grad"], expected[f"{name}.grad"]
+        assert a.shape == arrays[name].shape
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1, np.abs(b).max()), err_msg=name)
+    return found
+
+
+@pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("prefix", NORM_INPUTS)
+def test_gemm_gradients(prefix, activation):
+    call = f"{prefix}Gemm{activation} (x, {NORM_INPUTS[prefix]}w, c)"
+    affine = dict.fromkeys(NORM_INPUTS[prefix].replace(",", "").split(), (K,))
+    model, arrays = fused(call, x=(2, 3, K), **affine, w=(K, N), c=(N,))
+    found = against_body(model, arrays)
+    names = [n.op_type for n in found.graph if n.domain == ir.FUSE]
+    assert names[1] == f"{prefix}Gemm{activation}Grad"
+    kept = names[0].split("_")[1:]
+    assert "n" not in kept  # never the normalised copy
+    assert kept == [*OPS[ir.FUSE, f"{prefix}Gemm{activation}"].saves]
+
+
+@pytest.mark.parametrize("c", [(), (1,), (1, N), (1, 1, N), (3, 1), (2, 3, 1), (2, 1, N)], ids=str)
+def test_gemm_bias_of_any_shape(c):
+    against_body(
+        *fused("LayerNormGemmRelu (x, s, b, w, c)", x=(2, 3, K), s=(K,), b=(K,), w=(K, N), c=c)
+    )
+    against_body(*fused("GemmGelu (x, w, c)", x=(2, 3, K), w=(K, N), c=c))
+
+
+@pytest.mark.parametrize(
+    ("call", "outputs", "shapes"),
+    [
+        ("LayerNormGemm_n (x, s, b, w, c)", "y, n", {"s": (K,), "b": (K,), "w": (K, N), "c": (N,)}),
+        ("RMSNormGemmSilu_n (x, s, w, c)", "y, n", {"s": (K,), "w": (K, N), "c": (N,)}),
+        ("RMSNormalization (x, s)", "y", {"s": (K,)}),
+        ("SkipLayerNorm (x, r, s, b)", "y, t", {"r": (2, 3, K), "s": (K,), "b": (K,)}),
+        ("SkipRMSNorm (x, r, s)", "y, t", {"r": (2, 3, K), "s": (K,)}),
+        ("Silu (x)", "y", {}),
+        ("QuickGelu <alpha: float = 1.2> (x)", "y", {}),
+    ],
+)
+def test_norm_and_activation_gradients(call, outputs, shapes):
+    against_body(*fused(call, outputs, x=(2, 3, K), **shapes))
+
+
+def test_skip_norm_with_one_output_read():
+    model, arrays = fused(
+        "SkipLayerNorm (x, r, s, b)", "y, t", x=(2, 3, K), r=(2, 3, K), s=(K,), b=(K,)
+    )
+    model.graph.outputs.pop()
+    found = against_body(model, arrays)
+    assert "LayerNormGrad" in ops_of(found)
+
+
+def test_large_mean_keeps_its_digits():
+    """|mean| / std = 100: the row sums come from z, where they are no small differences."""
+    model, arrays = fused(
+        "LayerNormGemm (x, s, b, w, c)", x=(4, 2, 64), s=(64,), b=(64,), w=(64, N), c=(N,)
+    )
+    arrays["x"] += 100
+    against_body(model, arrays)
+
+
+@pytest.mark.parametrize("activation", ["Relu", "Silu", "LeakyRelu"])
+def test_conv_gradients(activation):
+    attributes = (
+        "kernel_shape: ints = [3], strides: ints = [2], pads: ints = [1, 1], dilations: ints = [1]"
+    )
+    model, arrays = fused(
+        f"Conv{activation} <{attributes}> (x, w, c)", x=(2, 3, 8), w=(4, 3, 3), c=(4,)
+    )
+    against_body(model, arrays)
+
+
+@pytest.mark.parametrize("kind", ["", "Mask", "MaskGuard", "Causal"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_sdpa_gradients(kind, heads):
+    name = f"{'Grouped' if heads == 4 else ''}Sdpa{kind}"
+    masked = kind.startswith("Mask")
+    shapes = {"q": (2, heads, 3, 4), "k": (2, 2, 5, 4), "v": (2, 2, 5, 6)}
+    shapes.update({"m": (1, 1, 3, 5)} if masked else {})
+    call = f"{name} <scale: float = 0.4> (q, k, v{', m' if masked else ''})"
+    model, arrays = fused(call, **shapes)
+    model.graph.outputs[0].shape = onnx_ir.Shape([2, heads, 3, 6])
+    against_body(model, arrays)
+
+
+# ---- ai.onnx.preview.training ----------------------------------------------------------------
+
+TRAINING = "ai.onnx.preview.training"
+
+
+GRADIENTS = {  # body: (y, p, q) at a = 3, b = 5
+    'y = Add (a, b)\n p, q = GRAD <xs = ["a", "b"], y = "y"> (a, b)': (8, 1, 1),
+    'c = Add (a, b)\n y = Mul (c, a)\n p, q = GRAD <xs = ["a", "b"], y = "y"> (a, b)': (24, 11, 3),
+    # other values than the named ones, one held fixed: d (x b)² / dx at x = a + b + a b = 23
+    "c = Mul (a, b)\n y = Mul (c, c)\n s = Sum (a, b, c)\n"
+    ' p = GRAD <xs = ["a"], zs = ["b"], y = "y"> (s, b)\n'
+    ' q = GRAD <xs = ["c"], y = "y"> (c)': (225, 1150, 30),
+    # the gradient of a gradient
+    'y = Mul (a, a)\n d = GRAD <xs = ["a"], y = "y"> (a)\n'
+    ' p = GRAD <xs = ["a"], y = "d"> (a)\n q = Identity (b)': (9, 2, 5),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), GRADIENTS.items())
+def test_gradient_operator(body, expected):
+    body = body.replace("GRAD", f"{TRAINING}.Gradient")
+    model = ir.text_model(
+        f'<ir_version: 10, opset_import: ["" : 21, "{TRAINING}" : 1]>\n'
+        f"agraph (float a, float b) => (float y, float p, float q) {{ {body} }}"
+    )
+    assert autodiff.expand_training_ops(model) == body.count("Gradient")
+    got = run(model, {"a": np.array(3, np.float32), "b": np.array(5, np.float32)})
+    assert tuple(got[name] for name in ("y", "p", "q")) == expected
+
+
+def test_gradient_operator_names_must_exist():
+    model = ir.text_model(
+        f'<ir_version: 10, opset_import: ["" : 21, "{TRAINING}" : 1]>\n'
+        f'agraph (float a) => (float p) {{ p = {TRAINING}.Gradient <xs = ["a"], y = "z"> (a) }}'
+    )
+    with pytest.raises(ModelError, match="no value 'z'"):
+        autodiff.expand_training_ops(model)
+
+
+# ---- the docs --------------------------------------------------------------------------------
+
+
+def test_table_of_gradients_is_current():
+    tool = Path(__file__).parent.parent / "tools" / "gradient_table.py"
+    assert subprocess.run([sys.executable, tool, "--check"], check=False).returncode == 0
