@@ -214,6 +214,60 @@ def test_exported_models_train_and_save(case: RealCase, level: int, tmp_path: Pa
     assert_saves(trainer, onnx.load(case.path), feeds, tmp_path / "tuned.onnx")
 
 
+def test_external_data_comes_back_external(tmp_path: Path) -> None:
+    """The weights lie beside the saved model as they lay beside the original, which stays."""
+    model = mlp.build(mlp.SIZES["digits"])
+    ir.save(model, tmp_path / "model.onnx", external=True)
+    before = (tmp_path / "model.onnx.data").read_bytes()
+    name, feeds = "mlp", MODELS["mlp"][1](0)
+    trainer = train.Trainer(tmp_path / "model.onnx", loss=MODELS[name][2])
+    trainer.step(feeds)
+    trainer.save(tmp_path / "tuned.onnx")
+    stored = onnx.load(tmp_path / "tuned.onnx", load_external_data=False).graph.initializer
+    assert {t.name for t in stored if t.data_location == onnx.TensorProto.EXTERNAL} >= {
+        f"layers.{i}.fc.weight" for i in range(3)
+    }
+    assert (tmp_path / "model.onnx.data").read_bytes() == before
+    run = ort.InferenceSession(tmp_path / "tuned.onnx", providers=["CPUExecutionProvider"])
+    (y,) = run.run(None, {"x": feeds["x"]})
+    np.testing.assert_allclose(y, trainer.evaluate(feeds).outputs["logits"], rtol=1e-4, atol=1e-5)
+
+
+def test_old_file_whose_weights_are_inputs_too(tmp_path: Path) -> None:
+    """As exporters did before IR version 4: opset 9, each weight an initializer and an input."""
+    text = """<ir_version: 3, opset_import: ["" : 9]>
+    old (float[batch, 3] x, float[3, 2] w) => (float[batch, 2] y)
+        <float[3, 2] w = {1, 2, 3, 4, 5, 6}> {
+        y = MatMul (x, w)
+    }"""
+    proto = onnx.parser.parse_model(text)
+    onnx.save(proto, tmp_path / "old.onnx")
+    trainer = train.Trainer(tmp_path / "old.onnx", loss="mse")
+    feeds = batch()
+    assert trainer.step(feeds) > trainer.step(feeds)
+    assert_saves(trainer, proto, feeds, tmp_path / "tuned.onnx")
+
+
+def test_tied_weights_stay_one(tmp_path: Path) -> None:
+    """A weight read twice has the sum of its gradients, fused or not."""
+    text = """net (float[batch, 4] x) => (float[batch, 4] y) <float[4, 4] w = {WEIGHTS}> {
+        h = MatMul (x, w)
+        t = Transpose <perm = [1, 0]> (w)
+        y = MatMul (h, t)
+    }""".replace("WEIGHTS", ", ".join(str(i / 16) for i in range(16)))
+    rng = np.random.default_rng(0)
+    x, t = (rng.normal(size=(5, 4)).astype(np.float32) for _ in range(2))
+    w = np.arange(16.0).reshape(4, 4) / 16
+    d = 2 * (x @ w @ w.T - t) / t.size
+    expected = w - 0.1 * (x.T @ d @ w + d.T @ x @ w)
+    for level in (0, 2):
+        trainer = train.Trainer(
+            ir.text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), level=level
+        )
+        trainer.step({"x": x, "labels": t})
+        np.testing.assert_allclose(trainer.weights()["w"], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_batch_and_sequence_change_from_step_to_step() -> None:
     trainer = train.Trainer(
         gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.SGD(lr=0.0)
