@@ -98,7 +98,7 @@ def run_once(
     device: str = "cpu",
     profile: bool = False,
 ) -> RunResult:
-    """Run the fusion of `graph`; `profile` adds onnxruntime's time by operator (CPU)."""
+    """Run the fusion of `graph`; `profile` adds the time by operator, or by kernel on "cuda"."""
     session = InferenceSession(graph, device=device)
     feeds = feeds or generate(graph, lambda f: session.run(None, f))[0][0]
     started = time.perf_counter()
@@ -106,8 +106,9 @@ def run_once(
     milliseconds = (time.perf_counter() - started) * 1e3
     names = [v.name for v in session.get_outputs()]
     result = RunResult(feeds, dict(zip(names, outputs, strict=True)), milliseconds)
-    if profile and device == "cpu":
-        result.operators = _operator_times(session.model, feeds)
+    if profile:
+        on_gpu = device == "cuda"
+        result.operators = session.profile(feeds) if on_gpu else _operator_times(session.model, feeds)
     return result
 
 

@@ -761,13 +761,32 @@ class Lowerer:
             if host is not None and host.size <= WEIGHT_LIMIT and host.dtype.name in ITEMSIZE:
                 data[name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(host)))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
-        try:
-            result = onnx.shape_inference.infer_node_outputs(
-                schema, proto, types, data, opset_imports=opsets, ir_version=10
-            )
-        except onnx.shape_inference.InferenceError:
-            return None
-        return [_static(result.get(v.name or "")) for v in node.outputs]
+        half = "bfloat16" in {self._type_name(v) for v in node.inputs if v is not None}
+        while True:
+            try:
+                result = onnx.shape_inference.infer_node_outputs(
+                    schema, proto, types, data, opset_imports=opsets, ir_version=10
+                )
+                break
+            except onnx.shape_inference.InferenceError:
+                return None
+            except onnx.checker.ValidationError:
+                if not half:
+                    raise
+                # an older opset's operator knows no bfloat16: its shapes are those of float16
+                half = False
+                types = {n: _as_float16(t) for n, t in types.items()}
+                data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
+        found = [_static(result.get(v.name or "")) for v in node.outputs]
+        if types and any(t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()):
+            return found
+        given = {self._type_name(v) for v in node.inputs if v is not None}
+        if "bfloat16" in given and "float16" not in given:
+            found = [f and ("bfloat16" if f[0] == "float16" else f[0], f[1]) for f in found]
+        return found
+
+    def _type_name(self, value: ir.Value) -> str:
+        return dtype_name(self._type(value)[0])
 
     # ---- llir.Context ----
 
@@ -1007,6 +1026,14 @@ def evaluate(
 
 def _type_proto(dtype: ir.DataType, shape: Sequence[int]) -> onnx.TypeProto:
     return onnx.helper.make_tensor_type_proto(dtype.value, list(shape))
+
+
+def _as_float16(proto: onnx.TypeProto) -> onnx.TypeProto:
+    changed = onnx.TypeProto()
+    changed.CopyFrom(proto)
+    if changed.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+        changed.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    return changed
 
 
 def _static(proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:

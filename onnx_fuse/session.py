@@ -14,12 +14,15 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.runtime import ort
 
 DEVICES = ("cpu", "cuda")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+HALF = {"bf16": onnx_ir.DataType.BFLOAT16, "fp16": onnx_ir.DataType.FLOAT16}
 
 
 class InferenceSession:
     """Runs a path, bytes, ModelProto or ir.Model; `optimize=False` runs the graph as it is.
 
-    `device="cpu"` is onnxruntime on the fused graph; `device="cuda"` this project's own kernels.
+    `precision` ("fp32", "tf32", "bf16", "fp16") is what "cuda" computes in; inputs and outputs keep
+    their types. `device="cpu"` is onnxruntime on the fused graph; `device="cuda"` this project's own kernels.
     `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`. Whatever else an
     onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too. Raises
     ModelError for a bad model, DeviceError without a usable GPU, and onnxruntime's own errors from
@@ -35,8 +38,11 @@ class InferenceSession:
         device: str | None = None,
         optimize: bool = True,
         level: int = 2,
+        precision: str = "fp32",
     ) -> None:
         self.device = _device(device, providers)
+        if precision not in PRECISIONS or (precision != "fp32" and self.device != "cuda"):
+            raise UsageError(f"there is no precision '{precision}' on device '{self.device}'")
         graph = load(model)
         if optimize:
             from onnx_fuse import passes
@@ -46,7 +52,13 @@ class InferenceSession:
         """The graph that runs."""
         # onnxruntime answers all questions about inputs, outputs and metadata on either device.
         self._session = ort.session(graph, sess_options)
-        self._executable = _executable(graph) if self.device == "cuda" else None
+        if precision in HALF:
+            from onnx_fuse.passes.precision import lower_precision
+
+            graph = graph.clone()
+            lower_precision(graph, HALF[precision])
+        math = "tf32" if precision == "tf32" else "ieee"
+        self._executable = _executable(graph, math=math) if self.device == "cuda" else None
 
     def run(
         self,
@@ -58,11 +70,7 @@ class InferenceSession:
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
-        feeds = {
-            name: self._executable.adopt(value) if _on_gpu(value) else _host(value)
-            for name, value in input_feed.items()
-        }
-        feeds = checked_feeds(self._session.get_inputs(), feeds)
+        feeds = self._feeds(input_feed)
         known = [v.name for v in self._session.get_outputs()]
         names = list(output_names or known)
         for name in names:
@@ -80,6 +88,30 @@ class InferenceSession:
             self._session.run_with_iobinding(iobinding, run_options)
         else:
             self._executable.run_with_iobinding(iobinding)
+
+    def explain(self, input_feed: Mapping[str, Any]) -> str:
+        """The program that runs for these feeds on "cuda": calls, kernels chosen, memory plan."""
+        return str(self._on_cuda().instance(self._feeds(input_feed)))
+
+    def profile(self, input_feed: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
+        """(calls, microseconds) by kernel on "cuda", each timed by itself, the longest first."""
+        times: dict[str, tuple[int, float]] = {}
+        for call, seconds in self._on_cuda().instance(self._feeds(input_feed)).profile():
+            calls, us = times.get(call.kernel, (0, 0.0))
+            times[call.kernel] = (calls + 1, us + 1e6 * seconds)
+        return dict(sorted(times.items(), key=lambda item: -item[1][1]))
+
+    def _on_cuda(self) -> Any:
+        if self._executable is None:
+            raise UsageError('only device="cuda" has a program')
+        return self._executable
+
+    def _feeds(self, input_feed: Mapping[str, Any]) -> dict[str, Any]:
+        feeds = {
+            name: self._on_cuda().adopt(value) if _on_gpu(value) else _host(value)
+            for name, value in input_feed.items()
+        }
+        return checked_feeds(self._session.get_inputs(), feeds)
 
     def get_providers(self) -> list[str]:
         if self.device == "cuda":
@@ -102,14 +134,14 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> str:
     return device
 
 
-def _executable(model: onnx_ir.Model) -> Any:
+def _executable(model: onnx_ir.Model, math: str) -> Any:
     try:
         from onnx_fuse.runtime import executable
     except ImportError as error:
         raise DeviceError(
             f"device 'cuda' needs the CUDA packages ({error}): pip install 'onnx-fuse[cuda13]'"
         ) from error
-    return executable.Executable(model)
+    return executable.Executable(model, math=math)
 
 
 def _host(value: Any) -> Any:

@@ -73,7 +73,7 @@ def test_run_answers_and_complains_as_onnxruntime_does(case: str) -> None:
 class Echo:
     """Stands in for the CUDA executable: what it is asked for, and what it is fed."""
 
-    def __init__(self, model: onnx_ir.Model) -> None:
+    def __init__(self, model: onnx_ir.Model, math: str) -> None:
         self.session = stock()
 
     def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[Any]:

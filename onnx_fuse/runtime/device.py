@@ -112,6 +112,11 @@ class Stream:
         """Device to device, in stream order."""
         check(bindings().cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
 
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zeros, in stream order."""
+        if nbytes:
+            check(bindings().cuMemsetD8Async(address, 0, nbytes, self.raw), "clearing memory")
+
     def wait(self, what: str) -> None:
         """Until everything enqueued is done; a kernel's fault surfaces here."""
         check(bindings().cuStreamSynchronize(self.raw), what)

@@ -245,6 +245,10 @@ class Instance:
             print(f"{len(program.calls)} calls; {self.plan}", file=sys.stderr)
         if config.DEBUG.value >= 2:
             print(program, file=sys.stderr)
+        if config.DUMP.value:
+            config.DUMP.value.mkdir(parents=True, exist_ok=True)
+            (config.DUMP.value / "30_program.txt").write_text(f"{program}\n")
+            (config.DUMP.value / "40_plan.txt").write_text(f"{self.plan}\n")
         jit.compile_all((x for c in program.calls for x in c.launches), owner.hw.arch)
         self._place_weights()
         own = [b for b in program.buffers if b.kind in ("input", "output", "constant")]
@@ -271,6 +275,7 @@ class Instance:
                 f"{self.plan.arena:,}: lower the batch or sequence length, or call release_memory()"
             ) from error
         base = self.memory.address
+        owner.stream.clear(base, total)  # gaps between tensors travel with them
         self.address = {b: base + offset for b, offset in where.items()}
         for buffer, offset in self.plan.offsets.items():
             self.address[buffer] = base + total + offset
@@ -287,6 +292,14 @@ class Instance:
         self._inputs = {name: t for name, t in program.inputs if name not in owner.resident}
         self._steps = [self._prepare(s) for s in segments(program)]
         self._tail: Any = None
+
+    def __str__(self) -> str:
+        fallbacks = "".join(f"on onnxruntime: {f}\n" for f in self.program.fallbacks)
+        weights = sum(b.nbytes for b in self.program.buffers if b.kind == "weight")
+        return (
+            f"{self.program}\n{fallbacks}{self.plan}\nthis shape holds {self.memory.nbytes:,} bytes,"
+            f" weights {weights:,}"
+        )
 
     def _place_weights(self) -> None:
         owner, graph = self.owner, self.owner.model.graph

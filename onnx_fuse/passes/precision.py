@@ -1,0 +1,100 @@
+"""Precision: a float32 graph computed in bfloat16 or float16, its inputs and outputs as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir import Builder
+
+F32 = ir.DataType.FLOAT
+# Inputs that stay float32, by operator: sizes are no data, and running statistics need the digits.
+KEPT_INPUTS: dict[str, tuple[int, ...]] = {
+    "BatchNormalization": (1, 2, 3, 4),
+    "QuantizeLinear": (1,),
+    "Resize": (1, 2),
+    "Upsample": (1,),
+}
+
+
+def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = False) -> None:
+    """Turn float32 into `dtype` (BFLOAT16, FLOAT16) in place, between Casts at the graph's ends.
+
+    With `masters` the initializers stay float32 and are cast where they are read, so that training
+    updates them in full precision. Constants beyond float16's range become its largest numbers:
+    masks of -3e38 stay finite.
+    """
+    graph, op = model.graph, Builder()
+    kept = {
+        value
+        for node in graph
+        for i in KEPT_INPUTS.get(node.op_type, ())
+        if i < len(node.inputs) and (value := node.inputs[i]) is not None
+    }
+    kept.update(v for n in graph if n.op_type == "BatchNormalization" for v in n.outputs[1:])
+    inputs = [v for v in graph.inputs if v.dtype == F32 and v not in kept]
+    weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in kept]
+    for node in list(graph):
+        _node(node, dtype, kept)
+        for value in node.outputs:
+            if value.dtype == F32 and value not in kept:
+                value.dtype = dtype
+    for value in [*inputs, *(weights if masters else ())]:
+        uses = list(value.uses())
+        cast = op.Cast(value, to=dtype.value)
+        cast.dtype, cast.shape = dtype, value.shape
+        for node, i in uses:
+            if i not in KEPT_INPUTS.get(node.op_type, ()):
+                node.replace_input_with(i, cast)
+    if not masters:
+        for value in weights:
+            assert value.const_value is not None
+            value.const_value = ir.tensor(_cast(value.const_value.numpy(), dtype), name=value.name)
+            value.dtype = dtype
+    if op.nodes:
+        first = next(iter(graph), None)
+        if first is None:
+            graph.extend(op.nodes)
+        else:
+            graph.insert_before(first, op.nodes)
+    op = Builder()
+    for k, value in enumerate(graph.outputs):
+        if value.dtype == dtype:
+            name = value.name
+            cast = op.Cast(value, to=F32.value)
+            value.name, cast.name = f"{name}.{dtype.name.lower()}", name
+            cast.dtype, cast.shape = F32, value.shape
+            graph.outputs[k] = cast
+    graph.extend(op.nodes)
+
+
+def _node(node: ir.Node, dtype: ir.DataType, kept: set[ir.Value]) -> None:
+    """Constants and target types inside a node."""
+    if node.outputs and node.outputs[0] in kept:
+        return
+    if node.op_type in ("Cast", "EyeLike", "RandomNormalLike", "RandomUniformLike"):
+        name = "to" if node.op_type == "Cast" else "dtype"
+        if node.attributes.get_int(name, 0) == F32.value:
+            node.attributes[name] = ir.AttrInt64(name, dtype.value)
+    if node.op_type in ("Constant", "ConstantOfShape"):
+        attribute = node.attributes.get("value")
+        if attribute is not None and attribute.as_tensor().dtype == F32:
+            tensor = ir.tensor(_cast(attribute.as_tensor().numpy(), dtype))
+        elif node.op_type == "ConstantOfShape" and attribute is None:
+            tensor = ir.tensor(_cast(np.zeros(1, np.float32), dtype))
+        elif "value_float" in node.attributes or "value_floats" in node.attributes:
+            number = node.attributes.get("value_float") or node.attributes["value_floats"]
+            tensor = ir.tensor(_cast(np.array(number.value, np.float32), dtype))
+            node.attributes.clear()
+        else:
+            return
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+        if node.op_type == "Constant":
+            node.outputs[0].const_value = tensor
+
+
+def _cast(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    if dtype == ir.DataType.FLOAT16:
+        finite = np.isfinite(array)
+        array = np.where(finite, np.clip(array, -65504, 65504), array)
+    return array.astype(dtype.numpy())
