@@ -20,7 +20,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, OnnxFuseError, UsageError
 if TYPE_CHECKING:
     from onnx_fuse import report
     from onnx_fuse.train import Trainer
-    from onnx_fuse.validate import Check
+    from onnx_fuse.validate import Check, GradientCheck
 
 app = typer.Typer(
     name="onnx-fuse",
@@ -262,6 +262,7 @@ def validate(
         passes.optimize(candidate)
     else:
         ir.read(model)
+    data: dict[str, Any] = {"model": str(model), "original": str(original)}
     checked = _check(
         original,
         candidate,
@@ -273,11 +274,32 @@ def validate(
         blame=blame,
     )
     printer.text(*report.check_lines(checked))
-    data: dict[str, Any] = {"model": str(model), "original": str(original)}
-    _write_reports(printer, data | {"check": checked.to_dict()}, json, html)
+    data["check"] = checked.to_dict()
+    failure = ""
     if not checked.ok:
-        culprit = f": {checked.culprits[0]}" if checked.culprits else ""
-        raise CheckFailed(f"{model}: differs from {original}{culprit}")
+        failure = f"differs from {original}"
+        failure += f": {checked.culprits[0]}" if checked.culprits else ""
+    elif grad:
+        gradients = _check_gradients(model, inputs, device)
+        data["gradients"] = gradients.to_dict()
+        printer.text(*report.gradient_lines(gradients))
+        if gradients.failed:
+            first = gradients.failed[0]
+            failure = f"the gradient of '{first.tensor}', read by {first.op}, is wrong"
+    _write_reports(printer, data, json, html)
+    if failure:
+        raise CheckFailed(f"{model}: {failure}")
+
+
+def _check_gradients(model: Path, inputs: Path | None, device: str) -> GradientCheck:
+    from onnx_fuse import validate as checks
+
+    def work() -> GradientCheck:
+        feeds = checks.read_feeds(inputs, _load(model, str(model))) if inputs else None
+        return checks.check_gradients(model, feeds=feeds, device=device)
+
+    checked: GradientCheck = _guarded(work, str(model), device)
+    return checked
 
 
 @app.command()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir
     from rich.console import Console
 
-    from onnx_fuse.validate import Check
+    from onnx_fuse.validate import Check, GradientCheck
 
 
 @dataclass
@@ -199,6 +199,19 @@ def progress(printer: Printer, steps: int, of: str) -> Iterator[Watch]:
                 printer.text(f"{'  '.join(values).replace('  ', f' {of}  ', 1)}")
 
         yield watch
+
+
+def gradient_lines(check: GradientCheck) -> list[str]:
+    """A GradientCheck in a few lines: the verdict, the worst tensor, each failing one."""
+    verdict = "ok" if check.ok else "FAILED"
+    lines = [f"gradients {verdict}: {len(check.errors)} tensors by central differences in float64"]
+    lines.extend(
+        f"  {e.tensor} ({e.op}): slope {e.slope:.6g}, expected {e.expected:.6g}; float32 off by "
+        f"{e.max_abs:.3g} (limit {e.limit:.3g}) at {e.where}"
+        for e in check.failed
+    )
+    lines.extend(f"  note: {note}" for note in check.notes)
+    return lines
 
 
 # ---- files -----------------------------------------------------------------------------------

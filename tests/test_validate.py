@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import onnx_ir
 import pytest
 from conftest import ENCODER, Cli
 
-from onnx_fuse import ir, passes, validate
+from onnx_fuse import ir, ops, passes, validate
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
@@ -317,3 +318,39 @@ def test_without_a_difference_there_is_nobody_to_blame() -> None:
     assert check.ok
     assert check.culprits == []
     assert check.to_dict()["ok"] is True
+
+
+# ---- gradients -------------------------------------------------------------------------------
+
+
+def test_every_gradient_of_the_encoder_has_the_slope_it_says() -> None:
+    check = validate.check_gradients(ENCODER)
+    assert check.ok, check.failed
+    parameters = [v for v in ir.load(ENCODER).graph.initializers.values() if "const." not in v.name]
+    assert {e.tensor for e in check.errors} >= {v.name for v in parameters}
+
+
+def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = (ir.FUSE, "SkipLayerNorm")
+    right = ops.OPS[key]
+
+    def wrong(op: ir.Builder, node: onnx_ir.Node, dys: list[onnx_ir.Value | None]) -> object:
+        dx, *rest = right.grad(op, node, dys)
+        return [op.Mul(dx, 1.01), *rest]
+
+    monkeypatch.setitem(ops.OPS, key, dataclasses.replace(right, grad=wrong))
+    check = validate.check_gradients(ENCODER)
+    assert not check.ok
+    result = cli("validate", ENCODER, "--grad")
+    assert result.code == 3
+    assert f"the gradient of '{check.failed[0].tensor}'" in result.err
+
+
+def test_wide_floats_compute_wide() -> None:
+    model = ir.text_model(
+        "g (float[N] x) => (float[N] y) { c = Constant <value_float = 0.1> ()"
+        "  h = Cast <to = 10> (x)  f = Cast <to = 1> (h)  y = Mul (f, c) }"
+    )
+    x = np.array([1 + 1e-9])
+    [y] = ort.run(ort.session(validate.to_double(model)), {"x": x})
+    np.testing.assert_allclose(y, x * np.float64(np.float32(0.1)), rtol=1e-15)
