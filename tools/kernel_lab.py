@@ -284,6 +284,8 @@ class Runner:
                 first, second = first.double().sum(0), second.double().sum(0)
             got, want = first.double().to(truth.device), truth.double()
             norm = want.norm()
+            if name == "mean":  # against the rows' spread too: a mean may be next to nothing
+                norm = (want.square() + op.truth["rstd"].double() ** -2).sum().sqrt()
             if case.what == "constant" and name == "y":
                 # a constant row has no signal: the bound is absolute, 1e-4 of |x| = 3 a row
                 norm = t.maximum(norm, t.tensor(1e-4 * 3 * want.numel() ** 0.5 / 6e-3))
@@ -300,7 +302,7 @@ class Runner:
         norm = self.problem.op != "Gemm" and self.problem.dtype == "float32"
         return TOLERANCE.get(kind, 0.0) + (6e-8 * case.ratio if norm else 0.0)
 
-    def time(self, sets: int, launches: int) -> dict[str, float]:
+    def time(self, sets: int, launches: int, parts: bool) -> dict[str, float]:
         """Median us of one call of the kernel and of cuBLAS, interleaved graph replays."""
         import torch as t
 
@@ -315,7 +317,13 @@ class Runner:
         def theirs(i: int) -> None:
             ops[i].baseline()
 
-        return interleaved({"us": ours, "cublas": theirs}, sets, launches)
+        def alone(number: int) -> Any:
+            return lambda i: bound[i][number].enqueue(t.cuda.current_stream().cuda_stream)
+
+        arms = {"us": ours, "cublas": theirs}
+        if parts:
+            arms |= {f"part {i}": alone(i) for i in range(len(bound[0]))}
+        return interleaved(arms, sets, launches)
 
 
 def interleaved(
@@ -389,7 +397,7 @@ def worker() -> None:
                         e <= runner.tolerance(key, job["case"]) for key, e in errors.items()
                     )
             else:
-                answer |= runner.time(*rotation(job["problem"], hw))
+                answer |= runner.time(*rotation(job["problem"], hw), parts=job["parts"])
                 answer["ok"] = True
         except Exception as error:  # noqa: BLE001 (it is this job's result)
             answer |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
@@ -455,6 +463,7 @@ def main() -> None:
     parser.add_argument("--kernel", action="append", help="only these candidates")
     parser.add_argument("--top", type=int, default=8, help="time only the best N by cost model")
     parser.add_argument("--limit", type=float, default=480, help="seconds in all")
+    parser.add_argument("--parts", action="store_true", help="time each of a kernel's calls too")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--freeze", type=Path, nargs="?", const=tuning.SHIPPED, default=None)
@@ -483,7 +492,7 @@ def main() -> None:
                 continue
             ranked = sorted(kernel.configs(problem, hw), key=lambda h: kernel.cost(problem, h, hw))
             timed += [
-                {"problem": problem, "kernel": kernel.name, "config": how}
+                {"problem": problem, "kernel": kernel.name, "config": how, "parts": args.parts}
                 for how in ranked[: args.top]
             ]
     checks = []
@@ -543,7 +552,7 @@ def main() -> None:
     records = []
     for problem in problems:
         rows = [
-            (answer["us"], answer["cublas"], job)
+            (answer["us"], answer["cublas"], job, answer)
             for job, answer in zip(timed, answers, strict=True)
             if job["problem"] == problem and "us" in answer
         ]
@@ -554,13 +563,19 @@ def main() -> None:
         rate = hw.rate("bfloat16" if passes > 1 else problem.dtype)
         floor = max(problem.flops * passes / rate, problem.bytes / hw.bandwidth) * 1e6
         print(f"{problem}: floor {floor:.1f} us")
-        for us, cublas, job in sorted(rows, key=lambda row: row[0]):
+        for us, cublas, job, answer in sorted(rows, key=lambda row: row[0]):
             guess = by_name[job["kernel"]].cost(problem, job["config"], hw) * 1e6
             print(f"  {job['kernel']:12} {job['config']!s:52} {us:8.2f} us"
                   f" {problem.flops / us / 1e6:6.0f} TFLOP/s floor/us {floor / us:.2f}"
                   f" x cuBLAS {us / cublas:.3f} ({cublas:.1f}) model {guess / us:.2f}")  # fmt: skip
+            calls = [key for key in answer if key.startswith("part ")]
+            if calls:
+                names = [c.entry for c in by_name[job["kernel"]].launch(problem, job["config"], hw)]
+                print("    " + " ".join(
+                    f"{name} {answer[key]:.2f}" for name, key in zip(names, calls, strict=True)
+                ))  # fmt: skip
         if rows:
-            us, _, job = min(rows, key=lambda row: row[0])
+            us, _, job, _ = min(rows, key=lambda row: row[0])
             entry = tuning.record(by_name[job["kernel"]], job["config"], us, hw)
             records.append((args.op, problem, entry))
     if args.freeze:

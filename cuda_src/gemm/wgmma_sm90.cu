@@ -64,7 +64,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
     const __grid_constant__ TensorMap map_c, TO* __restrict__ y, TO* __restrict__ z,
-    const TO* __restrict__ c, int M, int N, int k_steps, int batches, int batch_a, int batch_b,
+    const TO* __restrict__ c, int M, int N, int K, int batches, int batch_a, int batch_b,
     int splits, const TR* __restrict__ row0, const TR* __restrict__ row1,
     const TR* __restrict__ row2, const TR* __restrict__ row3, const TV* __restrict__ col0,
     const TV* __restrict__ col1, float alpha, float beta, float act_alpha, float* __restrict__ part) {
@@ -87,7 +87,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 
     Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
     int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
-    int all_steps = k_steps * PASSES, per_split = (all_steps + splits - 1) / splits;
+    int k_steps = (K + BK - 1) / BK, all_steps = k_steps * PASSES;
+    int per_split = (all_steps + splits - 1) / splits;
     auto steps_of = [&](int split) {
         int left = all_steps - split * per_split;
         return left < per_split ? left : per_split;

@@ -1,23 +1,27 @@
 // layernorm_gemm/skinny.cu: y = epilogue(LN?(x) . op(w)) for few rows or small sizes, in one launch.
-// Idea     : a block owns 16 MT rows x 8 NT columns; its WARPS share k in chunks of 32 and add their sums
-//            through smem in warp order. Operands go from memory straight to mma registers by 16-byte
-//            loads: a product does not care in which order k is taken, so lane c of a quad takes the
-//            8 neighbours k = 8c.. of each chunk from x and w alike. Row statistics come from the
-//            same registers: (count, mean, M2) of 8 values, merged by Chan's formula.
-// Inputs   : x [M,K] T, w [K,N] (TRANS_B: [N,K]) T, K a multiple of 8, rows 16-byte aligned.
+// Idea     : a block owns 16 MT rows x 8 NT WN columns; WARPS / WN warps a column group, and CLUSTER
+//            blocks, share k in chunks of 32 and add their sums in order through smem. Operands go
+//            from memory straight to mma registers by 16-byte loads: a product does not care in which
+//            order k is taken, so lane q of a quad takes the 8 neighbours k = 8q.. of each chunk from
+//            x and w alike. Row statistics come from the same registers: a lane shifts by the mean of
+//            its first 8 values, lanes merge (count, mean, M2) by Chan's formula.
+// Inputs   : x [M,K] T, w [K,N] (TRANS_B: [N,K]) T, K a multiple of 8, rows 16-byte
+//            aligned; without TRANS_B also N a multiple of NT.
 //            LN 1: w is folded (wq), col0, col1 = cs, cv;  LN 2: gamma, beta [K] TP, col1 = bias;
 //            LN 0: a plain product, statistics (if the epilogue wants any) in row0...
 // Outputs  : y, z [M,N] TO; mean, rstd [M] f32 (LN 1, 2).
-// Macros   : T, TO, TV, TP, TRANS_B, MT, NT, WARPS, UNROLL, LN, RMS; the epilogue's (gemm/epilogue.cuh).
-// Launch   : grid (ceil(N / (8 NT)), ceil(M / (16 MT))), 32 WARPS threads.
-// Numerics : f32 sums; the order depends on K and WARPS alone.
-// Bound    : bytes of w for M <= 32, else L2: x and w are read N / (8 NT) and M / (16 MT) times.
+// Macros   : T, TO, TV, TP, TRANS_B, MT, HALF (1: M <= 8, the upper 8 rows of the mma stay empty), NT,
+//            WN, WARPS, CLUSTER, UNROLL, LN, RMS; the epilogue's (gemm/epilogue.cuh).
+// Launch   : grid (CLUSTER ceil(N / (8 NT WN)), ceil(M / (16 MT))), 32 WARPS threads.
+// Numerics : f32 sums; the order depends on K, WARPS / WN and CLUSTER alone.
+// Bound    : bytes of w for M <= 32, else L2: x and w are read once a column and once a row of blocks.
 #include "gemm/epilogue.cuh"
 #include "sm80.cuh"
 #ifndef RMS
 #define RMS 0
 #endif
-constexpr int ROWS = 16 * MT, COLS = 8 * NT, HALVES = 2 * MT;  // a lane holds HALVES rows of x
+constexpr int ROWS = 16 * MT, COLS = 8 * NT * WN, WK = WARPS / WN, SHARE = WK * CLUSTER;
+constexpr int HALVES = HALF ? 1 : 2 * MT;  // rows of x a lane holds
 
 struct Moments {  // count, mean and sum of squared deviations of some values
     float n, mean, m2;
@@ -29,6 +33,31 @@ struct Moments {  // count, mean and sum of squared deviations of some values
     }
 };
 DEVICE uint4 load16(const T* p) { return *(const uint4*)p; }
+#if CLUSTER > 1
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+// The value at the same shared address in block `rank` of the cluster.
+DEVICE float remote(const float* p, u32 rank) {
+    float v;
+    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %1, %2;\n"
+                 "ld.shared::cluster.f32 %0, [a];\n}"
+                 : "=f"(v)
+                 : "r"(smem_address(p)), "r"(rank)
+                 : "memory");
+    return v;
+}
+#else
+DEVICE u32 cluster_rank() { return 0; }
+DEVICE void cluster_sync() { __syncthreads(); }
+DEVICE float remote(const float* p, u32) { return *p; }
+#endif
 
 extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     const T* __restrict__ x, const T* __restrict__ w, TO* __restrict__ y, TO* __restrict__ z,
@@ -37,14 +66,15 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     const TP* __restrict__ beta_k, const TR* __restrict__ row0, const TR* __restrict__ row1,
     const TR* __restrict__ row2, const TR* __restrict__ row3, const TV* __restrict__ col0,
     const TV* __restrict__ col1, float alpha, float beta, float act_alpha) {
-    extern __shared__ __align__(16) float sums[];  // [WARPS][ROWS][COLS]
-    __shared__ float moments[LN ? WARPS : 1][ROWS][3];
+    extern __shared__ __align__(16) float sums[];  // [WK][ROWS][COLS], then the block's [ROWS][COLS]
+    __shared__ float moments[LN ? WK : 1][ROWS][3], shared_moments[3][ROWS];
     __shared__ float stats[2][ROWS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    int n0 = blockIdx.x * COLS, m0 = blockIdx.y * ROWS;
-    int chunks = (K + 31) / 32;
+    int wn = warp % WN, wk = warp / WN, rank = cluster_rank();
+    int n0 = blockIdx.x / CLUSTER * COLS, m0 = blockIdx.y * ROWS, nw = n0 + wn * 8 * NT;
+    int chunks = (K + 31) / 32, mine = wk + rank * WK;
     float acc[MT][NT][4] = {};
-    Moments mo[HALVES] = {};
+    float shift[HALVES] = {}, s1[HALVES] = {}, s2[HALVES] = {}, seen = 0;
 
     auto x_at = [&](int h, int chunk) -> uint4 {  // row g + 8 h, 8 values
         int m = m0 + g + h * 8, k = chunk * 32 + q * 8;
@@ -52,41 +82,57 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     };
     auto observe = [&](int h, const uint4& v) {
         float2 p[4] = {unpack2<T>(v.x), unpack2<T>(v.y), unpack2<T>(v.z), unpack2<T>(v.w)};
-        float mu = 0, m2 = 0;
-        if (!RMS) {
+        if (!RMS && seen == 0)
+            shift[h] = 0.125f * (((p[0].x + p[0].y) + (p[1].x + p[1].y)) +
+                                 ((p[2].x + p[2].y) + (p[3].x + p[3].y)));
 #pragma unroll
-            for (int i = 0; i < 4; i++) mu += p[i].x + p[i].y;
-            mu *= 0.125f;
+        for (int i = 0; i < 4; i++) {
+            float a = p[i].x - shift[h], b = p[i].y - shift[h];
+            s1[h] += a + b;
+            s2[h] += a * a + b * b;
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            m2 += (p[i].x - mu) * (p[i].x - mu) + (p[i].y - mu) * (p[i].y - mu);
-        mo[h].merge(8, mu, m2);
     };
-    auto share_moments = [&] {  // over the quad, the warps; then stats[0] mean, stats[1] rstd
+    auto share_moments = [&] {  // over the quad, the warps, the cluster: stats[0] mean, stats[1] rstd
+        if (wn == 0)
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) {
+            for (int h = 0; h < HALVES; h++) {
+                float over = seen > 0 ? s1[h] / seen : 0.0f;
+                Moments mo = {seen, RMS ? 0.0f : shift[h] + over, RMS ? s2[h] : s2[h] - s1[h] * over};
 #pragma unroll
-            for (int step = 1; step < 4; step *= 2) {
-                float n = __shfl_xor_sync(~0u, mo[h].n, step);
-                float mu = __shfl_xor_sync(~0u, mo[h].mean, step);
-                float m2 = __shfl_xor_sync(~0u, mo[h].m2, step);
-                // both partners must get the same bits: the lower lane's values come first
-                Moments low = lane & step ? Moments{n, mu, m2} : mo[h];
-                Moments high = lane & step ? mo[h] : Moments{n, mu, m2};
-                low.merge(high.n, high.mean, high.m2);
-                mo[h] = low;
+                for (int step = 1; step < 4; step *= 2) {
+                    float n = __shfl_xor_sync(~0u, mo.n, step);
+                    float mu = __shfl_xor_sync(~0u, mo.mean, step);
+                    float m2 = __shfl_xor_sync(~0u, mo.m2, step);
+                    // both partners must get the same bits: the lower lane's values come first
+                    Moments low = lane & step ? Moments{n, mu, m2} : mo;
+                    Moments high = lane & step ? mo : Moments{n, mu, m2};
+                    low.merge(high.n, high.mean, high.m2);
+                    mo = low;
+                }
+                if (q == 0) {
+                    float* to = moments[wk][g + h * 8];
+                    to[0] = mo.n, to[1] = mo.mean, to[2] = mo.m2;
+                }
             }
-            if (q == 0) {
-                float* to = moments[warp][g + h * 8];
-                to[0] = mo[h].n, to[1] = mo[h].mean, to[2] = mo[h].m2;
-            }
-        }
         __syncthreads();
-        for (int r = threadIdx.x; r < ROWS; r += 32 * WARPS) {
-            Moments all = {};
-            for (int i = 0; i < WARPS; i++)
+        int r = threadIdx.x;
+        Moments all = {};
+        if (r < ROWS && r < 8 * HALVES)
+            for (int i = 0; i < WK; i++)
                 all.merge(moments[i][r][0], moments[i][r][1], moments[i][r][2]);
+        if (CLUSTER > 1) {
+            if (r < ROWS) {
+                shared_moments[0][r] = all.n, shared_moments[1][r] = all.mean;
+                shared_moments[2][r] = all.m2;
+            }
+            cluster_sync();
+            all = {};
+            if (r < ROWS)
+                for (int i = 0; i < CLUSTER; i++)
+                    all.merge(remote(&shared_moments[0][r], i), remote(&shared_moments[1][r], i),
+                              remote(&shared_moments[2][r], i));
+        }
+        if (r < ROWS) {
             stats[0][r] = all.mean;
             stats[1][r] = rsqrtf(fmaxf(all.m2, 0.0f) / K + epsilon);
             if (blockIdx.x == 0 && m0 + r < M) {
@@ -98,56 +144,59 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     };
 
 #if LN == 2
-    for (int chunk = warp; chunk < chunks; chunk += WARPS)
+    for (int chunk = mine; chunk < chunks; chunk += SHARE)
+        if (chunk * 32 + q * 8 < K) {
 #pragma unroll
-        for (int h = 0; h < HALVES; h++)
-            if (chunk * 32 + q * 8 < K) observe(h, x_at(h, chunk));
+            for (int h = 0; h < HALVES; h++) observe(h, x_at(h, chunk));
+            seen += 8;
+        }
     share_moments();
     float mu[HALVES], rs[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; h++) mu[h] = stats[0][g + h * 8], rs[h] = stats[1][g + h * 8];
 #endif
 
-    for (int first = warp; first < chunks; first += WARPS * UNROLL) {
-        uint4 xv[UNROLL][HALVES];
+    struct Batch {  // UNROLL chunks of this lane's operands
+        uint4 x[UNROLL][HALVES];
 #if TRANS_B
-        uint4 wv[UNROLL][NT];
+        uint4 w[UNROLL][NT];
 #else
-        Vec<T, NT> wv[UNROLL][8];
+        Vec<u32, NT / 2> w[UNROLL][8];  // packed: an array of 16-bit values takes a register each
 #endif
+    };
+    auto fetch = [&](Batch& to, int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            int chunk = first + u * WARPS, k = chunk * 32 + q * 8;
+            int chunk = first + u * SHARE, k = chunk * 32 + q * 8;
             bool in = k < K;
 #if TRANS_B
 #pragma unroll
             for (int j = 0; j < NT; j++) {
-                int n = n0 + j * 8 + g;
-                wv[u][j] = in && n < N ? load16(w + n * ldw + k) : uint4{};
+                int n = nw + j * 8 + g;
+                to.w[u][j] = in && n < N ? load16(w + n * ldw + k) : uint4{};
             }
 #else
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                int n = n0 + g * NT;
-                if (in && n + NT <= N) {
-                    wv[u][i] = load<NT>(w + (k + i) * ldw + n);
-                } else {
-#pragma unroll
-                    for (int j = 0; j < NT; j++)
-                        wv[u][i].at[j] = in && n + j < N ? w[(k + i) * ldw + n + j] : T{};
-                }
+                int n = nw + g * NT;  // NT divides N
+                to.w[u][i] = in && n < N ? load<NT / 2>((const u32*)(w + (k + i) * ldw + n))
+                                          : Vec<u32, NT / 2>{};
             }
 #endif
 #pragma unroll
-            for (int h = 0; h < HALVES; h++) xv[u][h] = x_at(h, chunk);
+            for (int h = 0; h < HALVES; h++) to.x[u][h] = x_at(h, chunk);
         }
+    };
+    auto multiply = [&](Batch& from, int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            int k = (first + u * WARPS) * 32 + q * 8;
+            int k = (first + u * SHARE) * 32 + q * 8;
 #if LN == 1
-            if (k < K)
+            if (k < K) {
 #pragma unroll
-                for (int h = 0; h < HALVES; h++) observe(h, xv[u][h]);
+                for (int h = 0; h < HALVES; h++) observe(h, from.x[u][h]);
+                seen += 8;
+            }
 #elif LN == 2
             if (k < K) {
                 float ga[8], be[8];
@@ -158,7 +207,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
                 }
 #pragma unroll
                 for (int h = 0; h < HALVES; h++) {
-                    u32* words = (u32*)&xv[u][h];
+                    u32* words = (u32*)&from.x[u][h];
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         float2 p = unpack2<T>(words[i]);
@@ -174,42 +223,71 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
                 for (int j = 0; j < NT; j++) {
                     u32 b[2];
 #if TRANS_B
-                    const u32* words = (const u32*)&wv[u][j];
+                    const u32* words = (const u32*)&from.w[u][j];
                     b[0] = words[half * 2], b[1] = words[half * 2 + 1];
 #else
-                    b[0] = wv[u][half * 4].at[j].bits | wv[u][half * 4 + 1].at[j].bits << 16;
-                    b[1] = wv[u][half * 4 + 2].at[j].bits | wv[u][half * 4 + 3].at[j].bits << 16;
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {  // column j of two neighbouring k
+                        const auto& k0 = from.w[u][half * 4 + 2 * i];
+                        const auto& k1 = from.w[u][half * 4 + 2 * i + 1];
+                        b[i] = __byte_perm(k0.at[j / 2], k1.at[j / 2], j % 2 ? 0x7632 : 0x5410);
+                    }
 #endif
 #pragma unroll
                     for (int i = 0; i < MT; i++) {
-                        const u32* lo = (const u32*)&xv[u][2 * i];
-                        const u32* hi = (const u32*)&xv[u][2 * i + 1];
-                        u32 a[4] = {lo[half * 2], hi[half * 2], lo[half * 2 + 1], hi[half * 2 + 1]};
+                        const u32* lo = (const u32*)&from.x[u][HALF ? 0 : 2 * i];
+                        const u32* hi = (const u32*)&from.x[u][HALF ? 0 : 2 * i + 1];
+                        u32 a[4] = {lo[half * 2], HALF ? 0 : hi[half * 2], lo[half * 2 + 1],
+                                    HALF ? 0 : hi[half * 2 + 1]};
                         mma(acc[i][j], a, b, T{});
                     }
                 }
         }
+    };
+    // one batch is on its way while the other is multiplied
+    Batch even, odd;
+    constexpr int STEP = SHARE * UNROLL;
+    fetch(even, mine);
+    for (int first = mine; first < chunks; first += 2 * STEP) {
+        fetch(odd, first + STEP);
+        multiply(even, first);
+        fetch(even, first + 2 * STEP);
+        multiply(odd, first + STEP);
     }
-#if LN == 1
-    share_moments();
-#endif
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int j = 0; j < NT; j++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float* to = sums + (warp * ROWS + i * 16 + h * 8 + g) * COLS + j * 8 + q * 2;
+                float* to = sums + (wk * ROWS + i * 16 + h * 8 + g) * COLS + (wn * NT + j) * 8 + q * 2;
                 *(float2*)to = make_float2(acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
             }
+#if LN == 1
+    share_moments();
+#else
     __syncthreads();
-    for (int at = threadIdx.x; at < ROWS * COLS; at += 32 * WARPS) {
-        int r = at / COLS, col = at % COLS, m = m0 + r;
-        int from = TRANS_B ? col : col % NT * 8 + col / NT;  // where the mma put this column
-        int n = n0 + col;
-        float v = 0;
+#endif
+    if (CLUSTER > 1) {  // the block's sum; then each block finishes its share of the elements
+        for (int at = threadIdx.x; at < ROWS * COLS; at += 32 * WARPS) {
+            float v = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) v += sums[(i * ROWS + r) * COLS + from];
+            for (int i = 0; i < WK; i++) v += sums[i * ROWS * COLS + at];
+            sums[at] = v;  // nobody else reads this element of slice 0
+        }
+        cluster_sync();
+    }
+    constexpr int EACH = ROWS * COLS / CLUSTER;
+    for (int at = rank * EACH + threadIdx.x; at < (rank + 1) * EACH; at += 32 * WARPS) {
+        int r = at / COLS, col = at % COLS, m = m0 + r, n = n0 + col;
+        // where the mma put this column
+        int from = TRANS_B ? col : col / (8 * NT) * (8 * NT) + col % NT * 8 + col % (8 * NT) / NT;
+        float v = 0;
+        if (CLUSTER > 1)
+            for (int i = 0; i < CLUSTER; i++) v += remote(&sums[r * COLS + from], i);
+        else
+#pragma unroll
+            for (int i = 0; i < WK; i++) v += sums[(i * ROWS + r) * COLS + from];
         if (m >= M || n >= N) continue;
         Row row = {};
         if (LN == 1) row.r0 = stats[1][r], row.r1 = stats[0][r];
@@ -226,4 +304,5 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         y[out] = from_float<TO>(v);
         if (SAVE_Z) z[out] = from_float<TO>(zz);
     }
+    if (CLUSTER > 1) cluster_sync();  // a block's smem must outlive the others' reads
 }

@@ -55,49 +55,64 @@ class Skinny:
         return f"no activation {act!r}" if act and act not in ACTIVATIONS else None
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """Rows and columns a block, warps that share k."""
-        rows = (1,) if problem.m <= 16 else (1, 2)
-        return [
-            Config.of(mt=mt, nt=nt, warps=warps)
-            for mt in rows
-            for nt in (4, 2, 1)
-            for warps in (16, 8, 4)
-            if not (not problem.trans_b and problem.n % nt)
-        ]
+        """Rows and columns a block, warps side by side and along k, blocks that share k."""
+        m, n, k = problem.m, problem.n, problem.k
+        found = []
+        for mt in (1,) if m <= 16 else (1, 2):
+            for nt in (4, 2, 1) if problem.trans_b else (4, 2):
+                for warps, wn in ((16, 1), (16, 4), (8, 1), (8, 2), (4, 1)):
+                    for cluster in (1, 2, 4, 8) if hw.cc >= 90 else (1,):
+                        share = warps // wn * cluster
+                        if (not problem.trans_b and n % nt) or (warps == 16 and nt + 2 * mt > 6):
+                            continue
+                        # k is worth sharing while a lane still has a chunk of its own
+                        if share > max(4, ceil(k / 32)) or (m > 64 and cluster > 1):
+                            continue
+                        found.append(Config.of(mt=mt, nt=nt, wn=wn, warps=warps, cluster=cluster))
+        return found
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """Latency of the chain load, multiply, add, store; w's bytes; L2's bytes."""
-        mt, nt, warps = (config.integer(name) for name in ("mt", "nt", "warps"))
-        blocks_m, blocks_n = ceil(problem.m / (16 * mt)), ceil(problem.n / (8 * nt))
-        blocks = blocks_m * blocks_n
-        chunks = ceil(problem.k / 32 / warps)
-        unroll = self._unroll(mt, nt, warps)
-        per_sm = max(1, min(16 // warps * 2, 4))
+        """Latency of load, multiply, add, store; w's bytes; L2's bytes."""
+        mt, nt, wn, warps, cluster = self._shape(config)
+        blocks_m, blocks_n = ceil(problem.m / (16 * mt)), ceil(problem.n / (8 * nt * wn))
+        blocks = blocks_m * blocks_n * cluster
+        chunks = ceil(problem.k / 32 / (warps // wn * cluster))
+        unroll = self._unroll(mt, nt, warps, problem.op != "Gemm")
+        per_sm = max(1, 16 // warps)
         waves = ceil(blocks / (hw.sm_count * per_sm))
-        # bytes a block has in flight, against latency times bandwidth (about 26 KB an SM)
-        flight = min(chunks, unroll) * warps * 32 * 16 * (nt + 2 * mt)
+        # bytes in flight on an SM, against latency times bandwidth (about 40 KB)
+        rows = 1 if problem.m <= 8 else 2 * mt
+        flight = min(chunks, unroll) * warps * 512 * (nt + rows)
         resident = min(per_sm, ceil(blocks / hw.sm_count))
         fed = min(1.0, blocks / hw.sm_count) * min(1.0, flight * resident / 4e4)
-        l2 = blocks * 2 * problem.k * (16 * mt + 8 * nt) / (1.3 * hw.bandwidth)
-        stream = problem.bytes / (0.9 * hw.bandwidth * max(fed, 0.02))
-        chain = (1.0 + 0.5 * waves * ceil(chunks / unroll)) * 1e-6
-        both = (
-            0.6e-6 + 0.5 * l2 if problem.op == "LayerNormGemm" and not problem.attr("folded") else 0
-        )
-        return hw.launch_seconds + max(chain, stream, l2) + both
+        read = 8 * rows + 8 * nt * wn
+        l2 = blocks / cluster * 2 * problem.k * read / (1.2 * hw.bandwidth)
+        stream = problem.bytes / (0.85 * hw.bandwidth * max(fed, 0.02))
+        chain = (0.8 + 0.7 * waves * ceil(chunks / unroll)) * 1e-6
+        norm = 0.0
+        if problem.op == "LayerNormGemm":
+            norm = 0.4e-6 if problem.attr("folded") else 0.8e-6 + 0.5 * l2
+        shared = 1.0e-6 if cluster > 1 else 0.0
+        return hw.launch_seconds / 2 + max(chain, stream, l2) + norm + shared
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         """None."""
         return 0
 
-    def _unroll(self, mt: int, nt: int, warps: int) -> int:
-        """Chunks a lane holds at once: what the registers allow (4 a 16-byte load)."""
-        fit = (56 if warps == 16 else 96) // (4 * (nt + 2 * mt))
+    def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
+        mt, nt, wn, warps, cluster = (
+            config.integer(name) for name in ("mt", "nt", "wn", "warps", "cluster")
+        )
+        return mt, nt, wn, warps, cluster
+
+    def _unroll(self, mt: int, nt: int, warps: int, norm: bool) -> int:
+        """Chunks in each of a lane's two batches: what the registers allow (4 a 16-byte load)."""
+        fit = ((80 if warps == 16 else 176) - 64 * norm) // (8 * (nt + 2 * mt))
         return 4 if fit >= 4 else 2 if fit >= 2 else 1
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One call."""
-        mt, nt, warps = (config.integer(name) for name in ("mt", "nt", "warps"))
+        mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.attr("folded") else 2
         folded = {"EPI_LN": 1} if mode == 1 else {}
@@ -108,7 +123,8 @@ class Skinny:
         defines = as_defines(
             types, epilogue, folded,
             {"TP": C_TYPES[problem.dtype], "TRANS_B": problem.trans_b, "MT": mt, "NT": nt,
-             "WARPS": warps, "UNROLL": self._unroll(mt, nt, warps), "LN": mode},
+             "WN": wn, "WARPS": warps, "CLUSTER": cluster, "HALF": problem.m <= 8,
+             "UNROLL": self._unroll(mt, nt, warps, mode == 2), "LN": mode},
             {"RMS": 1} if problem.attr("rms") else {},
         )  # fmt: skip
         lda, ldb = ld(problem)
@@ -126,8 +142,11 @@ class Skinny:
             Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
             Num("f32", problem.number("act_alpha", 1.0)),
         )  # fmt: skip
-        grid = (ceil(problem.n / (8 * nt)), ceil(problem.m / (16 * mt)), 1)
-        smem = ITEMSIZE["float32"] * warps * 16 * mt * 8 * nt
+        columns = 8 * nt * wn
+        grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)
+        smem = ITEMSIZE["float32"] * (warps // wn) * 16 * mt * columns
         return (
-            Launch(self.source, "gemm_skinny", grid, (32 * warps, 1, 1), args, defines, smem=smem),
+            Launch(
+                self.source, "gemm_skinny", grid, (32 * warps, 1, 1), args, defines, smem, cluster
+            ),
         )

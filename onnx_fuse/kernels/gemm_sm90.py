@@ -97,7 +97,7 @@ class Wgmma:
         plain = direct(problem, config.integer("splits"))
         boxes = 0 if plain else 2 + (2 if operand(problem) else 0)
         cols = (2 if pingpong else 1) * columns(problem) * bn * 4
-        return stages * (rows + bn) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8
+        return stages * (rows + bn) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
 
     def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
         room = [s for s in range(2, 9) if self._smem(problem, config, s) <= hw.smem_per_block]
@@ -137,7 +137,7 @@ class Wgmma:
         waves = ceil(units * splits / slots)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         # operand traffic bounds small tiles: 2 (bm + bn) bytes into smem for bm bn products
-        reach = min(1.0, 1.08 * bm * bn / (bm * bn + 40 * (bm + bn)) + (0.04 if cluster > 1 else 0))
+        reach = min(1.0, 1.06 * bm * bn / (bm * bn + 10 * (bm + bn)))
         products = 2 * bm * bn * problem.k * passes / splits / (per_sm * reach)
         tail = 1.5e-6 if pingpong else 2.5e-6
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * (0.1 if pingpong else 0.5)
@@ -227,7 +227,7 @@ class Wgmma:
                 map_a, map_b, stored("y", True), stored("z", problem.attr("save_z")),
                 stored("c", operand(problem)),
                 Ptr("workspace" if splits > 1 else "y"), Ptr("z"), Ptr("c"),
-                Num("i32", m), Num("i32", n), Num("i32", ceil(k / BK)), Num("i32", batches),
+                Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", batches),
                 Num("i32", int(step_a != 0)), Num("i32", int(step_b != 0)), Num("i32", splits),
                 *vectors,
             ),

@@ -99,7 +99,8 @@ def _defined(text: str, defines: Defines) -> str:
 
 
 def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
-    from cuda.core import Program, ProgramOptions
+    with _LOCK:  # cuda.core's first import does not survive being raced by a second thread
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         arch=arch,

@@ -1,0 +1,236 @@
+"""The Gemm and LayerNormGemm candidates on a GPU: each legal one against NumPy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.kernels import Kernel, candidates, jit
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Problem
+
+
+def _gpu() -> bool:
+    from onnx_fuse.runtime import device
+
+    try:
+        device.start()
+    except DeviceError:
+        return False
+    return True
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _gpu(), reason="no GPU")]
+
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32,
+         "float64": np.float64, "int32": np.int32}  # fmt: skip
+# relative Frobenius error, output rounding included: a bound each type or kind of product must meet
+TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-13, "int32": 0.0,
+             "ieee": 2e-6, "tf32": 1e-3, "bf16x3": 2e-5, "bf16x6": 5e-6}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hw() -> Hardware:
+    return Hardware.detect(0)
+
+
+class Memory:
+    """Device copies of named arrays, read back by name."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        from cuda.core import Device
+
+        self.device = Device(0)
+        self.device.set_current()
+        self.stream = self.device.create_stream()
+        self.arrays = dict(arrays)
+        self.buffers: dict[str, Any] = {}
+        for name, array in arrays.items():
+            self.buffers[name] = self.device.allocate(max(16, array.nbytes), stream=self.stream)
+            self._copy(int(self.buffers[name].handle), array.ctypes.data, array.nbytes)
+
+    def _copy(self, to: int, source: int, size: int) -> None:
+        from cuda.bindings import driver
+
+        self.stream.sync()
+        assert driver.cuMemcpy(to, source, size)[0] == driver.CUresult.CUDA_SUCCESS
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        return {name: int(buffer.handle) for name, buffer in self.buffers.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        out = np.empty_like(self.arrays[name])
+        self._copy(out.ctypes.data, int(self.buffers[name].handle), out.nbytes)
+        return out
+
+    def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
+        size = max(16, kernel.workspace(problem, how, hw))
+        self.buffers["workspace"] = self.device.allocate(size, stream=self.stream)
+        calls = kernel.launch(problem, how, hw)
+        jit.enqueue(calls, self.pointers, int(self.stream.handle), hw)
+        self.stream.sync()
+
+
+def random(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    if dtype == "int32":
+        return rng.integers(-9, 9, shape).astype(np.int32)
+    return rng.standard_normal(shape).astype(TYPES[dtype])
+
+
+def poison(dtype: str, *shape: int) -> np.ndarray:
+    return np.full(shape, -7 if dtype == "int32" else np.nan).astype(TYPES[dtype])
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(wide(got) - want) / (np.linalg.norm(want) or 1.0))
+
+
+def each(problem: Problem, hw: Hardware) -> list[tuple[Kernel, Config]]:
+    """Every legal kernel with its two likeliest configurations and its last."""
+    found = []
+    for kernel in candidates(problem.op):
+        if kernel.supports(problem, hw) is None:
+            hows = sorted(kernel.configs(problem, hw), key=lambda h: kernel.cost(problem, h, hw))
+            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1]])]
+    return found
+
+
+GEMMS = [
+    Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=ta, trans_b=tb, **attrs)
+    for m, n, k in ((128, 256, 64), (257, 384, 264), (5, 41, 23))
+    for ta, tb in ((False, False), (False, True), (True, False), (True, True))
+    for dtype, attrs in (
+        ("bfloat16", {"bias": True, "act": "gelu", "save_z": True}),
+        ("float16", {}),
+        ("float32", {"alpha": 0.5}),
+        ("float32", {"math": "tf32"}),
+        ("float32", {"math": "bf16x3", "bias": True}),
+        ("float64", {}),
+        ("int32", {}),
+    )
+] + [
+    Problem.of("Gemm", m=60, n=72, k=40, batch=(2, 3), dtype="float16", a_strides=(0, 60 * 40)),
+    Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="bfloat16", trans_b=True),
+    Problem.of("Gemm", m=60, n=72, k=40, beta=2.0, c_rows=0),
+]
+
+
+@pytest.mark.parametrize("problem", GEMMS, ids=str)
+def test_gemm(problem: Problem, hw: Hardware) -> None:
+    rng = np.random.default_rng(7)
+    m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+    a, b = random(rng, dtype, *problem.batch, m, k), random(rng, dtype, *problem.batch, k, n)
+    if problem.integers("a_strides")[:1] == (0,):
+        a[1:] = a[:1]
+    bias, c = random(rng, dtype, n), random(rng, dtype, n)
+    want = wide(a) @ wide(b) * problem.number("alpha", 1.0)
+    if problem.attr("bias"):
+        want = want + wide(bias)
+    want = want + problem.number("beta") * wide(c) * bool(problem.attr("beta"))
+    z = want
+    if problem.text("act") == "gelu":
+        from math import erf
+
+        want = z * 0.5 * (1 + np.vectorize(erf)(z / np.sqrt(2)))
+    stored = {
+        "a": np.ascontiguousarray(np.swapaxes(a, -1, -2)) if problem.trans_a else a,
+        "b": np.ascontiguousarray(np.swapaxes(b, -1, -2)) if problem.trans_b else b,
+        "col1": bias, "c": c,
+    }  # fmt: skip
+    kind = dtype if dtype != "float32" else problem.math
+    for kernel, how in each(problem, hw):
+        results = []
+        for _ in range(2):
+            blank = {"y": poison(dtype, *want.shape), "z": poison(dtype, *want.shape)}
+            memory = Memory(stored | blank)
+            memory.run(kernel, problem, how, hw)
+            results.append(memory.read("y"))
+            if problem.attr("save_z"):
+                assert error(memory.read("z"), z) <= TOLERANCE[kind], f"{kernel.name} {how}: z"
+        assert error(results[0], want) <= TOLERANCE[kind], f"{kernel.name} {how}"
+        assert results[0].tobytes() == results[1].tobytes(), f"{kernel.name} {how}: two runs differ"
+
+
+@pytest.mark.parametrize("ratio", [0, 10, 1000])
+@pytest.mark.parametrize(("m", "k", "n"), [(16, 768, 256), (257, 264, 384), (3, 520, 72)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_layernorm_gemm(dtype: str, m: int, k: int, n: int, ratio: int, hw: Hardware) -> None:
+    rng = np.random.default_rng(5)
+    x = (random(rng, "float32", m, k) + ratio).astype(TYPES[dtype])
+    x[-1] = 3.0  # a constant row
+    gamma, beta = random(rng, dtype, k), random(rng, dtype, k)
+    gamma[::5] = 0
+    w, c = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype]), random(rng, dtype, n)
+    mean = wide(x).mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+    want = ((wide(x) - mean) * rstd * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
+    for math in ("ieee", "bf16x3") if dtype == "float32" else ("ieee",):
+        problem = Problem.of("LayerNormGemm", m=m, k=k, n=n, dtype=dtype, math=math, bias=True)
+        # a float32 mean is off by 2^-24 of itself, which is ratio standard deviations
+        bound = TOLERANCE[dtype if dtype != "float32" else math] + 6e-8 * ratio
+        for kernel, how in each(problem, hw):
+            given = {"x": x, "gamma": gamma, "beta": beta, "w": w, "c": c}
+            blank = {"y": poison(dtype, m, n), "mean": poison("float32", m),
+                     "rstd": poison("float32", m)}  # fmt: skip
+            memory = Memory(given | blank)
+            memory.run(kernel, problem, how, hw)
+            assert error(memory.read("y"), want) <= bound, f"{kernel.name} {how}"
+            spread = np.sqrt(mean**2 + rstd**-2)[:, 0]
+            assert np.all(np.abs(memory.read("mean") - mean[:, 0]) <= 2e-6 * spread)
+            assert error(memory.read("rstd")[:-1], rstd[:-1, 0]) <= 1e-5
+
+
+@pytest.mark.parametrize("act", ["", "gelu"])
+def test_layernorm_gemm_grad(act: str, hw: Hardware) -> None:
+    from math import erf
+
+    m, k, n, dtype = 384, 264, 520, "bfloat16"
+    problem = Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, act=act)
+    found = each(problem, hw)
+    if not found:
+        assert hw.cc != 90, "a Hopper GPU has this kernel"
+        return
+    rng = np.random.default_rng(3)
+    x, dy = random(rng, dtype, m, k), random(rng, dtype, m, n)
+    gamma, beta, c = random(rng, dtype, k), random(rng, dtype, k), random(rng, dtype, n)
+    w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
+    mean = wide(x).mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+    xh = (wide(x) - mean) * rstd
+    z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
+    dz = wide(dy)
+    if act:
+        phi = 0.5 * (1 + np.vectorize(erf)(z / np.sqrt(2)))
+        dz = dz * (phi + z * np.exp(-z * z / 2) / np.sqrt(2 * np.pi))
+    g = dz @ (wide(gamma)[:, None] * wide(w)).T
+    full, dc = xh.T @ dz, dz.sum(0)
+    want = {
+        "dx": rstd * (g - g.mean(-1, keepdims=True) - xh * (g * xh).mean(-1, keepdims=True)),
+        "dgamma": (wide(w) * full).sum(1), "dbeta": wide(w) @ dc,
+        "dw": wide(gamma)[:, None] * full + wide(beta)[:, None] * dc, "dc": dc,
+    }  # fmt: skip
+    given = {"x": x, "dy": dy, "gamma": gamma, "beta": beta, "w": w, "c": c,
+             "mean": mean[:, 0].astype(np.float32), "rstd": rstd[:, 0].astype(np.float32),
+             "z": z.astype(TYPES[dtype])}  # fmt: skip
+    for kernel, how in found:
+        bits = []
+        for _ in range(2):
+            memory = Memory(given | {name: poison(dtype, *v.shape) for name, v in want.items()})
+            memory.run(kernel, problem, how, hw)
+            for name, value in want.items():
+                assert error(memory.read(name), value) <= 6e-3, f"{kernel.name} {how}: {name}"
+            bits.append(b"".join(memory.read(name).tobytes() for name in want))
+        assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
+
+
+def test_itemsizes_agree_with_numpy() -> None:
+    assert all(np.dtype(dtype).itemsize == ITEMSIZE[name] for name, dtype in TYPES.items())

@@ -1,0 +1,202 @@
+"""Kernels without a GPU: each compiles for the architectures it claims; what select chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from onnx_fuse import config
+from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.kernels import Kernel, candidates, jit, refusals, select, tuning
+from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
+
+H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
+
+# Exceptions to "no spills", in bytes. 192 accumulators a thread leave 40 registers: a few values
+# are parked around the main loop. The SIMT tile has 128 registers, so that two blocks share an SM.
+PARKED = {"(2, 192, 1)": 256, "simt tile=128": 128}
+
+BF16 = {"dtype": "bfloat16"}
+# op problem: what of the code it reaches
+PROBLEMS = (
+    Problem.of("Gemm", m=512, n=768, k=768, **BF16),  # TMA stores, b with n contiguous
+    Problem.of("Gemm", m=512, n=768, k=768, trans_b=True, dtype="float16", bias=True, act="gelu"),
+    Problem.of("Gemm", m=190, n=201, k=136, trans_b=True, **BF16),  # plain stores, ragged
+    Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, **BF16),  # split k, row sums
+    Problem.of("Gemm", m=512, n=768, k=768, trans_b=True, dx=True, save_z=True, **BF16),
+    Problem.of("Gemm", m=512, n=768, k=768, residual=True, act="silu", save_z=True, **BF16),
+    Problem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
+    Problem.of("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
+    Problem.of("Gemm", m=100, n=76, k=32, trans_a=True, trans_b=True, dtype="float64"),
+    Problem.of("Gemm", m=100, n=77, k=33, dtype="int32"),
+    Problem.of("Gemm", m=512, n=768, k=768, math="tf32"),
+    Problem.of("Gemm", m=512, n=768, k=768, math="bf16x6"),
+    Problem.of("LayerNormGemm", m=8192, n=768, k=768, folded=True, bias=True, **BF16),
+    Problem.of("LayerNormGemm", m=16, n=768, k=768, bias=True, act="gelu", **BF16),
+    Problem.of("LayerNormGemm", m=8, n=768, k=768, trans_b=True, folded=True, **BF16),
+    Problem.of("LayerNormGemm", m=512, n=768, k=768, math="bf16x3", bias=True),
+    Problem.of("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),
+)
+PER_KERNEL = 3  # configurations, the likeliest by cost
+
+
+def _launches(hw: Hardware) -> dict[tuple[str, jit.Defines], str]:
+    """(source, defines) -> who asked for it, over PROBLEMS and the likeliest configurations."""
+    found: dict[tuple[str, jit.Defines], str] = {}
+    for problem in PROBLEMS:
+        for kernel in candidates(problem.op):
+            if kernel.supports(problem, hw):
+                continue
+            ranked = sorted(
+                kernel.configs(problem, hw), key=lambda how: kernel.cost(problem, how, hw)
+            )
+            for how in ranked[:PER_KERNEL]:
+                for call in kernel.launch(problem, how, hw):
+                    found.setdefault((call.source, call.defines), f"{kernel.name} {how} {problem}")
+    return found
+
+
+def _dirty(item: tuple[tuple[str, jit.Defines], str], arch: str) -> list[str]:
+    (source, defines), who = item
+    allowed = max((size for tile, size in PARKED.items() if tile in who), default=0)
+    return [
+        f"{source} {arch} {who}: {found}"
+        for found in jit.resources(source, defines, arch).values()
+        if found.warnings or found.spill_bytes > allowed or found.local_bytes > allowed
+    ]
+
+
+@pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
+def test_every_kernel_compiles_without_spills(hw: Hardware) -> None:
+    items = list(_launches(hw).items())
+    if hw is not H200:  # the same sources again: one configuration of each kernel is enough
+        items = list({(source, who.split()[0]): item for item in items
+                      for (source, _), who in [item]}.values())  # fmt: skip
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        reports = pool.map(lambda item: _dirty(item, hw.arch), items)
+        assert [line for report in reports for line in report] == []
+
+
+def test_every_source_is_reached() -> None:
+    reached = {source for source, _ in _launches(H200)}
+    own = ("gemm", "norm", "layernorm_gemm")
+    files = {
+        f"{folder}/{path.name}"
+        for folder in own
+        for path in (jit.source_root() / folder).glob("*.cu")
+    }
+    assert files == reached
+
+
+def test_there_is_always_a_last_legal_gemm() -> None:
+    odd = Problem.of("Gemm", m=7, n=3, k=5, batch=(2, 3), dtype="int16", trans_a=True, align=2)
+    for hw in CHIPS.values():
+        choice = select("Gemm", odd, hw)
+        assert choice is not None
+        assert choice.kernel.name == "simt"
+        assert set(refusals("Gemm", odd, hw)) >= {"wgmma", "mma", "skinny"}
+
+
+def test_select_prefers_force_then_record_then_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    problem = Problem.of("Gemm", m=8192, n=4096, k=4096, trans_b=True, **BF16)
+    by_cost = select("Gemm", problem, H200)
+    assert by_cost is not None
+    assert (by_cost.kernel.name, by_cost.why) == ("wgmma", "cost model")
+
+    mma: Kernel = next(kernel for kernel in candidates("Gemm") if kernel.name == "mma")
+    how = mma.configs(problem, H200)[-1]
+    entry = tuning.record(mma, how, 12.5, H200)
+    tuning.save([("Gemm", problem, entry)], H200, tmp_path / "tuning")
+    recorded = select("Gemm", problem, H200)
+    assert recorded is not None
+    assert (recorded.kernel.name, recorded.config, recorded.why) == ("mma", how, "tuning record")
+    assert recorded.seconds == pytest.approx(12.5e-6)
+    stale = entry | {"hash": "other code"}
+    tuning.save([("Gemm", problem, stale)], H200, tmp_path / "tuning")
+    assert getattr(select("Gemm", problem, H200), "why", "") == "cost model"
+
+    monkeypatch.setenv(config.KERNEL.name, "Gemm=simt")
+    assert getattr(select("Gemm", problem, H200), "why", "") == "forced"
+    with pytest.raises(UsageError, match="needs sm_90a"):
+        select("Gemm", problem, A100, {"Gemm": "wgmma"})
+    with pytest.raises(UsageError, match="no kernel 'nothing'"):
+        select("Gemm", problem, H200, {"Gemm": "nothing"})
+
+
+def test_a_torn_record_file_reads_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    problem = Problem.of("Gemm", m=64, n=64, k=64)
+    path = tuning.save([], H200, tmp_path / "tuning")
+    path.write_text('{"Gemm |')
+    assert getattr(select("Gemm", problem, H200), "why", "") == "cost model"
+
+
+@pytest.mark.parametrize("damage", [b"", b"torn", b"\0" * 64], ids=["empty", "short", "zeros"])
+def test_a_corrupted_cubin_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    jit._disk_cache.cache_clear()
+    source = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= N; }\n'
+    try:
+        cubin = jit.compile(source, (("N", "2"),), "sm_80")
+        assert cubin[:4] == b"\x7fELF"
+        entries = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert any(cubin in path.read_bytes() for path in entries)
+        for path in entries:
+            path.write_bytes(damage)
+        assert jit.compile(source, (("N", "2"),), "sm_80") == cubin
+    finally:
+        jit._disk_cache.cache_clear()
+
+
+def test_a_compile_error_names_the_arch_and_the_line() -> None:
+    with pytest.raises(DeviceError, match=r"(?s)sm_90a -DN=2.*undefined"):
+        jit.resources('extern "C" __global__ void bad() { undefined(N); }\n', (("N", "2"),))
+
+
+def test_dump_writes_source_and_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path / "cache"))
+    monkeypatch.setenv(config.DUMP.name, str(tmp_path / "dump"))
+    jit._disk_cache.cache_clear()
+    try:
+        jit.compile('extern "C" __global__ void f(T* x) { *x = 1; }\n', (("T", "int"),), "sm_80")
+    finally:
+        jit._disk_cache.cache_clear()
+    kinds = {path.suffix for path in (tmp_path / "dump" / "kernels").iterdir()}
+    assert kinds >= {".cu", ".cubin"}
+
+
+def test_records_are_frozen_and_picklable() -> None:
+    problem = PROBLEMS[1]
+    kernel = candidates("Gemm")[1]
+    how = kernel.configs(problem, H200)[0]
+    for value in (problem, how, H200, *kernel.launch(problem, how, H200)):
+        assert pickle.loads(pickle.dumps(value)) == value
+        assert hash(value) == hash(pickle.loads(pickle.dumps(value)))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            value.name = "other"  # type: ignore[union-attr,misc]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_launches_stay_within_the_block_limits(problem: Problem) -> None:
+    for kernel in candidates(problem.op):
+        if kernel.supports(problem, H200):
+            continue
+        for how in kernel.configs(problem, H200):
+            assert kernel.cost(problem, how, H200) > 0
+            assert isinstance(how, Config)
+            for call in kernel.launch(problem, how, H200):
+                assert isinstance(call, Launch)
+                assert call.smem <= H200.smem_per_block
+                assert call.block[0] <= 1024
+                assert all(0 < size < 2**31 for size in call.grid)
+                assert all(size < 65536 for size in call.grid[1:])
+                assert call.grid[0] % call.cluster == 0
