@@ -777,13 +777,15 @@ class Lowerer:
                 half = False
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
-        found = [_static(result.get(v.name or "")) for v in node.outputs]
-        if types and any(t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()):
-            return found
+        known = [_static(result.get(v.name or "")) for v in node.outputs]
+        if types and any(
+            t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()
+        ):
+            return known
         given = {self._type_name(v) for v in node.inputs if v is not None}
         if "bfloat16" in given and "float16" not in given:
-            found = [f and ("bfloat16" if f[0] == "float16" else f[0], f[1]) for f in found]
-        return found
+            known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]
+        return known
 
     def _type_name(self, value: ir.Value) -> str:
         return dtype_name(self._type(value)[0])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.ir import Builder
 
 F32 = ir.DataType.FLOAT
@@ -22,9 +24,13 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
 
     With `masters` the initializers stay float32 and are cast where they are read, so that training
     updates them in full precision. Constants beyond float16's range become its largest numbers:
-    masks of -3e38 stay finite.
+    masks of -3e38 stay finite. Raises ModelError with `masters` where the model's opset has an
+    operator in other types only: its gradient could not be typed.
     """
     graph, op = model.graph, Builder()
+    if masters:
+        for node in graph:
+            _check(node, dtype, graph.opset_imports[""])
     kept = {
         value
         for node in graph
@@ -66,6 +72,21 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             cast.dtype, cast.shape = F32, value.shape
             graph.outputs[k] = cast
     graph.extend(op.nodes)
+
+
+def _check(node: ir.Node, dtype: ir.DataType, opset: int) -> None:
+    """Raises ModelError where the operator of a float32 node has no `dtype`."""
+    x = node.inputs[0] if node.inputs else None
+    if node.domain or x is None or x.dtype != F32:
+        return
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    name = f"tensor({dtype.name.lower()})"
+    if name not in allowed.get(schema.inputs[0].type_str, (name,)):
+        raise ModelError(
+            f"node '{node.name}' ({node.op_type}): opset {opset} has it in other types than "
+            f"{dtype.name.lower()}; convert the model to a newer opset, or train it in fp32"
+        )
 
 
 def _node(node: ir.Node, dtype: ir.DataType, kept: set[ir.Value]) -> None:

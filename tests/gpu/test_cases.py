@@ -9,7 +9,7 @@ import pytest
 
 from cases import RealCase, real_cases
 from onnx_fuse import autodiff, optim, passes, train
-from onnx_fuse.session import load
+from onnx_fuse.session import InferenceSession, load
 
 CASES = {case.name: case for case in real_cases()}
 
@@ -91,3 +91,35 @@ def test_training_follows_the_portable_backend(name: str, clip: float | None) ->
     assert first == second
     for key, array in weights.items():
         assert array.tobytes() == same[key].tobytes(), key
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("tf32", 5e-3), ("fp16", 2e-2), ("bf16", 1e-1)])
+@pytest.mark.parametrize("name", CASES)
+def test_lower_precision(name: str, precision: str, bound: float) -> None:
+    """Outputs keep their type, and differ by what the precision rounds."""
+    case: RealCase = CASES[name]
+    feeds, expected = case.feeds[0]
+    session = InferenceSession(case.path, device="cuda", precision=precision)
+    for y, want in zip(session.run(list(expected), feeds), expected.values(), strict=True):
+        assert y.dtype == want.dtype
+        np.testing.assert_allclose(y, want, rtol=0, atol=bound * max(1, np.abs(want).max()))
+
+
+def test_bfloat16_training_follows_float32() -> None:
+    case: RealCase = CASES["bert__ts13"]
+    inputs, outputs = case.feeds[0]
+    rng = np.random.default_rng(0)
+    shape = next(iter(outputs.values())).shape
+    batch = {**inputs, "labels": rng.standard_normal(shape).astype(np.float32)}
+
+    def run(precision: str) -> list[float]:
+        trainer = train.Trainer(
+            case.path,
+            loss="mse",
+            optimizer=optim.AdamW(lr=1e-3),
+            precision=precision,
+            device="cuda",
+        )
+        return [trainer.step(batch) for _ in range(20)]
+
+    np.testing.assert_allclose(run("bf16"), run("fp32"), rtol=2e-2)
