@@ -458,6 +458,9 @@ def train(
     freeze: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Weights that stay.")
     ] = None,
+    free_batch: Annotated[
+        bool, typer.Option("--free-batch", help="Open a batch that was exported fixed, if it can.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32 on the CPU.")] = "fp32",
     device: Device = "cpu",
@@ -499,6 +502,7 @@ def train(
         frozen=_names(freeze),
         clip_norm=clip_norm,
         accumulate=accumulate,
+        free_batch=free_batch,
         seed=seed,
         precision=precision,
         device=device,

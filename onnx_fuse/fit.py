@@ -92,7 +92,10 @@ def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int
     examples = data.count(arrays, spec.feeds)
     fixed = _fixed_batch(trainer)
     if fixed is not None and fixed != batch_size:
-        raise UsageError(f"the model's batch is fixed at {fixed}: train in batches of {fixed}")
+        raise UsageError(
+            f"the model's batch is fixed at {fixed}: train in batches of {fixed}, or free it "
+            "(--free-batch)"
+        )
     if fixed is not None and examples < fixed:
         raise DataError(f"{examples} examples do not fill one batch, fixed at {fixed}")
     if spec.classes:

@@ -19,8 +19,9 @@ from onnx_fuse import autodiff, checkpoint, data, ir, optim, passes
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.ir import FUSE
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
-from onnx_fuse.passes import params
+from onnx_fuse.passes import batch, params
 from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]
@@ -81,7 +82,9 @@ def training_model(
     frozen: Sequence[str] = (),
     clip_norm: float | None = None,
     accumulate: int = 1,
+    free_batch: bool = False,
     level: int = 0,
+    precision: str = "fp32",
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and what its ends mean.
 
@@ -89,11 +92,18 @@ def training_model(
     the running statistics of BatchNormalization. Mode "accumulate" adds gradient / `accumulate` to
     accumulators in place of the update; "evaluate" is the forward in inference mode, with the loss.
     A state has one name in all modes. `trainable` and `frozen` are globs over initializers; without
-    `trainable`, all float weights that have an axis and reach the loss train. `level` is that of
-    `passes.optimize`. Raises ModelError, UsageError.
+    `trainable`, all float weights that have an axis and reach the loss train. `free_batch` opens a
+    batch that was exported fixed. `level` is that of `passes.optimize`. Raises ModelError,
+    UsageError.
     """
-    source = ir.read(model)
-    step = _Step(_prepare(source, trainable, frozen, level), mode, set(source.graph.initializers))
+    original = ir.read(model)
+    named, source = set(original.graph.initializers), ir.load(original)
+    if free_batch:
+        batch.free_batch(source)
+    prepared = _prepare(source, trainable, frozen, level)
+    if precision in HALF:
+        lower_precision(prepared, HALF[precision], masters=True)
+    step = _Step(prepared, mode, named)
     statistics = step.batch_norms(trainable, frozen)
     step.dropouts()
     step.attach_loss(loss, dict(loss_options or {}), output)
@@ -121,10 +131,9 @@ def _names(value: onnx_ir.Value) -> list[str]:
 
 
 def _prepare(
-    model: ir.Model, trainable: Sequence[str] | None, frozen: Sequence[str], level: int
+    source: onnx_ir.Model, trainable: Sequence[str] | None, frozen: Sequence[str], level: int
 ) -> onnx_ir.Model:
     """The fused model; without merged products where one would mix trained and frozen weights."""
-    source = ir.load(model)
     for tried in (level, min(level, 1)):
         graph = source.clone()
         passes.optimize(graph, training=True, level=tried)
@@ -511,8 +520,10 @@ class Trainer:
     the model's float initializers; without `trainable`, all that have an axis and reach the loss.
     clip_norm bounds the norm of all gradients together. With accumulate=k, every k-th step updates,
     by the mean of k gradients. Batch and sequence may change from step to step where the model's
-    inputs leave them open. Equal seeds and data give equal bits. `level` is that of the fusions:
-    onnxruntime is fastest without (measured: 5 to 20 %). Raises ModelError, UsageError.
+    inputs leave them open; free_batch opens a batch that was exported fixed, and proves on the
+    first feeds that the results of the original stay. Equal seeds and data give equal bits. `level`
+    is that of the fusions: onnxruntime is fastest without (measured: 5 to 20 %). Raises ModelError,
+    UsageError.
     """
 
     def __init__(
@@ -530,6 +541,7 @@ class Trainer:
         seed: int = 0,
         precision: str = "fp32",
         device: str = "cpu",
+        free_batch: bool = False,
         level: int = 0,
     ) -> None:
         _supported(precision, device)
@@ -545,10 +557,13 @@ class Trainer:
             "frozen": list(frozen),
             "clip_norm": clip_norm,
             "accumulate": accumulate,
+            "free_batch": free_batch,
             "level": level,
+            "precision": precision,
         }
         self.seed, self.accumulate = seed, accumulate
         self._ignored = ignored_label(loss_options or {})
+        self._unproved: bool = free_batch
         self.calls = 0
         """Steps so far, each one batch."""
         self.extra: dict[str, Any] = {}
@@ -596,6 +611,8 @@ class Trainer:
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
+        if self._unproved:
+            self.evaluate(feeds)
         arrays |= {
             name: value
             for name, value in (
@@ -620,6 +637,7 @@ class Trainer:
         """Loss and outputs of a batch in inference mode."""
         spec = self.spec("evaluate")
         arrays = self._fit(spec, feeds)
+        self._prove_batch(spec, arrays)
         found = self._device.run("evaluate", spec, arrays)
         counted = hits = 0
         if spec.classes:
@@ -635,6 +653,31 @@ class Trainer:
         if spec.classes:
             self.check_labels(arrays[spec.labels])
         return arrays
+
+    def _prove_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
+        """Compare the model with its batch freed to the original, on all that fill its batch.
+
+        Raises ModelError where they differ, DataError for too few rows.
+        """
+        if not self._unproved:
+            return
+        self._unproved = False
+        session = ort.session(self._source)
+        size = int(session.get_inputs()[0].shape[0])
+        rows = len(arrays[session.get_inputs()[0].name])
+        if rows < size:
+            raise DataError(f"the first batch needs {size} rows at least, as the model has")
+        head = "the batch of the model cannot be freed"
+        try:
+            found = self._device.run("evaluate", spec, arrays)
+        except ModelError as error:
+            raise ModelError(f"{head}: {error}") from error
+        for i in range(0, rows - size + 1, size):
+            own = {v.name: arrays[v.name][i : i + size] for v in session.get_inputs()}
+            for name, y in zip(spec.outputs, ort.run(session, own, spec.outputs), strict=True):
+                got = found[name][i : i + size]
+                if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
+                    raise ModelError(f"{head}: '{name}' comes out different")
 
     def check_labels(self, labels: Array, first: int = 0) -> None:
         """Raises DataError for a label that is neither a class of the model nor ignore_index.
@@ -738,7 +781,7 @@ class Trainer:
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")
         for s in states:
-            self._device.array(s.name)[...] = tensors[s.name]
+            self._device.write(s.name, tensors[s.name])
         self.calls, self.extra = manifest["step"], manifest["extra"]
 
     def _settings(self) -> dict[str, Any]:
@@ -764,8 +807,10 @@ class Trainer:
         return digest.hexdigest()
 
 
-MATH = {"fp32": "ieee", "tf32": "tf32"}
-"""Precision of a run -> the fp32 products its matrix multiplications may use."""
+MATH = {"fp32": "ieee", "tf32": "tf32", "bf16": "ieee"}
+"""Precision of a run on a GPU -> which products of float32 its matrix multiplications may use."""
+HALF = {"bf16": onnx_ir.DataType.BFLOAT16}
+"""Precision -> type that forward and backward compute in; weights and updates stay float32."""
 
 
 def _supported(precision: str, device: str) -> None:

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnx_fuse import fit, ir, optim, train
+from onnx_fuse import fit, ir, optim, passes, train
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, OnnxFuseError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -266,6 +266,40 @@ def test_tied_weights_stay_one(tmp_path: Path) -> None:
         )
         trainer.step({"x": x, "labels": t})
         np.testing.assert_allclose(trainer.weights()["w"], expected, rtol=1e-4, atol=1e-6)
+
+
+def fixed(case: RealCase) -> tuple[Any, dict[str, Array]]:
+    """The model as if exported for one example, its shapes computed; and three examples."""
+    feeds, outputs = case.feeds[0]
+    model = ir.load(case.path)
+    ir.fix_shapes(model, {k: [1, *v.shape[1:]] for k, v in feeds.items()})
+    passes.optimize(model, level=0, training=True)
+    feeds = {**feeds, "labels": 1 + next(iter(outputs.values()))}
+    return model, {k: np.concatenate([v[:2], v[:1]]) for k, v in feeds.items()}
+
+
+@pytest.mark.parametrize("name", ["vit__dynamo", "t5_encoder__ts17", "bert__ts13"])
+def test_fixed_batch_is_freed(name: str) -> None:
+    """Trained on three examples a step, it is the model that was exported with a free batch."""
+    (case,) = (case for case in real_cases() if case.name == name)
+    model, feeds = fixed(case)
+    with pytest.raises(DataError, match="has shape"):
+        train.Trainer(model, loss="mse").step(feeds)
+    free = train.Trainer(case.path, loss="mse")
+    names = list(free.weights())  # constants that got names in `fixed` are none
+    freed = train.Trainer(model, loss="mse", free_batch=True, trainable=names)
+    losses = [[t.step(feeds) for _ in range(3)] for t in (freed, free)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["encoder_layer_prenorm__dynamo", "gpt2__dynamo23"])
+def test_batch_that_cannot_be_freed(name: str) -> None:
+    """One breaks at a node; the other would read the first example's mask for all of them."""
+    (case,) = (case for case in real_cases() if case.name == name)
+    model, feeds = fixed(case)
+    trainer = train.Trainer(model, loss="mse", free_batch=True)
+    with pytest.raises(ModelError, match="the batch of the model cannot be freed"):
+        trainer.step(feeds)
 
 
 def test_batch_and_sequence_change_from_step_to_step() -> None:
