@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -22,7 +23,8 @@ class InferenceSession:
     """Runs a path, bytes, ModelProto or ir.Model; `optimize=False` runs the graph as it is.
 
     `precision` ("fp32", "tf32", "bf16", "fp16") is what "cuda" computes in; inputs and outputs keep
-    their types. `device="cpu"` is onnxruntime on the fused graph; `device="cuda"` this project's own kernels.
+    their types. `device="cpu"` is onnxruntime on the fused graph, `device="cuda"` this project's
+    own kernels.
     `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`. Whatever else an
     onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too. Raises
     ModelError for a bad model, DeviceError without a usable GPU, and onnxruntime's own errors from
@@ -50,8 +52,9 @@ class InferenceSession:
             passes.optimize(graph, level=level)
         self.model: onnx_ir.Model = graph
         """The graph that runs."""
-        # onnxruntime answers all questions about inputs, outputs and metadata on either device.
-        self._session = ort.session(graph, sess_options)
+        self._options = sess_options
+        if self.device == "cpu":
+            self._session  # noqa: B018 - what onnxruntime refuses, it refuses now
         if precision in HALF:
             from onnx_fuse.passes.precision import lower_precision
 
@@ -59,6 +62,23 @@ class InferenceSession:
             lower_precision(graph, HALF[precision])
         math = "tf32" if precision == "tf32" else "ieee"
         self._executable = _executable(graph, math=math) if self.device == "cuda" else None
+
+    @cached_property
+    def _session(self) -> Any:
+        """onnxruntime on the same graph; on "cuda" made when something else of it is asked for."""
+        return ort.session(self.model, self._options)
+
+    def get_inputs(self) -> list[Any]:
+        """The model's inputs: name, type, shape."""
+        if self._executable is None:
+            return list(self._session.get_inputs())
+        return [_argument(v) for v in self.model.graph.inputs]
+
+    def get_outputs(self) -> list[Any]:
+        """The model's outputs: name, type, shape."""
+        if self._executable is None:
+            return list(self._session.get_outputs())
+        return [_argument(v) for v in self.model.graph.outputs]
 
     def run(
         self,
@@ -71,7 +91,7 @@ class InferenceSession:
             feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
         feeds = self._feeds(input_feed)
-        known = [v.name for v in self._session.get_outputs()]
+        known = [v.name for v in self.model.graph.outputs]
         names = list(output_names or known)
         for name in names:
             if name not in known:
@@ -79,7 +99,7 @@ class InferenceSession:
         return list(self._executable.run(names, feeds))
 
     def io_binding(self) -> Any:
-        """Inputs and outputs by place, with onnxruntime's methods; on "cuda" they may stay there."""
+        """Inputs and outputs by place, as onnxruntime has it; on "cuda" they may stay there."""
         return (self._executable or self._session).io_binding()
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
@@ -111,7 +131,7 @@ class InferenceSession:
             name: self._on_cuda().adopt(value) if _on_gpu(value) else _host(value)
             for name, value in input_feed.items()
         }
-        return checked_feeds(self._session.get_inputs(), feeds)
+        return checked_feeds(self.get_inputs(), feeds)
 
     def get_providers(self) -> list[str]:
         if self.device == "cuda":
@@ -122,6 +142,23 @@ class InferenceSession:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._session, name)
+
+
+class Argument(NamedTuple):
+    """An end of the model as onnxruntime describes it: unnamed open sizes are None."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
+def _argument(value: onnx_ir.Value) -> Argument:
+    name = value.dtype.name.lower() if value.dtype is not None else ""
+    shape = [
+        d if isinstance(d, int) else d.value
+        for d in (value.shape if value.shape is not None else ())
+    ]
+    return Argument(value.name or "", f"tensor({name})", shape)
 
 
 def _device(device: str | None, providers: Sequence[Any] | None) -> str:
@@ -228,11 +265,18 @@ def _invalid(text: str) -> Exception:
 def load(model: ir.Model) -> onnx_ir.Model:
     """The checked model at the canonical opset, from a path, bytes, ModelProto or ir.Model.
 
-    Local functions are inlined; this project's fused ops stay nodes. Raises ModelError.
+    Local functions are inlined; this project's fused ops stay nodes; the standard's training
+    operators (Gradient, Adam, Adagrad, Momentum) are written out. Raises ModelError.
     """
     from onnx_fuse import ops  # noqa: F401 - the table says which functions are fused ops
+    from onnx_fuse.ops.update import PREVIEW
 
-    return ir.load(model)
+    graph = ir.load(model)
+    if PREVIEW in graph.graph.opset_imports:
+        from onnx_fuse.autodiff import expand_training_ops
+
+        expand_training_ops(graph)
+    return graph
 
 
 def optimize(
