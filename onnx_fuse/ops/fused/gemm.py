@@ -319,14 +319,15 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         (n.op_type, tuple(sorted((k, v.value) for k, v in n.attributes.items()))) for n in family
     }
     act = parts[1] if len(signatures) == 1 else ""
+    title = "+".join(label(n) for n in family)
     if all(c is None for c in biases):
-        y = op.MatMul(parts[2][0], w)
+        y = op.MatMul(parts[2][0], w, name=title)
         name = "MatMul"
     else:
         c = _merged_bias(op, rw, biases, widths, weights[0], stem)
         name = f"{parts[0]}Gemm{act}"
         kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
-        y = op.node(name, [*parts[2], w, c], domain=FUSE, **kept)
+        y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=kept)
     typed(y, node.outputs[0])
     pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
     results = []
