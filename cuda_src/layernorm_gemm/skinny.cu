@@ -249,9 +249,11 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     constexpr int STEP = SHARE * UNROLL;
     fetch(even, mine);
     for (int first = mine; first < chunks; first += 2 * STEP) {
-        fetch(odd, first + STEP);
+        bool more = first + STEP < chunks;
+        if (more) fetch(odd, first + STEP);
         multiply(even, first);
-        fetch(even, first + 2 * STEP);
+        if (!more) break;
+        if (first + 2 * STEP < chunks) fetch(even, first + 2 * STEP);
         multiply(odd, first + STEP);
     }
 #pragma unroll

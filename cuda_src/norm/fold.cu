@@ -1,10 +1,11 @@
 // norm/fold.cu: LayerNorm's scale and bias moved into the weights of the product that follows.
 //   wq = round(gamma w)   cs[n] = sum_k wq[k, n] (of the ROUNDED wq)   cv[n] = sum_k beta[k] w[k, n] + c[n]
 // Idea     : one pass over w. fold_rows: w is [N,K], a block a row. fold_columns: w is [K,N], a block
-//            sums 64 rows of 256 columns into part[K/64][2][N]; fold_finish adds those in order.
+//            sums 64 rows of 256 columns into part[K/64][2][N]; fold_finish adds those in order, 8 strips
+//            a column.
 // Inputs   : w T, gamma, beta [K] TP or null, c [N] TP or null.   Outputs: wq TO, cs, cv [N] f32.
 // Macros   : T, TO, TP, VEC (elements an access: 8 where rows are 16-byte aligned, else 1).
-// Launch   : fold_rows N x 128; fold_columns (ceil(N/256), ceil(K/64)) x 256; fold_finish ceil(N/128) x 128.
+// Launch   : fold_rows N x 128; fold_columns (ceil(N/256), ceil(K/64)) x 256; fold_finish ceil(N/32) x 256.
 // Numerics : f32 sums in an order that depends on the shape alone.
 // Bound    : bytes, w read and wq written.
 #include "common.cuh"
@@ -49,7 +50,7 @@ extern "C" __global__ __launch_bounds__(256) void fold_columns(
     int n = blockIdx.x * 256 + lane * VEC;
     float s[VEC] = {}, v[VEC] = {};
     if (n < N)
-#pragma unroll 4
+#pragma unroll 8
         for (int i = deep; i < 64; i += DEEP) {
             int k = blockIdx.y * 64 + i;
             if (k >= K) break;
@@ -77,17 +78,25 @@ extern "C" __global__ __launch_bounds__(256) void fold_columns(
     }
 }
 
-extern "C" __global__ __launch_bounds__(128) void fold_finish(
+extern "C" __global__ __launch_bounds__(256) void fold_finish(
     const float* __restrict__ part, const TP* __restrict__ c, int parts, int N,
     float* __restrict__ cs, float* __restrict__ cv) {
-    int n = blockIdx.x * 128 + threadIdx.x;
-    if (n >= N) return;
+    __shared__ float sums[2][8][32];
+    int lane = threadIdx.x % 32, strip = threadIdx.x / 32, n = blockIdx.x * 32 + lane;
+    int each = (parts + 7) / 8, to = strip * each + each < parts ? strip * each + each : parts;
     float s = 0, v = 0;
+    if (n < N)
 #pragma unroll 8
-    for (int i = 0; i < parts; i++) {
-        s += part[(i64)i * 2 * N + n];
-        v += part[((i64)i * 2 + 1) * N + n];
-    }
+        for (int i = strip * each; i < to; i++) {
+            s += part[(i64)i * 2 * N + n];
+            v += part[((i64)i * 2 + 1) * N + n];
+        }
+    sums[0][strip][lane] = s, sums[1][strip][lane] = v;
+    __syncthreads();
+    if (strip || n >= N) return;
+    s = 0, v = c ? to_float(c[n]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) s += sums[0][i][lane], v += sums[1][i][lane];
     cs[n] = s;
-    cv[n] = v + (c ? to_float(c[n]) : 0.0f);
+    cv[n] = v;
 }

@@ -94,9 +94,11 @@ class Wgmma:
     def _smem(self, problem: Problem, config: Config, stages: int) -> int:
         mi, bn, pingpong = config.integers("tile")
         rows = (64 if pingpong else 128) * mi
-        plain = direct(problem, config.integer("splits"))
+        splits = config.integer("splits")
+        plain = direct(problem, splits)
         boxes = 0 if plain else 2 + (2 if operand(problem) else 0)
-        cols = (2 if pingpong else 1) * columns(problem) * bn * 4
+        # a split product has no epilogue: the reduction runs it
+        cols = 0 if splits > 1 else (2 if pingpong else 1) * columns(problem) * bn * 4
         return stages * (rows + bn) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
 
     def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:

@@ -194,27 +194,29 @@ def compile_all(
 # ---- load, bind, launch -------------------------------------------------------------------------
 
 _KERNELS: dict[tuple[str, str, Defines, str, int], tuple[Any, Any]] = {}
+_SMEM: dict[tuple[str, str, Defines, str, int], int] = {}  # dynamic shared memory allowed so far
 
 
 def _kernel(launch: Launch, arch: str) -> Any:
+    from cuda.bindings import driver
     from cuda.core import Device, ObjectCode
 
-    key = (launch.source, launch.entry, launch.defines, arch, Device().device_id)
+    device = Device().device_id
+    key = (launch.source, launch.entry, launch.defines, arch, device)
     with _LOCK:
-        if key in _KERNELS:
-            return _KERNELS[key][1]
-    code = ObjectCode.from_cubin(compile(launch.source, launch.defines, arch))
-    kernel = code.get_kernel(launch.entry)
-    if launch.smem > 48 << 10:
-        from cuda.bindings import driver
-
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(
-            driver.cuKernelSetAttribute(limit, launch.smem, kernel.handle, Device().device_id),
-            launch,
-        )
+        found = _KERNELS.get(key)
+    if found is None:
+        code = ObjectCode.from_cubin(compile(launch.source, launch.defines, arch))
+        with _LOCK:
+            found = _KERNELS.setdefault(key, (code, code.get_kernel(launch.entry)))
     with _LOCK:
-        return _KERNELS.setdefault(key, (code, kernel))[1]
+        # two launches of one kernel may ask for different sizes: the limit is the largest
+        if launch.smem > max(48 << 10, _SMEM.get(key, 0)):
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            raised = driver.cuKernelSetAttribute(limit, launch.smem, found[1].handle, device)
+            _check(raised, launch)
+            _SMEM[key] = launch.smem
+    return found[1]
 
 
 def _check(result: Sequence[Any], launch: Launch) -> Any:

@@ -5,8 +5,9 @@
     G  = xhᵀ dz;  dw = gamma G + beta dc      epilogue of the second, with the row sums of
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
-Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align.
-Pointers: dy x gamma beta w c mean rstd z -> dx dgamma dbeta dw dc.
+Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align, folded (the
+forward's wq, cs, cv are given).
+Pointers: dy x gamma beta w c mean rstd z (wq cs cv) -> dx dgamma dbeta dw dc.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class TwoGemms:
         """Both GEMMs, one pass over dy and z, one over w, two small sums."""
         dx, dw = self._split(config)
         size = ITEMSIZE[problem.dtype]
-        passes = 2 * problem.m * problem.n + 2 * problem.k * problem.n
+        passes = 2 * problem.m * problem.n
+        passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
         passes += problem.m * problem.n if problem.attr("act") else 0
         return (
             self.inner.cost(self._dx(problem), dx, hw)
@@ -131,14 +133,15 @@ class TwoGemms:
         gemm_dx, gemm_dw = self._dx(problem), self._dw(problem)
         dots, rows = row_dots(m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0))
         arena = Arena()
-        wq, xh = arena.take(size * k * n), arena.take(size * m * k)
-        dz = arena.take(size * m * n) if act else Ptr("dy")
-        cs, cv, dc = (arena.take(4 * n) for _ in range(3))
+        xh, dz = arena.take(size * m * k), arena.take(size * m * n) if act else Ptr("dy")
+        dc, wq, cs, cv = arena.take(4 * n), Ptr("wq"), Ptr("cs"), Ptr("cv")
+        if not problem.attr("folded"):
+            wq, cs, cv = arena.take(size * k * n), arena.take(4 * n), arena.take(4 * n)
         c1, c2 = arena.take(4 * m), arena.take(4 * m)
         # partial sums of the fold, of dbias, of a split k: one after the other
         tiles = self.inner.parts(gemm_dw, how_dw)
         scratch = max(
-            8 * fold_parts(k, False) * n,
+            0 if problem.attr("folded") else 8 * fold_parts(k, False) * n,
             4 * rows * n,
             self.inner.workspace(gemm_dx, how_dx, hw),
             self.inner.workspace(gemm_dw, how_dw, hw),
@@ -147,7 +150,7 @@ class TwoGemms:
         calls = [
             *(
                 rename(call, {"wq": wq, "cs": cs, "cv": cv, "workspace": part})
-                for call in fold(k, n, dtype, False)
+                for call in (() if problem.attr("folded") else fold(k, n, dtype, False))
             ),
             rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part}),
             rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")}),

@@ -102,7 +102,7 @@ def fold(
     )  # fmt: skip
     return (
         Launch(source, "fold_columns", (ceil(n / 256), parts, 1), (256, 1, 1), columns, defines),
-        Launch(source, "fold_finish", (ceil(n / 128), 1, 1), (128, 1, 1), finish, defines),
+        Launch(source, "fold_finish", (ceil(n / 32), 1, 1), (256, 1, 1), finish, defines),
     )
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,28 @@ if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
 
 SHIPPED = Path(__file__).parent / "records"
+
+
+# what a launch's time does not depend on
+IGNORED = {"epsilon", "act_alpha", "align", "bias_dtype", "c_rows", "c_cols"}
+
+
+def key(op: str, problem: Problem) -> str:
+    """The record's key: the problem without what does not matter to its time or is the default."""
+    dense = {
+        "lda": problem.m if problem.trans_a else problem.k,
+        "ldb": problem.k if problem.trans_b else problem.n,
+        "a_strides": (), "b_strides": (), "c_strides": (),
+    }  # fmt: skip
+    kept = tuple(
+        (name, bool(value) if name in ("alpha", "beta") else value)
+        for name, value in problem.attrs
+        if name not in IGNORED and value is not False and dense.get(name) != value
+    )
+    if problem.integer("align", 16) % 16:
+        kept += (("unaligned", True),)
+    flags = tuple((name, 1 if value is True else value) for name, value in kept)
+    return f"{op} | {replace(problem, attrs=flags)}"
 
 
 def _file_name(hw: Hardware) -> str:
@@ -54,7 +77,7 @@ def lookup(
     op: str, problem: Problem, hw: Hardware, legal: Sequence[Kernel]
 ) -> tuple[Kernel, Config, float] | None:
     """The record for (op, problem, GPU) by one of `legal` whose code has not changed since."""
-    record = load(hw).get(f"{op} | {problem}")
+    record = load(hw).get(key(op, problem))
     if not isinstance(record, dict):
         return None
     for kernel in legal:
@@ -86,9 +109,9 @@ def save(
     path = folder / _file_name(hw)
     folder.mkdir(parents=True, exist_ok=True)
     merged = dict(_read(path, path.stat().st_mtime_ns)) if path.exists() else {}
-    merged |= {f"{op} | {problem}": entry for op, problem, entry in records}
+    merged |= {key(op, problem): entry for op, problem, entry in records}
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-        lines = [f"{json.dumps(key)}: {json.dumps(merged[key])}" for key in sorted(merged)]
+        lines = [f"{json.dumps(name)}: {json.dumps(merged[name])}" for name in sorted(merged)]
         file.write("{\n" + ",\n".join(lines) + "\n}\n")
     os.replace(file.name, path)
     return path
