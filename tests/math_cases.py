@@ -109,7 +109,7 @@ class Case:
         return lower(model, shapes, hw)
 
     def _reference_is_wrong(self) -> bool:
-        """Where onnx 1.23's reference evaluator raises, or breaks the spec: truth is onnxruntime."""
+        """Where onnx 1.23's reference evaluator raises or breaks the spec: truth is onnxruntime."""
         how = self.attrs.get("coordinate_transformation_mode")
         return (
             (self.op == "ConvTranspose" and self.attrs.get("group", 1) > 1)

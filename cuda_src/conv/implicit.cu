@@ -1,13 +1,15 @@
 // conv/implicit.cu: Conv and ConvTranspose of 1 to 3 axes, any group, stride, dilation, padding.
 // Idea     : implicit GEMM y[m, q] = sum_k w[m, k] x[k, q]: m filters of a group, q = (image, pixel),
-//            k = (channel, tap), the x operand gathered on its way to shared memory. BM x BN tiles,
+//            the x operand gathered on its way to shared memory. BM x BN tiles,
 //            8 x 8 (FRAGMENTS 2) or 4 x 4 outputs a thread, the next BK in registers meanwhile.
-//            Few tiles: `chunk` of k a block, partial sums to `part`, conv_finish adds them in order.
+//            TAP_MAJOR: k = (tap, channel) over weights packed so (pack.cu), cheaper to gather; else
+//            k = (channel, tap), which wastes nothing where there are few channels.
+//            Few tiles: `chunk` of k a block, partial sums to `part`, finish.cu adds them in order.
 // Inputs   : x T [n, groups * channels, d, h, w], weight T (geometry.cuh), bias T [groups * filters] or null.
 // Outputs  : y T [n, groups * filters, od, oh, ow], or part ACC [splits, n, groups * filters, pixels].
-// Macros   : T ACC BM BN BK FRAGMENTS, geometry.cuh's, SPLIT, ACT.   Threads: BM * BN / 16 / FRAGMENTS^2.
+// Macros   : T ACC BM BN BK FRAGMENTS, geometry.cuh's, TAP_MAJOR, SPLIT, ACT.   Threads: BM * BN / 16 / FRAGMENTS^2.
 // Numerics : products and sums in ACC (IEEE), k in order.
-// Bound    : FMA rate; the gather costs about 30 instructions an element of the x tile.
+// Bound    : FMA rate; the gather (30 instructions an element unless TAP_MAJOR).
 #include "conv/geometry.cuh"
 #define THREADS (BM * BN / (16 * FRAGMENTS * FRAGMENTS))
 #ifndef ACT
@@ -16,13 +18,13 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
     conv(const T* x, const T* weight, const T* bias, T* y, ACC* part, i64 columns, int groups, int channels,
-         int filters, int d, int h, int w, int od, int oh, int ow, int chunk, float alpha) {
+         int filters, int d, int h, int w, int od, int oh, int ow, int chunk, int padded, float alpha) {
     __shared__ __align__(16) ACC as[2][BK][BM + 4], bs[2][BK][BN + 4];
     constexpr int A_LOADS = BM * BK / THREADS, B_LOADS = BN * BK / THREADS;
     const int tiles_m = (filters + BM - 1) / BM, g = blockIdx.y / tiles_m;
     const int m0 = blockIdx.y % tiles_m * BM;
     const i64 q0 = (i64)blockIdx.x * BN;
-    const int depth = channels * TAPS, first = blockIdx.z * chunk, last = min(first + chunk, depth);
+    const int depth = (TAP_MAJOR ? padded : channels) * TAPS, first = blockIdx.z * chunk, last = min(first + chunk, depth);
     const int pixels = od * oh * ow, plane = d * h * w;
 
     // The column this thread gathers is the same at every k.
@@ -35,6 +37,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
 
     ACC a[A_LOADS], b[B_LOADS], acc[4 * FRAGMENTS][4 * FRAGMENTS] = {};
     auto fetch = [&](int k0) {
+#if TAP_MAJOR
+        // BK divides `padded`: one tap a step, and an element costs one address and one predicate
+        const int tap = k0 / padded, c0 = k0 % padded, at = inside ? plane_offset(tap, oz, oy, ox, d, h, w) : -1;
+        const T* filter = weight + (((i64)g * TAPS + tap) * filters + m0 + a_row) * padded + c0 + a_k;
+#pragma unroll
+        for (int i = 0; i < A_LOADS; i++) {
+            const int m = a_row + i * (THREADS / BK);
+            a[i] = m0 + m < filters ? (ACC)widen(filter[(i64)i * (THREADS / BK) * padded]) : (ACC)0;
+        }
+#pragma unroll
+        for (int i = 0; i < B_LOADS; i++) {
+            const int c = c0 + b_row + i * (THREADS / BN);
+            b[i] = at >= 0 && c < channels ? (ACC)widen(image[(i64)c * plane + at]) : (ACC)0;
+        }
+#else
 #pragma unroll
         for (int i = 0; i < A_LOADS; i++) {
             const int k = k0 + a_k, m = m0 + a_row + i * (THREADS / BK);
@@ -46,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
             const int at = plane_offset(k % TAPS, oz, oy, ox, d, h, w);
             b[i] = inside && k < last && at >= 0 ? (ACC)widen(image[(i64)(k / TAPS) * plane + at]) : (ACC)0;
         }
+#endif
     };
     auto stage = [&](int s) {
 #pragma unroll
@@ -96,15 +114,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
         }
     }
 }
-
-#if SPLIT
-extern "C" __global__ void __launch_bounds__(256)
-    conv_finish(const ACC* part, const T* bias, T* y, i64 size, int filters, int pixels, int splits, float alpha) {
-    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
-    if (i >= size) return;
-    ACC z = 0;
-    for (int s = 0; s < splits; s++) z += part[s * size + i];
-    if (bias) z += (ACC)widen(bias[i / pixels % filters]);
-    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
-}
-#endif

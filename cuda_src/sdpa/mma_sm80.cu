@@ -5,7 +5,8 @@
 //            in simt.cu: sdpa_dq owns queries, sdpa_dkv owns keys and works on transposed tiles.
 // Inputs   : operands.cuh with rows of 16-byte aligned, D and DV multiples of 8.
 // Outputs  : y, dq, dk, dv T; lse f32 (or null).
-// Macros   : operands.cuh's; WARPS, MT (16-row tiles a warp: K and V are read from shared memory once
+// Macros   : operands.cuh's, where MASK 2 is a mask without rows; MASK_PIECES (its 16-byte pieces are
+//            aligned); WARPS, MT (16-row tiles a warp: K and V are read from shared memory once
 //            for all of them), TILE (multiple of 16), FORWARD.   Launch: grid (rows, heads, batch).
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands.
 // Bound    : tensor core (mma.sync) and exp; bytes only for short rows.
@@ -26,6 +27,37 @@ DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
         cp_async_16(smem_address(to + r * (PADDED + 8) + c), there ? from + (first + r) * stride + c : from,
                     there ? 16 : 0);
     }
+}
+// The mask's elements of `rows` queries by COLUMNS keys from (query, key), zeros outside; MASK 2: one row
+// serves every query. Whole 16-byte pieces where MASK_PIECES says that they are aligned.
+template <int COUNT, int COLUMNS>
+DEVICE void fetch_mask(T* to, const Operands& o, int b, int h, int query, int key) {
+    constexpr int PITCH = COLUMNS + 8, ROWS_ = MASK == 2 ? 1 : COUNT;
+    const T* from = o.mask + b * o.mask_batch + h * o.mask_head;
+#if MASK_PIECES
+    for (int i = threadIdx.x; i < ROWS_ * (COLUMNS / 8); i += THREADS) {
+        const int r = i / (COLUMNS / 8), c = i % (COLUMNS / 8) * 8;
+        const bool there = query + r < o.queries && key + c < o.keys;
+        cp_async_16(smem_address(to + r * PITCH + c), there ? from + (query + r) * o.mask_row + key + c : from,
+                    there ? 16 : 0);
+    }
+#else
+#pragma unroll 8
+    for (int i = threadIdx.x; i < ROWS_ * COLUMNS; i += THREADS) {
+        const int r = i / COLUMNS, c = i % COLUMNS;
+        const bool there = query + r < o.queries && key + c < o.keys;
+        to[r * PITCH + c] = there ? from[(query + r) * o.mask_row + (key + c) * o.mask_column] : T();
+    }
+#endif
+}
+// Its two elements at (row, column) and the next column, as far as the tile is concerned.
+template <int COLUMNS> DEVICE float2 mask_pair(const T* tile, int row, int column) {
+    if (!MASK) return make_float2(0, 0);
+    return unpack2<T>(*(const u32*)(tile + (MASK == 2 ? 0 : row) * (COLUMNS + 8) + column));
+}
+// scale * dot + mask, -inf where the key is not there or later than the query.
+DEVICE float masked(const Operands& o, float dot, float mask, int query, int key) {
+    return key >= o.keys || (CAUSAL && key > query) ? NEGATIVE_INFINITY : dot * o.scale + mask;
 }
 // s[16 MT rows of the warp, TILE] = a . b^T over WIDTH; a and b in shared memory by rows.
 template <int WIDTH> DEVICE void dots(float (&s)[MT][TILE / 8][4], const T* a, const T* b) {
@@ -110,7 +142,8 @@ DEVICE float quad_sum(float x) {
 extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* y, float* lse) {
     GATHER
     extern __shared__ __align__(16) T shared[];
-    T *qs = shared, *ks = qs + ROWS * PD, *vs = ks + 2 * TILE * PD;
+    T *qs = shared, *ks = qs + ROWS * PD, *vs = ks + 2 * TILE * PD, *ms = vs + 2 * TILE * PV;
+    constexpr int MASK_TILE = (MASK == 2 ? 1 : ROWS) * (TILE + 8);
     // the last rows of a causal problem have the most keys: they start first
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
@@ -120,11 +153,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* 
     fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
+    if (MASK) fetch_mask<ROWS, TILE>(ms, o, b, h, MASK == 2 ? 0 : first, 0);
     cp_async_commit();
     const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
     float acc[MT][VP / 8][4] = {}, top[MT][2], sum[MT][2] = {};
 #pragma unroll
-    for (int m = 0; m < MT; m++) top[m][0] = top[m][1] = NEGATIVE_INFINITY;
+    for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = NEGATIVE_INFINITY;
     // logits in units of log 2, which spares exp a product; a mask of -3e38 would overflow them
     constexpr float UNIT = MASK ? 1.0f : LOG2E, POWER = MASK ? LOG2E : 1.0f;
     const float scale = o.scale * UNIT;
@@ -134,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* 
         if (t + TILE < end) {
             fetch<TILE, D, DP>(ks + (s ^ 1) * TILE * PD, k, o.ks.row, t + TILE, o.keys);
             fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
+            if (MASK) fetch_mask<ROWS, TILE>(ms + (s ^ 1) * MASK_TILE, o, b, h, MASK == 2 ? 0 : first, t + TILE);
         }
         cp_async_commit();
         float p[MT][TILE / 8][4];
@@ -150,9 +185,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* 
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        p[m][n][e] = UNIT * logit(o, p[m][n][e], b, h, row + m * 16 + e / 2 * 8,
-                                                  t + n * 8 + lane % 4 * 2 + e % 2);
+                    for (int i = 0; i < 2; i++) {
+                        const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
+                        const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
+                        p[m][n][2 * i] = UNIT * masked(o, p[m][n][2 * i], add.x, r, t + c);
+                        p[m][n][2 * i + 1] = UNIT * masked(o, p[m][n][2 * i + 1], add.y, r, t + c + 1);
+                    }
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -196,6 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     GATHER
     extern __shared__ __align__(16) T shared[];
     T *qs = shared, *dys = qs + ROWS * PD, *ks = dys + ROWS * PV, *vs = ks + 2 * TILE * PD;
+    T* ms = vs + 2 * TILE * PV;
+    constexpr int MASK_TILE = (MASK == 2 ? 1 : ROWS) * (TILE + 8);
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
     const i64 out = ((i64)b * o.heads + h) * o.queries;
@@ -206,15 +246,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     fetch<ROWS, DV, VP>(dys, dy + out * DV, DV, first, o.queries);
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
+    if (MASK) fetch_mask<ROWS, TILE>(ms, o, b, h, MASK == 2 ? 0 : first, 0);
     cp_async_commit();
     const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
-    float acc[MT][DP / 8][4] = {}, l[MT][2], c[MT][2], factor[MT][2];
+    float acc[MT][DP / 8][4] = {}, l[MT][2], c_[MT][2], factor[MT][2];
     const float scale = o.scale * LOG2E;
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
         const bool there = row + 8 * i < o.queries;
         l[i / 2][i % 2] = there ? lse[out + row + 8 * i] : -NEGATIVE_INFINITY;
-        c[i / 2][i % 2] = there ? delta[out + row + 8 * i] : 0.0f;
+        c_[i / 2][i % 2] = there ? delta[out + row + 8 * i] : 0.0f;
         factor[i / 2][i % 2] = o.scale;
     }
     for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
@@ -223,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (t + TILE < end) {
             fetch<TILE, D, DP>(ks + (s ^ 1) * TILE * PD, k, o.ks.row, t + TILE, o.keys);
             fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
+            if (MASK) fetch_mask<ROWS, TILE>(ms + (s ^ 1) * MASK_TILE, o, b, h, MASK == 2 ? 0 : first, t + TILE);
         }
         cp_async_commit();
         float p[MT][TILE / 8][4], dp[MT][TILE / 8][4];
@@ -236,15 +278,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        p[m][n][e] = power2(p[m][n][e] * scale - l[m][e / 2] * LOG2E) * (dp[m][n][e] - c[m][e / 2]);
+                        p[m][n][e] = power2(p[m][n][e] * scale - l[m][e / 2] * LOG2E) * (dp[m][n][e] - c_[m][e / 2]);
             } else {
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int key = t + n * 8 + lane % 4 * 2 + e % 2;
-                        const float z = logit(o, p[m][n][e], b, h, row + m * 16 + e / 2 * 8, key);
-                        p[m][n][e] = probability(z, l[m][e / 2]) * (dp[m][n][e] - c[m][e / 2]);
+                    for (int i = 0; i < 2; i++) {
+                        const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
+                        const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
+#pragma unroll
+                        for (int j = 0; j < 2; j++) {
+                            float& x = p[m][n][2 * i + j];
+                            x = probability(masked(o, x, j ? add.y : add.x, r, t + c + j), l[m][i]) *
+                                (dp[m][n][2 * i + j] - c_[m][i]);
+                        }
                     }
             }
         accumulate<DP>(acc, p, ks + s * TILE * PD);
@@ -257,6 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     GATHER
     extern __shared__ __align__(16) T shared[];
     T *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + 2 * TILE * PD;
+    T* ms = dys + 2 * TILE * PV;
+    constexpr int MASK_TILE = (MASK == 2 ? 1 : TILE) * (ROWS + 8);
     const int first = blockIdx.x * ROWS, kv = blockIdx.y, b = blockIdx.z;
     const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
     fetch<ROWS, D, DP>(ks, o.k + b * o.ks.batch + kv * o.ks.head, o.ks.row, first, o.keys);
@@ -269,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
         fetch<TILE, D, DP>(qs + s * TILE * PD, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, t, o.queries);
         fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + ((i64)b * o.heads + h) * o.queries * DV, DV, t, o.queries);
+        if (MASK) fetch_mask<TILE, ROWS>(ms + s * MASK_TILE, o, b, h, MASK == 2 ? 0 : t, first);
     };
     if (steps) fetch_step(0, 0);
     cp_async_commit();
@@ -290,10 +340,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const int query = t + n * 8 + lane % 4 * 2 + j;
                 const bool there = query < o.queries;
                 const float l = there ? lse[at + query] : -NEGATIVE_INFINITY, c = there ? delta[at + query] : 0.0f;
+                const T* mask = ms + s * MASK_TILE + (MASK == 2 ? 0 : query - t) * (ROWS + 8) - first;
 #pragma unroll
                 for (int i = 0; i < 2 * MT; i++) {
                     float &x = p[i / 2][n][i % 2 * 2 + j], &d = dp[i / 2][n][i % 2 * 2 + j];
-                    if (!plain) x = logit(o, x, b, h, query, row + 8 * i);
+                    if (!plain) x = masked(o, x, MASK ? to_float(mask[row + 8 * i]) : 0.0f, query, row + 8 * i);
                     x = plain ? power2(x * scale - l * LOG2E) : probability(x, l);
                     d = x * (d - c);
                 }

@@ -25,13 +25,16 @@ struct Operands {
 #define LOG2E 1.4426950408889634f
 
 // scale * dot + mask, -inf where the key is not there or later than the query.
-template <class S> DEVICE S logit(const Operands& o, S dot, int b, int h, int query, int key) {
+template <class S> DEVICE S logit(const Operands& o, S dot, const T* mask, int query, int key) {
     S z = dot * (S)o.scale;
 #if MASK
-    if (query < o.queries && key < o.keys)
-        z += (S)widen(o.mask[b * o.mask_batch + h * o.mask_head + query * o.mask_row + key * o.mask_column]);
+    if (key < o.keys) z += (S)widen(mask[key * o.mask_column]);
 #endif
     return key >= o.keys || (CAUSAL && key > query) ? (S)NEGATIVE_INFINITY : z;
+}
+// The mask's row of a query (of the last one for those past it, whose results nobody sees).
+DEVICE const T* mask_row(const Operands& o, int b, int h, int query) {
+    return MASK ? o.mask + b * o.mask_batch + h * o.mask_head + min(query, o.queries - 1) * o.mask_row : o.mask;
 }
 // Largest finite-safe reference point of a row: exp(z - top) is 0, not NaN, for a row all -inf.
 template <class S> DEVICE S safe(S top) { return top == (S)NEGATIVE_INFINITY ? (S)0 : top; }

@@ -68,7 +68,7 @@ DEVICE ACC across(ACC x, bool largest) {  // over the 16 threads of a row
     return x;
 }
 
-extern "C" __global__ void __launch_bounds__(256) sdpa_forward(OPERANDS, T* y, float* lse) {
+extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y, float* lse) {
     GATHER
     extern __shared__ ACC shared[];
     ACC *qs = shared, *ks = qs + ROWS * PD, *vs = ks + TILE * PD, *ps = vs + TILE * PV;
@@ -90,8 +90,9 @@ extern "C" __global__ void __launch_bounds__(256) sdpa_forward(OPERANDS, T* y, f
         dots<D, PD>(s, qs, ks, ty, tx);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+            const T* mask = mask_row(o, b, h, first + ty * 4 + i);
 #pragma unroll
-            for (int j = 0; j < 2; j++) s[i][j] = logit(o, s[i][j], b, h, first + ty * 4 + i, t + tx + 16 * j);
+            for (int j = 0; j < 2; j++) s[i][j] = logit(o, s[i][j], mask, first + ty * 4 + i, t + tx + 16 * j);
             const ACC best = across(s[i][0] > s[i][1] || s[i][0] != s[i][0] ? s[i][0] : s[i][1], true);
             const ACC now = best > top[i] || best != best ? best : top[i];
             const ACC fade = exp(top[i] - safe(now));
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(256) sdpa_forward(OPERANDS, T* y, f
 }
 
 // delta[row] = sum_d dy[row, d] y[row, d]: a warp a row.
-extern "C" __global__ void __launch_bounds__(256) sdpa_delta(const T* dy, const T* y, ACC* delta, i64 rows) {
+extern "C" __global__ void __launch_bounds__(256, 1) sdpa_delta(const T* dy, const T* y, ACC* delta, i64 rows) {
     const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
     if (row >= rows) return;
     ACC s = 0;
@@ -130,7 +131,7 @@ DEVICE ACC probability(ACC z, ACC lse) {
     return GUARD && !(lse > (ACC)NEGATIVE_INFINITY) ? (ACC)0 : exp(z - lse);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq) {
     GATHER
     extern __shared__ ACC shared[];
@@ -163,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const ACC z = logit(o, s[i][j], b, h, first + ty * 4 + i, t + tx + 16 * j);
+                const T* mask = mask_row(o, b, h, first + ty * 4 + i);
+                const ACC z = logit(o, s[i][j], mask, first + ty * 4 + i, t + tx + 16 * j);
                 ps[(ty * 4 + i) * PT + tx + 16 * j] = probability(z, l[i]) * (dp[i][j] - c[i]);
             }
         __syncwarp();
@@ -172,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(256)
     write<D>(dq + row * D, acc, first, o.queries, ty, tx, factor);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv) {
     GATHER
     extern __shared__ ACC shared[];
@@ -197,10 +199,11 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int j = 0; j < 2; j++) {
                 const int query = t + tx + 16 * j;
                 const bool there = query < o.queries;
+                const T* mask = mask_row(o, b, h, query);
                 const ACC l = there ? lse[row + query] : -(ACC)NEGATIVE_INFINITY, c = there ? delta[row + query] : (ACC)0;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const ACC p = probability(logit(o, s[i][j], b, h, query, first + ty * 4 + i), l);
+                    const ACC p = probability(logit(o, s[i][j], mask, query, first + ty * 4 + i), l);
                     ps[(ty * 4 + i) * PT + query - t] = p;
                     s[i][j] = p * (dp[i][j] - c);
                 }

@@ -9,6 +9,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.kernels.gemm import C_TYPES
+from onnx_fuse.kernels.linear import product
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
@@ -91,7 +92,11 @@ def conv_launches(
     shape: Shape, taps: Window, dtype: str, transposed: bool, act: str = "", alpha: float = 0.0
 ) -> tuple[tuple[Launch, ...], int]:
     """The launches over names x weight bias y workspace, and the workspace's bytes."""
-    macros = {"T": C_TYPES[dtype], "ACC": accumulator(dtype), "TRANSPOSED": transposed}
+    macros: dict[str, object] = {
+        "T": C_TYPES[dtype],
+        "ACC": accumulator(dtype),
+        "TRANSPOSED": transposed,
+    }
     macros |= taps.macros()
     if act:
         macros["ACT"] = act.upper()
@@ -109,33 +114,79 @@ def conv_launches(
             (*operands, Num("i64", size), *sizes, Num("f32", alpha)), defines(**macros),
         )  # fmt: skip
         return (direct,), 0
-    depth = shape.channels * prod(taps.kernel)
-    bm = bn = 64
-    if shape.filters > 64 and dtype != "float64":
-        wide = -(-shape.filters // 128) * -(-columns // 128) * shape.groups
-        bm = bn = 128 if wide >= _BLOCKS // 2 else 64
-    fragments, bk = (2, 8) if bm == 128 else (1, 16)
+    # steps of 32 channels: with fewer than 12 the tensor cores would mostly multiply zeros
+    half = dtype in ("float16", "bfloat16") and shape.channels >= 12
+    count = prod(taps.kernel)
+    wide = shape.filters > 64 and dtype != "float64"
+    tiles = -(-shape.filters // 128) * -(-columns // 128) * shape.groups
+    bm = 128 if wide and (half or tiles >= _BLOCKS // 2) else 64
+    bn = 128 if half else bm
+    bk, fragments = (32, 0) if half else (8, 2) if bm == 128 else (16, 1)
+    # one tap a step pads the channels to whole steps
+    padded = -(-shape.channels // bk) * bk
+    tap_major = half or padded <= 1.3 * shape.channels
+    step = 1 if half else bk
+    depth = padded // bk * count if half else (padded if tap_major else shape.channels) * count
     grid = (-(-columns // bn), -(-shape.filters // bm) * shape.groups)
-    splits = max(1, min(depth // (bk * 16), -(-_BLOCKS // prod(grid)), 64))
-    chunk = -(-depth // (splits * bk)) * bk
+    splits = max(1, min(depth // (step * (8 if half else 16)), -(-_BLOCKS // prod(grid)), 64))
+    chunk = -(-depth // (splits * step)) * step
     splits = -(-depth // chunk)
-    macros |= {"BM": bm, "BN": bn, "BK": bk, "FRAGMENTS": fragments, "SPLIT": splits > 1}
+    how: dict[str, object] = {"BM": bm, "BN": bn, "SPLIT": splits > 1}
+    how |= {"WM": bm // 32} if half else {"BK": bk, "FRAGMENTS": fragments, "TAP_MAJOR": tap_major}
+    acc = ITEMSIZE["float64" if dtype == "float64" else "float32"]
+    launches, at = [], splits * size * acc if splits > 1 else 0
+    weight = Ptr("weight")
+    if tap_major:
+        weight, channels = Ptr("workspace", at), -(-shape.channels // 8) * 8 if half else padded
+        widths = (shape.filters, shape.channels, channels)
+        pack = Launch(
+            "conv/pack.cu", "conv_pack",
+            (-(-count // 32), -(-channels // 32), shape.groups * shape.filters), (256, 1, 1),
+            (Ptr("weight"), weight, *(Num("i32", n) for n in widths)),
+            defines(T=C_TYPES[dtype], TRANSPOSED=transposed, **taps.macros()),
+        )  # fmt: skip
+        launches.append(pack)
+        at += shape.groups * count * shape.filters * channels * ITEMSIZE[dtype]
+        padded = channels
     main = Launch(
-        "conv/implicit.cu", "conv", (*grid, splits), (bm * bn // (16 * fragments**2), 1, 1),
-        (*operands, Ptr("workspace"), Num("i64", columns), *sizes, Num("i32", chunk),
-         Num("f32", alpha)),
-        defines(**macros),
+        "conv/mma_sm80.cu" if half else "conv/implicit.cu", "conv", (*grid, splits),
+        (256 if half else bm * bn // (16 * fragments**2), 1, 1),
+        (Ptr("x"), weight, Ptr("bias"), Ptr("y"), Ptr("workspace"), Num("i64", columns), *sizes,
+         Num("i32", chunk), Num("i32", padded), Num("f32", alpha)),
+        defines(**macros, **how),
+        2 * 2 * (bm * 40 + 32 * (bn + 8)) if half else 0,
     )  # fmt: skip
-    if splits == 1:
-        return (main,), 0
-    numbers = (shape.groups * shape.filters, pixels, splits)
-    finish = Launch(
-        "conv/implicit.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-        (Ptr("workspace"), Ptr("bias"), Ptr("y"), Num("i64", size),
-         *(Num("i32", n) for n in numbers), Num("f32", alpha)),
-        main.defines,
-    )  # fmt: skip
-    return (main, finish), splits * size * ITEMSIZE["float64" if dtype == "float64" else "float32"]
+    launches.append(main)
+    if splits > 1:
+        numbers = (shape.groups * shape.filters, pixels, splits)
+        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT")}
+        finish = Launch(
+            "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
+            (Ptr("workspace"), Ptr("bias"), Ptr("y"), Num("i64", size),
+             *(Num("i32", n) for n in numbers), Num("f32", alpha)),
+            defines(**kept),
+        )  # fmt: skip
+        launches.append(finish)
+    return tuple(launches), at
+
+
+def _product(
+    ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Shape
+) -> str | None:
+    """A filter of one tap: y[n] [M, P] = weight [M, C] · x[n] [C, P] + bias [M, 1]."""
+    batch, pixels = shape.batch, prod(shape.inner)
+    a = reads["weight"].reshape((shape.filters, shape.channels))
+    b = reads["x"].reshape((batch, shape.channels, pixels))
+    to = y.reshape((batch, shape.filters, pixels))
+    assert a is not None
+    assert b is not None
+    assert to is not None
+    attrs: dict[str, object] = {}
+    extra = {}
+    if "bias" in reads:
+        extra["c"] = reads["bias"]
+        attrs = {"beta": 1.0, "c_rows": 1, "c_cols": 0, "c_strides": (0,) * (batch > 1)}
+    return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
 
 
 def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) -> str | None:
@@ -159,6 +210,14 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups,
         triple(x.shape[2:]), triple(y.shape[2:]),
     )  # fmt: skip
+    moves = (
+        *taps.before,
+        *taps.after,
+        *(s - 1 for s in taps.strides),
+        *(k - 1 for k in taps.kernel),
+    )
+    if not any(moves) and not (transposed or act) and groups == 1 and shape.filters >= 16:
+        return _product(ctx, node, reads, y, shape)
     launches, workspace = conv_launches(shape, taps, x.dtype, transposed, act, alpha)
     flops = shape.flops * prod(taps.kernel)
     ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops)

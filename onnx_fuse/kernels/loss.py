@@ -80,7 +80,8 @@ def cross_entropy_grad(ctx: Context, node: ir.Node) -> str | None:
     launch = Launch(
         "loss/cross_entropy.cu", "cross_entropy_grad", (-(-count * threads // block), 1, 1),
         (block, 1, 1),
-        (*map(Ptr, ("x", "target", "slope", "dx")), *(Num("i64", n) for n in (count, classes, inner))),
+        (*map(Ptr, ("x", "target", "slope", "dx")),
+         *(Num("i64", n) for n in (count, classes, inner))),
         macros,
     )  # fmt: skip
     reads = {"x": x, "target": target, "slope": slope}

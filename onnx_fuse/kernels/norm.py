@@ -26,9 +26,7 @@ from onnx_fuse.kernels.softmax import row_items
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
-_GRAD_BLOCKS = (
-    1056  # row loops of a gradient: a fixed number, so that its sums are the shape's alone
-)
+_GRAD_THREADS = 202752  # of a gradient's row loops: fixed, so that its sums are the shape's alone
 _KEPT = 40  # elements of a row a thread may hold in registers
 
 
@@ -93,7 +91,7 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
 
 
 def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
-    """LayerNormGrad, RMSNormalizationGrad and their Skip forms: dx, dscale, dbias from mean, rstd."""
+    """LayerNormGrad, RMSNormalizationGrad, their Skip forms: dx, dscale, dbias by mean, rstd."""
     skip, rms = node.op_type.startswith("Skip"), "RMS" in node.op_type
     names = ["dy", *(["ds"] if skip else []), "x", "scale", *([] if rms else ["mean"]), "rstd"]
     reads = {name: ctx.dense(node, i) for i, name in enumerate(names)}
@@ -108,7 +106,8 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     items = -(-length // (vec * threads))
     if items * vec > 16:
         return f"rows of {length} do not fit in registers"
-    parts = min(rows, _GRAD_BLOCKS)
+    # enough blocks to fill a GPU, few enough that their parts weigh little beside x
+    parts = min(-(-rows // 8), _GRAD_THREADS // threads)
     acc = accumulator(x.dtype)
     part = ctx.scratch("float64" if acc == "double" else "float32", (parts, 2, length))
     dx = ctx.output(node, 0, x.shape, x.dtype)

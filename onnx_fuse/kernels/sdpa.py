@@ -104,15 +104,17 @@ class _Attention:
         )
 
 
-# largest head size -> (row tiles a warp, tile): what fits in registers without a spill, fastest first
+# (op, masked) -> largest head size -> (row tiles a warp, tile): what registers hold without a spill
 _TILES = {
-    "forward": (
-        (64, ((2, 64), (2, 32), (1, 64))),
-        (128, ((2, 32), (1, 64), (1, 32))),
-        (256, ((1, 32),)),
+    ("Sdpa", False): (
+        (64, ((2, 64), (2, 32), (1, 64))), (128, ((2, 32), (1, 64), (1, 32))), (256, ((1, 32),)),
     ),
-    "grad": ((64, ((2, 32), (1, 64), (1, 32))), (128, ((1, 32),))),
-}
+    ("Sdpa", True): (
+        (64, ((2, 64), (2, 32), (1, 64))), (128, ((1, 64), (1, 32))), (256, ((1, 32),)),
+    ),
+    ("SdpaGrad", False): ((64, ((2, 32), (1, 64), (1, 32))), (128, ((1, 32),))),
+    ("SdpaGrad", True): ((64, ((1, 64), (1, 32))), (128, ((1, 32),))),
+}  # fmt: skip
 
 
 class Mma(_Attention):
@@ -134,8 +136,9 @@ class Mma(_Attention):
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.integer("dv"))
-        table = _TILES["grad" if grad else "forward"]
-        tiles = next((tiles for limit, tiles in table if wide <= limit), ())
+        tiles = next(
+            (t for limit, t in _TILES[problem.op, self.mask(problem) > 0] if wide <= limit), ()
+        )
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
         found = [Config.of(mt=mt, tile=tile, warps=w) for mt, tile in tiles for w in (4, 2)]
         return [
@@ -143,7 +146,7 @@ class Mma(_Attention):
         ]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        # A block's warps cover 16 mt rows each; two row tiles share what they read of shared memory.
+        # a block's warps cover 16 mt rows each; two row tiles share what they read
         blocks = problem.batches * -(-problem.m // self.rows(config))
         share = (0.30 if config.integer("mt") == 2 else 0.22) - 64 / 10**4 / config.integer("tile")
         alone = config.integer("warps") / 8  # of an SM's rate, where it has one block only
@@ -162,11 +165,21 @@ class Mma(_Attention):
         d, v = (-(-n // 16) * 16 + 8 for n in (p.k, p.integer("dv")))
         rows, tile = self.rows(config), config.integer("tile")
         own = rows * d if entry == "sdpa_forward" else rows * (d + v)
-        return 2 * (own + 2 * tile * (d + v))
+        high, wide = (tile, rows) if entry == "sdpa_dkv" else (rows, tile)
+        mask = self.mask(p) and (1 if self.mask(p) == 2 else high) * (wide + 8)
+        return 2 * (own + 2 * tile * (d + v) + 2 * mask)
+
+    def mask(self, p: Problem) -> int:
+        """0 none, 1 a row a query, 2 one row for every query."""
+        strides = p.integers("mask")
+        return 0 if not strides else 1 if strides[2] or p.m == 1 else 2
 
     def macros(self, p: Problem, config: Config) -> dict[str, object]:
         how = {name.upper(): config.integer(name) for name in ("warps", "mt", "tile")}
-        return {**_macros(p), **how, "FORWARD": p.op == "Sdpa"}
+        strides = p.integers("mask")
+        pieces = strides[-1:] == (1,) and p.n % 8 == 0 and all(s % 8 == 0 for s in strides[:3])
+        more = {"FORWARD": p.op == "Sdpa", "MASK": self.mask(p), "MASK_PIECES": pieces}
+        return {**_macros(p), **how, **more}
 
 
 class Simt(_Attention):
@@ -188,6 +201,7 @@ class Simt(_Attention):
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.25
+        rate *= min(1.0, problem.batches * -(-problem.m // ROWS) / hw.sm_count)
         return hw.launch_seconds + _flops(problem) / rate
 
     def rows(self, config: Config) -> int:
@@ -237,7 +251,9 @@ def _problem(
 def _mask(ctx: Context, node: ir.Node, i: int, q: Tensor, k: Tensor) -> Tensor | None:
     if not ctx.has(node, i):
         return None
-    return ctx.view(node, i).expand((*q.shape[:3], k.shape[2]))
+    mask = ctx.view(node, i)
+    aligned = mask.offset * ITEMSIZE[mask.dtype] % 16 == 0
+    return (mask if aligned else ctx.contiguous(mask)).expand((*q.shape[:3], k.shape[2]))
 
 
 def sdpa(ctx: Context, node: ir.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""The math kernels on the GPU: the cases of tests/math_cases.py against float64, equal bits twice."""
+"""Math kernels on the GPU: the cases of tests/math_cases.py against float64, equal bits twice."""
 
 from __future__ import annotations
 

@@ -1,0 +1,183 @@
+"""The math kernels without a GPU: they compile clean for every architecture, and their geometry."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+import numpy as np
+import pytest
+from math_cases import H200, cases
+
+from onnx_fuse.kernels import jit, sdpa, select
+from onnx_fuse.kernels.conv import Shape, Window, conv_launches
+from onnx_fuse.kernels.pool import taps
+from onnx_fuse.kernels.reduce import passes, pieces, team, vector
+from onnx_fuse.kernels.softmax import softmax_launch
+from onnx_fuse.llir import Program
+from onnx_fuse.problem import CHIPS, Problem
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    return {f"{i} {case.name}": case.program() for i, case in enumerate(cases())}
+
+
+def test_every_case_has_a_kernel(programs):
+    """No case falls back, and every launch is one that a GPU takes."""
+    for name, program in programs.items():
+        assert not program.fallbacks, name
+        assert program.tail is None, name
+        for call in program.calls:
+            for launch in call.launches:
+                assert prod(launch.block) <= 1024, name
+                assert all(n >= 1 for n in launch.grid), (name, launch.grid)
+                assert launch.grid[0] < 2**31, name
+                assert max(launch.grid[1:]) < 2**16, name
+                assert launch.smem <= H200.smem_per_block, name
+
+
+def test_modules_compile_without_spills(programs):
+    """Of each source the first module for three architectures, the middle and last for one more."""
+    by_source = defaultdict(set)
+    for program in programs.values():
+        for call in program.calls:
+            for launch in call.launches:
+                if "\n" not in launch.source and not launch.source.startswith("gemm/"):
+                    by_source[launch.source].add(launch.defines)
+    assert len(by_source) >= 15
+    for source, found in by_source.items():
+        modules = sorted(found)
+        wanted = [(modules[0], arch) for arch in ("sm_80", "sm_90a", "sm_100a")]
+        wanted += [(modules[i], "sm_90a") for i in {len(modules) // 2, len(modules) - 1} - {0}]
+        for defines, arch in wanted:
+            for entry in jit.resources(source, defines, arch).values():
+                assert entry.clean, (source, arch, dict(defines), entry)
+
+
+# ---- reductions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "expected"),
+    [
+        ((5, 7), (1,), [(5, 7, 1)]),
+        ((5, 7), (0,), [(1, 5, 7)]),
+        ((2, 3, 4, 5), (0, 2), [(6, 4, 5), (1, 2, 15)]),
+        ((2, 3, 4, 5), (1, 2), [(2, 12, 5)]),
+        ((2, 1, 4), (0, 1, 2), [(1, 8, 1)]),
+        ((3, 4), (), [(12, 1, 1)]),
+    ],
+)
+def test_passes(shape, axes, expected):
+    assert passes(shape, axes) == expected
+
+
+@pytest.mark.parametrize("outer", [1, 7, 5000])
+@pytest.mark.parametrize("length", [1, 33, 4096, 300001, 10**7])
+@pytest.mark.parametrize("inner", [1, 6, 768])
+def test_pieces_cover_the_length_in_whole_vectors(outer, length, inner):
+    vec = vector(length if inner == 1 else inner, "float16")
+    chunk = pieces(outer, length, inner, vec)
+    splits = -(-length // chunk)
+    assert (splits - 1) * chunk < length <= splits * chunk
+    assert splits == 1 or inner > 1 or chunk % vec == 0
+    assert team(outer, chunk, vec) & (team(outer, chunk, vec) - 1) == 0
+
+
+def test_softmax_launch_covers_every_row():
+    for outer, length, inner in ((7, 5, 1), (3000, 768, 1), (2, 50257, 1), (4, 9, 33)):
+        launch = softmax_launch(outer, length, inner, "float32", False)
+        macros = dict(launch.defines)
+        if inner == 1:
+            teams = int(macros["BLOCK"]) // int(macros["TEAM"])
+            assert launch.grid[0] * teams >= outer
+            kept = int(macros["ITEMS"]) * int(macros["TEAM"]) * int(macros["VEC"])
+            assert kept == 0 or kept >= length
+        else:
+            assert launch.grid[0] * int(macros["BX"]) >= outer * inner
+
+
+# ---- convolutions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("channels", [3, 16, 70, 512])
+@pytest.mark.parametrize("filters", [1, 8, 65, 512])
+def test_conv_splits_cover_the_sum_and_fit_the_workspace(dtype, channels, filters):
+    one = (1, 1, 1)
+    window = Window((1, 3, 3), one, one, (0, 1, 1), (0, 1, 1))
+    shape = Shape(2, 1, channels, filters, (1, 7, 7), (1, 7, 7))
+    launches, workspace = conv_launches(shape, window, dtype, False)
+    main = next(
+        x for x in launches if x.entry.startswith("conv") and x.entry in ("conv", "conv_direct")
+    )
+    assert workspace >= max(
+        (arg.offset for x in launches for arg in x.args if getattr(arg, "name", "") == "workspace"),
+        default=0,
+    )
+    if main.entry == "conv":
+        macros = dict(main.defines)
+        assert main.grid[0] * int(macros["BN"]) >= 2 * 49
+        assert main.grid[1] * int(macros["BM"]) >= filters
+        assert (
+            (main.grid[2] > 1) == (macros["SPLIT"] == "1") == (launches[-1].entry == "conv_finish")
+        )
+
+
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+@pytest.mark.parametrize("antialias", [False, True])
+def test_resize_weights_add_up_to_one(mode, antialias):
+    for length, resized in ((6, 11), (12, 5), (7, 7)):
+        index, weight = taps(
+            length, resized, resized / length, mode=mode, transform="half_pixel", nearest="floor",
+            cubic=-0.75, exclude_outside=False, antialias=antialias, roi=(0.0, 1.0),
+        )  # fmt: skip
+        assert index.shape == weight.shape == (resized, index.shape[1])
+        assert index.min() >= 0
+        assert index.max() < length
+        np.testing.assert_allclose(weight.sum(1), 1, atol=1e-6)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def attention(op: str, width: int, dtype: str, **more) -> Problem:
+    strides = {f"{name}_strides": (width * 8, width * 8, width) for name in "qkv"}
+    return Problem.of(
+        op, m=100, n=104, k=width, batch=(2, 4), dtype=dtype, dv=width, group=1, scale=1.0,
+        **strides, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["Sdpa", "SdpaGrad"])
+@pytest.mark.parametrize("width", [5, 8, 64, 72, 128, 256])
+@pytest.mark.parametrize("chip", ["H200", "4090"])
+def test_attention_always_has_a_legal_kernel(op, width, chip):
+    hw = CHIPS[chip]
+    for dtype in ("float32", "bfloat16"):
+        for mask in ((), (0, 0, 0, 1), (8, 8, 8, 1)):
+            problem = attention(op, width, dtype, mask=mask)
+            choice = select(op, problem, hw)
+            if choice is None:  # the shared memory of a small chip
+                assert (width, chip, dtype) == (256, "4090", dtype)
+                continue
+            half = (
+                dtype == "bfloat16"
+                and width % 8 == 0
+                and width <= (128 if op == "SdpaGrad" else 256)
+            )
+            assert choice.kernel.name == ("mma" if half else "simt")
+            for launch in choice.launch(problem, hw):
+                assert launch.smem <= hw.smem_per_block
+
+
+def test_every_attention_configuration_compiles_without_spills():
+    kernel = sdpa.Mma()
+    for op, width, mask in (("Sdpa", 64, ()), ("Sdpa", 128, (0, 0, 0, 1)), ("SdpaGrad", 64, (8, 8, 8, 1)),
+                            ("SdpaGrad", 128, ())):  # fmt: skip
+        problem = attention(op, width, "bfloat16", mask=mask)
+        for config in kernel.configs(problem, H200):
+            macros = sdpa.defines(**kernel.macros(problem, config))
+            for entry in jit.resources(kernel.source, macros, "sm_90a").values():
+                assert entry.clean, (op, width, config, entry)
