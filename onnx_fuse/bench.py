@@ -107,8 +107,10 @@ def run_once(
     names = [v.name for v in session.get_outputs()]
     result = RunResult(feeds, dict(zip(names, outputs, strict=True)), milliseconds)
     if profile:
-        on_gpu = device == "cuda"
-        result.operators = session.profile(feeds) if on_gpu else _operator_times(session.model, feeds)
+        if device == "cuda":
+            result.operators = session.profile(feeds)
+        else:
+            result.operators = _operator_times(session.model, feeds)
     return result
 
 

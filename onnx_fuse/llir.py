@@ -11,7 +11,7 @@ the ONNX schema has), and where there is none the node runs on onnxruntime, with
 name is without exposed values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
 
     def softmax(ctx: Context, node: ir.Node) -> str | None:
-        x = ctx.dense(node, 0)                      # Tensor, contiguous; ctx.view(node, 0): any strides
+        x = ctx.dense(node, 0)                      # contiguous; ctx.view(node, 0): any strides
         if x.dtype not in FLOATS:
             return f"no kernel for {x.dtype}"
         axis = ctx.attr(node, "axis", -1) % len(x.shape)
@@ -244,7 +244,7 @@ class Context(Protocol):
         """An array known at lowering, in device memory."""
 
     def random(self) -> tuple[Tensor, int]:
-        """The state of the random generator, uint64 [seed, draw], and a stream number of one's own."""
+        """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
 
     def call(
         self,

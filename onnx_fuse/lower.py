@@ -22,7 +22,7 @@ from onnx_fuse.ir import FUSE, Builder, infer_shapes, inline, subgraphs, to_prot
 from onnx_fuse.kernels import refusals, select
 from onnx_fuse.kernels.chains import merge
 from onnx_fuse.kernels.decompose import DECOMPOSED
-from onnx_fuse.kernels.pointwise import Code, call_of, copy, dtype_name
+from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import (
     UNKNOWN,
     Buffer,
@@ -37,8 +37,10 @@ from onnx_fuse.llir import (
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
-FAMILIES: tuple[str, ...] = ("pointwise", "views", "indexing", "random", "linear", "reduce", "norm", "softmax",
-                             "conv", "pool", "scan", "loss", "sdpa")  # fmt: skip
+FAMILIES: tuple[str, ...] = (
+    *("pointwise", "views", "indexing", "random", "linear"),
+    *("reduce", "norm", "softmax", "conv", "pool", "scan", "loss", "sdpa"),
+)
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
 HOST_LIMIT = 1 << 22
@@ -135,22 +137,20 @@ class Lowerer:
             if value.name in self.values:
                 self.slots[value] = Slot(host=self.values[value.name])
                 continue
-            shape, dtype = self.shapes[value.name or ""]
-            tensor = self._buffer("input", shape, dtype, value.name or "")
+            shape, kind = self.shapes[value.name or ""]
+            tensor = self._buffer("input", shape, kind, value.name or "")
             self.slots[value] = Slot(tensor=tensor)
             inputs.append((value.name or "", tensor))
         for value in graph.initializers.values():
             assert value.const_value is not None
             small = value.const_value.size <= WEIGHT_LIMIT and value.name not in mutable
-            floating = value.const_value.dtype.is_floating_point()
-            if small and (not floating or value.const_value.size == 1):
-                self.slots[value] = Slot(host=value.const_value.numpy())
-            elif value.const_value.dtype == ir.DataType.STRING:
+            dtype = value.const_value.dtype
+            number = value.const_value.size == 1 or not dtype.is_floating_point()
+            if (small and number) or dtype == ir.DataType.STRING:
                 self.slots[value] = Slot(host=value.const_value.numpy())
             else:
-                shape = tuple(value.const_value.numpy().shape)
-                dtype = dtype_name(value.const_value.dtype)
-                tensor = self._buffer("weight", shape, dtype, value.name or "")
+                shape, name = tuple(value.const_value.numpy().shape), dtype_name(dtype)
+                tensor = self._buffer("weight", shape, name, value.name or "")
                 known = None if value.name in mutable or not small else value.const_value.numpy()
                 self.slots[value] = Slot(host=known, tensor=tensor)
         for node in graph:
@@ -301,7 +301,7 @@ class Lowerer:
 
     def _evaluate(self, node: ir.Node) -> bool:
         """Evaluate on the host what the feeds' values do not enter."""
-        if node.op_type in RANDOM and node.domain == "" or node.domain not in ("", "ai.onnx.ml"):
+        if (node.op_type in RANDOM and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
             return False
         if node.op_type in ("Shape", "Size"):
             return self._shape(node)
@@ -924,7 +924,7 @@ class Lowerer:
                 moved,
                 why,
                 tuple(inplace),
-            )  # fmt: skip
+            )
         )
 
     def select(
@@ -946,7 +946,8 @@ class Lowerer:
             writes,
             workspace=choice.workspace(problem, self.hw),
             flops=problem.flops,
-            why=f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us",
+            why=f"{choice.kernel.name} {choice.config}: {choice.why}, "
+            f"{choice.seconds * 1e6:.1f} us",
         )
         return None
 

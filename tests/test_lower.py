@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-
 import onnxruntime
+import pytest
 from interpret import interpret
+
 from onnx_fuse import ir, lower
 from onnx_fuse.kernels import pointwise, views
 from onnx_fuse.llir import Program, Tensor, reshape_strides
+from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
 
 H200 = CHIPS["H200"]
@@ -104,11 +105,13 @@ GRAPHS = {
         {"x": X[0, 0]},
     ),
     "a shape that depends on data": (
-        "agraph (float[N] x) => (int64[1,K] y, float[N] z) { a = Neg(x) y = NonZero(a) z = Exp(a) }",
+        "agraph (float[N] x) => (int64[1,K] y, float[N] z) "
+        "{ a = Neg(x) y = NonZero(a) z = Exp(a) }",
         {"x": np.array([0, 1, 0, 2], np.float32)},
     ),
     "integer division and modulo": (
-        "agraph (int64[N] x) => (int64[N] y) <int64 d = {3}> { q = Div(x, d) m = Mul(q, x) y = Abs(m) }",
+        "agraph (int64[N] x) => (int64[N] y) <int64 d = {3}> "
+        "{ q = Div(x, d) m = Mul(q, x) y = Abs(m) }",
         {"x": np.arange(-5, 6)},
     ),
     "an empty tensor": (
@@ -116,7 +119,8 @@ GRAPHS = {
         {"x": np.zeros(0, np.float32)},
     ),
     "depth to space": (
-        'agraph (float[1,8,2,3] x) => (float[1,2,4,6] y) { y = DepthToSpace<blocksize=2, mode="CRD">(x) }',
+        "agraph (float[1,8,2,3] x) => (float[1,2,4,6] y) "
+        '{ y = DepthToSpace<blocksize=2, mode="CRD">(x) }',
         {"x": RNG.standard_normal((1, 8, 2, 3)).astype(np.float32)},
     ),
     "trilu": (
@@ -145,7 +149,8 @@ def test_graph_gives_onnxruntimes_results(name, moves_only):
 
 
 def test_views_launch_nothing():
-    text = """agraph (float[4,6] x) => (float[2,12] y) <int64[3] a = {2, 2, 6}, int64[2] b = {2, 12}>
+    text = """agraph (float[4,6] x) => (float[2,12] y)
+    <int64[3] a = {2, 2, 6}, int64[2] b = {2, 12}>
     { r = Reshape(x, a) e = Exp(r) y = Reshape(e, b) }"""
     program = program_of(ir.text_model(text), {"x": np.zeros((4, 6), np.float32)})
     assert [call.kernel for call in program.calls] == ["Exp"]
@@ -187,7 +192,8 @@ def test_names_never_reach_the_source():
 
 
 def test_state_is_written_in_place():
-    text = "agraph (float[8] w, float[8] g) => (float[8] w1) <float r = {0.5}> { s = Mul(g, r) w1 = Sub(w, s) }"
+    text = """agraph (float[8] w, float[8] g) => (float[8] w1) <float r = {0.5}>
+    { s = Mul(g, r) w1 = Sub(w, s) }"""
     feeds = {"w": np.zeros(8, np.float32), "g": np.zeros(8, np.float32)}
     program = program_of(ir.text_model(text), feeds, state={"w1": "w"})
     (call,) = program.calls
@@ -220,3 +226,18 @@ def test_width_follows_alignment():
     assert width(2, (4, 8), (8, 1)) == 2
     assert width(0, (4, 8), (9, 1)) == 1
     assert width(0, (4, 6), (8, 1)) == 2
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
+    text = """agraph (float[2,4] x) => (float[2,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}>
+    { a = MatMul(x, w) y = Exp(a) }"""
+    model = ir.text_model(text)
+    ir.infer_shapes(model)
+    half = model.clone()
+    lower_precision(half, ir.ir.DataType[dtype])
+    feeds = {"x": np.ones((2, 4), np.float32)}
+    matmul = next(c for c in program_of(half, feeds).calls if "MatMul" in c.kernel)
+    assert {t.dtype for _, t in (*matmul.reads, *matmul.writes)} == {dtype.lower()}
+    assert {v.dtype for n in model.graph for v in n.outputs} == {ir.ir.DataType.FLOAT}
+    assert [v.dtype for v in half.graph.outputs] == [ir.ir.DataType.FLOAT]

@@ -20,7 +20,7 @@ def tensor(buffer: int, size: int) -> Tensor:
 
 
 def program(steps: list[tuple[list[int], list[int]]], sizes: dict[int, int], **call) -> Program:
-    """Calls of (reads, writes) by buffer; buffer 0 is the input, the last one written the output."""
+    """Calls of (reads, writes) by buffer: 0 is the input, the last one written the output."""
     calls = tuple(
         Call(
             "k",

@@ -8,11 +8,11 @@ the other; what only the chain itself read is then never stored.
 from __future__ import annotations
 
 import heapq
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 
 from onnx_fuse.kernels.jit import source_text
@@ -359,7 +359,16 @@ def _twins(members: Sequence[Call]) -> Call:
     )
 
 
-_BOUNDS = re.compile(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)")
+def _without_bounds(text: str) -> str:
+    """The text without its __launch_bounds__(...), which only a __global__ function may have."""
+    head, *rest = text.split("__launch_bounds__")
+    for part in rest:
+        depth, end = 0, 0
+        while depth or "(" not in part[:end]:
+            depth += {"(": 1, ")": -1}.get(part[end], 0)
+            end += 1
+        head += part[end:]
+    return head
 
 
 def free_axis(launch: Launch) -> str | None:
@@ -393,7 +402,7 @@ def launch_twins(members: Sequence[Call]) -> Launch:
         else:
             column = sum(isinstance(a, Ptr) for a in launch.args[:i])
             passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
-    text = _BOUNDS.sub("", source_text(launch.source)).replace("__global__", "__device__ inline")
+    text = _without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
     source = f"""{text}
 struct TwinPointer {{
     u64 p;
@@ -424,9 +433,9 @@ def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
             step *= d
             cuts.add(step)
     ordered = sorted(cuts | {1})
-    if any(high % low for low, high in zip(ordered, ordered[1:], strict=False)):
+    if any(high % low for low, high in pairwise(ordered)):
         return None
-    return [high // low for low, high in zip(ordered, ordered[1:], strict=False)][::-1]
+    return [high // low for low, high in pairwise(ordered)][::-1]
 
 
 def join(a: Call, b: Call) -> Call | None:

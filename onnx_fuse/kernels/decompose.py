@@ -110,7 +110,7 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None] 
         columns = [c for c in second if c not in term]
 
         def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
-            v = op.Transpose(v, perm=[t.index(c) for c in sum(order, [])])
+            v = op.Transpose(v, perm=[t.index(c) for part in order for c in part])
             return op.Reshape(v, [int(np.prod([size[c] for c in part])) for part in order])
 
         a = matrix(value, term, [batch, rows, inner])

@@ -138,7 +138,8 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
         inner = prod(x.shape[axis + 1 :])
         lines = index.size // index.shape[axis]
         sizes = (lines, inner, index.shape[axis], x.shape[axis])
-        args: tuple[Arg, ...] = (Ptr("y"), Ptr("index"), Ptr("update"), *(Num("i64", s) for s in sizes))
+        numbers = (Num("i64", s) for s in sizes)
+        args: tuple[Arg, ...] = (Ptr("y"), Ptr("index"), Ptr("update"), *numbers)
         launch = Launch(
             "indexing/scatter.cu", "scatter_elements", _blocks(lines), (THREADS, 1, 1), args,
             _scatter_defines(index, update, ctx.attr(node, "reduction", "none")),
@@ -174,9 +175,9 @@ def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
 
 def one_hot(ctx: Context, node: ir.Node) -> str | None:
     """y = index == arange(depth) ? on : off, with negative indices counted from the end."""
-    from onnx_fuse.kernels.pointwise import Code, emit
-
     import numpy as np
+
+    from onnx_fuse.kernels.pointwise import Code, emit
 
     depth, index = ctx.host(node, 1), ctx.view(node, 0)
     if depth is None:

@@ -1,8 +1,8 @@
 """Pointwise ops: one table of expressions; chains of them become one generated kernel.
 
-An Expression is straight-line code over the elements of an iteration space. Its loads and stores are
-the reads and writes of its Call, as views of that space (stride 0 on broadcast axes), so the copies
-that Transpose, Concat, Slice, Expand or Tile need are Expressions too. The text of a kernel holds
+An Expression is straight-line code over the elements of an iteration space. Its loads and stores
+are the reads and writes of its Call, as views of that space (stride 0 on broadcast axes), so the
+copies that Transpose, Concat, Slice or Expand need are Expressions too. The text of a kernel holds
 the structure alone; sizes, strides and scalars are arguments, so other shapes compile nothing.
 """
 
@@ -249,8 +249,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     body: list[str] = []
     if rank > 1:
         body.append(f"{index} r = i;")
-        for k in reversed(range(1, rank)):
-            body.append(f"const {index} c{k} = r % d{k}; r /= d{k};")
+        body += [f"const {index} c{k} = r % d{k}; r /= d{k};" for k in reversed(range(1, rank))]
         body.append(f"const {index} c0 = r;")
     tail = rank == 1 and dims[0] % width != 0
     for name, s, tensor in zip(names, strides, tensors, strict=True):
@@ -277,7 +276,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
                 f"const {vec} {name}v = {f'i + {width} <= n ? {full} : {part}' if tail else full};"
             )
         else:
-            guard = f" && (v == 0 || i + v < n)" if tail and s[-1] else ""
+            guard = " && (v == 0 || i + v < n)" if tail and s[-1] else ""
             body.append(
                 f"{vec} {name}v = {{}}; for (int v = 0; v < {width}; v++) "
                 f"if (true{guard}) {name}v.at[v] = ({where})[{step}];"
@@ -368,8 +367,8 @@ def launch_many(
         f"    int t = 0;\n"
         f"    for (int step = {rows} / 2; step; step /= 2)\n"
         f"        if (t + step < rows && table.at[t + step].first <= blockIdx.x) t += step;\n"
-        f"    const i64 n = table.at[t].n;\n"
-        f"    const i64 i = ((blockIdx.x - table.at[t].first) * {THREADS} + threadIdx.x) * {width};\n"
+        f"    const i64 n = table.at[t].n, block = blockIdx.x - table.at[t].first;\n"
+        f"    const i64 i = (block * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
     return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), tuple(args))

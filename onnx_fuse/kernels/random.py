@@ -78,7 +78,7 @@ def bernoulli(ctx: Context, node: ir.Node) -> str | None:
 
 
 def dropout(ctx: Context, node: ir.Node) -> str | None:
-    """y = x scale, mask = scale > 0 with scale 1 / (1 - ratio) where kept; outside training y = x."""
+    """y = x scale, mask = scale > 0; scale = 1 / (1 - ratio) where kept. Outside training y = x."""
     x = ctx.view(node, 0)
     training = ctx.host(node, 2) if ctx.has(node, 2) else np.zeros((), bool)
     ratio = ctx.host(node, 1) if ctx.has(node, 1) else np.array(0.5)

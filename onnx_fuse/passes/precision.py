@@ -1,4 +1,4 @@
-"""Precision: a float32 graph computed in bfloat16 or float16, its inputs and outputs as they were."""
+"""A float32 graph computed in bfloat16 or float16, its inputs and outputs as they were."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in kept]
     for node in list(graph):
         _node(node, dtype, kept)
-        for value in node.outputs:
+        for value in node.outputs:  # a new type: clones share theirs
             if value.dtype == F32 and value not in kept:
-                value.dtype = dtype
+                value.type = ir.TensorType(dtype)
     for value in [*inputs, *(weights if masters else ())]:
         uses = list(value.uses())
         cast = op.Cast(value, to=dtype.value)
@@ -56,7 +56,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         for value in weights:
             assert value.const_value is not None
             value.const_value = ir.tensor(_cast(value.const_value.numpy(), dtype), name=value.name)
-            value.dtype = dtype
+            value.type = ir.TensorType(dtype)
     if op.nodes:
         first = next(iter(graph), None)
         if first is None:

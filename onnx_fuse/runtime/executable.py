@@ -221,9 +221,8 @@ class Executable:
         tensor, address = self.resident[name]
         dense = np.ascontiguousarray(array)
         if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
-            raise UsageError(
-                f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dense.dtype}{list(dense.shape)}"
-            )
+            given = f"{dense.dtype}{list(dense.shape)}"
+            raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {given}")
         if dense.nbytes:
             self.stream.upload(address, dense.ctypes.data, dense.nbytes)
         self.stream.wait(f"writing {name}")
@@ -297,8 +296,8 @@ class Instance:
         fallbacks = "".join(f"on onnxruntime: {f}\n" for f in self.program.fallbacks)
         weights = sum(b.nbytes for b in self.program.buffers if b.kind == "weight")
         return (
-            f"{self.program}\n{fallbacks}{self.plan}\nthis shape holds {self.memory.nbytes:,} bytes,"
-            f" weights {weights:,}"
+            f"{self.program}\n{fallbacks}{self.plan}\n"
+            f"this shape holds {self.memory.nbytes:,} bytes, weights {weights:,}"
         )
 
     def _place_weights(self) -> None:
@@ -318,7 +317,7 @@ class Instance:
         if segment.host:
             from onnx_fuse.runtime import ort
 
-            return lambda session=ort.session(segment.host): self._host(segment, session)
+            return partial(self._host, segment, ort.session(segment.host))
         bound: list[tuple[str, jit.Bound]] = []
         for i, call in enumerate(segment.calls, segment.first):
             bound += self._bind(i, call)
@@ -326,11 +325,12 @@ class Instance:
             return lambda: None
 
         def enqueue() -> None:
-            for label, step in bound:
-                try:
+            label = ""
+            try:
+                for label, step in bound:  # noqa: B007 - named in the fault
                     step.enqueue(owner.stream.handle)
-                except DeviceError as error:
-                    raise DeviceError(f"{label}: {error}") from error
+            except DeviceError as error:
+                raise DeviceError(f"{label}: {error}") from error
 
         if not config.GRAPH.value:
             return enqueue
@@ -380,11 +380,10 @@ class Instance:
         for name, tensor in self._inputs.items():
             value = feeds[name]
             at = self.address[tensor.buffer]
-            if isinstance(value, np.ndarray):
-                if value.nbytes:
-                    room = self._pinned_in.array[at - base - start :][: value.nbytes]
-                    np.copyto(room.view(value.dtype).reshape(value.shape), value)
-                    staged = True
+            if isinstance(value, np.ndarray) and value.nbytes:
+                room = self._pinned_in.array[at - base - start :][: value.nbytes]
+                np.copyto(room.view(value.dtype).reshape(value.shape), value)
+                staged = True
         if staged:
             stream.upload(base + start, self._pinned_in.address, span)
         for name, tensor in self._inputs.items():
@@ -393,7 +392,7 @@ class Instance:
                 stream.move(self.address[tensor.buffer], pointer, tensor.nbytes)
 
     def launch(self) -> None:
-        """Everything between the feeds and the fetches, asynchronously where nothing runs on the host."""
+        """All between the feeds and the fetches; returns before it is done."""
         for step in self._steps:
             step()
 
@@ -442,7 +441,8 @@ class Instance:
             stream.download(self._pinned_out.address, self.memory.address + start, span)
         stream.wait(self._describe())
         found: dict[str, Any] = dict(self._run_tail()) if program.tail is not None else {}
-        wanted = list(names) if names is not None else [n for n, _ in program.outputs if n not in self.owner.state]
+        state = self.owner.state
+        wanted = [n for n, _ in program.outputs if n not in state] if names is None else list(names)
         known = dict(program.outputs)
         results = []
         for name in wanted:

@@ -6,8 +6,8 @@ import warnings
 
 import numpy as np
 import pytest
-
 from cases import RealCase, real_cases
+
 from onnx_fuse import autodiff, optim, passes, train
 from onnx_fuse.session import InferenceSession, load
 

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import onnxruntime
 import pytest
-
 import test_lower
+
 from onnx_fuse import InferenceSession, ir, optim, train
 from onnx_fuse.errors import CheckFailed, DeviceError
 from onnx_fuse.kernels import pointwise
@@ -194,9 +194,7 @@ def test_dropout_keeps_the_mean_and_the_mask_agrees() -> None:
 def test_a_step_that_is_not_finite_leaves_the_states() -> None:
     text = """agraph (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}>
     { y = MatMul(x, w) }"""
-    trainer = train.Trainer(
-        ir.text_model(text), loss="mse", optimizer=optim.AdamW(), device="cuda"
-    )
+    trainer = train.Trainer(ir.text_model(text), loss="mse", optimizer=optim.AdamW(), device="cuda")
     labels = np.zeros((3, 2), np.float32)
     trainer.step({"x": np.ones((3, 4), np.float32), "labels": labels})
     before = trainer.weights()
