@@ -159,23 +159,27 @@ def test_attention_always_has_a_legal_kernel(op, width, chip):
         for mask in ((), (0, 0, 0, 1), (8, 8, 8, 1)):
             problem = attention(op, width, dtype, mask=mask)
             choice = select(op, problem, hw)
-            if choice is None:  # the shared memory of a small chip
-                assert (width, chip, dtype) == (256, "4090", dtype)
+            if choice is None:  # its shared memory is too small: the op's body runs instead
+                assert chip == "4090"
+                assert width >= 128
                 continue
-            half = (
-                dtype == "bfloat16"
-                and width % 8 == 0
-                and width <= (128 if op == "SdpaGrad" else 256)
-            )
-            assert choice.kernel.name == ("mma" if half else "simt")
+            widest = 128 if op == "SdpaGrad" else 256
+            if chip == "H200":
+                half = dtype == "bfloat16" and width % 8 == 0 and width <= widest
+                assert choice.kernel.name == ("mma" if half else "simt")
             for launch in choice.launch(problem, hw):
                 assert launch.smem <= hw.smem_per_block
 
 
 def test_every_attention_configuration_compiles_without_spills():
     kernel = sdpa.Mma()
-    for op, width, mask in (("Sdpa", 64, ()), ("Sdpa", 128, (0, 0, 0, 1)), ("SdpaGrad", 64, (8, 8, 8, 1)),
-                            ("SdpaGrad", 128, ())):  # fmt: skip
+    rows = (
+        ("Sdpa", 64, ()),
+        ("Sdpa", 128, (0, 0, 0, 1)),
+        ("SdpaGrad", 64, (8, 8, 8, 1)),
+        ("SdpaGrad", 128, ()),
+    )
+    for op, width, mask in rows:
         problem = attention(op, width, "bfloat16", mask=mask)
         for config in kernel.configs(problem, H200):
             macros = sdpa.defines(**kernel.macros(problem, config))
