@@ -38,7 +38,7 @@ MATRIX = frozenset(("MatMul", "Gemm"))
 class Emitter(Builder):
     """A Builder that names and types each node it makes, and makes one node of equal ones."""
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(self, model: ir.Model, taken: set[str | None] | None = None) -> None:
         super().__init__()
         self.opset: int = model.graph.opset_imports[""]
         self.stem = "grad"
@@ -48,9 +48,10 @@ class Emitter(Builder):
             for domain, version in model.graph.opset_imports.items()
         ]
         self._seen: dict[Any, ir.Node] = {}
-        self._taken = {v.name for v in (*model.graph.inputs, *model.graph.initializers.values())}
+        self.taken = set() if taken is None else taken
+        self.taken.update(v.name for v in (*model.graph.inputs, *model.graph.initializers.values()))
         for node in ir.traversal.RecursiveGraphIterator(model.graph):
-            self._taken.update((node.name, *(v.name for v in node.outputs)))
+            self.taken.update((node.name, *(v.name for v in node.outputs)))
         for node in model.graph:
             if node.op_type == "Shape" and not node.domain:
                 self._seen.setdefault(_key(node), node)
@@ -94,10 +95,10 @@ class Emitter(Builder):
 
     def fresh(self, stem: str) -> str:
         name, count = stem, 0
-        while name in self._taken:
+        while name in self.taken:
             count += 1
             name = f"{stem}_{count}"
-        self._taken.add(name)
+        self.taken.add(name)
         return name
 
     def _infer(self, node: ir.Node) -> dict[str, onnx.TypeProto]:
@@ -263,9 +264,19 @@ def backward(
     have to flow through a node that has none, naming the node, its operator and the reason; without
     `strict`, a value all of whose paths end at such nodes is left out.
     """
-    graph, op = model.graph, Emitter(model)
-    if any(v.type is None for n in graph for v in n.outputs):
+    if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
+    return _walk(Emitter(model), model.graph, dys, wrt, strict=strict)
+
+
+def _walk(
+    op: Emitter,
+    graph: ir.Graph,
+    dys: Mapping[ir.Value, ir.Value | None],
+    wrt: Sequence[ir.Value],
+    *,
+    strict: bool,
+) -> dict[str, ir.Value]:
     kept = {v.name: v for v in dys}
     nodes, active, stops = _mark(graph, op, wrt)
     by_name = {v.name: v for n in graph for v in n.outputs} | {v.name: v for v in _roots(graph)}
@@ -371,8 +382,12 @@ def _step(
     definition, _ = lookup(node)
     rule = definition.grad if definition is not None else None
     op.active = active
+    if node.op_type == "If" and not node.domain:
+        for value, grad in _through_if(op, node, dys, active):
+            pending.setdefault(value, []).append(grad)
+        return
     if _captures(node):
-        raise fail(node, "the gradient does not pass through control flow")
+        raise fail(node, "the gradient does not pass through loops")
     if rule is None or isinstance(rule, NoGrad):
         raise fail(node, "this operator has no gradient rule")
     op.stem = f"{node.name or node.outputs[0].name}.grad"
@@ -389,6 +404,42 @@ def _step(
         else:
             dx = _shaped(dx, x)
         pending.setdefault(x, []).append(dx)
+
+
+def _through_if(
+    op: Emitter, node: ir.Node, dys: Sequence[ir.Value | None], active: set[ir.Value]
+) -> list[tuple[ir.Value, ir.Value]]:
+    """(x, dx) for each value the branches capture: an If whose branches are the branches' backward.
+
+    A branch computes its forward again, for what it kept is out of reach.
+    """
+    xs = list(dict.fromkeys(v for v in _reads(node) if v is not None and v in active))
+    branches = {}
+    for name in ("then_branch", "else_branch"):
+        branch = node.attributes[name].as_graph().clone(allow_outer_scope_values=True)
+        branch.opset_imports.update({"": op.opset, FUSE: 1})
+        inner = Emitter(ir.Model(branch, ir_version=10), op.taken)
+        for copy in branch:
+            inner.adopt(copy)
+        wanted = {y: dy for y, dy in zip(branch.outputs, dys, strict=True) if dy is not None}
+        found = _walk(inner, branch, wanted, xs, strict=False)
+        inner.nodes, inner.stem = [], f"{op.stem}/{name}"
+        outputs = []
+        for x in xs:
+            dx = found.get(x.name or "")
+            dx = zeros_like(inner, x) if dx is None else dx
+            outputs.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
+            outputs[-1].type, outputs[-1].shape = x.type, x.shape
+        branch.extend(inner.nodes)
+        branch.outputs.clear()
+        branch.outputs.extend(outputs)
+        branches[name] = branch
+    op.stem = f"{node.name or node.outputs[0].name}.grad"
+    made = op.node("If", [node.inputs[0]], outputs=len(xs), attributes=branches)
+    grads = (made,) if len(xs) == 1 else made
+    for x, dx in zip(xs, grads, strict=True):
+        dx.type, dx.shape = x.type, x.shape
+    return list(zip(xs, grads, strict=True))
 
 
 def _shaped(g: ir.Value, like: ir.Value) -> ir.Value:
@@ -426,7 +477,7 @@ def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> Non
     wanted, used = set(results), []
     for node in reversed(nodes):
         if any(v in wanted for v in node.outputs):
-            wanted.update(v for v in node.inputs if v is not None)
+            wanted.update(v for v in _reads(node) if v is not None)
             used.append(node)
         else:
             for i in range(len(node.inputs)):

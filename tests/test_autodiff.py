@@ -181,13 +181,38 @@ def test_refused_with_the_node_and_the_reason(body, error, words):
         assert word in str(caught.value)
 
 
-def test_control_flow_is_refused():
-    text = """agraph (float[2] x, bool c) => (float[2] y) {
-        y = If (c) <then_branch = a () => (float[2] p) { p = Neg (x) },
-                    else_branch = b () => (float[2] q) { q = Exp (x) }>
+def test_loops_are_refused():
+    text = """agraph (float[2] x, int64 n) => (float[2] y) {
+        y = Loop (n, , x) <body = b (int64 i, bool c, float[2] s) => (bool d, float[2] t) {
+            d = Identity (c)
+            t = Mul (s, x)
+        }>
     }"""
-    with pytest.raises(ModelError, match=r"\(If\): the gradient does not pass through control"):
+    with pytest.raises(ModelError, match=r"\(Loop\): the gradient does not pass through loops"):
         autodiff.gradient(ir.text_model(text), wrt=["x"])
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_if_gets_an_if(condition):
+    text = """agraph (float[N,2] x, float[2] w, bool c) => (float[N,2] y) {
+        h = Mul (x, w)
+        z, k = If (c) <
+            then_branch = a () => (float[N,2] p, float[2] r) { p = Sin (h)\n r = Exp (w) },
+            else_branch = b () => (float[N,2] q, float[2] s) { q = Mul (h, h)\n s = Identity (w) }>
+        y = Mul (z, k)
+    }"""
+    x, dy = rng().standard_normal((2, 3, 2), "f")
+    w = np.array([0.5, -1.5], "f")
+    feeds = {"x": x, "w": w, "c": np.array(condition), "y.grad": dy}
+    got = run(autodiff.gradient(ir.text_model(text), wrt=["w", "x"]), feeds)
+    h = x * w
+    z, dz, k, dk = (
+        (np.sin(h), np.cos(h), np.exp(w), np.exp(w)) if condition else (h * h, 2 * h, w, 1)
+    )
+    np.testing.assert_allclose(got["x.grad"], dy * k * dz * w, rtol=1e-5)
+    np.testing.assert_allclose(
+        got["w.grad"], (dy * k * dz * x + dy * z * dk).sum(0), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_stopped_path_is_zero_where_another_is_open():

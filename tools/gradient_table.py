@@ -31,8 +31,8 @@ onnxruntime runs.
 - **none**: no gradient flows; asking for one that could only come through such a node is an error
   that says why.
 
-Control flow (If, Loop, Scan) is refused where a gradient would have to pass; so is every operator
-not listed here.
+The gradient of an If is an If of its branches' gradients. Loop and Scan are refused where a
+gradient would have to pass; so is every operator not listed here.
 """
 
 
