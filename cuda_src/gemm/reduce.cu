@@ -1,7 +1,7 @@
 // gemm/reduce.cu: y = epilogue(sum_s part[s]) after a GEMM whose k was split, the splits in order.
-// Idea     : a block a row, so that the row's sums (dgamma) have one owner.
-// Inputs   : partial [splits, M, N] f32; c [M,N] TO.   Outputs: y, z [M,N] TO; part [2, M] f32 (EPI_DW).
-// Macros   : TO, TV; the epilogue's.   Launch: M blocks of 256 threads.
+// Idea     : a block 1024 columns of a row, so that its part of the row's sums has one owner.
+// Inputs   : partial [splits, M, N] f32; c [M,N] TO.   Outputs: y, z [M,N] TO; part [ceil(N / 1024), 2, M] f32 (EPI_DW).
+// Macros   : TO, TV; the epilogue's.   Launch: grid (M, ceil(N / 1024)), 256 threads.
 // Bound    : bytes.
 #include "gemm/epilogue.cuh"
 
@@ -16,7 +16,9 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     Row row = {EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_ROWS > 1 ? to_float(row1[m]) : 0.0f,
                EPI_ROWS > 2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f};
     Dots dots = {};
-    for (int n = threadIdx.x; n < N; n += 256) {
+    int to = (blockIdx.y + 1) * 1024 < N ? (blockIdx.y + 1) * 1024 : N;
+#pragma unroll
+    for (int n = blockIdx.y * 1024 + threadIdx.x; n < to; n += 256) {
         i64 at = (i64)m * N + n;
         float v = 0, zz = 0;
 #pragma unroll 8
@@ -30,6 +32,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     if (EPI_DW) {
         dots.gamma = block_sum<256>(dots.gamma, scratch);
         dots.beta = block_sum<256>(dots.beta, scratch);
-        if (threadIdx.x == 0) part[m] = dots.gamma, part[M + m] = dots.beta;
+        float* at = part + (i64)blockIdx.y * 2 * M + m;
+        if (threadIdx.x == 0) at[0] = dots.gamma, at[M] = dots.beta;
     }
 }

@@ -50,16 +50,24 @@ extern "C" __global__ __launch_bounds__(256) void fold_columns(
     int n = blockIdx.x * 256 + lane * VEC;
     float s[VEC] = {}, v[VEC] = {};
     if (n < N)
-#pragma unroll 8
-        for (int i = deep; i < 64; i += DEEP) {
-            int k = blockIdx.y * 64 + i;
-            if (k >= K) break;
-            float g = gamma ? to_float(gamma[k]) : 1.0f, b = beta ? to_float(beta[k]) : 0.0f;
-            auto in = load<VEC>(w + (i64)k * N + n);
-            Vec<TO, VEC> q;
 #pragma unroll
-            for (int j = 0; j < VEC; j++) fold_one(in.at[j], g, b, q.at[j], s[j], v[j]);
-            store<VEC>(wq + (i64)k * N + n, q);
+        for (int i = 0; i < 64 / DEEP; i += 8) {  // 8 loads in flight: no branch between them
+            Vec<T, VEC> in[8];
+#pragma unroll
+            for (int u = 0; u < 8; u++) {
+                int k = blockIdx.y * 64 + deep + (i + u) * DEEP;
+                in[u] = k < K ? load<VEC>(w + (i64)k * N + n) : Vec<T, VEC>{};
+            }
+#pragma unroll
+            for (int u = 0; u < 8; u++) {
+                int k = blockIdx.y * 64 + deep + (i + u) * DEEP;
+                if (k >= K) continue;
+                float g = gamma ? to_float(gamma[k]) : 1.0f, b = beta ? to_float(beta[k]) : 0.0f;
+                Vec<TO, VEC> q;
+#pragma unroll
+                for (int j = 0; j < VEC; j++) fold_one(in[u].at[j], g, b, q.at[j], s[j], v[j]);
+                store<VEC>(wq + (i64)k * N + n, q);
+            }
         }
 #pragma unroll
     for (int j = 0; j < VEC; j++) {

@@ -145,7 +145,7 @@ class Wgmma:
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * (0.1 if pingpong else 0.5)
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
-            seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + hw.launch_seconds
+            seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
         return max(seconds, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
@@ -155,7 +155,8 @@ class Wgmma:
 
     def parts(self, problem: Problem, config: Config) -> int:
         """How many [2, m] planes of "part" hold the row sums of dgamma and dbeta."""
-        return 1 if config.integer("splits") > 1 else ceil(problem.n / config.integers("tile")[1])
+        columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
+        return ceil(problem.n / columns)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The product, then the reduction where k is split."""
@@ -243,7 +244,7 @@ class Wgmma:
         reduce = Launch(
             "gemm/reduce.cu",
             "gemm_reduce",
-            (m, 1, 1),
+            (m, ceil(n / 1024), 1),
             (256, 1, 1),
             (
                 Ptr("workspace"), Num("i32", splits), Num("i32", m), Num("i32", n),

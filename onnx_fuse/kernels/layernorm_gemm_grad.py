@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_dots, sum_parts
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
@@ -45,11 +46,12 @@ class TwoGemms:
 
     def __init__(self) -> None:
         self.inner = Wgmma()
+        self.for_dx: dict[str, Wgmma | Skinny] = {"wgmma": self.inner, "skinny": Skinny()}
 
     def sources(self) -> tuple[str, ...]:
         """The GEMM's, and the three passes around it."""
         around = ("norm/fold.cu", "norm/row_dots.cu", "norm/sum_parts.cu")
-        return (*self.inner.sources(), *around)
+        return (*self.inner.sources(), *Skinny().sources(), *around)
 
     def _dx(self, problem: Problem) -> Problem:
         return Problem.of(
@@ -86,21 +88,25 @@ class TwoGemms:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """The few best pairs of the two GEMMs' configurations: their choices are independent."""
 
-        def best(gemm: Problem) -> list[Config]:
-            every = self.inner.configs(gemm, hw)
-            return sorted(every, key=lambda how: self.inner.cost(gemm, how, hw))[:6]
+        def best(gemm: Problem, names: Sequence[str]) -> list[Config]:
+            every = [
+                (how.having(kernel=name), self.for_dx[name].cost(gemm, how, hw))
+                for name in names
+                if self.for_dx[name].supports(gemm, hw) is None
+                for how in self.for_dx[name].configs(gemm, hw)
+            ]
+            return [how for how, _ in sorted(every, key=lambda pair: pair[1])][:6]
 
-        dx, dw = best(self._dx(problem)), best(self._dw(problem))
+        dx = best(self._dx(problem), tuple(self.for_dx))
+        dw = best(self._dw(problem), ("wgmma",))
         pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
         return [
-            Config(
-                tuple(sorted(
-                    [(f"dx_{key}", value) for key, value in first.attrs]
-                    + [(f"dw_{key}", value) for key, value in second.attrs]
-                ))
+            Config.of(
+                **{f"dx_{key}": value for key, value in first.attrs},
+                **{f"dw_{key}": value for key, value in second.attrs},
             )
             for first, second in pairs
-        ]  # fmt: skip
+        ]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Both GEMMs, one pass over dy and z, one over w, two small sums."""
@@ -110,7 +116,7 @@ class TwoGemms:
         passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
         passes += problem.m * problem.n if problem.attr("act") else 0
         return (
-            self.inner.cost(self._dx(problem), dx, hw)
+            self.for_dx[dx.text("kernel")].cost(self._dx(problem), dx, hw)
             + self.inner.cost(self._dw(problem), dw, hw)
             + passes * size / (0.85 * hw.bandwidth)
             + 5 * hw.launch_seconds
@@ -143,7 +149,7 @@ class TwoGemms:
         scratch = max(
             0 if problem.attr("folded") else 8 * fold_parts(k, False) * n,
             4 * rows * n,
-            self.inner.workspace(gemm_dx, how_dx, hw),
+            self.for_dx[how_dx.text("kernel")].workspace(gemm_dx, how_dx, hw),
             self.inner.workspace(gemm_dw, how_dw, hw),
         )
         part, dots_part = arena.take(scratch), arena.take(8 * tiles * k)
@@ -159,7 +165,7 @@ class TwoGemms:
                     "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
                     "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part,
                 })
-                for call in self.inner.launch(gemm_dx, how_dx, hw)
+                for call in self.for_dx[how_dx.text("kernel")].launch(gemm_dx, how_dx, hw)
             ),
             *(
                 rename(call, {
