@@ -294,6 +294,7 @@ def _canonical(model: ir.Model) -> ir.Model:
         raise ModelError(f"node '{scan.name}': opset {version}'s Scan has no later counterpart")
     if version < CANONICAL_OPSET:
         model = _upgrade(model)
+    _check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
     return model
 
@@ -461,9 +462,44 @@ def unique_name(graph: ir.Graph, stem: str) -> str:
 
 def infer_shapes(model: ir.Model) -> None:
     """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
+    # onnx follows the entries of every vector, shape or not, at 60 bytes each (1.23).
+    _infer(model, data_prop=all(_length(v) <= _LONGEST_SHAPE for v in _values(model)))
+
+
+_LONGEST_SHAPE = 1 << 20
+
+
+def _length(value: ir.Value) -> int:
+    """Entries of a vector; 0 for all else."""
+    shape = value.shape
+    dim = shape[0] if shape is not None and len(shape) == 1 else 0
+    return dim if isinstance(dim, int) else 0
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from model.graph.initializers.values()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        yield from node.outputs
+
+
+def _check_sizes(model: ir.Model) -> None:
+    """Shapes that constants ask for: nothing may be too large to address."""
+    _infer(model, data_prop=False)
+    for value in _values(model):
+        dims = [d for d in value.shape or () if isinstance(d, int)]
+        if math.prod(dims) >= 2**48:
+            node = value.producer()
+            where = f"node '{node.name}' ({node.op_type})" if node else f"input '{value.name}'"
+            raise ModelError(f"{where} has shape {value.shape}: its size overflows")
+
+
+def _infer(model: ir.Model, *, data_prop: bool) -> None:
     with functions_attached(model), quiet("onnx_ir"):
         kept = [(v, v.type, v.shape) for v in _sequences(model)]
-        common_passes.ShapeInferencePass(strict_mode=False, check_type=False)(model)
+        common_passes.ShapeInferencePass(strict_mode=False, check_type=False, data_prop=data_prop)(
+            model
+        )
         for value, type_, shape in kept:
             value.type, value.shape = type_, shape
 

@@ -330,7 +330,7 @@ def generate(
         if accepted and all(len(values) > 1 for values in seen.values()):
             break
     if not accepted:
-        reason = " ".join(str(first_error or "its outputs are empty").split())[:300]
+        reason = ort.plain(first_error) if first_error else "its outputs are empty"
         raise ModelError(
             f"onnxruntime runs the original on none of the generated inputs ({reason}): give "
             "inputs (--inputs FILE.npz) or skip the check"

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from conftest import ENCODER, Cli
+from support import ENCODER, Cli
 
 from onnx_fuse import ir, passes
 

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir
 import onnxruntime as ort
 import pytest
-from conftest import ENCODER
+from support import ENCODER
 
 import onnx_fuse as of
 from onnx_fuse import ir, session

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 import pytest
-from conftest import ENCODER, Cli
+from support import ENCODER, Cli
 
 from onnx_fuse import ir, ops, passes, validate
 from onnx_fuse.errors import ModelError, UsageError

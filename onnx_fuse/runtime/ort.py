@@ -72,8 +72,12 @@ def faults(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OnnxFuseError) or not _from_onnxruntime(error):
             raise
-        text = _NOISE.sub("", " ".join(str(error).split()))
-        raise ModelError(f"{name}: onnxruntime: {text[:400]}") from error
+        raise ModelError(f"{name}: onnxruntime: {plain(error)}") from error
+
+
+def plain(error: BaseException) -> str:
+    """An error's text on one line, without onnxruntime's numbers and C++ signatures."""
+    return _NOISE.sub("", " ".join(str(error).split()))[:400]
 
 
 # Its own error numbers, and the C++ function an error was raised in.
@@ -139,7 +143,8 @@ def _child(work: Callable[[], Any], name: str, writer: int) -> None:
             with faults(name):
                 answer = (True, work())
         except OnnxFuseError as error:
-            answer = (False, type(error)(str(error)))
+            text = str(error)
+            answer = (False, type(error)(text if name in text else f"{name}: {text}"))
         except MemoryError:
             answer = (False, ModelError(f"{name}: out of memory"))
         except Exception as error:  # noqa: BLE001 - the parent raises it
