@@ -188,6 +188,8 @@ class Call:
     bytes: int = 0
     why: str = ""
     inplace: tuple[tuple[str, str], ...] = ()
+    problem: Problem | None = field(default=None, repr=False)
+    """What a registry candidate was chosen for: passes may ask for another."""
     expression: Expression | None = field(default=None, repr=False)
     host: ModelBytes = field(default=b"", repr=False)
 

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir import FUSE, Builder, infer_shapes, inline, subgraphs, to_proto
 from onnx_fuse.kernels import refusals, select
-from onnx_fuse.kernels.chains import merge
+from onnx_fuse.kernels.chains import chosen, merge
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import (
@@ -166,7 +166,7 @@ class Lowerer:
             after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
             self.calls.append(call_of(code.expression(after), code.reads, [draw], ["random"]))
             keep.add(self._random.buffer)
-        calls = merge(self.calls, keep, self.hw)
+        calls = merge(self.calls, keep, self.hw, self.prefs)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
         return Program(
             calls,
@@ -939,16 +939,8 @@ class Lowerer:
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             return listing or f"{problem.op} has no kernel"
-        self.call(
-            node,
-            choice.launch(problem, self.hw),
-            reads,
-            writes,
-            workspace=choice.workspace(problem, self.hw),
-            flops=problem.flops,
-            why=f"{choice.kernel.name} {choice.config}: {choice.why}, "
-            f"{choice.seconds * 1e6:.1f} us",
-        )
+        self.call(node, (), reads, writes, flops=problem.flops)
+        self.calls[-1] = chosen(replace(self.calls[-1], problem=problem), choice, self.hw)
         return None
 
 

@@ -241,3 +241,15 @@ def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
     assert {t.dtype for _, t in (*matmul.reads, *matmul.writes)} == {dtype.lower()}
     assert {v.dtype for n in model.graph for v in n.outputs} == {ir.ir.DataType.FLOAT}
     assert [v.dtype for v in half.graph.outputs] == [ir.ir.DataType.FLOAT]
+
+
+def test_a_residual_is_added_in_the_product():
+    text = """agraph (float[4,64] x, float[4,64] r, float[64,64] w) => (float[4,64] y)
+    { a = MatMul(x, w) y = Add(r, a) }"""
+    feeds = {name: np.ones((4, 64), np.float32) for name in "xr"}
+    feeds["w"] = np.ones((64, 64), np.float32)
+    program = program_of(ir.text_model(text), feeds)
+    (call,) = program.calls
+    assert call.problem is not None
+    assert call.problem.attr("residual")
+    assert dict(call.reads)["c"] == dict(program.inputs)["r"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import prod
 
+from onnx_fuse.kernels import Choice, select
 from onnx_fuse.kernels.jit import source_text
 from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, launch_many
 from onnx_fuse.llir import Call, Tensor
@@ -28,9 +29,15 @@ MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 
 
-def merge(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> tuple[Call, ...]:
+def merge(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
+    alive = add_in_epilogue(alive, keep, hw, prefs)
     # twice: what a batch has moved to the end lets its producers wait as well
     merged = batch(batch(fuse(alive, keep)))
     return tuple(finish(c) if c.expression else c for c in merged)
@@ -76,6 +83,68 @@ def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
 
 def _moved(tensor: Tensor, same: dict[int, int]) -> Tensor:
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
+
+
+def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
+    """The call with the launches of the candidate chosen for its problem."""
+    assert call.problem is not None
+    how = f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us"
+    return replace(
+        call,
+        launches=choice.launch(call.problem, hw),
+        workspace=choice.workspace(call.problem, hw),
+        why=how,
+    )
+
+
+def add_in_epilogue(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> list[Call]:
+    """y = a · b, s = y + r becomes one Gemm with the residual r, if nothing else reads y."""
+    readers: dict[int, int] = defaultdict(int)
+    writers: dict[int, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        for _, tensor in call.reads:
+            readers[tensor.buffer] += 1
+        for _, tensor in call.writes:
+            writers[tensor.buffer].append(i)
+    result: list[Call | None] = list(calls)
+    for i, call in enumerate(calls):
+        if call.expression is None or [s.name for s in call.expression.steps] != ["Add"]:
+            continue
+        if len(call.reads) != 2 or not all(t.dense for _, t in (*call.reads, *call.writes)):
+            continue
+        (_, total), pair = call.writes[0], [t for _, t in call.reads]
+        for y, r in (pair, pair[::-1]):
+            at = writers[y.buffer]
+            product = result[at[0]] if len(at) == 1 else None
+            if product is None or readers[y.buffer] != 1 or y.buffer in keep or r.offset:
+                continue
+            problem = product.problem
+            if problem is None or problem.op != "Gemm" or len(product.writes) != 1:
+                continue
+            if any(problem.attr(a) for a in ("act", "beta", "dact", "residual", "save_z")):
+                continue
+            if {y.dtype, r.dtype, total.dtype} != {problem.out} or y.size != total.size:
+                continue
+            problem = problem.having(residual=True)
+            choice = select("Gemm", problem, hw, prefs)
+            if choice is None:
+                continue
+            merged = replace(
+                product,
+                nodes=tuple(dict.fromkeys((*product.nodes, *call.nodes))),
+                problem=problem,
+                reads=(*product.reads, ("c", r)),
+                writes=(("y", total),),
+            )
+            result[i], result[at[0]] = chosen(merged, choice, hw), None
+            writers[total.buffer] = [i]
+            break
+    return [call for call in result if call is not None]
 
 
 def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
