@@ -182,6 +182,10 @@ class Executable:
         ):
             self._instances.popitem(last=False)
 
+    def programs(self) -> list[Program]:
+        """The programs of the instances kept, the least recently used first."""
+        return [instance.program for instance in self._instances.values()]
+
     def release_memory(self) -> int:
         """Free every instance's memory (weights and state stay); the bytes that were held."""
         with self._lock:

@@ -1,0 +1,136 @@
+"""The ONNX backend tests on the GPU: how many pass with no case on onnxruntime, and which do not.
+
+    python tools/backend_suite.py [--workers 8] [--json FILE] [--names PATTERN]
+
+Counted are the cases whose ends are tensors of float32, float16, bfloat16, int64, int32 or bool
+(no strings, sequences, optionals, ai.onnx.ml). A case passes where every output has its dtype,
+shape and values (rtol 1e-3, atol 1e-7, or the case's own) and nothing ran on onnxruntime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import warnings
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+from onnx.backend.test.case import model as model_cases
+from onnx.backend.test.case import node as node_cases
+from onnx.backend.test.loader import load_model_tests
+
+TYPES = {
+    *(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16),
+    *(TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL),
+}
+
+
+def cases() -> list[Any]:
+    """Node and model cases, which come with their data; and those of PyTorch's old exporter."""
+    kinds = ("simple", "pytorch-converted", "pytorch-operator")
+    found = list(node_cases.collect_testcases(None)) + list(model_cases.collect_testcases())
+    for kind in kinds:
+        found += load_model_tests(kind=kind)
+    return found
+
+
+def counted(model: onnx.ModelProto) -> bool:
+    """Whether the case is one of those that are counted."""
+    ends = [v.type for v in (*model.graph.input, *model.graph.output)]
+    plain = all(t.HasField("tensor_type") and t.tensor_type.elem_type in TYPES for t in ends)
+    return plain and all(o.domain != "ai.onnx.ml" for o in model.opset_import)
+
+
+def data(case: Any) -> tuple[onnx.ModelProto, list[Any], list[Any]] | None:
+    """Model, inputs, outputs; None for what is no tensor."""
+    if case.model is not None and case.data_sets:
+        inputs, outputs = case.data_sets[0]
+        pair = [[_array(x) for x in part] for part in (inputs, outputs)]
+        if any(x is None for part in pair for x in part):
+            return None
+        return case.model, pair[0], pair[1]
+    folder = Path(case.model_dir)
+    stored = folder / "test_data_set_0"
+    parts = []
+    for kind in ("input", "output"):
+        count = len(list(stored.glob(f"{kind}_*.pb")))
+        files = [stored / f"{kind}_{i}.pb" for i in range(count)]
+        parts.append([numpy_helper.to_array(onnx.load_tensor(str(f))) for f in files])
+    return onnx.load(folder / "model.onnx"), parts[0], parts[1]
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, TensorProto):
+        return numpy_helper.to_array(value)
+    return np.asarray(value) if isinstance(value, np.ndarray | np.generic | float | int) else None
+
+
+def outcome(case: Any) -> tuple[str, str]:
+    """(pass, fallback, wrong, error or uncounted; the reason)."""
+    from onnx_fuse.errors import OnnxFuseError
+    from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.session import load
+
+    loaded = data(case)
+    if loaded is None or not counted(loaded[0]):
+        return "uncounted", ""
+    model, inputs, outputs = loaded
+    try:
+        graph = load(model)
+        runner = Executable(graph)
+        feeds = dict(zip([v.name for v in graph.graph.inputs], inputs, strict=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = runner.run(None, feeds)
+    except (OnnxFuseError, ValueError, RuntimeError) as error:
+        return "error", f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    except Exception as error:  # noqa: BLE001 - onnxruntime's faults share no base
+        return "error", f"{type(error).__name__}: {str(error)[:160]}"
+    rtol, atol = case.rtol or 1e-3, case.atol or 1e-7
+    for i, (y, want) in enumerate(zip(got, outputs, strict=False)):
+        if y.dtype != want.dtype or y.shape != want.shape:
+            return "wrong", f"output {i} is {y.dtype}{list(y.shape)}"
+        a, b = (v.astype(np.float64) if v.dtype.kind in "fV" else v for v in (y, want))
+        if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
+            return "wrong", f"output {i} differs by {np.nanmax(np.abs(a * 1.0 - b * 1.0)):.2g}"
+    fallbacks = {f for i in runner.programs() for f in i.fallbacks}
+    return ("fallback", "; ".join(sorted(fallbacks))) if fallbacks else ("pass", "")
+
+
+def share(part: tuple[int, int, str]) -> dict[str, tuple[str, str]]:
+    """Every n-th case from the k-th on."""
+    k, n, pattern = part
+    chosen = [c for i, c in enumerate(cases()) if i % n == k and fnmatch(c.name, pattern)]
+    return {case.name: outcome(case) for case in chosen}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--names", default="*")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    parts = [(k, options.workers, options.names) for k in range(options.workers)]
+    with context.Pool(options.workers) as pool:
+        results = {k: v for found in pool.map(share, parts) for k, v in found.items()}
+    for name, (kind, why) in sorted(results.items(), key=lambda item: (item[1][0], item[0])):
+        if kind not in ("pass", "uncounted"):
+            print(f"{kind:9} {name}: {why}")
+    counts = Counter(kind for kind, _ in results.values())
+    total = sum(n for kind, n in counts.items() if kind != "uncounted")
+    print(
+        f"{counts['pass']} of {total} pass ({counts['pass'] / max(total, 1):.1%}); {dict(counts)}"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main()
