@@ -16,6 +16,7 @@ import onnx
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
+import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
@@ -298,12 +299,38 @@ def _windows() -> Iterator[Case]:
     )
 
 
+def _samples() -> Iterator[Case]:
+    """Gathers with weights; fused activations behind a convolution."""
+    attrs = {"kernel_shape": [3, 3], "strides": [1, 1], "pads": [1, 1, 1, 1], "dilations": [1, 1]}
+    one = {"kernel_shape": [1, 1], "strides": [1, 1], "pads": [0] * 4, "dilations": [1, 1]}
+    for name in ("Relu", "Silu", "LeakyRelu", "Tanh"):
+        yield Case(f"Conv{name}", ((2, 16, 9, 8), (20, 16, 3, 3), (20,)), attrs, 1, F32, FUSE)
+    yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 3, 3), (20,)), attrs, 1, F16, FUSE)
+    yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 1, 1), (20,)), one, 1, F32, FUSE)
+    yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 1, 1), (20,)), one, 1, F16, FUSE)
+    for mode in ("nearest", "linear", "cubic"):
+        for padding in ("zeros", "border", "reflection"):
+            for corners in (0, 1):
+                how = {"mode": mode, "padding_mode": padding, "align_corners": corners}
+                yield Case(
+                    "GridSample", ((2, 3, 6, 7), (2, 5, 4, 2)), how, note=f"{mode} {padding}"
+                )
+    yield Case("GridSample", ((1, 2, 4, 5, 6), (1, 3, 4, 2, 3)), {"mode": "linear"}, note="3-D")
+    # 12 blocks of 2 x 3 from an image of 5 x 6 at stride (1, 1)
+    yield Case("Col2Im", ((2, 18, 16), i64(5, 6), i64(2, 3)), {}, note="2-D")
+    how = {"strides": [2, 2], "pads": [1, 1, 1, 1], "dilations": [1, 2]}
+    yield Case("Col2Im", ((1, 12, 6), i64(5, 6), i64(2, 3)), how, note="strided")
+
+
 def _scans() -> Iterator[Case]:
     axis = np.array(1, np.int64)
     for attrs in ({}, {"exclusive": 1}, {"reverse": 1}, {"exclusive": 1, "reverse": 1}):
         yield Case("CumSum", ((3, 2500), axis), attrs, 1, F64, note=str(attrs))
         yield Case("CumSum", ((3, 50, 6), axis), attrs, note=str(attrs))
         yield Case("CumSum", ((3, 70), axis), attrs, 1, "int64", note=str(attrs))
+    for shape, at in (((3, 70), 1), ((3, 50, 6), 1)):
+        for attrs in ({}, {"exclusive": 1, "reverse": 1}):
+            yield Case("CumProd", (shape, np.array(at, np.int64)), attrs, opset=26, note=str(attrs))
     for largest in (0, 1):
         for shape, k, axis in (
             ((4, 9), 3, 1),
@@ -378,6 +405,7 @@ def cases() -> list[Case]:
         *_softmaxes(),
         *_norms(),
         *_windows(),
+        *_samples(),
         *_scans(),
         *_losses(),
         *_attention(),

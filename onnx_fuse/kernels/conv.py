@@ -8,6 +8,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.linear import product
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
@@ -171,8 +172,9 @@ def conv_launches(
 
 
 def _product(
-    ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Shape
-) -> str | None:
+    ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Shape, act: str,
+    alpha: float,
+) -> str | None:  # fmt: skip
     """A filter of one tap: y[n] [M, P] = weight [M, C] · x[n] [C, P] + bias [M, 1]."""
     batch, pixels = shape.batch, prod(shape.inner)
     a = reads["weight"].reshape((shape.filters, shape.channels))
@@ -186,6 +188,8 @@ def _product(
     if "bias" in reads:
         extra["c"] = reads["bias"]
         attrs = {"beta": 1.0, "c_rows": 1, "c_cols": 0, "c_strides": (0,) * (batch > 1)}
+    if act:
+        attrs |= {"act": act, "act_alpha": alpha}
     return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
 
 
@@ -216,8 +220,8 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
         *(s - 1 for s in taps.strides),
         *(k - 1 for k in taps.kernel),
     )
-    if not any(moves) and not (transposed or act) and groups == 1 and shape.filters >= 16:
-        return _product(ctx, node, reads, y, shape)
+    if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
+        return _product(ctx, node, reads, y, shape, act, alpha)
     launches, workspace = conv_launches(shape, taps, x.dtype, transposed, act, alpha)
     flops = shape.flops * prod(taps.kernel)
     ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops)
@@ -229,4 +233,25 @@ def plain(ctx: Context, node: ir.Node) -> str | None:
     return convolution(ctx, node)
 
 
-LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Conv"): plain, ("", "ConvTranspose"): plain}
+def activated(ctx: Context, node: ir.Node) -> str | None:
+    """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
+    name, *exposed = node.op_type.split("_")
+    if exposed:
+        return f"it returns {', '.join(exposed)}"
+    act, alpha = ACTIVATIONS[name.removeprefix("Conv")]
+    if act == "gelu" and ctx.attr(node, "approximate", "none") == "tanh":
+        act = "gelu_tanh"
+    return convolution(ctx, node, act, float(ctx.attr(node, "alpha", alpha)))
+
+
+# suffix of the fused op -> (name in common.cuh, default alpha)
+ACTIVATIONS = {
+    "Relu": ("relu", 0.0), "LeakyRelu": ("leaky_relu", 0.01), "Gelu": ("gelu", 0.0),
+    "QuickGelu": ("quick_gelu", 1.702), "Silu": ("silu", 0.0), "Sigmoid": ("sigmoid", 0.0),
+    "Tanh": ("tanh", 0.0),
+}  # fmt: skip
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "Conv"): plain,
+    ("", "ConvTranspose"): plain,
+    **{(FUSE, f"Conv{name}"): activated for name in ACTIVATIONS},
+}

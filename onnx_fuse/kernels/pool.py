@@ -1,4 +1,4 @@
-"""Pools, LRN and Resize."""
+"""Pools, LRN, Resize, GridSample and Col2Im."""
 
 from __future__ import annotations
 
@@ -213,9 +213,67 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+# ---- gathers with weights ----------------------------------------------------------------------
+
+
+def grid_sample(ctx: Context, node: ir.Node) -> str | None:
+    """GridSample in two or three axes: nearest, linear or cubic; zeros, border or reflection."""
+    x, grid = ctx.dense(node, 0), ctx.dense(node, 1)
+    rank = len(x.shape) - 2
+    if x.dtype not in FLOATS or rank not in (2, 3):
+        return f"no kernel for {x.dtype} in {rank} axes"
+    modes = {"nearest": 0, "linear": 1, "bilinear": 1, "cubic": 2, "bicubic": 2}
+    paddings = ("zeros", "border", "reflection")
+    y = ctx.output(node, 0, (*x.shape[:2], *grid.shape[1:-1]), x.dtype)
+    if not y.size or not x.size:
+        return "it is empty"
+    points = prod(grid.shape[1:-1])
+    launch = Launch(
+        "pool/grid_sample.cu", "grid_sample", (-(-points * x.shape[0] // 128), 1, 1), (128, 1, 1),
+        (*map(Ptr, ("x", "grid", "y")), Num("i64", points), Num("i64", x.shape[0]),
+         *(Num("i32", n) for n in (x.shape[1], *triple(x.shape[2:])))),
+        defines(
+            T=C_TYPES[x.dtype], G=C_TYPES[grid.dtype], ACC=accumulator(x.dtype), RANK=rank,
+            MODE=modes[ctx.attr(node, "mode", "linear")],
+            PADDING=paddings.index(ctx.attr(node, "padding_mode", "zeros")),
+            ALIGN=bool(ctx.attr(node, "align_corners", 0)),
+        ),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x, "grid": grid}, {"y": y})
+    return None
+
+
+def col2im(ctx: Context, node: ir.Node) -> str | None:
+    """Col2Im: each pixel adds up what the columns hold of it."""
+    x = ctx.dense(node, 0)
+    given = [ctx.host(node, i) for i in (1, 2)]
+    if x.dtype not in FLOATS or given[0] is None or given[1] is None:
+        return f"no kernel for {x.dtype}, or its shapes are not known before it runs"
+    image, block = ([int(n) for n in g] for g in given if g is not None)
+    rank = len(image)
+    if not 1 <= rank <= 3:
+        return f"{rank} spatial axes"
+    channels = x.shape[1] // prod(block)
+    y = ctx.output(node, 0, (x.shape[0], channels, *image), x.dtype)
+    blocks = [1] * rank
+    taps = window(ctx, node, block, image, blocks)
+    reach = [(k - 1) * d + 1 for k, d in zip(taps.kernel, taps.dilations, strict=True)]
+    padded = [n + a + b for n, a, b in zip(triple(image), taps.before, taps.after, strict=True)]
+    grid = [(n - r) // s + 1 for n, r, s in zip(padded, reach, taps.strides, strict=True)]
+    launch = Launch(
+        "pool/col2im.cu", "col2im", (-(-y.size // 256), 1, 1), (256, 1, 1),
+        (Ptr("x"), Ptr("y"), Num("i64", y.size), *(Num("i32", n) for n in (*triple(image), *grid))),
+        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), TRANSPOSED=True, **taps.macros()),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x}, {"y": y})
+    return None
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     **{("", name): pool for name in MODES},
     **{("", f"Global{kind}Pool"): global_pool for kind in ("Average", "Max", "Lp")},
     ("", "LRN"): lrn,
     ("", "Resize"): resize,
+    ("", "GridSample"): grid_sample,
+    ("", "Col2Im"): col2im,
 }

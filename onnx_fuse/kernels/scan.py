@@ -1,4 +1,4 @@
-"""CumSum and TopK along one axis."""
+"""CumSum, CumProd and TopK along one axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOPK_MAX = 2048
 
 
 def cumsum(ctx: Context, node: ir.Node) -> str | None:
-    """Running sums; `exclusive` leaves out the element itself, `reverse` runs from the end."""
+    """Running sums or products; `exclusive` leaves the element out, `reverse` starts at the end."""
     x = ctx.dense(node, 0)
     given = ctx.host(node, 1)
     if given is None:
@@ -43,7 +43,7 @@ def cumsum(ctx: Context, node: ir.Node) -> str | None:
         defines(
             T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), **macros,
             EXCLUSIVE=bool(ctx.attr(node, "exclusive", 0)),
-            REVERSE=bool(ctx.attr(node, "reverse", 0)),
+            REVERSE=bool(ctx.attr(node, "reverse", 0)), PRODUCT=node.op_type == "CumProd",
         ),
     )  # fmt: skip
     ctx.call(node, launch, {"x": x}, {"y": y})
@@ -82,4 +82,8 @@ def topk(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
-LOWERINGS: dict[tuple[str, str], Lowering] = {("", "CumSum"): cumsum, ("", "TopK"): topk}
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "CumSum"): cumsum,
+    ("", "CumProd"): cumsum,
+    ("", "TopK"): topk,
+}
