@@ -170,7 +170,10 @@ def _written_beside(output: Path) -> Iterator[Path]:
             yield Path(folder) / output.name
             # The data file first: a model never stands without its weights.
             for path in sorted(Path(folder).iterdir(), key=lambda p: p.name == output.name):
-                os.replace(path, output.parent / path.name)
+                target = output.parent / path.name
+                if target != output and target.exists() and not output.exists():
+                    raise ModelError(f"{target}: already there, and not of {output}")
+                os.replace(path, target)
     except OSError as error:
         raise ModelError(f"{output}: cannot be written: {error.strerror or error}") from error
 

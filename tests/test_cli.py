@@ -150,6 +150,26 @@ def test_external_data(cli: Cli, tmp_path: Path) -> None:
     assert cli("validate", out, "--against", path).code == 0
 
 
+def test_a_model_over_the_protobuf_limit_gets_a_data_file(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ir, "MAX_PROTOBUF", (64 << 20) + 1000)
+    path = encoder(tmp_path)
+    assert cli("optimize", path).code == 0
+    assert (tmp_path / "encoder.fused.onnx.data").stat().st_size > 100_000
+    assert cli("run", tmp_path / "encoder.fused.onnx").code == 0
+
+
+def test_a_data_file_of_another_model_is_left_alone(cli: Cli, tmp_path: Path) -> None:
+    path, other = encoder(tmp_path), tmp_path / "out.onnx.data"
+    other.write_bytes(b"weights of another model")
+    result = cli("optimize", path, "-o", tmp_path / "out.onnx", "--save-as-external-data")
+    assert result.code == 1
+    assert "already there" in result.err
+    assert other.read_bytes() == b"weights of another model"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["encoder.onnx", "out.onnx.data"]
+
+
 def test_a_failed_check_writes_nothing_unless_told_to(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
