@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels.pointwise import STORAGE, copy
+from onnx_fuse.kernels.pointwise import STORAGE, Code, copy, emit
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import UNKNOWN, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr
@@ -175,16 +176,10 @@ def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
 
 def one_hot(ctx: Context, node: ir.Node) -> str | None:
     """y = index == arange(depth) ? on : off, with negative indices counted from the end."""
-    import numpy as np
-
-    from onnx_fuse.kernels.pointwise import Code, emit
-
     depth, index = ctx.host(node, 1), ctx.view(node, 0)
     if depth is None:
         return f"its shape is {UNKNOWN}"
     n, values = int(depth.reshape(-1)[0]), ctx.view(node, 2)
-    if index.dtype not in INDEX_TYPES:
-        return f"no kernel takes {index.dtype} indices"
     rank = len(index.shape) + 1
     axis = ctx.attr(node, "axis", -1) % rank
     shape = (*index.shape[:axis], n, *index.shape[axis:])
@@ -192,13 +187,15 @@ def one_hot(ctx: Context, node: ir.Node) -> str | None:
     if not y.size:
         return None
     place = [n if k == axis else 1 for k in range(rank)]
-    classes = ctx.constant(np.arange(n, dtype=index.dtype))
+    classes = ctx.constant(np.arange(n))
     wanted = reshaped(ctx, index, (*index.shape[:axis], 1, *index.shape[axis:]))
     code = Code()
     k = code.load(wanted.expand(shape))
-    below = code.step("Less", "bool", k, code.scalar(0, index.dtype))
-    wrapped = code.step("Add", index.dtype, k, code.scalar(n, index.dtype))
-    k = code.step("Where", index.dtype, below, wrapped, k)
+    if index.dtype != "int64":
+        k = code.step("Cast", "int64", k)
+    below = code.step("Less", "bool", k, code.scalar(0, "int64"))
+    wrapped = code.step("Add", "int64", k, code.scalar(n, "int64"))
+    k = code.step("Where", "int64", below, wrapped, k)
     hit = code.step("Equal", "bool", k, code.load(reshaped(ctx, classes, place).expand(shape)))
     pair = [values.slice([i], [1], [1]) for i in (0, 1)]
     off, on = (code.load(p.expand(shape)) for p in pair)

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.kernels.pointwise import Code, cast_step, copy, dtype_name, emit
 from onnx_fuse.llir import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.problem import ITEMSIZE
 
 SHAPE_UNKNOWN = f"its shape is {UNKNOWN}"
 
@@ -282,6 +283,15 @@ def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def bit_cast(ctx: Context, node: ir.Node) -> str | None:
+    """The same bits as another type of that size."""
+    x, name = ctx.view(node, 0), dtype_name(ir.DataType(ctx.attr(node, "to")))
+    if ITEMSIZE.get(name) != ITEMSIZE[x.dtype]:
+        return f"no view of {x.dtype} as {name}"
+    ctx.alias(node, 0, Tensor(x.buffer, name, x.shape, x.strides, x.offset))
+    return None
+
+
 def constant_of_shape(ctx: Context, node: ir.Node) -> str | None:
     """Reached only where the shape is not known: what is known is evaluated at lowering."""
     return SHAPE_UNKNOWN
@@ -308,6 +318,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Expand"): expand,
     ("", "Slice"): slice_,
     ("", "Split"): split,
+    ("", "BitCast"): bit_cast,
     ("", "Concat"): concat,
     ("", "ConstantOfShape"): constant_of_shape,
     ("", "EyeLike"): eye_like,

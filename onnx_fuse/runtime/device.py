@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from onnx_fuse.errors import DeviceError
 def bindings() -> Any:
     """cuda.bindings.driver, or a DeviceError that says what to install."""
     try:
+        import cuda.core  # noqa: F401 - what comes next needs it
         from cuda.bindings import driver
     except ImportError as error:
         raise DeviceError(
@@ -42,8 +45,13 @@ def _text(name: object) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
+_thread = threading.local()
+
+
 def start(device_id: int = 0) -> None:
-    """Make the GPU's primary context current on this thread."""
+    """Make the GPU's primary context current on this thread; what is missing is a DeviceError."""
+    if getattr(_thread, "device", None) == device_id:
+        return
     driver = bindings()
     try:
         result = driver.cuInit(0)
@@ -55,9 +63,29 @@ def start(device_id: int = 0) -> None:
     count = check(driver.cuDeviceGetCount(), "counting GPUs")
     if device_id >= count:
         raise DeviceError(f"GPU {device_id} does not exist: this machine has {count}")
+    _check_compiler(int(check(driver.cuDriverGetVersion(), "the driver's version")) // 1000)
     from cuda.core import Device
 
     Device(device_id).set_current()
+    _thread.device = device_id
+
+
+@cache
+def _check_compiler(newest: int) -> None:
+    """Raises DeviceError without NVRTC, or where its code is too new for the driver (CUDA major)."""
+    from cuda.bindings import nvrtc
+
+    try:
+        major = int(check(nvrtc.nvrtcVersion(), "NVRTC's version"))
+    except RuntimeError as error:  # the bindings find no library
+        raise DeviceError(
+            f"NVRTC was not found ({error}): pip install nvidia-cuda-nvrtc"
+        ) from error
+    if major > newest:
+        raise DeviceError(
+            f"the NVIDIA driver runs CUDA {newest} at most, but NVRTC makes code for CUDA {major}: "
+            "update the driver, or install an older nvidia-cuda-nvrtc"
+        )
 
 
 class Memory:
