@@ -48,13 +48,15 @@ def counted(model: onnx.ModelProto) -> bool:
 
 
 def data(case: Any) -> tuple[onnx.ModelProto, list[Any], list[Any]] | None:
-    """Model, inputs, outputs; None for what is no tensor."""
+    """Model, inputs, outputs; None for what is no tensor, or is to be downloaded."""
     if case.model is not None and case.data_sets:
         inputs, outputs = case.data_sets[0]
         pair = [[_array(x) for x in part] for part in (inputs, outputs)]
         if any(x is None for part in pair for x in part):
             return None
         return case.model, pair[0], pair[1]
+    if case.model_dir is None:
+        return None
     folder = Path(case.model_dir)
     stored = folder / "test_data_set_0"
     parts = []

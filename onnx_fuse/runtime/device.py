@@ -72,7 +72,7 @@ def start(device_id: int = 0) -> None:
 
 @cache
 def _check_compiler(newest: int) -> None:
-    """Raises DeviceError without NVRTC, or where its code is too new for the driver (CUDA major)."""
+    """Raises DeviceError without NVRTC, or where its code is too new for the driver."""
     from cuda.bindings import nvrtc
 
     try:
