@@ -107,7 +107,7 @@ def optimize(
     if list_:
         _list_fusions(printer, json, html)
         return
-    if model is None:
+    if model is None or not model.name:
         raise UsageError("give the MODEL to optimize")
     output = output or model.with_suffix(".fused.onnx")
     _refuse_same(model, output)
@@ -130,8 +130,9 @@ def optimize(
             checked = _check(model, draft, shapes=shapes)
         failed = checked is not None and not checked.ok
         if failed and not keep:
-            draft.unlink()
-        _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
+            for path in draft.parent.iterdir():
+                path.unlink()
+    _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
     data = {
         "input": str(model),
         "output": None if failed and not keep else str(output),
@@ -158,8 +159,8 @@ def _refuse_same(model: Path, output: Path) -> None:
     same = output.resolve() == model.resolve()
     if same or (output.exists() and model.exists() and output.samefile(model)):
         raise UsageError(f"{output}: the output is the input: choose another with -o")
-    if output.is_dir():
-        raise ModelError(f"{output}: cannot be written: it is a directory")
+    if output.exists() and not output.is_file():
+        raise ModelError(f"{output}: cannot be written: it is no plain file")
 
 
 @contextlib.contextmanager
@@ -811,10 +812,12 @@ def run_command(arguments: Sequence[str]) -> int:
         if debug:
             raise
         return _fail(str(error), error.exit_code)
-    except MemoryError:
+    except (MemoryError, OSError) as error:
         if debug:
             raise
-        return _fail("out of memory", 1)
+        if isinstance(error, MemoryError):
+            return _fail("out of memory", 1)
+        return _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
     except Exception as error:
         if isinstance(error, _USAGE):
             error.show()

@@ -254,11 +254,14 @@ def test_a_strange_name_in_an_error_stays_one_line(cli: Cli, tmp_path: Path) -> 
 def test_an_output_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(small().SerializeToString())
-    for output in (tmp_path / "none" / "out.onnx", tmp_path, path / "out.onnx"):
+    os.mkfifo(tmp_path / "fifo")
+    places = (tmp_path / "none" / "out.onnx", tmp_path, path / "out.onnx", tmp_path / "fifo")
+    for output in places:
         result = cli("optimize", path, "-o", output)
         assert result.code == 1
         assert "cannot be written" in result.err
-    assert sorted(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "fifo", path]
+    assert (tmp_path / "fifo").is_fifo()
 
 
 def test_an_output_on_a_full_device(
