@@ -338,17 +338,17 @@ K, N = 6, 5
 NORM_INPUTS = {"": "", "LayerNorm": "scale, bias, ", "RMSNorm": "scale, "}
 
 
-def fused(call, outputs="y", **inputs):
+def fused(call, outputs="y", kind="float", **inputs):
     """A model of one fused node on random inputs, all of which are graph inputs; and the inputs."""
     arrays = {
         name: np.asarray(rng(i).standard_normal(shape) + (name == "scale"), np.float32)
         for i, (name, shape) in enumerate(inputs.items())
     }
     declared = ", ".join(
-        f"float[{','.join(map(str, array.shape))}] {name}" if array.ndim else f"float {name}"
+        f"{kind}[{','.join(map(str, array.shape))}] {name}" if array.ndim else f"{kind} {name}"
         for name, array in arrays.items()
     )
-    out = ", ".join(f"float[{','.join('abc')}] {o}" for o in outputs.split(", "))
+    out = ", ".join(f"{kind}[a,b,c] {o}" for o in outputs.split(", "))
     model = ir.text_model(f"agraph ({declared}) => ({out}) {{ {outputs} = onnx_fuse.{call} }}")
     return model, arrays
 
@@ -406,6 +406,33 @@ def test_gemm_bias_of_any_shape(c):
 )
 def test_norm_and_activation_gradients(call, outputs, shapes):
     against_body(*fused(call, outputs, x=(2, 3, K), **shapes))
+
+
+@pytest.mark.parametrize(
+    ("call", "shapes"),
+    [
+        ("LayerNormGemmGelu (x, s, b, w, c)", {"s": (K,), "b": (K,), "w": (K, N), "c": (N,)}),
+        ("RMSNormGemmSilu (x, s, w, c)", {"s": (K,), "w": (K, N), "c": (N,)}),
+        ("SkipLayerNorm (x, r, s, b)", {"r": (2, 3, K), "s": (K,), "b": (K,)}),
+        ("GemmQuickGelu (x, w, c)", {"w": (K, N), "c": (N,)}),
+    ],
+)
+def test_fused_gradients_in_float16(call, shapes):
+    outputs = "y, t" if "Skip" in call else "y"
+    model, arrays = fused(call, outputs, x=(2, 3, K), **shapes)
+    half, _ = fused(call, outputs, kind="float16", x=(2, 3, K), **shapes)
+    feeds = dict(arrays)
+    for name, value in run(model, arrays).items():
+        feeds[f"{name}.grad"] = rng(3).standard_normal(value.shape, "f")
+    expected = run(autodiff.gradient(model, wrt=list(arrays)), feeds)
+    got = run(
+        autodiff.gradient(half, wrt=list(arrays)),
+        {name: array.astype(np.float16) for name, array in feeds.items()},
+    )
+    for name in arrays:
+        a, b = got[f"{name}.grad"], expected[f"{name}.grad"]
+        assert a.dtype == np.float16
+        np.testing.assert_allclose(a, b, atol=4e-3 * np.abs(b).max(), err_msg=name)
 
 
 def test_skip_norm_with_one_output_read():

@@ -832,6 +832,28 @@ RESIZE = [
 ]
 
 
+def points(low, high, *shape):
+    """Grid points 0.15 to 0.35 of a pixel (of 6 by 8) away from the kinks of the sampling."""
+    size = np.array([8, 6])
+    whole = np.floor(rng(5).uniform(low, high, (*shape, 2)) * size)
+    return (2 * (whole + rng(6).uniform(0.15, 0.35, whole.shape)) + 1) / size - 1
+
+
+GRID = [
+    row(
+        f"GridSample {mode} {padding} {corners}",
+        f'y = GridSample <mode = "{mode}", padding_mode = "{padding}", '
+        f"align_corners = {corners}> (x, g)",
+        x=(2, 3, 6, 8),
+        g=points(-0.3, 1.2, 2, 3, 4) * (1 if not corners else np.array([8 / 7, 6 / 5])),
+        dtype=F32,
+    )
+    for mode in ("linear", "nearest")
+    for padding in ("zeros", "border")
+    for corners in (0, 1)
+]
+
+
 def mask(*shape):
     allowed = rng(3).random(shape) > 0.3
     allowed[..., 0] = True
@@ -1048,7 +1070,7 @@ LOSS = [
 
 ROWS = [
     *(*UNARY, *BINARY, *MATMUL, *REDUCE, *SHAPE, *INDEXING, *NORM),
-    *(*CONV, *POOL, *RESIZE, *ATTENTION, *QUANTIZED, *LOSS),
+    *(*CONV, *POOL, *RESIZE, *GRID, *ATTENTION, *QUANTIZED, *LOSS),
 ]
 
 

@@ -34,6 +34,7 @@ from onnx_fuse.ops.derive import (
     text,
     to_like,
     vector,
+    zeros_like,
 )
 from onnx_fuse.ops.opdef import OpDef, register
 
@@ -454,6 +455,87 @@ def _repeats(
     return repeats
 
 
+# ---- sampling --------------------------------------------------------------------------------
+
+
+def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
+    """Each output mixes four pixels (or takes one): their weights spread dy back, and the slopes of
+    the weights give the grid's gradient. Images [N, C, H, W], grid [N, P, Q, 2] of (x, y).
+    """
+    (x, grid), dy = arguments(node, 2), dys[0]
+    mode = {"bilinear": "linear"}.get(found := text(node, "mode", "linear"), found)
+    padding = text(node, "padding_mode", "zeros")
+    if rank(x) != 4 or mode not in ("linear", "nearest") or padding not in ("zeros", "border"):
+        raise fail(node, f"mode '{mode}' and padding '{padding}' on rank {rank(x)}")
+    batch, channels, height, width = (op.Shape(x, start=a, end=a + 1) for a in range(4))
+    flat = op.Reshape(x, op.Concat(batch, channels, [-1], axis=0), allowzero=1)
+    rows = op.Reshape(dy, op.Concat(batch, channels, [-1], axis=0), allowzero=1)
+    corner = node.attributes.get_int("align_corners", 0)
+    places, slopes, inside = [], [], []
+    for index, size in ((0, width), (1, height)):
+        g = op.Gather(
+            op.Reshape(grid, op.constant([0, -1, 2])), op.constant(np.int64(index)), axis=2
+        )
+        extent = to_like(op, size, x)
+        # [-1, 1] spans the centres of the border pixels, or their outer edges
+        slope = op.Mul(op.Sub(extent, 1.0), 0.5) if corner else op.Mul(extent, 0.5)
+        place = op.Add(op.Mul(g, slope), op.Mul(op.Sub(extent, 1.0), 0.5))
+        last = op.Sub(extent, 1.0)
+        if padding == "border":
+            moves = op.And(op.Greater(place, 0.0), op.Less(place, last))
+            slope = op.Mul(to_like(op, moves, x), slope)
+            place = op.Max(op.Min(place, last), 0.0)
+        places.append(place)
+        slopes.append(slope)
+        inside.append(last)
+    if mode == "nearest":
+        low = [op.Round(p) for p in places]
+        rest = []
+    else:
+        low = [op.Floor(p) for p in places]
+        rest = [op.Sub(p, q) for p, q in zip(places, low, strict=True)]
+    middle = op.constant([1])
+    dx = zeros_like(op, flat)
+    sums: list[Any] = [None, None]
+    full = op.Shape(rows)
+    for i in (0, 1) if rest else (0,):
+        for j in (0, 1) if rest else (0,):
+            column = op.Add(low[0], float(i)) if i else low[0]
+            line = op.Add(low[1], float(j)) if j else low[1]
+            good = op.And(
+                op.And(op.GreaterOrEqual(column, 0.0), op.LessOrEqual(column, inside[0])),
+                op.And(op.GreaterOrEqual(line, 0.0), op.LessOrEqual(line, inside[1])),
+            )
+            valid = to_like(op, good, x)
+            spot = op.Mul(op.Add(op.Mul(line, op.Add(inside[0], 1.0)), column), valid)
+            spots = op.Expand(op.Unsqueeze(op.Cast(spot, to=int(ir.DataType.INT64)), middle), full)
+            if not rest:
+                share = op.Mul(rows, op.Unsqueeze(valid, middle))
+                dx = op.ScatterElements(dx, spots, share, axis=2, reduction="add")
+                continue
+            wx = rest[0] if i else op.Sub(1.0, rest[0])
+            wy = rest[1] if j else op.Sub(1.0, rest[1])
+            weight = op.Unsqueeze(op.Mul(op.Mul(wx, wy), valid), middle)
+            share = op.Mul(rows, weight)
+            dx = op.ScatterElements(dx, spots, share, axis=2, reduction="add")
+            # Σ_c dy v, the change of the loss with this pixel's weight
+            pull = op.Mul(rows, op.GatherElements(flat, spots, axis=2))
+            pull = op.Mul(op.ReduceSum(pull, middle, keepdims=0), valid)
+            for axis, other, sign in ((0, wy, i), (1, wx, j)):
+                term = op.Mul(pull, other)
+                total = sums[axis]
+                if total is None:
+                    sums[axis] = term if sign else op.Neg(term)
+                else:
+                    sums[axis] = op.Add(total, term) if sign else op.Sub(total, term)
+    dx = reshape_like(op, dx, x)
+    if not rest:
+        return [dx, zeros_like(op, grid)]
+    ends = op.constant([-1])
+    parts = [op.Unsqueeze(op.Mul(s, k), ends) for s, k in zip(sums, slopes, strict=True)]
+    return [dx, reshape_like(op, op.Concat(*parts, axis=-1), grid)]
+
+
 CONV: dict[str, Unary] = {
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
@@ -467,4 +549,5 @@ register(
     OpDef("Conv", grad=conv_grad),
     OpDef("ConvTranspose", grad=_conv_transpose),
     OpDef("Resize", grad=_resize),
+    OpDef("GridSample", grad=_grid_sample),
 )
