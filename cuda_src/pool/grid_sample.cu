@@ -28,7 +28,7 @@ constexpr int TAPS_ = MODE == 0 ? 1 : MODE == 1 ? 2 : 4;
 // indices (-1: a zero) and weights of one axis
 DEVICE void axis_taps(ACC u, int size, int (&index)[TAPS_], ACC (&weight)[TAPS_]) {
     ACC at = place(u, size);
-    if (MODE < 2) at = settle(at, size);
+    at = settle(at, size);
     const ACC base = MODE == 0 ? rint(at) : floor(at), f = at - base;
     const ACC a = (ACC)-0.75;
 #pragma unroll

@@ -201,8 +201,10 @@ class Simt(_Attention):
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.25
-        rate *= min(1.0, problem.batches * -(-problem.m // ROWS) / hw.sm_count)
-        return hw.launch_seconds + _flops(problem) / rate
+        blocks = problem.batches * -(-problem.m // ROWS)
+        padded = blocks * ROWS / (problem.batches * problem.m)
+        rate *= min(1.0, blocks / hw.sm_count)
+        return hw.launch_seconds + _flops(problem) * padded / rate
 
     def rows(self, config: Config) -> int:
         return ROWS
@@ -239,10 +241,12 @@ def _problem(
 ) -> Problem:
     kind = node.op_type.split("_")[0]
     batch, heads, queries, width = q.shape
+    scale = ctx.attr(node, "scale", width**-0.5 if kind == "Attention" else 1.0)
+    causal = "Causal" in kind or bool(ctx.attr(node, "is_causal", 0))
     return Problem.of(
         op, m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
-        group=heads // k.shape[1], causal="Causal" in kind, guard="Guard" in kind,
-        scale=float(ctx.attr(node, "scale", 1.0)), q_strides=q.strides[:3],
+        group=heads // k.shape[1], causal=causal, guard="Guard" in kind,
+        scale=float(scale), q_strides=q.strides[:3],
         k_strides=k.strides[:3], v_strides=v.strides[:3],
         mask=() if mask is None else mask.strides,
     )  # fmt: skip
@@ -275,6 +279,21 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, mask), reads, writes)
 
 
+def attention(ctx: Context, node: ir.Node) -> str | None:
+    """ai.onnx Attention of heads that stand apart, without mask, past or softcap."""
+    if len(ctx.view(node, 0).shape) != 4 or any(ctx.has(node, i) for i in range(3, 7)):
+        return "it has a mask or a past, or its heads are not apart"
+    if any(ctx.wants(node, i) for i in range(1, 4)) or ctx.attr(node, "softcap", 0.0):
+        return "it has a softcap, or returns more than the attention"
+    q, k, v = (_rows(ctx, node, i) for i in range(3))
+    shape = (*q.shape[:3], v.shape[3])
+    if not prod(shape) or not k.shape[2] or len({q.dtype, k.dtype, v.dtype}) > 1:
+        return "it is empty, or its types differ"
+    y = ctx.output(node, 0, shape, q.dtype)
+    problem = _problem(ctx, node, "Sdpa", q, k, v, None)
+    return ctx.select(node, problem, {"q": q, "k": k, "v": v}, {"y": y})
+
+
 def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
     """dq, dk, dv from dy, y and the saved log-sum-exp."""
     dy, y, lse = (ctx.dense(node, i) for i in range(3))
@@ -293,6 +312,7 @@ _NAMES = [
     g + "Sdpa" + kind for g in ("", "Grouped") for kind in ("", "Mask", "MaskGuard", "Causal")
 ]
 LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "Attention"): attention,
     **{(FUSE, name): sdpa for name in _NAMES},
     **{(FUSE, f"{name}Grad"): sdpa_grad for name in _NAMES},
 }
