@@ -2,7 +2,7 @@
 //   dz = dy act'(z)    c1[m] = (1/K) sum_n dz cs    c2[m] = (1/K) sum_n dz (z - cv)
 //   part[b][n] = sum of dz over the ROWS rows of block b
 // Idea     : a warp keeps RPW rows' sums in registers while the block walks along n in steps of 256; the
-//            16 warps' column sums meet in smem, in warp order. One pass over dy and z, one step ahead.
+//            16 warps' column sums meet in smem, in warp order. One pass over dy and z.
 // Inputs   : dy, z [M,N] T; cs, cv [N] f32.   Outputs: c1, c2 [M] f32, part [ceil(M/ROWS), N] f32,
 //            dz [M,N] T (ACT other than NONE).   N a multiple of 8, rows 16-byte aligned.
 // Macros   : T, ACT, RPW.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
@@ -17,46 +17,34 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
     __shared__ float sums[2][16][256];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m0 = blockIdx.x * ROWS + warp * RPW;
     float s1[RPW] = {}, s2[RPW] = {};
-    uint4 g[RPW], v[RPW];  // the next 8 columns of each row, on their way across the barrier
-    auto fetch = [&](int n) {
-#pragma unroll
-        for (int r = 0; r < RPW; r++)
-            if (n < N && m0 + r < M) {
-                g[r] = *(const uint4*)(dy + (i64)(m0 + r) * N + n);
-                v[r] = *(const uint4*)(z + (i64)(m0 + r) * N + n);
-            }
-    };
-    fetch(lane * 8);
     for (int base = 0, turn = 0; base < N; base += 256, turn ^= 1) {
         int n = base + lane * 8;
         float column[8] = {};
-        uint4 gn[RPW], vn[RPW];
-#pragma unroll
-        for (int r = 0; r < RPW; r++) gn[r] = g[r], vn[r] = v[r];
-        fetch(n + 256);
         if (n < N) {
+            Vec<T, 8> g[RPW], v[RPW];
+#pragma unroll
+            for (int r = 0; r < RPW; r++)
+                if (m0 + r < M) {
+                    g[r] = load<8>(dy + (i64)(m0 + r) * N + n);
+                    v[r] = load<8>(z + (i64)(m0 + r) * N + n);
+                }
             Vec<float, 8> k1 = load<8>(cs + n), k2 = load<8>(cv + n);
 #pragma unroll
             for (int r = 0; r < RPW; r++) {
                 if (m0 + r >= M) continue;
-                const u32 *gw = (const u32*)&gn[r], *vw = (const u32*)&vn[r];
-                u32 out[4];
+                Vec<T, 8> out;
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float2 d = unpack2<T>(gw[j]), zz = unpack2<T>(vw[j]);
+                for (int j = 0; j < 8; j++) {
+                    float d = to_float(g[r].at[j]), zz = to_float(v[r].at[j]);
                     if (ACT != NONE) {
-                        out[j] = pack2<T>(d.x * act_grad<ACT>(zz.x, act_alpha),
-                                          d.y * act_grad<ACT>(zz.y, act_alpha));
-                        d = unpack2<T>(out[j]);  // what the products will see
+                        out.at[j] = from_float<T>(d * act_grad<ACT>(zz, act_alpha));
+                        d = to_float(out.at[j]);  // what the products will see
                     }
-                    s1[r] += d.x * k1.at[2 * j] + d.y * k1.at[2 * j + 1];
-                    s2[r] += d.x * (zz.x - k2.at[2 * j]) + d.y * (zz.y - k2.at[2 * j + 1]);
-                    column[2 * j] += d.x;
-                    column[2 * j + 1] += d.y;
+                    s1[r] += d * k1.at[j];
+                    s2[r] += d * (zz - k2.at[j]);
+                    column[j] += d;
                 }
-                if (ACT != NONE)
-                    *(uint4*)(dz + (i64)(m0 + r) * N + n) =
-                        make_uint4(out[0], out[1], out[2], out[3]);
+                if (ACT != NONE) store<8>(dz + (i64)(m0 + r) * N + n, out);
             }
         }
 #pragma unroll
