@@ -46,13 +46,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 d[6] = {d0, d1, d2, d3, d4, d5};
     auto place = [&](i64 j) {
         i64 to = 0;
-        for (int a = 0; a < q; a++) {
-            i64 k = (i64)index[j * q + a];
-            if (k < 0) k += d[a];
-            if (k < 0 || k >= d[a]) return (i64)-1;
-            to = to * d[a] + k;
-        }
-        return to;
+        bool inside = true;
+#pragma unroll
+        for (int a = 0; a < 6; a++)  // all six, so that d stays in registers
+            if (a < q) {
+                i64 k = (i64)index[j * q + a];
+                if (k < 0) k += d[a];
+                inside = inside && k >= 0 && k < d[a];
+                to = to * d[a] + k;
+            }
+        return inside ? to : (i64)-1;
     };
     const i64 own = blockIdx.x, to = place(own);
     if (to < 0) return;

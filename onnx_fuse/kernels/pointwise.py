@@ -21,6 +21,8 @@ from onnx_fuse.llir import UNKNOWN, Call, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256
+REGISTERS = 96
+"""Elements of all operands together that a thread may hold: more would spill."""
 STORAGE = {
     "float64": "double", "float32": "float", "float16": "f16", "bfloat16": "bf16",
     "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
@@ -190,6 +192,8 @@ def vector_width(dims: Sequence[int], tensors: Sequence[Tensor], strides: list[l
     unit = [s[-1] == 1 for s in strides]
     if not any(unit):
         return 1
+    while width > 2 and width * len(tensors) > REGISTERS:
+        width //= 2
     while width > 1:
         aligned = all(
             not u or (t.offset % width == 0 and all(x % width == 0 for x in s[:-1]))

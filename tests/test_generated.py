@@ -1,0 +1,128 @@
+"""Kernels of pointwise, indexing and random ops compile for every type they claim; no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_fuse import ir
+from onnx_fuse.kernels import chains, jit, pointwise
+from onnx_fuse.kernels.pointwise import COMPARES, FLOATS, STORAGE, TABLE, Code, launch_of
+from onnx_fuse.llir import Tensor
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import CHIPS
+
+INTEGERS = ("Bitwise", "Shift")
+LOGICAL = ("And", "Not", "Or", "Xor")
+EXACT = ("Abs", "Add", "ClipMax", "ClipMin", "Div", "FMod", "Max", "Min", "Mod", "Mul", "Neg", "Sub")
+"""Steps that integers have as well."""
+# CUDA's own sine and cosine keep a table of digits of pi in local memory, for large arguments.
+TRIGONOMETRIC = ("Cos", "Sin", "Tan")
+
+
+def flat(buffer: int, dtype: str, size: int = 1000) -> Tensor:
+    return Tensor(buffer, dtype, (size,), (1,))
+
+
+def steps_of(dtype: str) -> list[str]:
+    if dtype == "bool":
+        return [*LOGICAL, "Equal", "Where"]
+    if dtype in FLOATS:
+        return [n for n in TABLE if not n.startswith(INTEGERS) and n not in LOGICAL]
+    # ONNX shifts unsigned integers, and int32
+    shifts = [n for n in TABLE if n.startswith(INTEGERS)]
+    return [*EXACT, *shifts, "Equal", "Less", "Where", "Sign", "Cast"]
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_every_step_compiles(dtype: str) -> None:
+    code = Code()
+    operands = [code.load(flat(i, dtype)) for i in range(3)]
+    condition = code.load(flat(3, "bool"))
+    stores, writes = [], []
+    for name in steps_of(dtype):
+        if name in TRIGONOMETRIC:
+            continue
+        first = condition if name == "Where" else operands[0]
+        kind = "bool" if name in (*COMPARES, *LOGICAL) else "int64" if name == "Iota" else dtype
+        stores.append(code.step(name, kind, first, *operands[1:]))
+        writes.append(flat(10 + len(writes), kind))
+    launch = launch_of(code.expression(*stores), code.reads, writes)
+    (report,) = jit.resources(launch.source).values()
+    assert report.spill_bytes == 0
+
+
+LAYOUTS = {
+    "flat, with a tail": [((1001,), (1,)), ((1001,), (1,))],
+    "a row for every row": [((8, 24), (0, 1)), ((8, 24), (24, 1))],
+    "a number for every row": [((8, 24), (1, 0)), ((8, 24), (24, 1))],
+    "transposed": [((6, 7, 8), (1, 6, 42)), ((6, 7, 8), (56, 8, 1))],
+    "reversed": [((5, 8), (-8, 1)), ((5, 8), (8, 1))],
+    "into a slice": [((4, 8), (8, 1)), ((4, 8), (20, 1))],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_copies_compile_without_local_memory(name: str, dtype: str) -> None:
+    (shape, strides), (_, out) = LAYOUTS[name]
+    code = Code()
+    x = code.load(Tensor(0, dtype, shape, strides))
+    launch = launch_of(code.expression(x), code.reads, [Tensor(1, dtype, shape, out)])
+    assert jit.resources(launch.source)["pointwise"].clean
+
+
+def test_other_sizes_need_no_other_source() -> None:
+    def source(rows: int, columns: int) -> str:
+        code = Code()
+        x = code.load(Tensor(0, "float32", (rows, columns), (1, rows)))
+        write = Tensor(1, "float32", (rows, columns), (columns, 1))
+        return launch_of(code.expression(x), code.reads, [write]).source
+
+    assert source(8, 16) == source(24, 32)
+
+
+@pytest.mark.parametrize("index", ["int", "i64"])
+@pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64", "u128"])
+def test_gathers(unit: str, index: str) -> None:
+    reports = jit.resources("indexing/gather.cu", (("IDX", index), ("T", unit)))
+    assert all(report.clean for report in reports.values())
+
+
+@pytest.mark.parametrize("reduce", range(5))
+@pytest.mark.parametrize("dtype", ["float", "double", "f16", "bf16", "i64", "u8", "bool"])
+def test_scatters(dtype: str, reduce: int) -> None:
+    defines = (("IDX", "i64"), ("REDUCE", str(reduce)), ("T", dtype))
+    reports = jit.resources("indexing/scatter.cu", defines)
+    assert all(report.clean for report in reports.values())
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_random_numbers(kind: int) -> None:
+    defines = (("FIXED", "0"), ("KIND", str(kind)), ("T", "f16"), ("X", "float"))
+    assert jit.resources("random/philox.cu", defines)["philox_fill"].clean
+
+
+def test_batched_launches_compile() -> None:
+    count = range(3)
+    ends = ", ".join(f"float[64,32] x{i}" for i in count)
+    outs = ", ".join(f"float[32] y{i}" for i in count)
+    nodes = " ".join(f"y{i} = ReduceSum<keepdims=0>(x{i}, axes)" for i in count)
+    model = ir.text_model(f"agraph ({ends}) => ({outs}) <int64[1] axes = {{0}}> {{ {nodes} }}")
+    shapes = {f"x{i}": ((64, 32), "float32") for i in count}
+    calls = lower(model, shapes, CHIPS["H200"]).calls
+    assert all("x3" in call.kernel for call in calls)
+    for call in calls:
+        (launch,) = call.launches
+        assert jit.resources(launch.source, launch.defines)["twins"].clean
+
+
+def test_bounds_are_taken_off_whatever_they_hold() -> None:
+    text = "a __launch_bounds__(256) f(); __launch_bounds__(T, x ? (g(8) == 8 ? 2 : 3) : 1) h(int)"
+    assert chains._without_bounds(text) == "a  f();  h(int)"
+
+
+def test_table_names_are_onnx_or_steps() -> None:
+    served = {name for _, name in pointwise.LOWERINGS}
+    inner = {"Identity", "Square", "GeluTanh", "FMod", "Iota", "ClipMax", "ClipMin", "Max", "Min"}
+    inner |= {"Cast", "CastBool", "CastFloat16", "CastBFloat16", "ShiftLeft", "ShiftRight"}
+    assert set(TABLE) - served <= inner
