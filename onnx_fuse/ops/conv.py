@@ -242,7 +242,7 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
         attributes = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
         _, indices = op.MaxPool(x, outputs=2, **attributes)
     else:
-        indices = output(node, 1, ir.DataType.INT64, "indices")
+        indices = output(op, node, 1, ir.DataType.INT64, "indices")
         indices.shape = y.shape
     flat = op.constant([-1])
     zeros = filled(op, op.Reshape(op.Size(x), flat), x.dtype)

@@ -113,13 +113,13 @@ def fail(node: ir.Node, why: str) -> ModelError:
     )
 
 
-def output(node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> Tensor:
+def output(op: Any, node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> Tensor:
     """Output `index` of a forward node, which gets it (named `<y>.<label>`) where it had none."""
     if index >= len(node.outputs):
         node.resize_outputs(index + 1)
     value = node.outputs[index]
     if not value.name:
-        value.name = f"{node.outputs[0].name}.{label}"
+        value.name = op.fresh(f"{node.outputs[0].name}.{label}")
     if value.dtype is None and dtype is not None:
         value.dtype = dtype
     return value

@@ -137,7 +137,7 @@ def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
     x, dy = node.inputs[0], dys[0]
     if dy is None or x is None:
         return [None]
-    indices = output(node, 1, ir.DataType.INT64, "indices")
+    indices = output(op, node, 1, ir.DataType.INT64, "indices")
     indices.shape = node.outputs[0].shape
     axis = node.attributes.get_int("axis", -1)
     return [op.ScatterElements(zeros_like(op, x), indices, dy, axis=axis, reduction="add")]

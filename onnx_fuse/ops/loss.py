@@ -82,7 +82,7 @@ def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
         dx = op.node("SoftmaxCrossEntropyGrad", [x, index, slope], domain=FUSE)
         dx.dtype, dx.shape = x.dtype, x.shape
         return [dx]
-    p = op.Exp(output(node, 1, x.dtype, "log_prob"))
+    p = op.Exp(output(op, node, 1, x.dtype, "log_prob"))
     node.outputs[1].shape = x.shape
     total = op.ReduceSum(dys[1], op.constant([1]), keepdims=1)
     dx = op.Sub(dys[1], op.Mul(p, total))

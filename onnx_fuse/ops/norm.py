@@ -82,7 +82,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
             _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5)),
         )
     else:
-        mean, rstd = (output(node, i, wide, label) for i, label in ((1, "mean"), (2, "rstd")))
+        mean, rstd = (output(op, node, i, wide, label) for i, label in ((1, "mean"), (2, "rstd")))
         for value in (mean, rstd):
             if value.shape is None and x.shape is not None:
                 value.shape = ir.Shape([*x.shape[:axis], *[1] * (n - axis)])

@@ -18,7 +18,7 @@ def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
     on = const_array(training)
     if training is None or (on is not None and not on.any()):
         return [dy]
-    mask = output(node, 1, ir.DataType.BOOL, "mask")
+    mask = output(op, node, 1, ir.DataType.BOOL, "mask")
     mask.shape = node.outputs[0].shape
     number = const_array(ratio)
     kept = op.Mul(dy, to_like(op, mask, dy))
