@@ -55,6 +55,7 @@ CASES = (
     Case("ragged all", 190, 136, 200),
     Case("tiny", 5, 24, 40),
     Case("tall", 4096, 128, 128),
+    Case("tall and wide: split k, several parts a row", 4096, 128, 2056),
     Case("mean 1 std", 256, 768, 512, 1.0),
     Case("mean 10 std", 256, 768, 512, 10.0),
     Case("mean 100 std", 256, 4096, 512, 100.0),
