@@ -21,7 +21,7 @@ LAYERS = (
     ("passes",),
     ("autodiff",),
     ("kernels", "llir"),
-    ("lower",),
+    ("context", "lower"),
     ("runtime",),
     ("session",),
     ("backend",),
