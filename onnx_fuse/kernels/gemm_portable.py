@@ -116,7 +116,9 @@ def tile_seconds(
     waves = ceil(tiles / hw.sm_count)
     work = waves * 2 * bm * bn * problem.k / per_sm
     latency = ceil(problem.k / bk) * step_us * 1e-6
-    return max(work, latency, problem.bytes / hw.bandwidth) + hw.launch_seconds
+    # a few blocks can't draw the memory's whole rate
+    fed = min(1.0, tiles / (0.7 * hw.sm_count))
+    return max(work, latency, problem.bytes / hw.bandwidth / fed) + hw.launch_seconds
 
 
 class _Portable:
