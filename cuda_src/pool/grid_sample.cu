@@ -13,7 +13,8 @@ DEVICE ACC place(ACC u, int size) {
 DEVICE ACC reflect(ACC x, ACC low, ACC high) {
     const ACC range = high - low;
     if (range <= 0) return low;
-    x = fmod(fabs(x - low), 2 * range);
+    x = fabs(x - low);
+    x -= 2 * range * floor(x / (2 * range));
     return low + (x > range ? 2 * range - x : x);
 }
 DEVICE ACC settle(ACC x, int size) {  // into the image, as PADDING has it
@@ -43,7 +44,7 @@ DEVICE void axis_taps(ACC u, int size, int (&index)[TAPS_], ACC (&weight)[TAPS_]
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 1)
     grid_sample(const T* x, const G* grid, T* y, i64 points, i64 batch, int channels, int d, int h, int w) {
     const i64 i = (i64)blockIdx.x * 128 + threadIdx.x;
     if (i >= points * batch) return;

@@ -223,6 +223,9 @@ def grid_sample(ctx: Context, node: ir.Node) -> str | None:
     if x.dtype not in FLOATS or rank not in (2, 3):
         return f"no kernel for {x.dtype} in {rank} axes"
     modes = {"nearest": 0, "linear": 1, "bilinear": 1, "cubic": 2, "bicubic": 2}
+    mode = modes[ctx.attr(node, "mode", "linear")]
+    if mode == 2 and rank == 3:
+        return "cubic in three axes"
     paddings = ("zeros", "border", "reflection")
     y = ctx.output(node, 0, (*x.shape[:2], *grid.shape[1:-1]), x.dtype)
     if not y.size or not x.size:
@@ -234,7 +237,7 @@ def grid_sample(ctx: Context, node: ir.Node) -> str | None:
          *(Num("i32", n) for n in (x.shape[1], *triple(x.shape[2:])))),
         defines(
             T=C_TYPES[x.dtype], G=C_TYPES[grid.dtype], ACC=accumulator(x.dtype), RANK=rank,
-            MODE=modes[ctx.attr(node, "mode", "linear")],
+            MODE=mode,
             PADDING=paddings.index(ctx.attr(node, "padding_mode", "zeros")),
             ALIGN=bool(ctx.attr(node, "align_corners", 0)),
         ),
