@@ -146,8 +146,8 @@ class Wgmma:
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
-        # tiles mostly empty of rows stream b at about half the memory's rate
-        stream = problem.bytes / (hw.bandwidth * (0.5 if problem.m <= bm // 2 else 1.0))
+        # tiles mostly empty of rows stream b at a third of the memory's rate
+        stream = problem.bytes / (hw.bandwidth * (0.35 if problem.m <= bm // 2 else 1.0))
         return max(seconds, stream) + hw.launch_seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
