@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnx_fuse.errors import CheckFailed as CheckFailed
+    from onnx_fuse.errors import DataError as DataError
     from onnx_fuse.errors import DeviceError as DeviceError
     from onnx_fuse.errors import ModelError as ModelError
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 # Public name -> module; a name is imported when first used, so that `import onnx_fuse` is instant.
 _NAMES = {
     "CheckFailed": "errors",
+    "DataError": "errors",
     "DeviceError": "errors",
     "InferenceSession": "session",
     "ModelError": "errors",
