@@ -87,6 +87,7 @@ class Lowerer(Values):
         super().__init__(model.graph.opset_imports, hw, math, prefs)
         self.model, self.shapes, self.state = model, shapes, dict(state or {})
         self.values = dict(values or {})
+        # inputs of a body -> what it was called on; results of a node -> those of its body
         self.origin: dict[ir.Value, ir.Value] = {}
         self.fallbacks: dict[str, str] = {}
         self.tail: list[ir.Node] = []
@@ -194,7 +195,8 @@ class Lowerer(Values):
         seen: set[ir.Value] = set()
         while todo:
             value = todo.pop()
-            value = self.origin.get(value, value)
+            while value in self.origin:
+                value = self.origin[value]
             slot = self.slots.get(value)
             if value in seen or slot is None or slot.host is not None:
                 continue
@@ -475,7 +477,7 @@ class Lowerer(Values):
         for inner in graph:
             self._node(inner)
         for value, result in zip(outputs, graph.outputs, strict=True):
-            self.slots[value] = self.slots[result]
+            self.slots[value], self.origin[value] = self.slots[result], result
             if self.slots[result].tail:  # the tail knows values by name
                 link = ir.Node("", "Identity", [result], num_outputs=1)
                 link.outputs[0].name = value.name

@@ -9,7 +9,7 @@ from interpret import interpret
 
 from onnx_fuse import ir, lower
 from onnx_fuse.kernels import pointwise, views
-from onnx_fuse.llir import Program, Tensor, reshape_strides
+from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
 
@@ -127,6 +127,29 @@ GRAPHS = {
         "agraph (float[3,4,6] x) => (float[3,4,6] y) <int64 k = {1}> { y = Trilu<upper=0>(x, k) }",
         {"x": X},
     ),
+    "Scan, backwards over its second axis": (
+        "agraph (float[4] s, float[4,3] x) => (float[4] t, float[3,4] y) "
+        "{ t, y = Scan<num_scan_inputs=1, scan_input_axes=[1], scan_input_directions=[1], "
+        "body = b (float[4] a, float[4] v) => (float[4] c, float[4] d) "
+        "{ c = Add(a, v) d = Neg(c) }>(s, x) }",
+        {"s": X[0, :, 0], "x": X[0, :, :3]},
+    ),
+    "Loop of a known length": (
+        "agraph (float[4] s) => (float[4] t, float[5,4] y) <int64 n = {5}, bool go = {1}> "
+        "{ t, y = Loop<body = b (int64 i, bool c, float[4] a) => (bool k, float[4] d, float[4] e) "
+        "{ k = Identity(c) f = Cast<to=1>(i) d = Add(a, f) e = Exp(d) }>(n, go, s) }",
+        {"s": X[0, :, 0]},
+    ),
+    "Einsum over a batch": (
+        "agraph (float[3,4,6] x, float[3,6,5] z) => (float[5,3,4] y) "
+        '{ y = Einsum<equation="bij,bjk->kbi">(x, z) }',
+        {"x": X, "z": RNG.standard_normal((3, 6, 5)).astype(np.float32)},
+    ),
+    "reversed sequences": (
+        "agraph (float[3,4,6] x, int64[4] n) => (float[3,4,6] y) "
+        "{ y = ReverseSequence<time_axis=0, batch_axis=1>(x, n) }",
+        {"x": X, "n": np.array([1, 2, 3, 2])},
+    ),
     "If with a condition known at lowering": (
         "agraph (float[N] x) => (float[N] y) <int64 n = {3}, int64 z = {0}> { s = Shape(x) "
         "d = Gather(s, z) c = Greater(d, n) y = If(c) <then_branch = a () => (float[N] t) "
@@ -146,6 +169,26 @@ def test_graph_gives_onnxruntimes_results(name, moves_only):
     for value, want in zip(model.graph.outputs, expected, strict=True):
         assert got[value.name].shape == want.shape
         np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=1e-6)
+
+
+def test_feeds_that_decide_about_shapes_are_asked_for():
+    text = """agraph (float[6] x, int64[2] s) => (float[A,B] y)
+    { e = Exp(x) t = Identity(s) y = Reshape(e, t) }"""
+    model, feeds = ir.text_model(text), {"x": np.zeros(6, np.float32), "s": np.array([2, 3])}
+    with pytest.raises(NeedsValues) as needs:
+        program_of(model, feeds)
+    assert needs.value.names == ("s",)
+    program = program_of(model, feeds, values={"s": feeds["s"]})
+    assert not program.fallbacks
+    assert dict(program.outputs)["y"].shape == (2, 3)
+
+
+def test_large_feeds_are_not():
+    text = "agraph (float[6] x, int64[200] s) => (int64[1,N] y) { y = NonZero(s) }"
+    feeds = {"x": np.zeros(6, np.float32), "s": np.zeros(200, np.int64)}
+    program = program_of(ir.text_model(text), feeds)
+    assert program.tail is not None
+    assert program.fallbacks == ("NonZero: no kernel",)
 
 
 def test_views_launch_nothing():
