@@ -173,12 +173,12 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> str:
 
 def _executable(model: onnx_ir.Model, math: str) -> Any:
     try:
-        from onnx_fuse.runtime import executable
+        from onnx_fuse.runtime.executable import Executable
     except ImportError as error:
         raise DeviceError(
             f"device 'cuda' needs the CUDA packages ({error}): pip install 'onnx-fuse[cuda13]'"
         ) from error
-    return executable.Executable(model, math=math)
+    return Executable(model, math=math)
 
 
 def _host(value: Any) -> Any:
