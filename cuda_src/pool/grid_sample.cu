@@ -29,10 +29,7 @@ constexpr int TAPS_ = MODE == 0 ? 1 : MODE == 1 ? 2 : 4;
 // indices (-1: a zero) and weights of one axis
 DEVICE void axis_taps(ACC u, int size, int (&index)[TAPS_], ACC (&weight)[TAPS_]) {
     ACC at = place(u, size);
-    // cubic taps settle one by one; only a position outside the border's pixels is clamped itself
-    const ACC edge = ALIGN ? (ACC)0 : (ACC)0.5;
-    const bool out = at < -edge || at > (ACC)(size - 1) + edge;
-    if (MODE < 2 || (PADDING == 1 && out)) at = settle(at, size);
+    if (MODE < 2) at = settle(at, size);  // cubic taps settle one by one
     const ACC base = MODE == 0 ? rint(at) : floor(at), f = at - base;
     const ACC a = (ACC)-0.75;
 #pragma unroll
