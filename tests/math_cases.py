@@ -208,6 +208,7 @@ def _softmaxes() -> Iterator[Case]:
         yield Case(op, ((2, 300, 3),), {"axis": 1}, note="narrow")
         yield Case(op, ((8, 5),), {"axis": 0})
         yield Case(op, ((2000, 8),), note="sub-warp rows", offset=80.0)
+    yield Case("Softmax", ((1100, 2048),), {}, 1, BF16, note="two warps a row")
     masked = np.where(np.tri(6, 70, dtype=bool), 1.5, -np.inf).astype(np.float32)
     yield Case("Softmax", (masked,), note="-inf entries")
 
@@ -223,6 +224,7 @@ def _norms() -> Iterator[Case]:
     yield Case("LayerNormalization", ((2, 50000), (50000,), (50000,)), note="row read again")
     yield Case("LayerNormalization", ((4, 6, 5, 8), (5, 8), (5, 8)), {"axis": 2}, 3)
     yield Case("LayerNormalization", ((4, 64), (64,)), note="no bias")
+    yield Case("LayerNormalization", ((1100, 2048), (2048,), (2048,)), {}, 3, BF16)
     yield Case("LayerNormalization", ((2000, 32), (32,), (32,)), note="sub-warp rows")
     for dtype in (F32, BF16):
         yield Case("SkipLayerNorm", ((7, 768), (7, 768), (768,), (768,)), {}, 2, dtype, FUSE)

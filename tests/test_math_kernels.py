@@ -85,6 +85,14 @@ def test_pieces_cover_the_length_in_whole_vectors(outer, length, inner):
     assert team(outer, chunk, vec) & (team(outer, chunk, vec) - 1) == 0
 
 
+def test_rows_of_ordinary_length_stay_in_registers():
+    for dtype in ("float32", "bfloat16"):
+        for outer in (4, 5000):
+            for length in (768, 1024, 2048, 4096, 8192, 16384):
+                launch = softmax_launch(outer, length, 1, dtype, False)
+                assert int(dict(launch.defines)["ITEMS"]) > 0, (dtype, outer, length)
+
+
 def test_softmax_launch_covers_every_row():
     for outer, length, inner in ((7, 5, 1), (3000, 768, 1), (2, 50257, 1), (4, 9, 33)):
         launch = softmax_launch(outer, length, inner, "float32", False)

@@ -55,10 +55,12 @@ def vector(length: int, dtype: str, most: int = 16) -> int:
 
 
 def team(rows: int, length: int, vec: int) -> int:
-    """Threads a row, a power of two: a warp at most up to 8 vectors each, more if rows are few."""
+    """Threads a row, a power of two: few with much each, more where the rows are few."""
     vectors = -(-length // vec)
-    if vectors <= 256:
-        return pow2(vectors) if vectors <= 32 else 32 if rows >= 1024 else min(256, pow2(vectors))
+    if vectors <= 32:
+        return pow2(vectors)
+    if vectors <= 256:  # 32 elements a thread still fit in its registers
+        return max(32, pow2(-(-length // 32))) if rows >= 1024 else min(256, pow2(vectors))
     return min(1024, pow2(-(-vectors // 4)))
 
 
