@@ -8,6 +8,7 @@ has dy y lse, dq dk dv, and delta in the workspace.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
 
@@ -49,23 +50,27 @@ def _flops(p: Problem) -> int:
     return whole * 7 // 2 if p.op == "SdpaGrad" else whole
 
 
-class _Attention:
+class _Attention(ABC):
     """What both candidates share: the launches of forward and backward."""
 
     name: str
     source: str
 
+    @abstractmethod
     def rows(self, config: Config) -> int:
-        raise NotImplementedError
+        """Rows of queries (or keys) a block owns."""
 
+    @abstractmethod
     def smem(self, p: Problem, config: Config, entry: str) -> int:
-        raise NotImplementedError
+        """Dynamic shared memory of an entry, in bytes."""
 
+    @abstractmethod
     def macros(self, p: Problem, config: Config) -> dict[str, object]:
-        raise NotImplementedError
+        """-D macros of the source."""
 
+    @abstractmethod
     def threads(self, config: Config) -> int:
-        raise NotImplementedError
+        """Threads a block."""
 
     def sources(self) -> tuple[str, ...]:
         return (self.source, "sdpa/simt.cu")
