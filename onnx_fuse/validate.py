@@ -417,7 +417,7 @@ def _array(
     array: Array
     if "position" in name and kind.kind in "iu" and shape:
         array = np.broadcast_to(np.arange(shape[-1]) % (bound or shape[-1]), shape)
-    elif bound is not None:
+    elif bound is not None and "mask" not in name:  # positions may be a mask's running sum
         array = rng.integers(0, max(bound, 1), shape)
     elif kind.kind in "iu" and dtype.itemsize == 1 and "mask" not in name:
         array = rng.integers(0, 128, shape)  # pixels

@@ -13,7 +13,20 @@ from onnx_fuse.problem import CHIPS
 
 INTEGERS = ("Bitwise", "Shift")
 LOGICAL = ("And", "Not", "Or", "Xor")
-EXACT = ("Abs", "Add", "ClipMax", "ClipMin", "Div", "FMod", "Max", "Min", "Mod", "Mul", "Neg", "Sub")
+EXACT = (
+    "Abs",
+    "Add",
+    "ClipMax",
+    "ClipMin",
+    "Div",
+    "FMod",
+    "Max",
+    "Min",
+    "Mod",
+    "Mul",
+    "Neg",
+    "Sub",
+)
 """Steps that integers have as well."""
 # CUDA's own sine and cosine keep a table of digits of pi in local memory, for large arguments.
 TRIGONOMETRIC = ("Cos", "Sin", "Tan")

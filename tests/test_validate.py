@@ -119,6 +119,17 @@ def test_dimensions_may_be_expressions_of_others() -> None:
         assert feed["all"][1] == feed["past"][1] + feed["x"][1]
 
 
+def test_a_mask_whose_running_sum_is_a_position_stays_a_mask() -> None:
+    """OPT's positions: cumsum(mask), which random ids up to the table's size would overrun."""
+    feeds, _ = feeds_for(
+        "g (int64[B, S] attention_mask) => (float[B, S] y)"
+        f"<float[32] table = {ones(32)}, int64 one = {{1}}> {{"
+        "  p = CumSum (attention_mask, one)  y = Gather (table, p) }"
+    )
+    for feed in feeds:
+        assert set(np.unique(feed["attention_mask"])) == {0, 1}
+
+
 def test_what_cannot_be_generated_is_said() -> None:
     with pytest.raises(ModelError, match=r"'s' holds strings: give inputs"):
         feeds_for("g (string[N] s) => (string[N] y) { y = Identity (s) }")

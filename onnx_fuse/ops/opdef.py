@@ -14,7 +14,7 @@ from onnx_fuse.ir import BODIES, CANONICAL_OPSET, FUSE, Builder
 GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
 """`grad(op, node, dys)` emits the gradient of each input of `node` with `op` and returns them in
 input order, None where an input has none. `dys` holds d loss / d output, None where an output does
-not reach the loss. A rule answers in the broadcast shape; the walker in `autodiff` un-broadcasts."""
+not reach the loss. A rule may answer in the broadcast shape: the walker in `autodiff` sums it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class NoGrad:
 
 @dataclass(frozen=True)
 class OpDef:
-    """One operator: its name and, for ours, its ONNX function body; its gradient; its kernel problem.
+    """One operator: its name and, for ours, its ONNX function body; its gradient, kernel problem.
 
     `body` is the text of one ONNX function without header imports. Attributes are by reference and
     every input is bound at a call. `saves` names values inside the body that the gradient wants:
