@@ -216,3 +216,14 @@ def test_tied_weights_stay_tied_in_training() -> None:
         gradients = autodiff.gradient(fused)
         names = [o.name for o in gradients.graph.outputs if o.name.endswith(".grad")]
         assert sorted(names) == ["c.grad", "w.grad"]
+
+
+def test_a_scalar_parameter_is_not_folded_in_training() -> None:
+    """exp(logit_scale) of contrastive models: one number, and trained all the same."""
+    model = fir.text_model(
+        "agraph (float[N,4] x) => (float[N,4] y) <float s = {0.5}> { e = Exp (s) y = Mul (x, e) }"
+    )
+    for training, exps in ((False, 0), (True, 1)):
+        fused = fir.load(model)
+        passes.optimize(fused, training=training)
+        assert sum(n.op_type == "Exp" for n in fused.graph) == exps

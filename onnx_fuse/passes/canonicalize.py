@@ -44,7 +44,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     parameters = {
         value
         for value in model.graph.initializers.values()
-        if is_float(value) and value.const_value is not None and value.const_value.size > 1
+        if is_float(value) and CONSTANT not in value.metadata_props
     }
 
     def should_fold(node: ir.Node) -> bool | None:
