@@ -397,6 +397,8 @@ def _attention() -> Iterator[Case]:
                 arrays.append(m.astype(dtype_of(dtype)))
             attrs = {"scale": d**-0.5}
             name = f"{'Grouped' if h != hkv else ''}Sdpa{kind}"
+            if h != hkv:
+                attrs |= {"q_rows": [0, h, -1, 0], "kv_rows": [0, hkv, -1, 0]}
             forward = Case(f"{name}_lse", tuple(arrays), attrs, 2, dtype, FUSE, f"{s} {t} {d}")
             yield forward
             with np.errstate(all="ignore"):

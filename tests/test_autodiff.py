@@ -471,7 +471,9 @@ def test_sdpa_gradients(kind, heads):
     masked = kind.startswith("Mask")
     shapes = {"q": (2, heads, 3, 4), "k": (2, 2, 5, 4), "v": (2, 2, 5, 6)}
     shapes.update({"m": (1, 1, 3, 5)} if masked else {})
-    call = f"{name} <scale: float = 0.4> (q, k, v{', m' if masked else ''})"
+    rows = f", q_rows: ints = [0, {heads}, -1, 0], kv_rows: ints = [0, 2, -1, 0]"
+    head = f"<scale: float = 0.4{rows if heads == 4 else ''}>"
+    call = f"{name} {head} (q, k, v{', m' if masked else ''})"
     model, arrays = fused(call, **shapes)
     model.graph.outputs[0].shape = onnx_ir.Shape([2, heads, 3, 6])
     against_body(model, arrays)

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.ops.fused.activations import signature
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -47,21 +48,13 @@ def _score_lines(grouped: bool, kind: str) -> tuple[list[str], str]:
         "last = Constant <value_ints: ints = [-1]> ()",
     ]
     if grouped:
+        # The query heads that share a key head are rows of one product: [B, Hkv, H/Hkv · S, D].
         lines += [
-            "axis2 = Constant <value_ints: ints = [2]> ()",
-            "batch = Shape <start: int = 0, end: int = 1> (q)",
-            "heads = Shape <start: int = 1, end: int = 2> (k)",
-            "sd = Shape <start: int = 2, end: int = 4> (q)",
-            "q5_shape = Concat <axis: int = 0> (batch, heads, last, sd)",
-            "q5 = Reshape (qa, q5_shape)",
-            "kt5 = Unsqueeze (kt, axis2)",
-            "v5 = Unsqueeze (v, axis2)",
-            "s5 = MatMul (q5, kt5)",
-            "bhs = Shape <start: int = 0, end: int = 3> (q)",
-            "rows = Concat <axis: int = 0> (bhs, last)",
-            "s = Reshape (s5, rows)",
-            "st = Shape <start: int = 2, end: int = 4> (s)",
-            "p5_shape = Concat <axis: int = 0> (batch, heads, last, st)",
+            "fold = Constant <value_ints: ints = @kv_rows> ()",
+            "unfold = Constant <value_ints: ints = @q_rows> ()",
+            "qg = Reshape (qa, fold)",
+            "sg = MatMul (qg, kt)",
+            "s = Reshape (sg, unfold)",
         ]
     else:
         lines += ["s = MatMul (qa, kt)"]
@@ -104,19 +97,24 @@ def _body(grouped: bool, kind: str) -> str:
         *(_guarded("p", "pn") if guard else ()),
     ]
     if grouped:
-        lines += ["p5 = Reshape (p, p5_shape)", "y5 = MatMul (p5, v5)", "y = Reshape (y5, rows)"]
+        lines += ["pg = Reshape (p, fold)", "yg = MatMul (pg, v)", "y = Reshape (yg, unfold)"]
     else:
         lines += ["y = MatMul (p, v)"]
     mask = ", mask" if kind.startswith("Mask") else ""
-    return f"{name} <scale: float = 1.0> (q, k, v{mask}) => (y) {{\n  " + "\n  ".join(lines) + "\n}"
+    head = f"{name} {_attributes(grouped)}(q, k, v{mask}) => (y) {{\n  "
+    return head + "\n  ".join(lines) + "\n}"
+
+
+def _attributes(grouped: bool) -> str:
+    return signature("kv_rows, q_rows" if grouped else "", "scale: float = 1.0")
 
 
 def _grad_body(grouped: bool, kind: str) -> str:
     """dv = pᵀ dy, dq = scale ds k, dk = scale dsᵀ q; p = exp(z - lse), ds = p (dy vᵀ - Σ dy y)."""
     name = f"{'Grouped' if grouped else ''}Sdpa{kind}Grad"
     lines, logits = _score_lines(grouped, kind)
-    guard, five = kind == "MaskGuard", "5" if grouped else ""
-    turned = "0, 1, 2, 4, 3" if grouped else "0, 1, 3, 2"
+    guard, g = kind == "MaskGuard", "g" if grouped else ""
+    turned = "0, 1, 3, 2"
     lines += [
         f"zf = CastLike ({logits}, lse)",
         "l1 = Unsqueeze (lse, last)",
@@ -128,37 +126,23 @@ def _grad_body(grouped: bool, kind: str) -> str:
         "delta = ReduceSum <keepdims: int = 1> (dyy, last)",
     ]
     if grouped:
-        lines += [
-            "p5 = Reshape (p, p5_shape)",
-            "sv = Shape <start: int = 2, end: int = 4> (dy)",
-            "dy5_shape = Concat <axis: int = 0> (batch, heads, last, sv)",
-            "dy5 = Reshape (dy, dy5_shape)",
-            "one5 = Constant <value_ints: ints = [1]> ()",
-            "delta5_shape = Concat <axis: int = 0> (batch, heads, last, q_len, one5)",
-            "delta5 = Reshape (delta, delta5_shape)",
-            "k5 = Unsqueeze (k, axis2)",
-        ]
-        lines.insert(0, "q_len = Shape <start: int = 2, end: int = 3> (q)")
+        lines += [f"{name}g = Reshape ({name}, fold)" for name in ("p", "dy", "delta")]
     lines += [
-        f"vt{five} = Transpose <perm: ints = [{turned}]> (v{five})",
-        f"dp = MatMul (dy{five}, vt{five})",
-        f"dpd = Sub (dp, delta{five})",
-        f"ds = Mul (p{five}, dpd)",
-        f"dqa{five} = MatMul (ds, k{five})",
+        f"vt = Transpose <perm: ints = [{turned}]> (v)",
+        f"dp = MatMul (dy{g}, vt)",
+        f"dpd = Sub (dp, delta{g})",
+        f"ds = Mul (p{g}, dpd)",
+        f"dqa{g} = MatMul (ds, k)",
         f"dst = Transpose <perm: ints = [{turned}]> (ds)",
-        f"pt = Transpose <perm: ints = [{turned}]> (p{five})",
-        f"dk{five} = MatMul (dst, q{five or 'a'})",
-        f"dv{five} = MatMul (pt, dy{five})",
+        f"pt = Transpose <perm: ints = [{turned}]> (p{g})",
+        f"dk = MatMul (dst, q{g or 'a'})",
+        f"dv = MatMul (pt, dy{g})",
     ]
     if grouped:
-        lines += [
-            "dqa = Reshape (dqa5, rows)",
-            "dk = ReduceSum <keepdims: int = 0> (dk5, axis2)",
-            "dv = ReduceSum <keepdims: int = 0> (dv5, axis2)",
-        ]
+        lines += ["dqa = Reshape (dqag, unfold)"]
     lines += ["dq = Mul (dqa, a)"]
     inputs = "dy, y, lse, q, k, v" + (", mask" if kind.startswith("Mask") else "")
-    head = f"{name} <scale: float = 1.0> ({inputs}) => (dq, dk, dv) {{\n  "
+    head = f"{name} {_attributes(grouped)}({inputs}) => (dq, dk, dv) {{\n  "
     return head + "\n  ".join(lines) + "\n}"
 
 
@@ -175,7 +159,11 @@ def _grad(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir
     if q.shape is not None:
         lse.shape = ir.Shape(q.shape[:3])
     dq, dk, dv = op.node(
-        f"{name}Grad", [dy, y, lse, q, k, v, *masks], outputs=3, domain=FUSE, scale=scale
+        f"{name}Grad",
+        [dy, y, lse, q, k, v, *masks],
+        outputs=3,
+        domain=FUSE,
+        attributes={key: a.value for key, a in node.attributes.items()},
     )
     for d, x in ((dq, q), (dk, k), (dv, v)):
         d.dtype, d.shape = x.dtype, x.shape
@@ -356,10 +344,13 @@ def _ungrouped(value: ir.Value) -> ir.Value | None:
     return source if heads and groups and heads % groups == 0 else None
 
 
-def _without_repeats(k: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value, bool]:
-    """k and v before their heads were repeated for the query heads; whether they had been."""
+def _without_repeats(k: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value, tuple[int, int] | None]:
+    """k and v before their heads were repeated for the query heads; (H, Hkv) where they were."""
     k_group, v_group = _ungrouped(k), _ungrouped(v)
-    return (k, v, False) if k_group is None or v_group is None else (k_group, v_group, True)
+    heads, groups = dim(k, 1), dim(k_group, 1)
+    if k_group is None or v_group is None or not heads or not groups:
+        return k, v, None
+    return k_group, v_group, (heads, groups)
 
 
 def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
@@ -415,14 +406,20 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
 def _emit(
     op: Builder,
     kind: str,
-    grouped: bool,
+    heads: tuple[int, int] | None,
     qkv: Sequence[ir.Value],
     mask: ir.Value | None,
     scale: float,
 ) -> ir.Value:
-    name = f"{'Grouped' if grouped else ''}Sdpa{kind}"
     inputs = [*qkv] if mask is None else [*qkv, mask]
-    y: ir.Value = op.node(name, inputs, domain=FUSE, scale=scale)
+    name, rows = f"Sdpa{kind}", {}
+    if heads is not None:
+        # Reshape's 0 keeps a size, -1 takes what is left: [B, Hkv, ., D] and [B, H, ., D].
+        name, rows = (
+            f"Grouped{name}",
+            {"q_rows": [0, heads[0], -1, 0], "kv_rows": [0, heads[1], -1, 0]},
+        )
+    y: ir.Value = op.node(name, inputs, domain=FUSE, scale=scale, attributes=rows)
     return typed(y, qkv[0])
 
 
@@ -537,8 +534,12 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
         low = rw.initializer(f"minus_inf{np.dtype(dtype).name}", np.asarray(-np.inf, dtype))
         mask = typed(op.Where(mask, rw.zeros(q), low), q, mask.shape)
     kind = "Causal" if causal else "" if mask is None else "MaskGuard" if guard else "Mask"
-    k, v, repeated = _without_repeats(k, v)
-    y = _emit(op, kind, repeated or heads != groups, [q, k, v], mask, scale)
+    k, v, repeats = _without_repeats(k, v)
+    if repeats is None and heads != groups:
+        assert isinstance(heads, int)
+        assert isinstance(groups, int)
+        repeats = (heads, groups)
+    y = _emit(op, kind, repeats, [q, k, v], mask, scale)
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     return rw.replace(node, op, [node.outputs[0]], [y])
