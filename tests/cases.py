@@ -478,6 +478,22 @@ FUSION_CASES = (
         output="float[B,4,S,8] y",
     ),
     FusionCase(
+        "attention_one_key_head_for_all",
+        "float[B,4,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v",
+        _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_heads_known_at_run_time",
+        "float[B,H,S,8] q, float[B,G,T,8] k, float[B,G,T,8] v",
+        _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,H,S,8] y",
+    ),
+    FusionCase(
         "attention_node",
         "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
         "y = Attention (q, k, v)",

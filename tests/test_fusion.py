@@ -48,7 +48,7 @@ def fused_ops(model: ir.Model) -> list[str]:
 
 
 RUNNABLE = [case for case in FUSION_CASES if case.opset <= NEWEST_OPSET]
-SIZES = ({"B": 2, "H": 3, "S": 6, "T": 5}, {"B": 3, "H": 2, "S": 7, "T": 9})
+SIZES = ({"B": 2, "H": 3, "G": 1, "S": 6, "T": 5}, {"B": 3, "H": 2, "G": 2, "S": 7, "T": 9})
 
 
 @pytest.mark.parametrize("case", RUNNABLE, ids=lambda c: c.name)
@@ -227,3 +227,25 @@ def test_a_scalar_parameter_is_not_folded_in_training() -> None:
         fused = fir.load(model)
         passes.optimize(fused, training=training)
         assert sum(n.op_type == "Exp" for n in fused.graph) == exps
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in RUNNABLE if "attention" in c.name], ids=lambda c: c.name
+)
+def test_attention_gradients_are_those_of_the_plain_graph(case: FusionCase) -> None:
+    answers = []
+    for fuse in (False, True):
+        model = fir.load(case.model())
+        if fuse:
+            passes.optimize(model, training=True)
+        floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
+        wrt = [str(n) for n in floats if n != "mask"]
+        backward = autodiff.gradient(model, wrt=wrt)
+        feeds = case.feeds(**SIZES[0])
+        forward = run(model, feeds)
+        rng = np.random.default_rng(3)
+        for name, value in forward.items():
+            feeds[f"{name}.grad"] = rng.standard_normal(value.shape).astype(np.float32)
+        found = run(backward, feeds)
+        answers.append({n: found[f"{n}.grad"] for n in wrt})
+    assert_close(answers[1], answers[0])

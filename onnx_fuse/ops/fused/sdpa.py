@@ -167,6 +167,9 @@ def _grad(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir
     )
     for d, x in ((dq, q), (dk, k), (dv, v)):
         d.dtype, d.shape = x.dtype, x.shape
+        if x is not q and not name.startswith("Grouped") and q.shape and x.shape:
+            # One key head may be broadcast over all query heads: the walker sums it back.
+            d.shape = ir.Shape([*q.shape[:2], *x.shape[2:]])
     if not masks:
         return [dq, dk, dv]
     if name.startswith("Grouped"):
@@ -344,13 +347,17 @@ def _ungrouped(value: ir.Value) -> ir.Value | None:
     return source if heads and groups and heads % groups == 0 else None
 
 
-def _without_repeats(k: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value, tuple[int, int] | None]:
-    """k and v before their heads were repeated for the query heads; (H, Hkv) where they were."""
-    k_group, v_group = _ungrouped(k), _ungrouped(v)
-    heads, groups = dim(k, 1), dim(k_group, 1)
-    if k_group is None or v_group is None or not heads or not groups:
-        return k, v, None
-    return k_group, v_group, (heads, groups)
+def _grouping(
+    q: ir.Value, k: ir.Value, v: ir.Value
+) -> tuple[ir.Value, ir.Value, tuple[int, int] | None]:
+    """k and v before their heads were repeated for q's, and (H, Hkv) where the two differ."""
+    heads, k_group, v_group = dim(q, 1), _ungrouped(k), _ungrouped(v)
+    if k_group is not None and v_group is not None:
+        heads, k, v = dim(k, 1), k_group, v_group
+    groups = dim(k, 1)  # 1 where a single key head is broadcast over all query heads
+    if heads and groups and groups == dim(v, 1) and heads != groups and heads % groups == 0:
+        return k, v, (heads, groups)
+    return k, v, None
 
 
 def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
@@ -389,7 +396,7 @@ def _fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         q, k, v = (t for t in four if t is not None)
     for op_type, factor in found.factors:
         q = typed(op.node(op_type, [q, factor]), q, q.shape)
-    k, v, grouped = _without_repeats(k, v)
+    k, v, grouped = _grouping(q, k, v)
     mask = _mask(op, rw, found, q, size)
     if size == 3:
         q, k, v = (op.Unsqueeze(t, op.constant([1])) for t in (q, k, v))
@@ -534,12 +541,8 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
         low = rw.initializer(f"minus_inf{np.dtype(dtype).name}", np.asarray(-np.inf, dtype))
         mask = typed(op.Where(mask, rw.zeros(q), low), q, mask.shape)
     kind = "Causal" if causal else "" if mask is None else "MaskGuard" if guard else "Mask"
-    k, v, repeats = _without_repeats(k, v)
-    if repeats is None and heads != groups:
-        assert isinstance(heads, int)
-        assert isinstance(groups, int)
-        repeats = (heads, groups)
-    y = _emit(op, kind, repeats, [q, k, v], mask, scale)
+    k, v, grouped = _grouping(q, k, v)
+    y = _emit(op, kind, grouped, [q, k, v], mask, scale)
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     return rw.replace(node, op, [node.outputs[0]], [y])
