@@ -249,3 +249,11 @@ def test_attention_gradients_are_those_of_the_plain_graph(case: FusionCase) -> N
         found = run(backward, feeds)
         answers.append({n: found[f"{n}.grad"] for n in wrt})
     assert_close(answers[1], answers[0])
+
+
+def test_the_report_counts_fused_ops_by_name() -> None:
+    case = next(c for c in FUSION_CASES if c.name == "norm_read_by_a_residual")
+    model = fir.load(case.model())
+    report = passes.optimize(model)
+    assert report.fusions == {"LayerNormGemm": 1}
+    assert any("kept as a second output" in note for note in report.notes)

@@ -57,10 +57,11 @@ def op_counts(model: ir.Model) -> Counter[str]:
 
 
 def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
-    """Fused ops in the result, and the rewrites that leave none of their own."""
+    """Fused ops in the result by name, exposed values aside; and rewrites that leave no op."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    counts = Counter(n.op_type for n in nodes if n.domain == FUSE and n.op_type not in _CANONICAL)
-    counts.update({k: v for k, v in rw.fusions.items() if (FUSE, k.split("_")[0]) not in OPS})
+    names = (n.op_type.split("_")[0] for n in nodes if n.domain == FUSE)
+    counts = Counter(name for name in names if name not in _CANONICAL)
+    counts.update({name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS})
     return dict(sorted(counts.items()))
 
 
