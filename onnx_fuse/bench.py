@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,22 +30,30 @@ class Timing:
     high: float
 
 
-def timing(seconds: Sequence[float]) -> Timing:
+def timing(seconds: Array) -> Timing:
     low, median, high = (float(q) * 1e3 for q in np.quantile(seconds, (0.1, 0.5, 0.9)))
     return Timing(median, low, high)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same feeds through both models; `ratio` is the median of fused / original by pair."""
+    """The same feeds through both models; `ratio` is the median of fused / original by round.
+
+    `noise` is the lowest and the highest of that median among the pairs of sessions.
+    """
 
     original: Timing
     fused: Timing
     ratio: float
+    noise: tuple[float, float]
     feeds: dict[str, list[int]]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+PAIRS = 5  # sessions made anew: where one's buffers fall in memory moves a small model by 5 %
+_BLOCK = 2e-3  # seconds of runs at a stretch, so that a small model finds its caches warm
 
 
 def compare(
@@ -52,29 +62,59 @@ def compare(
     feeds: Feeds | None = None,
     *,
     repeat: int = 50,
+    threads: int = 0,
 ) -> Comparison:
-    """Time the file at `path` and the fusion of `graph` (the same model, loaded) in pairs.
+    """Time the file at `path` and the fusion of `graph` (the same model, loaded) in rounds.
 
-    The two run in turns, so that a change of the machine's speed meets both alike.
+    Each round runs both, first the one, then the other first, so that a change of the machine's
+    speed meets both alike; the rounds are spread over PAIRS of sessions. `threads=0` is as many
+    as onnxruntime takes; one thread is timed by its own clock, which stops while others run.
     """
-    original = ort.session(path)
-    feeds = feeds or generate(graph, lambda f: ort.run(original, f))[-1][0]
-    fused_graph = graph.clone()
-    passes.optimize(fused_graph)
-    fused = ort.session(fused_graph)
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(repeat + 3):
-        for session, seconds in zip((original, fused), times, strict=True):
-            started = time.perf_counter()
-            ort.run(session, feeds)
-            if i >= 3:
-                seconds.append(time.perf_counter() - started)
+    feeds = feeds or generate(graph, partial(ort.run, ort.session(path)))[-1][0]
+    fused = graph.clone()
+    passes.optimize(fused)
+    parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
+    groups = [_rounds((path, fused), feeds, len(part), threads) for part in parts]
+    times = np.concatenate(groups)
+    medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
     return Comparison(
-        timing(times[0]),
-        timing(times[1]),
-        float(np.median(np.divide(times[1], times[0]))),
+        timing(times[:, 0]),
+        timing(times[:, 1]),
+        float(np.median(times[:, 1] / times[:, 0])),
+        (min(medians), max(medians)),
         {name: list(array.shape) for name, array in feeds.items()},
     )
+
+
+def _rounds(models: Sequence[Any], feeds: Feeds, count: int, threads: int) -> Array:
+    """[count, 2] seconds of a run of either model, in one new pair of sessions."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+
+    def seconds(session: Any, runs: int) -> float:
+        started = clock()
+        for _ in range(runs):
+            ort.run(session, feeds)
+        return (clock() - started) / runs
+
+    sessions = [_session(model, threads) for model in models]
+    warm = [seconds(session, 1) for _ in range(3) for session in sessions]
+    runs = math.ceil(_BLOCK / min(warm))
+    times = np.empty((count, 2))
+    for i in range(count):
+        for k in (0, 1) if i % 2 else (1, 0):
+            times[i, k] = seconds(sessions[k], runs)
+    return times
+
+
+def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
+    """A session whose threads sleep between runs: they would take the other model's cores."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = ort.FATAL
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return ort.session(model, options)
 
 
 @dataclass

@@ -123,7 +123,7 @@ def optimize(
     result = ir.inline(graph) if inline else graph
     checked: Check | None = None
     with _written_beside(output) as draft:
-        ir.save(result, draft, external=external)
+        ir.save(result, draft, external=external, shapes=False)
         seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)
         if check:
@@ -574,7 +574,8 @@ def bench(
     model: ModelArg,
     inputs: Inputs = None,
     input_shapes: Shapes = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
+    threads: Annotated[int, typer.Option(min=0, help="0: all; 1: CPU time.")] = 0,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -588,13 +589,20 @@ def bench(
     graph = _load(model, str(model))
     feeds = checks.read_feeds(inputs, graph) if inputs else None
     ir.fix_shapes(graph, _shapes(input_shapes))
-    result = _guarded(lambda: timing.compare(model, graph, feeds, repeat=repeat), str(model), "cpu")
+    result = _guarded(
+        lambda: timing.compare(model, graph, feeds, repeat=repeat, threads=threads),
+        str(model),
+        "cpu",
+    )
     rows = [
         [name, f"{t.median:.3f}", f"{t.low:.3f}", f"{t.high:.3f}"]
         for name, t in (("original", result.original), ("fused", result.fused))
     ]
     printer.table("onnxruntime, CPU", ["model", "median ms", "10 %", "90 %"], rows)
-    printer.text(f"fused / original: {result.ratio:.3f}")
+    low, high = result.noise
+    printer.text(
+        f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
+    )
     _write_reports(printer, {"model": str(model)} | result.to_dict(), json, html)
 
 

@@ -288,7 +288,8 @@ def optimize(
 ) -> onnx.ModelProto | bytes | onnx_ir.Model:
     """The fused model, in the kind it came in: bytes, ir.Model, else (path, ModelProto) ModelProto.
 
-    The result runs on stock onnxruntime: every fused op carries its body as an ONNX function.
+    The result runs on stock onnxruntime: every fused op carries its body as an ONNX function. A
+    ModelProto has no inner shapes (see `ir.save`).
     """
     from onnx_fuse import passes
 
@@ -296,5 +297,5 @@ def optimize(
     passes.optimize(graph, level=level, fuse=fuse, skip=skip)
     if isinstance(model, onnx_ir.Model):
         return graph
-    proto = ir.to_proto(graph)
+    proto = ir.to_proto(graph, shapes=False)
     return proto.SerializeToString() if isinstance(model, bytes) else proto

@@ -266,7 +266,8 @@ def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
     assert result.code == 0
     assert "fused / original:" in result.out
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["ratio"] > 0
+    low, high = report["noise"]
+    assert 0 < low <= report["ratio"] <= high
     assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
 
 

@@ -209,6 +209,34 @@ def test_external_data_lives_on_without_its_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+LOOP = """
+g (float[N, 4] x, bool c) => (float[N, 4] y)
+{ h = Abs (x)
+  b = If (c) <then_branch = t () => (float[N, 4] u) { k = Neg (h)  u = Exp (k) },
+              else_branch = e () => (float[N, 4] v) { v = Cos (h) }>
+  y = Sin (b) }
+"""
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_what_is_written_for_onnxruntime_has_no_inner_shapes(
+    external: bool, tmp_path: Path
+) -> None:
+    graph = ir.load(ir.text_model(LOOP))
+    ir.infer_shapes(graph)
+    for shapes, known in ((True, {"h", "b", "k"}), (False, set())):
+        ir.save(graph, tmp_path / "m.onnx", external=external, shapes=shapes)
+        written = onnx.load(tmp_path / "m.onnx")
+        branch = next(n for n in written.graph.node if n.op_type == "If").attribute[0].g
+        assert {v.name for v in (*written.graph.value_info, *branch.value_info)} == known
+    assert len(onnx.shape_inference.infer_shapes(written).graph.value_info) >= 2
+    assert all(v.shape == (onnx_ir.SymbolicDim("N"), 4) for n in graph.graph for v in n.outputs)
+    fused = of.optimize(ENCODER)
+    assert isinstance(fused, onnx.ModelProto)
+    weights = {t.name for t in fused.graph.initializer}
+    assert {v.name for v in fused.graph.value_info} <= weights  # where parameters' maps are noted
+
+
 @pytest.mark.parametrize("name", ["load", "optimize", "InferenceSession"])
 def test_a_bad_model_is_a_model_error(name: str, tmp_path: Path) -> None:
     for source in (tmp_path / "none.onnx", b"nonsense", onnx.ModelProto()):

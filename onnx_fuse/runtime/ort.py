@@ -46,10 +46,11 @@ def session(
     providers = ["CPUExecutionProvider"]
     if isinstance(model, onnx_ir.Model):
         if ir.weight_bytes(model) < ir.MAX_PROTOBUF - (64 << 20):
-            return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers)
+            proto = ir.to_proto(model, shapes=False)
+            return ort.InferenceSession(proto.SerializeToString(), options, providers)
         with tempfile.TemporaryDirectory(prefix="onnx-fuse-") as folder:
             path = Path(folder) / "model.onnx"
-            ir.save(model, path, external=True)
+            ir.save(model, path, external=True, shapes=False)
             return ort.InferenceSession(str(path), options, providers)
     source = model if isinstance(model, bytes) else os.fspath(model)
     return ort.InferenceSession(source, options, providers)
