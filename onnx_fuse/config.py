@@ -58,6 +58,9 @@ DUMP = Variable(
 )
 KERNEL = Variable("ONNX_FUSE_KERNEL", str, "", "force candidates: OP=NAME[,OP=NAME...]")
 GRAPH = Variable("ONNX_FUSE_GRAPH", _flag, True, "0 launches kernels one by one, no CUDA graph")
+ARENA = Variable(
+    "ONNX_FUSE_ARENA", _flag, True, "0 gives every tensor memory of its own, for memory checkers"
+)
 CACHE_DIR = Variable("ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, tuning records")
 
-VARIABLES: tuple[Variable[object], ...] = (DEBUG, DUMP, KERNEL, GRAPH, CACHE_DIR)  # type: ignore[assignment]
+VARIABLES: tuple[Variable[object], ...] = (DEBUG, DUMP, KERNEL, GRAPH, ARENA, CACHE_DIR)  # type: ignore[assignment]

@@ -347,6 +347,29 @@ def _scans() -> Iterator[Case]:
     yield Case("TopK", ((3, 50), i64(7)), {}, 2, F16)
 
 
+def _indexing() -> Iterator[Case]:
+    rng = np.random.default_rng(3)
+    rows, lines = rng.integers(-7, 7, (3, 4)), rng.integers(-7, 7, (7, 5, 6))
+    for dtype in (F32, F16, "int8"):  # units of 16 bytes, of an element, and between
+        yield Case("Gather", ((7, 5, 8), rows), {"axis": 0}, 1, dtype)
+        yield Case("Gather", ((7, 5, 7), rows.astype(np.int32)), {"axis": 2}, 1, dtype)
+        yield Case("GatherElements", ((7, 7, 6), lines), {"axis": 1}, 1, dtype)
+    pairs = rng.integers(-3, 3, (4, 2, 2))
+    yield Case("GatherND", ((3, 4, 8), pairs))
+    yield Case("GatherND", ((4, 3, 3, 5), pairs.astype(np.int32)), {"batch_dims": 1}, 1, F64)
+    unlike = np.argsort(rng.random((7, 5, 6)), 0)  # the order of equal indices is not defined
+    for reduction in ("none", "add", "mul", "max", "min"):
+        how = {"axis": 0, "reduction": reduction}
+        index = unlike if reduction == "none" else lines
+        yield Case("ScatterElements", ((7, 5, 6), index, (7, 5, 6)), how, note=reduction)
+        points = pairs.reshape(8, 2) if reduction != "none" else np.array([[0, 1], [-1, 2]])
+        how = {"reduction": reduction}
+        yield Case("ScatterND", ((3, 4, 5), points, (len(points), 5)), how, note=reduction)
+    yield Case("ScatterElements", ((7, 5, 6), unlike.astype(np.int32), (7, 5, 6)), {}, 1, F16)
+    yield Case("ScatterND", ((70, 300), rng.integers(-70, 70, (300, 1)), (300, 300)),
+               {"reduction": "add"}, 1, "int64", note="many")  # fmt: skip
+
+
 def _losses() -> Iterator[Case]:
     rng = np.random.default_rng(1)
     for kind in ("none", "sum", "mean"):
@@ -417,6 +440,7 @@ def cases() -> list[Case]:
         *_windows(),
         *_samples(),
         *_scans(),
+        *_indexing(),
         *_losses(),
         *_attention(),
     ]

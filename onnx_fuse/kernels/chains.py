@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.kernels import Choice, select
-from onnx_fuse.kernels.jit import source_text
+from onnx_fuse.kernels.jit import source_text, without_bounds
 from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, launch_many
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import Hardware, Launch, Num, Ptr, Table
@@ -428,18 +428,6 @@ def _twins(members: Sequence[Call]) -> Call:
     )
 
 
-def _without_bounds(text: str) -> str:
-    """The text without its __launch_bounds__(...), which only a __global__ function may have."""
-    head, *rest = text.split("__launch_bounds__")
-    for part in rest:
-        depth, end = 0, 0
-        while depth or "(" not in part[:end]:
-            depth += {"(": 1, ")": -1}.get(part[end], 0)
-            end += 1
-        head += part[end:]
-    return head
-
-
 def free_axis(launch: Launch) -> str | None:
     """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
     text = source_text(launch.source)
@@ -471,7 +459,7 @@ def launch_twins(members: Sequence[Call]) -> Launch:
         else:
             column = sum(isinstance(a, Ptr) for a in launch.args[:i])
             passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
-    text = _without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
+    text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
     source = f"""{text}
 struct TwinPointer {{
     u64 p;

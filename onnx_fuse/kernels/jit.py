@@ -54,6 +54,18 @@ def source_text(source: str) -> str:
     return expand(source if "\n" in source else (source_root() / source).read_text())
 
 
+def without_bounds(text: str) -> str:
+    """The text without its __launch_bounds__(...), which only a __global__ function may have."""
+    head, *rest = text.split("__launch_bounds__")
+    for part in rest:
+        depth, end = 0, 0
+        while depth or "(" not in part[:end]:
+            depth += {"(": 1, ")": -1}.get(part[end], 0)
+            end += 1
+        head += part[end:]
+    return head
+
+
 @cache
 def source_hash(source: str) -> str:
     """12 hex digits over the expanded text: part of the key of a tuning record."""
@@ -217,6 +229,12 @@ def _kernel(launch: Launch, arch: str) -> Any:
             _check(raised, launch)
             _SMEM[key] = launch.smem
     return found[1]
+
+
+def bound() -> set[tuple[str, str]]:
+    """(source, entry) of every kernel this process has bound."""
+    with _LOCK:
+        return {(source, entry) for source, entry, *_ in _KERNELS}
 
 
 def _check(result: Sequence[Any], launch: Launch) -> Any:

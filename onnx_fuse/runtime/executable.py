@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Call, NeedsValues, Program, Tensor
+from onnx_fuse.llir import Buffer, Call, NeedsValues, Program, Tensor
 from onnx_fuse.lower import lower
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.problem import ITEMSIZE, Hardware
@@ -285,7 +285,11 @@ class Instance:
         for b in program.buffers:
             if b.kind in ("input", "weight", "random") and b.name in owner.resident:
                 self.address[b.id] = owner.resident[b.name][1]
-        self._arena = base + total
+        self._workspaces = {i: base + total + at for i, at in self.plan.workspaces.items()}
+        self._staged = dict(self.address)  # where inputs and outputs pass
+        self._apart: dict[int, device.Memory] = {}
+        if not config.ARENA.value:
+            self._set_apart([b for b in program.buffers if b.id in where or b.kind == "temp"])
         self._pinned_in = device.Pinned(self._spans["input"][1])
         self._pinned_out = device.Pinned(self._spans["output"][1])
         for buffer, array in program.constants.items():
@@ -303,6 +307,14 @@ class Instance:
             f"{self.program}\n{fallbacks}{self.plan}\n"
             f"this shape holds {self.memory.nbytes:,} bytes, weights {weights:,}"
         )
+
+    def _set_apart(self, buffers: Sequence[Buffer]) -> None:
+        """An allocation for each of `buffers` and each workspace: a checker sees their ends."""
+        self._apart = {b.id: device.Memory(b.nbytes, b.name or "a temporary") for b in buffers}
+        self.address |= {b: memory.address for b, memory in self._apart.items()}
+        for i in self._workspaces:
+            self._apart[-1 - i] = device.Memory(self.program.calls[i].workspace, "a workspace")
+            self._workspaces[i] = self._apart[-1 - i].address
 
     def _place_weights(self) -> None:
         owner, graph = self.owner, self.owner.model.graph
@@ -348,7 +360,7 @@ class Instance:
             for name, t in (*call.reads, *call.writes)
         }
         if call.workspace:
-            pointers["workspace"] = self._arena + self.plan.workspaces[i]
+            pointers["workspace"] = self._workspaces[i]
         label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
         try:
             return [(label, jit.Bound(launch, pointers, self.owner.hw)) for launch in call.launches]
@@ -383,15 +395,17 @@ class Instance:
         staged = False
         for name, tensor in self._inputs.items():
             value = feeds[name]
-            at = self.address[tensor.buffer]
             if isinstance(value, np.ndarray) and value.nbytes:
-                room = self._pinned_in.array[at - base - start :][: value.nbytes]
+                at = self._staged[tensor.buffer] - base - start
+                room = self._pinned_in.array[at:][: value.nbytes]
                 np.copyto(room.view(value.dtype).reshape(value.shape), value)
                 staged = True
         if staged:
             stream.upload(base + start, self._pinned_in.address, span)
         for name, tensor in self._inputs.items():
             pointer = device_pointer(feeds[name])
+            if pointer is None and tensor.buffer in self._apart:
+                pointer = self._staged[tensor.buffer]
             if pointer is not None and tensor.nbytes:
                 stream.move(self.address[tensor.buffer], pointer, tensor.nbytes)
 
@@ -441,6 +455,9 @@ class Instance:
         """The outputs named (None: all but state), after waiting for them."""
         program, stream = self.program, self.owner.stream
         start, span = self._spans["output"]
+        for b in program.buffers:
+            if b.kind == "output" and b.id in self._apart and b.nbytes:
+                stream.move(self._staged[b.id], self.address[b.id], b.nbytes)
         if span:
             stream.download(self._pinned_out.address, self.memory.address + start, span)
         stream.wait(self._describe())
@@ -454,7 +471,7 @@ class Instance:
             if isinstance(value, Tensor) and name in self.owner.state:
                 results.append(self.owner.read(self.owner.state[name]))
             elif isinstance(value, Tensor):
-                at = self.address[value.buffer] - self.memory.address - start
+                at = self._staged[value.buffer] - self.memory.address - start
                 raw = self._pinned_out.array[at : at + value.nbytes]
                 results.append(raw.copy().view(dtype_of(value.dtype)).reshape(value.shape))
             else:

@@ -9,33 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_fuse.errors import DeviceError
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from math_cases import TOLERANCE, Case, cases, widen
 
 
-def _gpu() -> bool:
-    from onnx_fuse.runtime import device
-
-    try:
-        device.start()
-    except DeviceError:
-        return False
-    return True
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _gpu(), reason="no GPU")]
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
+def _compiled(request: pytest.FixtureRequest) -> None:
     """All modules at once, in threads: one at a time would take minutes."""
     from onnx_fuse.kernels import jit
     from onnx_fuse.problem import Hardware
 
     hw = Hardware.detect()
-    launches = {x for case in cases() for call in case.program(hw).calls for x in call.launches}
+    chosen = [
+        x.callspec.params["case"] for x in request.session.items if x.module == request.module
+    ]
+    launches = {x for case in chosen for call in case.program(hw).calls for x in call.launches}
     jit.compile_all(launches, hw.arch, workers=16)
 
 

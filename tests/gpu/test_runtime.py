@@ -163,25 +163,34 @@ def test_io_binding() -> None:
     np.testing.assert_allclose(binding.copy_outputs_to_cpu()[0], expected(feeds), atol=1e-6)
 
 
-RANDOM = """agraph () => (float[100000] u, float[100000] n) {
+RANDOM = """agraph () => (float[100000] u, float[100000] n, float[100000] f, int64[100000] b)
+    <float p = {0.25}, int64[1] size = {100000}> {
     u = RandomUniform<low=-1.0, high=3.0, shape=[100000]>()
-    n = RandomNormal<mean=2.0, scale=0.5, shape=[100000]>() }"""
+    n = RandomNormal<mean=2.0, scale=0.5, shape=[100000]>()
+    f = RandomUniform<seed=7.0, shape=[100000]>()
+    q = Expand(p, size) b = Bernoulli<dtype=7>(q) }"""
 
 
+@pytest.mark.launches("random/philox.cu", "philox_fill")
 def test_random_numbers_are_the_same_in_every_process_and_new_in_every_run() -> None:
     first, second = (Executable(ir.text_model(RANDOM)) for _ in range(2))
-    u, n = first.run(None, {})
+    u, n, fixed, b = first.run(None, {})
     assert abs(u.mean() - 1) < 0.02
     assert u.min() >= -1
     assert u.max() < 3
     assert abs(n.mean() - 2) < 0.01
     assert abs(n.std() - 0.5) < 0.01
-    for a, b in zip((u, n), second.run(None, {}), strict=True):
-        assert a.tobytes() == b.tobytes()
-    for a, b in zip((u, n), first.run(None, {}), strict=True):
-        assert (a != b).mean() > 0.99
+    assert abs(b.mean() - 0.25) < 0.01
+    for one, two in zip((u, n, fixed, b), second.run(None, {}), strict=True):
+        assert one.tobytes() == two.tobytes()
+    v, m, same, c = first.run(None, {})
+    for one, two in ((u, v), (n, m)):
+        assert (one != two).mean() > 0.99
+    assert 0.3 < (b != c).mean() < 0.45  # 2 p (1 - p)
+    assert fixed.tobytes() == same.tobytes()  # a node's own seed fixes its numbers
 
 
+@pytest.mark.launches("random/philox.cu", "philox_fill")
 def test_dropout_keeps_the_mean_and_the_mask_agrees() -> None:
     text = """agraph (float[N] x) => (float[N] y, bool[N] m) <float r = {0.3}, bool t = {1}>
     { y, m = Dropout(x, r, t) }"""
@@ -204,6 +213,20 @@ def test_a_step_that_is_not_finite_leaves_the_states() -> None:
     assert all(before[k].tobytes() == after[k].tobytes() for k in before)
 
 
+@pytest.mark.launches("generated", "twins")
+def test_small_equal_calls_share_a_launch() -> None:
+    names = range(5)
+    ends = [", ".join(f"float[7,96] {c}{i}" for i in names) for c in "xy"]
+    nodes = " ".join(f"y{i} = Softmax(x{i})" for i in names)
+    runner = Executable(ir.text_model(f"agraph ({ends[0]}) => ({ends[1]}) {{ {nodes} }}"))
+    feeds = {f"x{i}": np.random.default_rng(i).random((7, 96), np.float32) for i in names}
+    for i, y in enumerate(runner.run(None, feeds)):
+        e = np.exp(feeds[f"x{i}"])
+        np.testing.assert_allclose(y, e / e.sum(-1, keepdims=True), rtol=1e-5)
+    assert len(runner.instance(feeds).program.calls) == 1
+
+
+@pytest.mark.launches("generated", "pointwise_many")
 def test_an_update_of_many_tensors_is_one_launch() -> None:
     names = range(40)
     weights = ", ".join(f"float[{3 + i},5] w{i}" for i in names)
