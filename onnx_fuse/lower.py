@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, data_type, type_proto
-from onnx_fuse.ir import FUSE, Builder, inline, subgraphs, to_proto
+from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, subgraphs, to_proto
 from onnx_fuse.kernels.chains import merge
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
@@ -36,6 +36,8 @@ HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 MAX_UNROLL = 1024
 """Passes of a Loop or Scan that are written out at most."""
+
+TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -510,7 +512,21 @@ class Lowerer(Values):
             if value is not None and value.dtype is None:
                 value.dtype = self._type(value)[0]
         shapes = [None if v is None else self._type(v)[1] for v in node.inputs]
-        results = rule(op, node, shapes)
+
+        def known(i: int) -> np.ndarray | None:
+            if not self.has(node, i):
+                return None
+            value = self.host(node, i)
+            if value is None:
+                raise NotStatic(f"input {i}")
+            return value
+
+        try:
+            results = rule(op, node, shapes, known)
+        except NotStatic:
+            if names := self._deciding(node):
+                raise NeedsValues(names) from None
+            return False
         if results is None:
             return False
         self._results.update(v for v in results if v is not None)
@@ -657,9 +673,9 @@ class Lowerer(Values):
         if graphs or any(node.domain == FUSE for node in nodes):
             return
         since = [
-            onnx.defs.get_schema(n.op_type, self.opset, "").since_version
-            for n in nodes
-            if n.domain == "" and onnx.defs.has(n.op_type, self.opset)
+            oldest(node, [None if v is None else self._type(v)[0] for v in node.inputs], self.opset)
+            for node in nodes
+            if node.domain == "" and onnx.defs.has(node.op_type, self.opset)
         ]
         for entry in model.opset_import:
             if entry.domain == "" and since:
@@ -672,6 +688,31 @@ class Lowerer(Values):
 def _base(node: ir.Node) -> str:
     """Name of the operator without the inner values it exposes."""
     return node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
+
+
+def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:
+    """The first opset whose operator is the node's: later ones take further types, and no more."""
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+
+    def same(a: Any, b: Any) -> bool:
+        ends = [[(p.name, p.option) for p in (*s.inputs, *s.outputs)] for s in (a, b)]
+        return bool(
+            ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)
+        )
+
+    def takes(schema: Any) -> bool:
+        variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
+        wanted = [d and f"tensor({TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
+        return all(w is None or w in p.types for w, p in zip(wanted, variadic, strict=True))
+
+    while schema.since_version > CANONICAL_OPSET:
+        if not onnx.defs.has(node.op_type, schema.since_version - 1):
+            break
+        before = onnx.defs.get_schema(node.op_type, schema.since_version - 1, "")
+        if not (same(before, schema) and takes(before)):
+            break
+        schema = before
+    return int(schema.since_version)
 
 
 def evaluate(

@@ -196,6 +196,9 @@ def _reductions() -> Iterator[Case]:
         yield Case(op, ((3, 100, 5),), {"axis": 1, "keepdims": 0})
         yield Case(op, ((2, 100000),), {"axis": 1}, note="split")
         yield Case(op, ((70, 9),), {"axis": 0}, dtype="int32")
+    for dtype in ("bool", "int8"):
+        for op in ("ReduceMax", "ReduceMin"):
+            yield Case(op, ((2, 0, 4), i64(1)), {}, 1, dtype, opset=20, note="empty")
 
 
 def _softmaxes() -> Iterator[Case]:
@@ -406,6 +409,10 @@ def _attention() -> Iterator[Case]:
         sizes = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 16))
         yield Case("Attention", sizes, attrs, 1, F32, opset=23, note=str(attrs))
         yield Case("Attention", sizes, attrs, 1, F16, opset=23, note=str(attrs))
+    if onnx.defs.onnx_opset_version() >= 25:  # the installed onnx knows windows
+        for attrs in ({"left_window_size": 3}, {"left_window_size": 2, "is_causal": 1},
+                      {"left_window_size": 1, "right_window_size": 4}):  # fmt: skip
+            yield Case("Attention", sizes, attrs, 1, F32, opset=25, note=str(attrs))
     rng = np.random.default_rng(7)
     for kind, (b, h, hkv), (s, t), (d, dv), mask in shapes:
         for dtype in (F32, F16, BF16) if d < 256 else (F32,):

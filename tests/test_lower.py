@@ -36,6 +36,13 @@ def moves_only(monkeypatch):
 # text of a graph, feeds: each row names what it exercises
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((3, 4, 6)).astype(np.float32)
+
+
+def arrays(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
+
+
 GRAPHS = {
     "chain with broadcasting": (
         "agraph (float[3,4,6] x, float[6] b) => (float[3,4,6] y) "
@@ -149,6 +156,45 @@ GRAPHS = {
         "agraph (float[3,4,6] x, int64[4] n) => (float[3,4,6] y) "
         "{ y = ReverseSequence<time_axis=0, batch_axis=1>(x, n) }",
         {"x": X, "n": np.array([1, 2, 3, 2])},
+    ),
+    "LSTM, both ways, of unequal lengths": (
+        "agraph (float[3,4,6] x, float[2,20,6] w, float[2,20,5] r, float[2,40] b, int32[4] n, "
+        "float[2,4,5] h, float[2,4,5] c, float[2,15] p) => "
+        "(float[3,2,4,5] y, float[2,4,5] yh, float[2,4,5] yc) { y, yh, yc = "
+        'LSTM<hidden_size=5, direction="bidirectional">(x, w, r, b, n, h, c, p) }',
+        {"x": X, "n": np.array([1, 3, 2, 3], np.int32)}
+        | arrays(w=(2, 20, 6), r=(2, 20, 5), b=(2, 40), h=(2, 4, 5), c=(2, 4, 5), p=(2, 15)),
+    ),
+    "GRU backwards, its reset behind the product": (
+        "agraph (float[3,4,6] x, float[1,15,6] w, float[1,15,5] r, float[1,30] b) => "
+        '(float[3,1,4,5] y, float[1,4,5] yh) { y, yh = GRU<hidden_size=5, direction="reverse", '
+        'linear_before_reset=1, clip=0.7, activations=["Tanh", "Relu"]>(x, w, r, b) }',
+        {"x": X} | arrays(w=(1, 15, 6), r=(1, 15, 5), b=(1, 30)),
+    ),
+    "RNN": (
+        "agraph (float[3,4,6] x, float[1,5,6] w, float[1,5,5] r) => (float[1,4,5] yh) "
+        "{ y, yh = RNN<hidden_size=5>(x, w, r) }",
+        {"x": X} | arrays(w=(1, 5, 6), r=(1, 5, 5)),
+    ),
+    "half a Fourier transform": (
+        "agraph (float[3,4,6,1] x) => (float[3,3,6,2] y) <int64 axis = {1}> "
+        "{ y = DFT<onesided=1>(x, , axis) }",
+        {"x": X[..., None]},
+    ),
+    "a Fourier transform back, padded": (
+        "agraph (float[6,6,2] x) => (float[6,8,2] y) <int64 n = {8}, int64 axis = {-2}> "
+        "{ y = DFT<inverse=1>(x, n, axis) }",
+        {"x": X.reshape(6, 6, 2)},
+    ),
+    "frames of a signal": (
+        "agraph (float[3,24,1] x, float[8] w) => (float[3,5,5,2] y) <int64 step = {4}> "
+        "{ y = STFT(x, step, w) }",
+        {"x": X.reshape(3, 24, 1)} | arrays(w=(8,)),
+    ),
+    "MaxUnpool": (
+        "agraph (float[1,2,6,6] x) => (float[1,2,6,6] y) { v, i = MaxPool<kernel_shape=[2,2], "
+        "strides=[2,2]>(x) y = MaxUnpool<kernel_shape=[2,2], strides=[2,2]>(v, i) }",
+        {"x": X.reshape(1, 2, 6, 6)},
     ),
     "If with a condition known at lowering": (
         "agraph (float[N] x) => (float[N] y) <int64 n = {3}, int64 z = {0}> { s = Shape(x) "

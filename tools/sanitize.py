@@ -171,7 +171,8 @@ def main() -> int:
     if options.list or code or selection.missing:
         return code or 3 * bool(selection.missing)
     started = time.monotonic()
-    jit.compile_all(selection.launches, selection.hw.arch, workers=os.cpu_count() or 8)
+    workers = os.cpu_count() or 8
+    jit.compile_all(selection.launches, selection.hw.arch, workers, progress=False)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ template <class E, bool WIDE> struct Line {
         return __uint_as_float(word);
     }
     DEVICE void read(const E* p, int n) {
-        if (n * sizeof(E) >= 16) {
+        if (n >= 16 / (int)sizeof(E)) {
             raw = *(const uint4*)p;
         } else {  // the end of a row: element by element
             u32 words[4] = {};

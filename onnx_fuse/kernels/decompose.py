@@ -1,7 +1,8 @@
 """Ops written out in others where no kernel of their own serves and ONNX gives them no body.
 
-`DECOMPOSED[domain, op]` is `fn(op, node, shapes) -> outputs`, or None where it cannot: `op` is a
-Builder, `shapes` the static shapes of the inputs.
+`DECOMPOSED[domain, op]` is `fn(op, node, shapes, known) -> outputs`, or None where it cannot: `op`
+is a Builder, `shapes` the static shapes of the inputs, `known(i)` the value of input `i`, None
+where it is absent (and an end to it where the value is not known).
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.linear import ACTIVATIONS
+from onnx_fuse.kernels.recurrent import GATES, recurrent
+
+MAX_TABLE = 1 << 24
+"""Elements of a Fourier transform's table: longer ones are onnxruntime's."""
 
 Shapes = Sequence["tuple[int, ...] | None"]
-Decomposition = Callable[[Any, ir.Node, Shapes], "Sequence[ir.Value | None] | None"]
+Known = Callable[[int], "np.ndarray | None"]
+Results = Sequence["ir.Value | None"]
+Decomposition = Callable[[Any, ir.Node, Shapes, Known], "Results | None"]
 
 
 def _attr(node: ir.Node, name: str, default: Any) -> Any:
@@ -24,7 +31,7 @@ def _attr(node: ir.Node, name: str, default: Any) -> Any:
     return default if attribute is None else attribute.value
 
 
-def norm_gemm(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None]:
+def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
     name, *exposed = node.op_type.split("_")
     rms, act = name.startswith("RMS"), name.split("NormGemm")[1]
@@ -48,14 +55,14 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | Non
     return [found["y"], *(found[name] for name in exposed)]
 
 
-def lp_normalization(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None]:
+def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     x, axis, p = node.inputs[0], _attr(node, "axis", -1), _attr(node, "p", 2)
     norm = op.node(f"ReduceL{p}", [x, [axis]], keepdims=1)
     zero = op.constant(0.0, x.dtype if x is not None else None)
     return [op.Where(op.Equal(norm, zero), zero, op.Div(x, norm))]
 
 
-def hardmax(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None] | None:
+def hardmax(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """1 at the first largest element along the axis."""
     x, shape = node.inputs[0], shapes[0]
     assert shape is not None
@@ -66,7 +73,7 @@ def hardmax(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None]
     return [op.CastLike(op.Equal(first, classes), x)]
 
 
-def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None] | None:
+def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """y[t, b] = x[length[b] - 1 - t, b] for t < length[b], else x[t, b]."""
     (x, lengths), shape = node.inputs, shapes[0]
     assert shape is not None
@@ -78,7 +85,7 @@ def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Valu
     return [op.GatherElements(x, op.Expand(place, list(shape)), axis=time)]
 
 
-def einsum(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None] | None:
+def einsum(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums."""
     equation = str(_attr(node, "equation", "")).replace(" ", "")
     left, _, right = equation.partition("->")
@@ -121,11 +128,133 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes) -> Sequence[ir.Value | None] 
     return [op.Transpose(value, perm=[term.index(c) for c in right])]
 
 
+def _fourier(n: int, size: int, parts: int, inverse: bool, onesided: bool) -> np.ndarray:
+    """[size * parts, m * parts of the result]: the transform of length n of rows of `size`.
+
+    y[k] = Σ x[j] e^(∓2πi jk/n) (1/n if inverse); onesided: half of the symmetric spectrum, given
+    back (or taken, if inverse, for a real result).
+    """
+    half = n // 2 + 1
+    j = np.arange(min(size, half if inverse and onesided else n))
+    k = np.arange(half if onesided and not inverse else n)
+    angle = 2 * np.pi / n * (np.outer(j, k) % n) * (1 if inverse else -1)
+    wave = np.exp(1j * angle) / (n if inverse else 1)
+    if inverse and onesided:  # the other half is the conjugate
+        wave *= np.where((j == 0) | (2 * j == n), 1, 2)[:, None]
+    rows = [wave, 1j * wave][:parts]
+    columns = [wave.real for wave in rows], [wave.imag for wave in rows]
+    table = np.zeros((size, parts, len(k), 1 if inverse and onesided else 2))
+    for c in range(table.shape[3]):
+        for r in range(parts):
+            table[: len(j), r, :, c] = columns[c][r]
+    return table.reshape(size * parts, -1)
+
+
+def _transform(
+    op: Any, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
+) -> Any:
+    """The Fourier transform along `axis` of [..., 1 or 2] as a product in float64."""
+    size, parts = shape[axis], shape[-1]
+    table = _fourier(n, size, parts, inverse, onesided)
+    if table.size > MAX_TABLE:
+        return None
+    perm = [*(a for a in range(len(shape) - 1) if a != axis), axis, len(shape) - 1]
+    rest = [shape[a] for a in perm[:-2]]
+    rows = op.Reshape(op.Transpose(x, perm=perm), [int(np.prod(rest)), size * parts])
+    y = op.MatMul(op.Cast(rows, to=ir.DataType.DOUBLE), op.constant(table))
+    last = 1 if inverse and onesided else 2
+    y = op.Reshape(op.Cast(y, to=x.dtype), [*rest, table.shape[1] // last, last])
+    return op.Transpose(y, perm=[int(a) for a in np.argsort(perm)])
+
+
+def dft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    x, shape, length, at = node.inputs[0], shapes[0], known(1), known(2)
+    assert shape is not None
+    assert x is not None
+    axis = (_attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
+    inverse, onesided = bool(_attr(node, "inverse", 0)), bool(_attr(node, "onesided", 0))
+    default = 2 * (shape[axis] - 1) if inverse and onesided else shape[axis]
+    n = default if length is None else int(length.reshape(-1)[0])
+    if axis == len(shape) - 1 or shape[-1] not in (1, 2) or n < 1:
+        return None
+    y = _transform(op, x, shape, axis, n, inverse, onesided)
+    return None if y is None else [y]
+
+
+def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Frames of the signal, times the window, transformed."""
+    x, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
+    window = node.inputs[2] if len(node.inputs) > 2 else None
+    assert shape is not None
+    assert x is not None
+    assert step is not None
+    n = int(length.reshape(-1)[0]) if length is not None else (shapes[2] or (0,))[0]
+    every = int(step.reshape(-1)[0])
+    starts = np.arange(0, shape[1] - n + 1, every)
+    if n < 1 or every < 1 or not len(starts) or len(shape) != 3:
+        return None
+    frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
+    if window is not None:
+        frames = op.Mul(frames, op.Reshape(window, [n, 1]))
+    frames.dtype = x.dtype
+    sizes = (shape[0], len(starts), n, shape[2])
+    y = _transform(op, frames, sizes, 2, n, False, bool(_attr(node, "onesided", 1)))
+    return None if y is None else [y]
+
+
+def max_unpool(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Zeros with x at its flat indices; where the output is to be larger, zeros at the end."""
+    x, shape, given = node.inputs[0], shapes[0], known(2)
+    assert shape is not None
+    assert x is not None
+    kernel = _attr(node, "kernel_shape", [])
+    strides, pads = (
+        _attr(node, "strides", [1] * len(kernel)),
+        _attr(node, "pads", [0, 0] * len(kernel)),
+    )
+    sizes = [
+        (d - 1) * s - before - after + k
+        for d, s, k, before, after in zip(
+            shape[2:], strides, kernel, pads[: len(kernel)], pads[len(kernel) :], strict=True
+        )
+    ]
+    inside = [*shape[:2], *sizes]
+    blank = op.constant(np.zeros(int(np.prod(inside)), (x.dtype or ir.DataType.FLOAT).numpy()))
+    flat = op.ScatterElements(blank, op.Reshape(node.inputs[1], [-1]), op.Reshape(x, [-1]), axis=0)
+    y = op.Reshape(flat, inside)
+    if given is not None:
+        more = [int(d) - have for d, have in zip(given, inside, strict=True)]
+        y = op.Pad(y, [0] * len(inside) + more)
+    return [y]
+
+
+def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """The cache with `update` written from each row's index on, round its end if circular."""
+    past, update, *more = node.inputs
+    (cache, new), axis = shapes[:2], _attr(node, "axis", -2)
+    assert cache is not None
+    assert new is not None
+    axis %= len(cache)
+    place = op.constant(
+        np.arange(new[axis]).reshape([-1 if k == axis else 1 for k in range(len(new))])
+    )
+    if more and more[0] is not None:
+        place = op.Add(place, op.Reshape(more[0], [-1 if k == 0 else 1 for k in range(len(new))]))
+    if _attr(node, "mode", "linear") == "circular":
+        place = op.Mod(place, cache[axis])
+    return [op.ScatterElements(past, op.Expand(place, list(new)), update, axis=axis)]
+
+
 DECOMPOSED: dict[tuple[str, str], Decomposition] = {
+    ("", "DFT"): dft,
     ("", "Einsum"): einsum,
+    **{("", name): recurrent for name in GATES},
     ("", "Hardmax"): hardmax,
     ("", "LpNormalization"): lp_normalization,
+    ("", "MaxUnpool"): max_unpool,
     ("", "ReverseSequence"): reverse_sequence,
+    ("", "STFT"): stft,
+    ("", "TensorScatter"): tensor_scatter,
     **{
         (FUSE, f"{norm}Gemm{act}"): norm_gemm
         for norm in ("LayerNorm", "RMSNorm")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.kernels.gemm import C_TYPES
+from onnx_fuse.kernels.pointwise import Code, emit
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
@@ -185,7 +187,11 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
         ctx.alias(node, 0, x)
         return None
     y = ctx.output(node, 0)
-    if y.size:
+    if y.size and not x.size and reducer in ("Max", "Min") and x.dtype not in FLOATS:
+        code = Code()  # the type's own least or largest value: accumulators are wider
+        ends = (0, 1) if x.dtype == "bool" else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)
+        emit(ctx, code, node, code.scalar(ends[reducer == "Min"], x.dtype), y)
+    elif y.size:
         reduction(ctx, node, x, y, reducer, axes)
     return None
 

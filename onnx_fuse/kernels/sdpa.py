@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
@@ -285,7 +286,10 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
 
 
 def attention(ctx: Context, node: ir.Node) -> str | None:
-    """ai.onnx Attention of heads that stand apart, without mask, past or softcap."""
+    """ai.onnx Attention of heads that stand apart, without mask, past or softcap.
+
+    A sliding window becomes a mask known at lowering.
+    """
     if len(ctx.view(node, 0).shape) != 4 or any(ctx.has(node, i) for i in range(3, 7)):
         return "it has a mask or a past, or its heads are not apart"
     if any(ctx.wants(node, i) for i in range(1, 4)) or ctx.attr(node, "softcap", 0.0):
@@ -294,9 +298,23 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
     shape = (*q.shape[:3], v.shape[3])
     if not prod(shape) or not k.shape[2] or len({q.dtype, k.dtype, v.dtype}) > 1:
         return "it is empty, or its types differ"
+    reads = {"q": q, "k": k, "v": v}
+    left, right = (ctx.attr(node, f"{side}_window_size", -1) for side in ("left", "right"))
+    if left >= 0 or right >= 0:
+        ahead = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None]
+        seen = (ahead >= -left) if left >= 0 else np.ones_like(ahead, bool)
+        seen &= (ahead <= right) if right >= 0 else True
+        if ctx.attr(node, "is_causal", 0):
+            seen &= ahead <= 0
+        if not seen.any(1).all():
+            return "a query sees no key through its window"
+        low = np.where(seen, 0, -np.inf).astype(q.dtype)
+        reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
     y = ctx.output(node, 0, shape, q.dtype)
-    problem = _problem(ctx, node, "Sdpa", q, k, v, None)
-    return ctx.select(node, problem, {"q": q, "k": k, "v": v}, {"y": y})
+    problem = _problem(ctx, node, "Sdpa", q, k, v, reads.get("mask"))
+    if "mask" in reads:
+        problem = problem.having(causal=False)
+    return ctx.select(node, problem, reads, {"y": y})
 
 
 def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:

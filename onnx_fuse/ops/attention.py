@@ -41,6 +41,8 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
     flat, y = rank(q) == 3, node.outputs[0]
     if lengths is not None:
         raise fail(node, "it has nonpad_kv_seqlen, which belongs to an inference cache")
+    if any(node.attributes.get_int(f"{side}_window_size", -1) >= 0 for side in ("left", "right")):
+        raise fail(node, "it sees a sliding window")
     if len(dys) > 3 and dys[3] is not None:
         raise fail(node, "the gradient would have to flow through qk_matmul_output")
     heads = node.attributes.get_int("q_num_heads", 0) if flat else dim(q, 1)

@@ -510,6 +510,10 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
     problems = {
         "it has past keys and values": any(x is not None for x in optional[1:3]),
         "it has a padding-length input": optional[3] is not None,
+        "it sees a sliding window": any(
+            int(attribute(node, f"{side}_window_size", -1)) >= 0  # type: ignore[call-overload]
+            for side in ("left", "right")
+        ),
         "softcap": attribute(node, "softcap", 0.0) != 0.0,
         "more than one output is used": any(
             o.uses() or o.is_graph_output() for o in node.outputs[1:]
