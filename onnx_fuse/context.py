@@ -59,13 +59,16 @@ class Values:
         self._results: set[ir.Value] = set()  # of decompositions: used, though by no node
         self._owner = ""
 
-    def _single(self, node: ir.Node) -> ir.Model:
-        """A model of this node alone, its inputs typed by what is known of them."""
-        given = [v for v in node.inputs if v is not None]
-        for value in (*given, *node.outputs):
+    def _name(self, values: Sequence[ir.Value]) -> None:
+        for value in values:
             if not value.name:
                 self._names += 1
                 value.name = f"value_{self._names}"
+
+    def _single(self, node: ir.Node) -> ir.Model:
+        """A model of this node alone, its inputs typed by what is known of them."""
+        given = [v for v in node.inputs if v is not None]
+        self._name([*given, *node.outputs])
         fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._type(v)[1]),
                              type=ir.TensorType(self._type(v)[0])) for v in given}  # fmt: skip
         clone = ir.Node(

@@ -190,10 +190,13 @@ class Lowerer(Values):
         except NotStatic as error:
             return f"{error} is {UNKNOWN}"
 
-    def _deciding(self, node: ir.Node) -> list[str]:
-        """Small inputs of the model that the unknown operands of a node are computed from."""
+    def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
+        """Small inputs of the model that unknown operands of a node (all but the first, or one) are
+        computed from.
+        """
         found: dict[str, None] = {}
-        todo = [v for v in node.inputs[1:] or node.inputs if v is not None]
+        operands = node.inputs[1:] or node.inputs if operand is None else [node.inputs[operand]]
+        todo = [v for v in operands if v is not None]
         seen: set[ir.Value] = set()
         while todo:
             value = todo.pop()
@@ -513,24 +516,28 @@ class Lowerer(Values):
                 value.dtype = self._type(value)[0]
         shapes = [None if v is None else self._type(v)[1] for v in node.inputs]
 
+        unknown: list[int] = []
+
         def known(i: int) -> np.ndarray | None:
             if not self.has(node, i):
                 return None
             value = self.host(node, i)
             if value is None:
+                unknown.append(i)
                 raise NotStatic(f"input {i}")
             return value
 
         try:
             results = rule(op, node, shapes, known)
         except NotStatic:
-            if names := self._deciding(node):
+            if names := self._deciding(node, unknown[0]):
                 raise NeedsValues(names) from None
             return False
         if results is None:
             return False
         self._results.update(v for v in results if v is not None)
         for inner in op.nodes:
+            self._name(inner.outputs)
             self._node(inner)
         for value, result in zip(node.outputs, results, strict=False):
             if result is not None:
@@ -667,13 +674,18 @@ class Lowerer(Values):
             tuple(v.name or "" for v in wanted),
         )
 
+    def _dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        """Element type, None where there is none, or where it is known only in the tail."""
+        slot = None if value is None else self.slots.get(value)
+        return None if value is None or slot is None or slot.tail else self._type(value)[0]
+
     def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
         """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
         graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
         if graphs or any(node.domain == FUSE for node in nodes):
             return
         since = [
-            oldest(node, [None if v is None else self._type(v)[0] for v in node.inputs], self.opset)
+            oldest(node, [self._dtype(v) for v in node.inputs], self.opset)
             for node in nodes
             if node.domain == "" and onnx.defs.has(node.op_type, self.opset)
         ]
