@@ -55,10 +55,6 @@ DEVICE void bar_arrive(int id, int threads) {
 template <int N> DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
-// ---- programmatic dependent launch ----
-// Until everything the launch before wrote is visible.
-DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- TMA: boxes of a 3-D tensor; x is the innermost coordinate ----
 DEVICE void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map));

@@ -182,11 +182,7 @@ Arg = Ptr | Num | TensorMap | Table
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D.
-
-    `overlap`: may start before the call before it ends (programmatic dependent launch); the kernel
-    itself waits where it needs that call's results, and reads nothing else that is still in flight.
-    """
+    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D."""
 
     source: str
     entry: str
@@ -196,7 +192,6 @@ class Launch:
     defines: tuple[tuple[str, str], ...] = ()
     smem: int = 0
     cluster: int = 1
-    overlap: bool = False
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,15 @@ def test_a_corrupted_cubin_is_compiled_again(
         jit._disk_cache.cache_clear()
 
 
+def test_every_kernel_waits_for_the_launch_before() -> None:
+    sources = [p.relative_to(jit.source_root()).as_posix() for p in jit.source_root().rglob("*.cu")]
+    assert len(sources) > 30
+    assert [s for s in sources if not jit.waits(s)] == []
+    careless = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; }\n'
+    assert not jit.waits(careless)  # launched when all before it is done
+    assert jit.waits(careless.replace("*x", "after_previous_launch(); *x"))
+
+
 def test_a_compile_error_names_the_arch_and_the_line() -> None:
     with pytest.raises(DeviceError, match=r"(?s)sm_90a -DN=2.*undefined"):
         jit.resources('extern "C" __global__ void bad() { undefined(N); }\n', (("N", "2"),))

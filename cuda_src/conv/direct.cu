@@ -10,6 +10,7 @@
 extern "C" __global__ void __launch_bounds__(256)
     conv_direct(const T* x, const T* weight, const T* bias, T* y, i64 size, int groups, int channels,
                 int filters, int d, int h, int w, int od, int oh, int ow, float alpha) {
+    after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     const int pixels = od * oh * ow, plane = d * h * w, p = i % pixels;
@@ -35,5 +36,5 @@ extern "C" __global__ void __launch_bounds__(256)
                     if (xs[e] >= 0) z += (ACC)widen(weight[tap + e]) * (ACC)widen(line[xs[e]]);
             }
         }
-    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
+    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, alpha));
 }

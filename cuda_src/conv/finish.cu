@@ -7,10 +7,11 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     conv_finish(const ACC* part, const T* bias, T* y, i64 size, int filters, int pixels, int splits, float alpha) {
+    after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     ACC z = 0;
     for (int s = 0; s < splits; s++) z += part[s * size + i];
     if (bias) z += (ACC)widen(bias[i / pixels % filters]);
-    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
+    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, alpha));
 }

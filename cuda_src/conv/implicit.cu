@@ -19,6 +19,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
     conv(const T* x, const T* weight, const T* bias, T* y, ACC* part, i64 columns, int groups, int channels,
          int filters, int d, int h, int w, int od, int oh, int ow, int chunk, int padded, float alpha) {
+    after_previous_launch();
     __shared__ __align__(16) ACC as[2][BK][BM + 4], bs[2][BK][BN + 4];
     constexpr int A_LOADS = BM * BK / THREADS, B_LOADS = BN * BK / THREADS;
     const int tiles_m = (filters + BM - 1) / BM, g = blockIdx.y / tiles_m;
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
             part[blockIdx.z * (columns * groups * filters) + at] = acc[i][j];
 #else
             const ACC z = acc[i][j] + (bias ? (ACC)widen(bias[g * filters + m]) : (ACC)0);
-            y[at] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT>((float)z, alpha));
+            y[at] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, alpha));
 #endif
         }
     }

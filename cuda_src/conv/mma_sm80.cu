@@ -20,6 +20,7 @@ constexpr int ROWS = 256 / BN, LOADS = BK / ROWS;          // k rows gathered at
 extern "C" __global__ void __launch_bounds__(256)
     conv(const T* x, const T* packed, const T* bias, T* y, float* part, i64 columns, int groups, int channels,
          int filters, int d, int h, int w, int od, int oh, int ow, int chunk, int padded, float alpha) {
+    after_previous_launch();
     extern __shared__ __align__(16) T shared[];
     T *as = shared, *bs = as + 2 * BM * PA;
     const int tiles_m = (filters + BM - 1) / BM, g = blockIdx.y / tiles_m, m0 = blockIdx.y % tiles_m * BM;
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #if SPLIT
                 part[blockIdx.z * (columns * groups * filters) + at] = z;
 #else
-                y[at] = narrow<T>(act<ACT>(z + (bias ? to_float(bias[g * filters + m]) : 0.0f), alpha));
+                y[at] = narrow<T>(act<ACT, T>(z + (bias ? to_float(bias[g * filters + m]) : 0.0f), alpha));
 #endif
             }
         }

@@ -7,6 +7,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     conv_pack(const T* weight, T* packed, int filters, int channels, int padded) {
+    after_previous_launch();
     __shared__ T tile[32][33];
     const int g = blockIdx.z / filters, m = blockIdx.z % filters;
     const int tx = threadIdx.x % 32, ty = threadIdx.x / 32, tap0 = blockIdx.x * 32, c0 = blockIdx.y * 32;

@@ -59,8 +59,8 @@ template <class S> struct Activate {
     DEVICE static S grad(S z, float alpha) { return 1; }
 };
 template <> struct Activate<float> {
-    DEVICE static float value(float v, float alpha) { return act<ACT>(v, alpha); }
-    DEVICE static float grad(float z, float alpha) { return act_grad<ACT>(z, alpha); }
+    DEVICE static float value(float v, float alpha) { return act<ACT, TO>(v, alpha); }
+    DEVICE static float grad(float z, float alpha) { return act_grad<ACT, TO>(z, alpha); }
 };
 
 template <class S>

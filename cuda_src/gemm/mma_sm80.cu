@@ -68,6 +68,7 @@ DEVICE void split(float x0, float x1, u32& hi, u32& lo) {
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
+    after_previous_launch();
     extern __shared__ __align__(16) u8 smem[];
     GEMM_BATCH
     int tiles_n = (N + BN - 1) / BN;

@@ -11,6 +11,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     const TR* __restrict__ row1, const TR* __restrict__ row2, const TR* __restrict__ row3,
     const TV* __restrict__ col0, const TV* __restrict__ col1, float alpha, float beta,
     float act_alpha, float* __restrict__ part) {
+    after_previous_launch();
     __shared__ float scratch[8];
     int m = blockIdx.x;
     Row row = {EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_ROWS > 1 ? to_float(row1[m]) : 0.0f,

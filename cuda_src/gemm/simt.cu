@@ -42,6 +42,7 @@ DEVICE void stash(S (*tile)[ROWS + 4], const Vec<T, VEC>& v, int i) {
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (sizeof(S) == 8 ? 2 : 3) : VEC > 1 ? 2 : 1) void gemm_simt(GEMM_PARAMS) {
+    after_previous_launch();
     __shared__ __align__(16) S as[2][BK][BM + 4], bs[2][BK][BN + 4];
     GEMM_BATCH
     int tiles_n = (N + BN - 1) / BN;

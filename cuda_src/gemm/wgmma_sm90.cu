@@ -84,6 +84,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     }
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
+    if (!LATE_ROWS) after_previous_launch();
 
     Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
     int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;

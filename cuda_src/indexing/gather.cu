@@ -16,6 +16,7 @@ DEVICE i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 // y[o, j, i] = x[o, index[j], i]: Gather. x [outer, size, inner], y [outer, count, inner].
 extern "C" __global__ void gather(const T* x, const IDX* index, T* y, i64 n, i64 inner, i64 count,
                                   i64 size) {
+    after_previous_launch();
     const i64 at = thread_index();
     if (at >= n) return;
     const i64 i = at % inner, r = at / inner, j = r % count, o = r / count;
@@ -29,6 +30,7 @@ extern "C" __global__ void gather(const T* x, const IDX* index, T* y, i64 n, i64
 // y[o, j, i] = x[o, index[o, j, i], i]: GatherElements.
 extern "C" __global__ void gather_elements(const T* x, const IDX* index, T* y, i64 n, i64 inner,
                                            i64 count, i64 size) {
+    after_previous_launch();
     const i64 at = thread_index();
     if (at >= n) return;
     const i64 i = at % inner, o = at / inner / count;
@@ -43,6 +45,7 @@ extern "C" __global__ void gather_elements(const T* x, const IDX* index, T* y, i
 extern "C" __global__ void gather_nd(const T* x, const IDX* index, T* y, i64 n, i64 inner,
                                      i64 count, int q, i64 d0, i64 d1, i64 d2, i64 d3, i64 d4,
                                      i64 d5) {
+    after_previous_launch();
     const i64 at = thread_index();
     if (at >= n) return;
     const i64 i = at % inner, r = at / inner, b = r / count;

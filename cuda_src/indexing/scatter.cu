@@ -24,6 +24,7 @@ template <class S> DEVICE S combine(S a, S b) {
 // y[o, index[o, j, i], i] gets update[o, j, i]: ScatterElements. One thread a line (o, i).
 extern "C" __global__ void scatter_elements(T* y, const IDX* index, const T* update, i64 lines,
                                             i64 inner, i64 count, i64 size) {
+    after_previous_launch();
     const i64 line = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (line >= lines) return;
     const i64 i = line % inner, o = line / inner;
@@ -42,6 +43,7 @@ extern "C" __global__ void scatter_elements(T* y, const IDX* index, const T* upd
 extern "C" __global__ void __launch_bounds__(THREADS)
     scatter_nd(T* y, const IDX* index, const T* update, i64 count, i64 inner, int q, i64 d0,
                i64 d1, i64 d2, i64 d3, i64 d4, i64 d5) {
+    after_previous_launch();
     __shared__ int match[THREADS];
     const i64 d[6] = {d0, d1, d2, d3, d4, d5};
     auto place = [&](i64 j) {

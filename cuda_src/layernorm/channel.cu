@@ -11,6 +11,7 @@
 extern "C" __global__ void __launch_bounds__(256)
     channel_apply(const T* x, const P* scale, const P* bias, const M* mean, const M* variance, T* y,
                   i64 size, i64 channels, i64 inner, i64 per, float epsilon) {
+    after_previous_launch();
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;
     const i64 q = i / inner, c = q % channels, stat = GROUPED ? q / per : c;
@@ -26,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     channel_running(const R* old_mean, const R* old_variance, const M* mean, const M* variance,
                     R* new_mean, R* new_variance, i64 channels, float momentum) {
+    after_previous_launch();
     const i64 c = (i64)blockIdx.x * 256 + threadIdx.x;
     if (c >= channels) return;
     const ACC keep = momentum, rest = 1 - keep;

@@ -15,6 +15,7 @@ struct Pair { ACC a, b; };
 extern "C" __global__ void __launch_bounds__(TEAM)
     layernorm_dx(const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds,
                  T* dx, ACC* part, i64 rows, i64 length) {
+    after_previous_launch();
     __shared__ Pair scratch[TEAM > 32 ? TEAM / 32 : 1];
     constexpr int STEP = TEAM * VEC;
     ACC sum_xh[ITEMS * VEC] = {}, sum_dy[ITEMS * VEC] = {};
@@ -73,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 
 extern "C" __global__ void __launch_bounds__(1024)
     layernorm_dparams(const ACC* part, P* dscale, P* dbias, int parts, i64 length) {
+    after_previous_launch();
     __shared__ ACC sums[32][33];
     const int tx = threadIdx.x % 32, ty = threadIdx.x / 32;
     const i64 i = (i64)blockIdx.x * 32 + tx;

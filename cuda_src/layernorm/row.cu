@@ -13,6 +13,7 @@
 extern "C" __global__ void __launch_bounds__(BLOCK)
     layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, T* y, T* sum, M* mean_out,
                   M* rstd_out, i64 rows, i64 length, i64 groups, i64 channels, i64 inner, float epsilon) {
+    after_previous_launch();
     __shared__ ACC scratch[TEAM > 32 ? TEAM / 32 : 1];
     const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
     const bool live = row < rows;

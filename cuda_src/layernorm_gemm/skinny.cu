@@ -66,6 +66,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     const TP* __restrict__ beta_k, const TR* __restrict__ row0, const TR* __restrict__ row1,
     const TR* __restrict__ row2, const TR* __restrict__ row3, const TV* __restrict__ col0,
     const TV* __restrict__ col1, float alpha, float beta, float act_alpha) {
+    after_previous_launch();
     extern __shared__ __align__(16) float sums[];  // [WK][ROWS][COLS], then the block's [ROWS][COLS]
     __shared__ float moments[LN ? WK : 1][ROWS][3], shared_moments[3][ROWS];
     __shared__ float stats[2][ROWS];

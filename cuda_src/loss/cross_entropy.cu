@@ -47,6 +47,7 @@ DEVICE ACC log_sum_exp(const T* x, i64 classes, i64 inner, int lane, Sofar* scra
 extern "C" __global__ void __launch_bounds__(BLOCK)
     cross_entropy_row(const T* x, const I* target, const T* weight, T* loss, Pair* rows, T* log_prob,
                       i64 count, i64 classes, i64 inner, i64 ignored) {
+    after_previous_launch();
     __shared__ Sofar scratch[TEAM > 32 ? TEAM / 32 : 1];
     const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
     const bool live = row < count;
@@ -77,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 // dx = slope (softmax(x) - [class is the label]); slope and label [n, inner]; the second read is L2's.
 extern "C" __global__ void __launch_bounds__(BLOCK)
     cross_entropy_grad(const T* x, const I* target, const T* slope, T* dx, i64 count, i64 classes, i64 inner) {
+    after_previous_launch();
     __shared__ Sofar scratch[TEAM > 32 ? TEAM / 32 : 1];
     const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
     const bool live = row < count;
@@ -99,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 
 extern "C" __global__ void __launch_bounds__(1024)
     cross_entropy_total(const Pair* rows, T* loss, i64 count) {
+    after_previous_launch();
     __shared__ Pair scratch[32];
     Pair p = {0, 0};
     for (i64 i = threadIdx.x; i < count; i += 1024) p.loss += rows[i].loss, p.weight += rows[i].weight;

@@ -21,6 +21,7 @@ extern "C" __global__ __launch_bounds__(128) void fold_rows(
     const T* __restrict__ w, const TP* __restrict__ gamma, const TP* __restrict__ beta,
     const TP* __restrict__ c, int K, int N, TO* __restrict__ wq, float* __restrict__ cs,
     float* __restrict__ cv) {
+    after_previous_launch();
     __shared__ float scratch[4];
     i64 row = (i64)blockIdx.x * K;
     float s = 0, v = 0;
@@ -44,6 +45,7 @@ extern "C" __global__ __launch_bounds__(128) void fold_rows(
 extern "C" __global__ __launch_bounds__(256) void fold_columns(
     const T* __restrict__ w, const TP* __restrict__ gamma, const TP* __restrict__ beta, int K, int N,
     TO* __restrict__ wq, float* __restrict__ part) {
+    after_previous_launch();
     constexpr int LANES = 256 / VEC < 256 ? 256 / VEC : 256, DEEP = 256 / LANES;
     __shared__ float sums[2][DEEP][256];
     int lane = threadIdx.x % LANES, deep = threadIdx.x / LANES;
@@ -89,6 +91,7 @@ extern "C" __global__ __launch_bounds__(256) void fold_columns(
 extern "C" __global__ __launch_bounds__(256) void fold_finish(
     const float* __restrict__ part, const TP* __restrict__ c, int parts, int N,
     float* __restrict__ cs, float* __restrict__ cv) {
+    after_previous_launch();
     __shared__ float sums[2][8][32];
     int lane = threadIdx.x % 32, strip = threadIdx.x / 32, n = blockIdx.x * 32 + lane;
     int each = (parts + 7) / 8, to = strip * each + each < parts ? strip * each + each : parts;

@@ -14,6 +14,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
     const T* __restrict__ dy, const T* __restrict__ z, const float* __restrict__ cs,
     const float* __restrict__ cv, int M, int N, float inv_k, float act_alpha, T* __restrict__ dz,
     float* __restrict__ c1, float* __restrict__ c2, float* __restrict__ part) {
+    after_previous_launch();
     __shared__ float sums[2][16][256];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m0 = blockIdx.x * ROWS + warp * RPW;
     float s1[RPW] = {}, s2[RPW] = {};
@@ -37,7 +38,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
                 for (int j = 0; j < 8; j++) {
                     float d = to_float(g[r].at[j]), zz = to_float(v[r].at[j]);
                     if (ACT != NONE) {
-                        out.at[j] = from_float<T>(d * act_grad<ACT>(zz, act_alpha));
+                        out.at[j] = from_float<T>(d * act_grad<ACT, T>(zz, act_alpha));
                         d = to_float(out.at[j]);  // what the products will see
                     }
                     s1[r] += d * k1.at[j];

@@ -50,10 +50,7 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
     const T* __restrict__ x, int M, int K, i64 ldx, float epsilon, float* __restrict__ mean,
     float* __restrict__ rstd, const TP* __restrict__ gamma, const TP* __restrict__ beta,
     TO* __restrict__ out) {
-#if __CUDA_ARCH__ >= 900
-    // a GEMM that reads these statistics in its epilogue alone may start as soon as SMs are free
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    after_previous_launch();
     __shared__ float scratch[2][TPR / 32];
     int t = threadIdx.x % TPR, step = gridDim.x * ROWS, turn = 0;
     // the threads of a row are whole warps, and a barrier is used only where they are the block

@@ -10,6 +10,7 @@ extern "C" __global__ __launch_bounds__(256) void sum_parts(const float* __restr
                                                            int N, float* __restrict__ wide,
                                                            TO* __restrict__ out0,
                                                            TO* __restrict__ out1) {
+    after_previous_launch();
     __shared__ float sums[8][32];
     int lane = threadIdx.x % 32, strip = threadIdx.x / 32, n = blockIdx.x * 32 + lane;
     int each = (parts + 7) / 8, from = strip * each, to = from + each < parts ? from + each : parts;

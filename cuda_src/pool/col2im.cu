@@ -7,6 +7,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     col2im(const T* x, T* y, i64 size, int d, int h, int w, int od, int oh, int ow) {
+    after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     const int px = i % w, py = i / w % h, pz = i / ((i64)w * h) % d, blocks = od * oh * ow;

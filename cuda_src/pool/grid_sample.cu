@@ -46,6 +46,7 @@ DEVICE void axis_taps(ACC u, int size, int (&index)[TAPS_], ACC (&weight)[TAPS_]
 
 extern "C" __global__ void __launch_bounds__(128, 1)
     grid_sample(const T* x, const G* grid, T* y, i64 points, i64 batch, int channels, int d, int h, int w) {
+    after_previous_launch();
     const i64 i = (i64)blockIdx.x * 128 + threadIdx.x;
     if (i >= points * batch) return;
     const G* u = grid + i * RANK;

@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     lrn(const T* x, T* y, i64 size, int channels, i64 inner, int window, float alpha, float beta, float bias) {
+    after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     const int c = i / inner % channels;

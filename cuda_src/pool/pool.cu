@@ -11,6 +11,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     pool(const T* x, T* y, i64* indices, i64 size, int d, int h, int w, int od, int oh, int ow, float p) {
+    after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     const int ox = i % ow, oy = i / ow % oh, oz = i / ((i64)ow * oh) % od;

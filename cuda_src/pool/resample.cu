@@ -8,6 +8,7 @@
 extern "C" __global__ void __launch_bounds__(256)
     resample(const X* x, const int* source, const float* weight, Y* y, i64 size, i64 length, i64 resized,
              i64 inner, float outside) {
+    after_previous_launch();
     const i64 at = (i64)blockIdx.x * 256 + threadIdx.x;
     if (at >= size) return;
     const i64 n = at % inner, i = at / inner % resized, o = at / inner / resized;

@@ -52,6 +52,7 @@ DEVICE void emit(State s, i64 at, i64 count, Out* y, ACC* y2) {
 #ifdef TEAM
 extern "C" __global__ void __launch_bounds__(BLOCK)
     reduce_row(const In* x, Out* y, ACC* y2, i64 rows, i64 length, i64 chunk, i64 splits, i64 count) {
+    after_previous_launch();
     const i64 task = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
     const int lane = threadIdx.x % TEAM;
     const bool live = task < rows * splits;
@@ -78,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #ifdef BX
 extern "C" __global__ void __launch_bounds__(BX* BY)
     reduce_column(const In* x, Out* y, ACC* y2, i64 length, i64 inner, i64 chunk, i64 splits, i64 count) {
+    after_previous_launch();
     const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
     const i64 tiles = (inner + BX * VEC - 1) / (BX * VEC), rest = blockIdx.x / tiles;
     const i64 column = blockIdx.x % tiles * (BX * VEC) + tx * VEC;

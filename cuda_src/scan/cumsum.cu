@@ -13,6 +13,7 @@ DEVICE ACC join(ACC a, ACC b) { return PRODUCT ? a * b : a + b; }
 
 #ifdef BLOCK
 extern "C" __global__ void __launch_bounds__(BLOCK) cumsum_row(const T* x, T* y, i64 length) {
+    after_previous_launch();
     __shared__ ACC sums[BLOCK / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     x += blockIdx.x * length;
@@ -54,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cumsum_row(const T* x, T* y,
 #else
 extern "C" __global__ void __launch_bounds__(BX* BY)
     cumsum_column(const T* x, T* y, i64 length, i64 inner) {
+    after_previous_launch();
     __shared__ ACC sums[BY][BX];
     const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
     const i64 tiles = (inner + BX - 1) / BX, column = blockIdx.x % tiles * BX + tx;

@@ -140,6 +140,7 @@ DEVICE float quad_sum(float x) {
 
 #if FORWARD
 extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* y, float* lse) {
+    after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
     T *qs = shared, *ks = qs + ROWS * PD, *vs = ks + 2 * TILE * PD, *ms = vs + 2 * TILE * PV;
@@ -231,6 +232,7 @@ DEVICE float probability(float z, float lse) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdpa_dq(OPERANDS, const T* dy, const float* lse, const float* delta, T* dq) {
+    after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
     T *qs = shared, *dys = qs + ROWS * PD, *ks = dys + ROWS * PV, *vs = ks + 2 * TILE * PD;
@@ -301,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv) {
+    after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
     T *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + 2 * TILE * PD;

@@ -69,6 +69,7 @@ DEVICE ACC across(ACC x, bool largest) {  // over the 16 threads of a row
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y, float* lse) {
+    after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
     ACC *qs = shared, *ks = qs + ROWS * PD, *vs = ks + TILE * PD, *ps = vs + TILE * PV;
@@ -118,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
 
 // delta[row] = sum_d dy[row, d] y[row, d]: a warp a row.
 extern "C" __global__ void __launch_bounds__(256, 1) sdpa_delta(const T* dy, const T* y, ACC* delta, i64 rows) {
+    after_previous_launch();
     const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
     if (row >= rows) return;
     ACC s = 0;
@@ -133,6 +135,7 @@ DEVICE ACC probability(ACC z, ACC lse) {
 
 extern "C" __global__ void __launch_bounds__(256, 1)
     sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq) {
+    after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
     ACC *qs = shared, *dys = qs + ROWS * PD, *ks = dys + ROWS * PV, *vs = ks + TILE * PD, *ps = vs + TILE * PV;
@@ -176,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 
 extern "C" __global__ void __launch_bounds__(256, 1)
     sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv) {
+    after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
     ACC *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + TILE * PD, *ps = dys + TILE * PV;

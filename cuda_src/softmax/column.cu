@@ -9,6 +9,7 @@
 
 extern "C" __global__ void __launch_bounds__(BX* BY)
     softmax_column(const T* x, T* y, i64 length, i64 inner) {
+    after_previous_launch();
     const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
     const i64 tiles = (inner + BX - 1) / BX, column = blockIdx.x % tiles * BX + tx;
     const i64 base = blockIdx.x / tiles * length * inner + column;

@@ -8,6 +8,7 @@
 #include "reduce/team.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y, i64 rows, i64 length) {
+    after_previous_launch();
     __shared__ ACC scratch[TEAM > 32 ? TEAM / 32 : 1];
     const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
     const int lane = threadIdx.x % TEAM, n = row < rows ? (int)length : 0;

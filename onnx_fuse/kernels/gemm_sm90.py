@@ -239,7 +239,6 @@ class Wgmma:
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
             smem=self._smem(problem, config, self._stages(problem, config, hw)),
             cluster=cluster,
-            overlap=late,
         )  # fmt: skip
         if splits == 1:
             return (gemm,)

@@ -67,6 +67,13 @@ def without_bounds(text: str) -> str:
 
 
 @cache
+def waits(source: str) -> bool:
+    """Whether its kernels wait for the launch before by themselves, so may start while it runs."""
+    kernels = source_text(source).split("__global__")[1:]
+    return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", k) for k in kernels)
+
+
+@cache
 def source_hash(source: str) -> str:
     """12 hex digits over the expanded text: part of the key of a tuning record."""
     return hashlib.sha256(source_text(source).encode()).hexdigest()[:12]
@@ -309,7 +316,7 @@ class Bound:
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
             attributes.append(attribute)
-        if launch.overlap:
+        if hw.cc >= 90 and waits(launch.source):
             attribute = driver.CUlaunchAttribute()
             attribute.id = (
                 driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

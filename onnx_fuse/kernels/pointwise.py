@@ -300,6 +300,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         f'#include "pointwise/math.cuh"\n'
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
         f"    {', '.join(parameters)}) {{\n"
+        f"    after_previous_launch();\n"
         f"    const {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
@@ -368,6 +369,7 @@ def launch_many(
         f"struct Rows {{ Row at[{rows}]; }};\n"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
         f"    {', '.join(parameters)}) {{\n"
+        f"    after_previous_launch();\n"
         f"    int t = 0;\n"
         f"    for (int step = {rows} / 2; step; step /= 2)\n"
         f"        if (t + step < rows && table.at[t + step].first <= blockIdx.x) t += step;\n"

@@ -1,0 +1,153 @@
+"""A BERT-base encoder in fp16 against torch.compile, on one GPU, in one run.
+
+    python tools/bench_bert.py [--shape B,T ...] [--layers N] [--quick] [--json FILE]
+
+models/encoder.py's bert-base with random weights, one CUDA graph launch a run, feeds on the device.
+The peer is the same network of torch modules under torch.compile, mode "reduce-overhead" (inductor
+and CUDA graphs). The two run in turns, medians of nine. Then the time of each kind of kernel by
+itself, L2 warm, launch included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encoder
+import numpy as np
+import torch as t
+
+from onnx_fuse.problem import Hardware
+from onnx_fuse.session import InferenceSession
+
+SHAPES = ((1, 128), (32, 128))
+ORT = {(1, 128): 509, (32, 128): 1882, (8, 512): 2027}
+"""us of onnxruntime's CUDA EP (1.31.1, its optimizer, CUDA graph) on an H200, measured 2026-11."""
+
+
+class Block(t.nn.Module):
+    """x = norm(x + attention(x)); x = norm(x + mlp(x)): [B, T, width]."""
+
+    def __init__(self, c: encoder.Config) -> None:
+        super().__init__()
+        self.heads = c.heads
+        self.qkv, self.out = t.nn.Linear(c.width, 3 * c.width), t.nn.Linear(c.width, c.width)
+        self.up, self.down = t.nn.Linear(c.width, 4 * c.width), t.nn.Linear(4 * c.width, c.width)
+        self.norm1, self.norm2 = (t.nn.LayerNorm(c.width, encoder.EPSILON) for _ in range(2))
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        heads = (
+            p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1)
+        )
+        y = t.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask)
+        x = self.norm1(x + self.out(y.transpose(1, 2).flatten(2)))
+        return self.norm2(x + self.down(t.nn.functional.gelu(self.up(x))))
+
+
+class Peer(t.nn.Module):
+    """The encoder that models/encoder.py builds, in fp16."""
+
+    def __init__(self, c: encoder.Config) -> None:
+        super().__init__()
+        sizes = (c.vocab, c.types, c.context)
+        self.word, self.kind, self.place = (t.nn.Embedding(n, c.width) for n in sizes)
+        self.norm = t.nn.LayerNorm(c.width, encoder.EPSILON)
+        self.blocks = t.nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.pooler = t.nn.Linear(c.width, c.width)
+
+    def forward(self, ids: Any, keep: Any, types: Any) -> Any:
+        x = self.word(ids) + self.kind(types) + self.place.weight[: ids.shape[1]]
+        x = self.norm(x)
+        mask = (1 - keep[:, None, None].to(x.dtype)) * t.finfo(x.dtype).min
+        for block in self.blocks:
+            x = block(x, mask)
+        return x.float(), t.tanh(self.pooler(x[:, 0])).float()
+
+
+def in_turns(arms: dict[str, Callable[[], float]], rounds: int = 9) -> dict[str, float]:
+    """Arm -> median of the seconds that it answers, in us."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            times[name].append(arm() * 1e6)
+    return {name: median(values) for name, values in times.items()}
+
+
+def compiled(c: encoder.Config, feeds: dict[str, np.ndarray]) -> Callable[[], float]:
+    """Seconds a run of torch.compile's encoder on these feeds."""
+    with t.device("cuda"):
+        peer = t.compile(Peer(c).half().eval(), mode="reduce-overhead", dynamic=False)
+    given = [
+        t.from_numpy(feeds[n]).cuda() for n in ("input_ids", "attention_mask", "token_type_ids")
+    ]
+    with t.no_grad():
+        for _ in range(4):
+            peer(*given)
+
+    def once(repeats: int = 20) -> float:
+        start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
+        with t.no_grad():
+            start.record()
+            for _ in range(repeats):
+                peer(*given)
+            stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / repeats
+
+    return once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", help="batch,tokens", default=SHAPES,
+                        type=lambda s: tuple(map(int, s.split(","))))  # fmt: skip
+    parser.add_argument("--layers", type=int, default=encoder.SIZES["bert-base"].layers)
+    parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    c = dataclasses.replace(encoder.SIZES["bert-base"], layers=args.layers)
+    session = InferenceSession(encoder.build(c), device="cuda", precision="fp16")
+    hw, rng, rows = Hardware.detect(0), np.random.default_rng(0), []
+    print(f"{hw.name}, torch {t.__version__}: bert-base of {c.layers} layers, fp16, us a run")
+    for batch, tokens in args.shape:
+        feeds = {n: np.zeros((batch, tokens), np.int64) for n in ("input_ids", "token_type_ids")}
+        feeds["input_ids"] = rng.integers(0, c.vocab, (batch, tokens))
+        feeds["attention_mask"] = np.ones((batch, tokens), np.int64)
+        session.run(None, feeds)
+        executable = session._on_cuda()
+        ours = executable.instance(feeds)
+        arms = {"onnx_fuse": partial(executable.stream.timed, ours.launch)}
+        if not args.quick:
+            arms["compile"] = compiled(c, feeds)
+        us = in_turns(arms)
+        launches = sum(len(call.launches) for call in ours.program.calls)
+        line = f"B{batch} T{tokens}: {us['onnx_fuse']:.1f} in {launches} launches"
+        if "compile" in us:
+            line += f"; torch.compile {us['compile']:.1f} ({us['onnx_fuse'] / us['compile']:.2f})"
+        if (batch, tokens) in ORT:
+            line += f"; onnxruntime, an earlier run: {ORT[batch, tokens]}"
+        print(line)
+        kinds: dict[str, list[float]] = {}
+        for call, seconds in ours.profile():
+            name = f"{call.kernel[:32]} {call.problem or ''}".strip()[:72]
+            kinds.setdefault(f"{name} {call.why.split(':')[0]}", []).append(seconds * 1e6)
+        for name, each in sorted(kinds.items(), key=lambda item: -sum(item[1])):
+            print(f"    {sum(each):8.1f}  {len(each):3d} x {median(each):7.2f}  {name}")
+        print(f"    {sum(map(sum, kinds.values())):8.1f}  by themselves")
+        profile = {name: [len(each), sum(each)] for name, each in kinds.items()}
+        rows.append({"shape": [batch, tokens], "us": us, "launches": launches, "kernels": profile})
+    if args.json:
+        args.json.write_text(json.dumps({"gpu": hw.name, "driver": hw.driver, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
