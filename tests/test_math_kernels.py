@@ -183,6 +183,8 @@ def test_every_attention_configuration_compiles_without_spills():
     kernel = sdpa.Mma()
     rows = (
         ("Sdpa", 64, ()),
+        ("Sdpa", 64, (8, 8, 8, 1)),
+        ("Sdpa", 128, ()),
         ("Sdpa", 128, (0, 0, 0, 1)),
         ("SdpaGrad", 64, (8, 8, 8, 1)),
         ("SdpaGrad", 128, ()),

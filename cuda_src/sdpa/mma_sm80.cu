@@ -1,28 +1,42 @@
 // sdpa/mma_sm80.cu: y = softmax(scale q k^T + mask) v and its gradients in 16-bit floats, mma.sync.
-// Idea     : WARPS x 16 MT rows a block against tiles of TILE rows of the other side, cp.async two tiles
+// Idea     : WARPS x 16 MT rows a block against tiles of TILE rows of the other side, cp.async STAGES
 //            deep. The probabilities of a tile never leave registers: the accumulator layout of the
-//            first product is the operand layout of the second. Forward: online softmax. Backward as
-//            in simt.cu: sdpa_dq owns queries, sdpa_dkv owns keys and works on transposed tiles.
+//            first product is the operand layout of the second. Forward: online softmax; SPLIT: 16 MT
+//            rows a block, each warp walks over every WARPS-th tile of keys by itself and the warps'
+//            results meet at the end (few rows: more blocks). Backward as in simt.cu: sdpa_dq owns
+//            queries, sdpa_dkv owns keys and works on transposed tiles.
 // Inputs   : operands.cuh with rows of 16-byte aligned, D and DV multiples of 8.
 // Outputs  : y, dq, dk, dv T; lse f32 (or null).
 // Macros   : operands.cuh's, where MASK 2 is a mask without rows; MASK_PIECES (its 16-byte pieces are
 //            aligned); WARPS, MT (16-row tiles a warp: K and V are read from shared memory once
-//            for all of them), TILE (multiple of 16), FORWARD.   Launch: grid (rows, heads, batch).
+//            for all of them), TILE (multiple of 16), FORWARD; forward: SPLIT, STAGES, BLOCKS (an SM's).
+// Launch   : grid (rows, heads, batch).
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands.
 // Bound    : tensor core (mma.sync) and exp; bytes only for short rows.
 #include "sm80.cuh"
 #include "sdpa/operands.cuh"
 
-constexpr int ROWS = WARPS * 16 * MT, THREADS = WARPS * 32;
+#ifndef SPLIT
+#define SPLIT 0
+#define STAGES 2
+#define BLOCKS 1
+#endif
+constexpr int ROWS = (SPLIT ? 1 : WARPS) * 16 * MT, THREADS = WARPS * 32;
+constexpr int TEAM = SPLIT ? 32 : THREADS;  // threads that fetch and walk together
 constexpr int DP = (D + 15) / 16 * 16, VP = (DV + 15) / 16 * 16;  // padded widths; zeros behind D, DV
 constexpr int PD = DP + 8, PV = VP + 8;  // pitches: an odd number of 16-byte chunks, no bank conflicts
+
+// The warp's first row among the block's.
+DEVICE int warp_row() { return SPLIT ? 0 : threadIdx.x / 32 * 16 * MT; }
 
 // COUNT rows into shared memory; rows past `last` and columns past WIDTH as zeros.
 template <int COUNT, int WIDTH, int PADDED>
 DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
     constexpr int CHUNKS = PADDED / 8;
-    for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
-        const int r = i / CHUNKS, c = i % CHUNKS * 8;
+#pragma unroll
+    for (int k = 0; k < (COUNT * CHUNKS + TEAM - 1) / TEAM; k++) {
+        const int i = threadIdx.x % TEAM + k * TEAM, r = i / CHUNKS, c = i % CHUNKS * 8;
+        if (COUNT * CHUNKS % TEAM && i >= COUNT * CHUNKS) break;
         const bool there = first + r < last && c < WIDTH;
         cp_async_16(smem_address(to + r * (PADDED + 8) + c), there ? from + (first + r) * stride + c : from,
                     there ? 16 : 0);
@@ -35,7 +49,7 @@ DEVICE void fetch_mask(T* to, const Operands& o, int b, int h, int query, int ke
     constexpr int PITCH = COLUMNS + 8, ROWS_ = MASK == 2 ? 1 : COUNT;
     const T* from = o.mask + b * o.mask_batch + h * o.mask_head;
 #if MASK_PIECES
-    for (int i = threadIdx.x; i < ROWS_ * (COLUMNS / 8); i += THREADS) {
+    for (int i = threadIdx.x % TEAM; i < ROWS_ * (COLUMNS / 8); i += TEAM) {
         const int r = i / (COLUMNS / 8), c = i % (COLUMNS / 8) * 8;
         const bool there = query + r < o.queries && key + c < o.keys;
         cp_async_16(smem_address(to + r * PITCH + c), there ? from + (query + r) * o.mask_row + key + c : from,
@@ -43,7 +57,7 @@ DEVICE void fetch_mask(T* to, const Operands& o, int b, int h, int query, int ke
     }
 #else
 #pragma unroll 8
-    for (int i = threadIdx.x; i < ROWS_ * COLUMNS; i += THREADS) {
+    for (int i = threadIdx.x % TEAM; i < ROWS_ * COLUMNS; i += TEAM) {
         const int r = i / COLUMNS, c = i % COLUMNS;
         const bool there = query + r < o.queries && key + c < o.keys;
         to[r * PITCH + c] = there ? from[(query + r) * o.mask_row + (key + c) * o.mask_column] : T();
@@ -63,7 +77,7 @@ DEVICE float masked(const Operands& o, float dot, float mask, int query, int key
 template <int WIDTH> DEVICE void dots(float (&s)[MT][TILE / 8][4], const T* a, const T* b) {
     constexpr int PITCH = WIDTH + 8;
     const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
-    a += (threadIdx.x / 32 * 16 * MT + m % 2 * 8 + r) * PITCH + m / 2 * 8;
+    a += (warp_row() + m % 2 * 8 + r) * PITCH + m / 2 * 8;
     b += (m / 2 * 8 + r) * PITCH + m % 2 * 8;
 #pragma unroll
     for (int i = 0; i < MT * TILE / 2; i++) s[i / (TILE / 2)][i / 4 % (TILE / 8)][i % 4] = 0;
@@ -139,90 +153,155 @@ DEVICE float quad_sum(float x) {
 }
 
 #if FORWARD
-extern "C" __global__ void __launch_bounds__(THREADS) sdpa_forward(OPERANDS, T* y, float* lse) {
+// A mask's element in units of log 2; a finite one stays finite.
+DEVICE float mask_power(float x) {
+    constexpr float MOST = 3.4e38f;
+    return x == NEGATIVE_INFINITY ? x : fminf(fmaxf(x * LOG2E, -MOST), MOST);
+}
+DEVICE void team_sync() {
+    if (SPLIT) __syncwarp();
+    else __syncthreads();
+}
+constexpr int MASK_TILE = MASK ? (MASK == 2 ? 1 : ROWS) * (TILE + 8) : 0;
+constexpr int TEAM_SMEM = ROWS * PD + STAGES * (TILE * (PD + PV) + MASK_TILE);
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr) {
     after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
-    T *qs = shared, *ks = qs + ROWS * PD, *vs = ks + 2 * TILE * PD, *ms = vs + 2 * TILE * PV;
-    constexpr int MASK_TILE = (MASK == 2 ? 1 : ROWS) * (TILE + 8);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    T *qs = shared + (SPLIT ? warp * TEAM_SMEM : 0), *ks = qs + ROWS * PD, *vs = ks + STAGES * TILE * PD;
+    T* ms = vs + STAGES * TILE * PV;
     // the last rows of a causal problem have the most keys: they start first
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
     const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
+    constexpr int STEP = (SPLIT ? WARPS : 1) * TILE;
+    const int begin = SPLIT ? warp * TILE : 0;
+    auto fetch_tile = [&](int t, int s) {
+        if (t < end) {
+            fetch<TILE, D, DP>(ks + s * TILE * PD, k, o.ks.row, t, o.keys);
+            fetch<TILE, DV, VP>(vs + s * TILE * PV, v, o.vs.row, t, o.keys);
+            if (MASK) fetch_mask<ROWS, TILE>(ms + s * MASK_TILE, o, b, h, MASK == 2 ? 0 : first, t);
+        }
+        cp_async_commit();
+    };
     fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
-    fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
-    fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
-    if (MASK) fetch_mask<ROWS, TILE>(ms, o, b, h, MASK == 2 ? 0 : first, 0);
-    cp_async_commit();
-    const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) fetch_tile(begin + s * STEP, s);
+    const int row = first + warp_row() + lane / 4;
     float acc[MT][VP / 8][4] = {}, top[MT][2], sum[MT][2] = {};
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = NEGATIVE_INFINITY;
-    // logits in units of log 2, which spares exp a product; a mask of -3e38 would overflow them
-    constexpr float UNIT = MASK ? 1.0f : LOG2E, POWER = MASK ? LOG2E : 1.0f;
-    const float scale = o.scale * UNIT;
-    for (int t = 0, s = 0; t < end; t += TILE, s ^= 1) {
-        cp_async_wait<0>();
-        __syncthreads();
-        if (t + TILE < end) {
-            fetch<TILE, D, DP>(ks + (s ^ 1) * TILE * PD, k, o.ks.row, t + TILE, o.keys);
-            fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
-            if (MASK) fetch_mask<ROWS, TILE>(ms + (s ^ 1) * MASK_TILE, o, b, h, MASK == 2 ? 0 : first, t + TILE);
-        }
-        cp_async_commit();
+    const float scale = o.scale * LOG2E;  // logits in units of log 2: exp needs no product
+    for (int t = begin, s = 0; t < end; t += STEP) {
+        cp_async_wait<STAGES - 2>();
+        team_sync();
+        fetch_tile(t + (STAGES - 1) * STEP, s == 0 ? STAGES - 1 : s - 1);
         float p[MT][TILE / 8][4];
         dots<DP>(p, qs, ks + s * TILE * PD);
-        const bool plain = !MASK && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
+        const bool whole = t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-            if (plain) {
 #pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
+            for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) p[m][n][e] *= scale;
-            } else {
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
-                        const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
-                        p[m][n][2 * i] = UNIT * masked(o, p[m][n][2 * i], add.x, r, t + c);
-                        p[m][n][2 * i + 1] = UNIT * masked(o, p[m][n][2 * i + 1], add.y, r, t + c + 1);
+                for (int i = 0; i < 2; i++) {
+                    const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
+                    const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
+                    float &a = p[m][n][2 * i], &z = p[m][n][2 * i + 1];
+                    a = MASK ? a * scale + mask_power(add.x) : a * scale;
+                    z = MASK ? z * scale + mask_power(add.y) : z * scale;
+                    if (!whole) {
+                        if (t + c >= o.keys || (CAUSAL && t + c > r)) a = NEGATIVE_INFINITY;
+                        if (t + c + 1 >= o.keys || (CAUSAL && t + c + 1 > r)) z = NEGATIVE_INFINITY;
                     }
-            }
+                }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float now = top[m][i], part = 0;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
                 now = quad_max(now);
-                const float zero = safe(now), fade = power2((top[m][i] - zero) * POWER);
+                const float zero = safe(now), fade = power2(top[m][i] - zero);
                 top[m][i] = now;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-                    for (int e = 2 * i; e < 2 * i + 2; e++)
-                        part += p[m][n][e] = power2((p[m][n][e] - zero) * POWER);
+                    for (int e = 2 * i; e < 2 * i + 2; e++) part += p[m][n][e] = power2(p[m][n][e] - zero);
                 sum[m][i] = sum[m][i] * fade + part;
 #pragma unroll
                 for (int n = 0; n < VP / 8; n++) acc[m][n][2 * i] *= fade, acc[m][n][2 * i + 1] *= fade;
             }
         }
         accumulate<VP>(acc, p, vs + s * TILE * PV);
+        s = s + 1 == STAGES ? 0 : s + 1;
     }
-    const i64 out = ((i64)b * o.heads + h) * o.queries;
-    float factor[MT][2];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) sum[i / 2][i % 2] = quad_sum(sum[i / 2][i % 2]);
+    y += b * yb + h * yh;
+    const i64 at = ((i64)b * o.heads + h) * o.queries;
+    auto finish = [&](float total) { return GUARD && total == 0 ? 0.0f : 1 / total; };
+    auto save = [&](int r, float top, float total) {
+        if (lse && r < o.queries) lse[at + r] = top * (1 / LOG2E) + logf(total);
+    };
+    cp_async_wait<0>();
+    __syncthreads();  // the tiles' memory is free
+#if SPLIT
+    // [WARPS][ROWS] of (columns, top, sum): each warp's share of the keys
+    constexpr int PITCH = VP + 4;
+    float* parts = (float*)shared;
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
-        const float total = quad_sum(sum[i / 2][i % 2]);
-        factor[i / 2][i % 2] = GUARD && total == 0 ? 0.0f : 1 / total;
-        if (lse && lane % 4 == 0 && row + 8 * i < o.queries)
-            lse[out + row + 8 * i] = top[i / 2][i % 2] * (MASK ? 1.0f : 1 / LOG2E) + logf(total);
+        float* to = parts + (warp * ROWS + i * 8 + lane / 4) * PITCH;
+#pragma unroll
+        for (int n = 0; n < VP / 8; n++)
+            *(float2*)(to + n * 8 + lane % 4 * 2) = make_float2(acc[i / 2][n][i % 2 * 2], acc[i / 2][n][i % 2 * 2 + 1]);
+        if (lane % 4 == 0) to[VP] = top[i / 2][i % 2], to[VP + 1] = sum[i / 2][i % 2];
     }
-    write<DV, VP>(y + out * DV, acc, row, o.queries, factor);
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * (DV / 8); i += THREADS) {
+        const int r = i / (DV / 8), c = i % (DV / 8) * 8;
+        const float* from = parts + r * PITCH;
+        float best = NEGATIVE_INFINITY, total = 0, value[8] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) best = fmaxf(best, from[w * ROWS * PITCH + VP]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float* one = from + w * ROWS * PITCH;
+            const float share = power2(one[VP] - safe(best));
+            total += share * one[VP + 1];
+#pragma unroll
+            for (int j = 0; j < 8; j++) value[j] += share * one[c + j];
+        }
+        if (c == 0) save(first + r, best, total);
+        const float factor = finish(total);
+        uint4 packed = {pack2<T>(value[0] * factor, value[1] * factor), pack2<T>(value[2] * factor, value[3] * factor),
+                        pack2<T>(value[4] * factor, value[5] * factor), pack2<T>(value[6] * factor, value[7] * factor)};
+        if (first + r < o.queries) *(uint4*)(y + (first + r) * yr + c) = packed;
+    }
+#else
+    // through the warp's own rows of shared memory: whole 16-byte pieces to y
+    T* mine = shared + warp * 16 * MT * PV;
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+        const float total = sum[i / 2][i % 2], factor = finish(total);
+        if (lane % 4 == 0) save(row + 8 * i, top[i / 2][i % 2], total);
+#pragma unroll
+        for (int n = 0; n < VP / 8; n++)
+            *(u32*)(mine + (i * 8 + lane / 4) * PV + n * 8 + lane % 4 * 2) =
+                pack2<T>(acc[i / 2][n][i % 2 * 2] * factor, acc[i / 2][n][i % 2 * 2 + 1] * factor);
+    }
+    __syncwarp();
+    constexpr int CHUNKS = DV / 8;
+#pragma unroll
+    for (int k = 0; k < (16 * MT * CHUNKS + 31) / 32; k++) {
+        const int i = lane + k * 32, r = i / CHUNKS, c = i % CHUNKS * 8, out = first + warp_row() + r;
+        if (i < 16 * MT * CHUNKS && out < o.queries) *(uint4*)(y + out * yr + c) = *(const uint4*)(mine + r * PV + c);
+    }
+#endif
 }
 #else
 // Probability of a logit under its row's lse (+inf: no such row); a guarded row all -inf has none.
@@ -231,7 +310,7 @@ DEVICE float probability(float z, float lse) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sdpa_dq(OPERANDS, const T* dy, const float* lse, const float* delta, T* dq) {
+    sdpa_dq(OPERANDS, const T* dy, const float* lse, const float* delta, T* dq, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
@@ -245,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
     fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
-    fetch<ROWS, DV, VP>(dys, dy + out * DV, DV, first, o.queries);
+    fetch<ROWS, DV, VP>(dys, dy + b * db + h * dh, dr, first, o.queries);
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
     if (MASK) fetch_mask<ROWS, TILE>(ms, o, b, h, MASK == 2 ? 0 : first, 0);
@@ -302,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv) {
+    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
@@ -320,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto fetch_step = [&](int step, int s) {  // one tile of queries of one of the group's heads
         const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
         fetch<TILE, D, DP>(qs + s * TILE * PD, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, t, o.queries);
-        fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + ((i64)b * o.heads + h) * o.queries * DV, DV, t, o.queries);
+        fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + b * db + h * dh, dr, t, o.queries);
         if (MASK) fetch_mask<TILE, ROWS>(ms + s * MASK_TILE, o, b, h, MASK == 2 ? 0 : t, first);
     };
     if (steps) fetch_step(0, 0);

@@ -1,6 +1,7 @@
 // operands.cuh: what all attention kernels take: strided q, k, v, a broadcast additive mask, heads.
 // Shapes   : q [B, H, S, D], k [B, H / group, T, D], v [B, H / group, T, DV], mask [B, H, S, T] by
-//            strides (0 where broadcast); rows contiguous. y, dy [B, H, S, DV], lse, delta [B, H, S].
+//            strides (0 where broadcast), y and dy [B, H, S, DV] by strides too; rows contiguous.
+//            lse, delta [B, H, S], gradients [B, H, S or T, D or DV].
 // Macros   : T element, D, DV head sizes; MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0).
 #pragma once
 #include "common.cuh"

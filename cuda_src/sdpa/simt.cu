@@ -2,7 +2,7 @@
 // Idea     : 64 rows a block against tiles of 32, in shared memory as ACC; the S x T matrix exists a tile
 //            at a time. Forward: online softmax. Backward: sdpa_dq owns queries, sdpa_dkv owns keys
 //            (all query heads of its group, in order): no atomics, probabilities rebuilt from lse.
-// Inputs   : operands.cuh; backward: dy, lse, and delta = rowsum(dy * y) in ACC (sdpa_delta).
+// Inputs   : operands.cuh; backward: dy (strides d*), lse, and delta = rowsum(dy * y) in ACC (sdpa_delta).
 // Outputs  : y T, lse f32 (or null); dq [B, H, S, D]; dk, dv [B, H / group, T, ...] T.
 // Macros   : operands.cuh's, ACC.   Launch: 256 threads; grid (rows / 64, heads, batch).
 // Numerics : ACC throughout, one rounding; rows all -inf: NaN, or 0 with GUARD.
@@ -51,13 +51,13 @@ DEVICE void accumulate(ACC (&acc)[4][OUT], const ACC* p, const ACC* b, int ty, i
     }
 }
 template <int WIDTH, int OUT>
-DEVICE void write(T* to, const ACC (&acc)[4][OUT], int first, int last, int ty, int tx, const ACC* factor) {
+DEVICE void write(T* to, i64 pitch, const ACC (&acc)[4][OUT], int first, int last, int ty, int tx, const ACC* factor) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < OUT; j++)
             if (first + ty * 4 + i < last && tx + 16 * j < WIDTH)
-                to[(i64)(first + ty * 4 + i) * WIDTH + tx + 16 * j] = narrow<T>(acc[i][j] * factor[i]);
+                to[(first + ty * 4 + i) * pitch + tx + 16 * j] = narrow<T>(acc[i][j] * factor[i]);
 }
 DEVICE ACC across(ACC x, bool largest) {  // over the 16 threads of a row
 #pragma unroll
@@ -68,7 +68,7 @@ DEVICE ACC across(ACC x, bool largest) {  // over the 16 threads of a row
     return x;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y, float* lse) {
+extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr) {
     after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
@@ -114,16 +114,21 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
         factor[i] = GUARD && sum[i] == 0 ? (ACC)0 : 1 / sum[i];
         if (lse && tx == 0 && first + ty * 4 + i < o.queries) lse[row + first + ty * 4 + i] = (float)(top[i] + log(sum[i]));
     }
-    write<DV>(y + row * DV, acc, first, o.queries, ty, tx, factor);
+    write<DV>(y + b * yb + h * yh, yr, acc, first, o.queries, ty, tx, factor);
 }
 
-// delta[row] = sum_d dy[row, d] y[row, d]: a warp a row.
-extern "C" __global__ void __launch_bounds__(256, 1) sdpa_delta(const T* dy, const T* y, ACC* delta, i64 rows) {
+// delta[b, h, i] = sum_d dy[b, h, i, d] y[b, h, i, d]: a warp a row.
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sdpa_delta(const T* dy, const T* y, ACC* delta, i64 rows, int heads, int queries, i64 db, i64 dh, i64 dr,
+               i64 yb, i64 yh, i64 yr) {
     after_previous_launch();
     const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
     if (row >= rows) return;
+    const i64 b = row / queries / heads, h = row / queries % heads, i = row % queries;
+    dy += b * db + h * dh + i * dr;
+    y += b * yb + h * yh + i * yr;
     ACC s = 0;
-    for (int d = threadIdx.x % 32; d < DV; d += 32) s += (ACC)widen(dy[row * DV + d]) * (ACC)widen(y[row * DV + d]);
+    for (int d = threadIdx.x % 32; d < DV; d += 32) s += (ACC)widen(dy[d]) * (ACC)widen(y[d]);
     s = warp_sum(s);
     if (threadIdx.x % 32 == 0) delta[row] = s;
 }
@@ -134,7 +139,7 @@ DEVICE ACC probability(ACC z, ACC lse) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq) {
+    sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
@@ -145,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     fill<ROWS, D, PD>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
-    fill<ROWS, DV, PV>(dys, dy + row * DV, DV, first, o.queries);
+    fill<ROWS, DV, PV>(dys, dy + b * db + h * dh, dr, first, o.queries);
     ACC acc[4][OUT_D] = {}, l[4], c[4], factor[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -174,11 +179,11 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         __syncwarp();
         accumulate<D, PD>(acc, ps, ks, ty, tx);
     }
-    write<D>(dq + row * D, acc, first, o.queries, ty, tx, factor);
+    write<D>(dq + row * D, D, acc, first, o.queries, ty, tx, factor);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv) {
+    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
@@ -194,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         for (int t = CAUSAL ? first / TILE * TILE : 0; t < o.queries; t += TILE) {
             __syncthreads();
             fill<TILE, D, PD>(qs, q, o.qs.row, t, o.queries);
-            fill<TILE, DV, PV>(dys, dy + row * DV, DV, t, o.queries);
+            fill<TILE, DV, PV>(dys, dy + b * db + h * dh, dr, t, o.queries);
             __syncthreads();
             ACC s[4][2], dp[4][2];
             dots<D, PD>(s, ks, qs, ty, tx);
@@ -225,6 +230,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     }
     const i64 out = ((i64)b * (o.heads / o.group) + kv) * o.keys;
     const ACC one[4] = {1, 1, 1, 1}, scale[4] = {(ACC)o.scale, (ACC)o.scale, (ACC)o.scale, (ACC)o.scale};
-    write<D>(dk + out * D, acc_k, first, o.keys, ty, tx, scale);
-    write<DV>(dv + out * DV, acc_v, first, o.keys, ty, tx, one);
+    write<D>(dk + out * D, D, acc_k, first, o.keys, ty, tx, scale);
+    write<DV>(dv + out * DV, DV, acc_v, first, o.keys, ty, tx, one);
 }

@@ -2,8 +2,9 @@
 
 The Problem: m queries, n keys, k head size, batch (B, H); attrs `dv` value head size, `group` query
 heads a key head, `causal`, `guard`, `scale`, strides `q_strides`, `k_strides`, `v_strides` (batch,
-head, row) and `mask` (batch, head, row, column; empty: none). Pointers: q k v mask, y lse; SdpaGrad
-has dy y lse, dq dk dv, and delta in the workspace.
+head, row) and `mask` (batch, head, row, column; empty: none); `y_strides`, `dy_strides` where those
+are not [B, H, S, D] in memory. Pointers: q k v mask, y lse; SdpaGrad has dy y lse, dq dk dv, and
+delta in the workspace.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm_portable import C_TYPES
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
-from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.llir import Context, Lowering, Tensor, dense_strides
 from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 ROWS, TILE = 64, 32  # of simt.cu
@@ -35,6 +36,12 @@ def _operands(p: Problem) -> tuple[Arg, ...]:
         *(Num("i32", n) for n in (p.batch[1], p.integer("group", 1), p.m, p.n)),
         Num("f32", scale),
     )
+
+
+def _strides(p: Problem, name: str) -> tuple[Num, ...]:
+    """(batch, head, row) of "y" or "dy"."""
+    dense = dense_strides((*p.batch, p.m, p.integer("dv")))[:3]
+    return tuple(Num("i64", s) for s in p.integers(f"{name}_strides", dense))
 
 
 def _macros(p: Problem) -> dict[str, object]:
@@ -91,7 +98,8 @@ class _Attention(ABC):
         block = (self.threads(config), 1, 1)
 
         def one(entry: str, grid: tuple[int, int, int], *more: str) -> Launch:
-            arguments = (*operands, *map(Ptr, more))
+            strides = _strides(p, "y" if p.op == "Sdpa" else "dy")
+            arguments = (*operands, *map(Ptr, more), *strides)
             smem = self.smem(p, config, entry)
             return Launch(self.source, entry, grid, block, arguments, macros, smem)
 
@@ -101,7 +109,8 @@ class _Attention(ABC):
         simt = defines(**_macros(p), ACC=accumulator(p.dtype))
         delta = Launch(
             "sdpa/simt.cu", "sdpa_delta", (-(-count // 8), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("dy", "y", "workspace")), Num("i64", count)), simt,
+            (*map(Ptr, ("dy", "y", "workspace")), Num("i64", count), Num("i32", heads),
+             Num("i32", p.m), *_strides(p, "dy"), *_strides(p, "y")), simt,
         )  # fmt: skip
         return (
             delta,
@@ -110,17 +119,22 @@ class _Attention(ABC):
         )
 
 
-# (op, masked) -> largest head size -> (row tiles a warp, tile): what registers hold without a spill
+# (op, masked) -> largest head size -> (row tiles a warp, tile, warps, split, stages, blocks an SM):
+# what registers hold without a spill
+_SPLIT = (1, 32, 4, 1, 2, 1)
+_NARROW = ((2, 32, 4, 0, 2, 3), (1, 64, 4, 0, 2, 4), _SPLIT)
+_WIDE = ((1, 32, 4, 0, 2, 1), _SPLIT)
+_HUGE = ((1, 32, 4, 0, 2, 1), (1, 32, 2, 0, 2, 1))
+_GRAD = ((1, 64, 4), (1, 64, 2), (1, 32, 4), (1, 32, 2))
 _TILES = {
-    ("Sdpa", False): (
-        (64, ((2, 64), (2, 32), (1, 64))), (128, ((2, 32), (1, 64), (1, 32))), (256, ((1, 32),)),
+    ("Sdpa", False): ((64, _NARROW), (128, ((2, 32, 4, 0, 2, 1), *_WIDE)), (256, _HUGE)),
+    ("Sdpa", True): ((64, _NARROW), (128, _WIDE), (256, _HUGE)),
+    ("SdpaGrad", False): (
+        (64, ((2, 32, 4), (2, 32, 2), *_GRAD)), (128, ((1, 32, 4), (1, 32, 2))),
     ),
-    ("Sdpa", True): (
-        (64, ((2, 64), (2, 32), (1, 64))), (128, ((1, 64), (1, 32))), (256, ((1, 32),)),
-    ),
-    ("SdpaGrad", False): ((64, ((2, 32), (1, 64), (1, 32))), (128, ((1, 32),))),
-    ("SdpaGrad", True): ((64, ((1, 64), (1, 32))), (128, ((1, 32),))),
+    ("SdpaGrad", True): ((64, _GRAD), (128, ((1, 32, 4), (1, 32, 2)))),
 }  # fmt: skip
+_FIELDS = ("mt", "tile", "warps", "split", "stages", "blocks")
 
 
 class Mma(_Attention):
@@ -136,7 +150,7 @@ class Mma(_Attention):
             return "mma.sync on bfloat16 needs sm_80"
         if p.k % 8 or p.integer("dv") % 8:
             return f"head sizes {p.k}, {p.integer('dv')}: rows must be of 16-byte pieces"
-        if any(s % 8 for name in "qkv" for s in p.integers(f"{name}_strides")):
+        if any(s % 8 for x in ("q", "k", "v", "y", "dy") for s in p.integers(f"{x}_strides", ())):
             return "a stride is not a multiple of 16 bytes"
         return None if self.configs(p, hw) else "the head size is too large for shared memory"
 
@@ -146,34 +160,53 @@ class Mma(_Attention):
             (t for limit, t in _TILES[problem.op, self.mask(problem) > 0] if wide <= limit), ()
         )
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
-        found = [Config.of(mt=mt, tile=tile, warps=w) for mt, tile in tiles for w in (4, 2)]
+        found = [Config.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
         return [
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        p, rows, mt = problem, self.rows(config), config.integer("mt")
+        blocks = p.batches * -(-p.m // rows)
+        padded = blocks * rows / (p.batches * p.m)
+        if p.op == "Sdpa":
+            return hw.launch_seconds + self._forward(p, config, hw, padded)
         # a block's warps cover 16 mt rows each; two row tiles share what they read
-        blocks = problem.batches * -(-problem.m // self.rows(config))
-        share = (0.30 if config.integer("mt") == 2 else 0.22) - 64 / 10**4 / config.integer("tile")
+        share = (0.30 if mt == 2 else 0.22) - 64 / 10**4 / config.integer("tile")
         alone = config.integer("warps") / 8  # of an SM's rate, where it has one block only
         busy = min(1.0, max(alone, blocks / hw.sm_count * alone))
-        padded = blocks * self.rows(config) / (problem.batches * problem.m)
-        rate = hw.rate(problem.dtype) * share * busy * min(1.0, blocks / hw.sm_count)
-        return hw.launch_seconds + _flops(problem) * padded / rate
+        rate = hw.rate(p.dtype) * share * busy * min(1.0, blocks / hw.sm_count)
+        return hw.launch_seconds + _flops(p) * padded / rate
+
+    def _forward(self, p: Problem, config: Config, hw: Hardware, padded: float) -> float:
+        """One block's walk over the keys, or all blocks' products and reads; as on an H200."""
+        mt, split, rows = config.integer("mt"), config.integer("split"), self.rows(config)
+        width, tiles = p.k + p.integer("dv"), -(-p.m // rows)
+        steps = p.n / (config.integer("warps") if split else 1)
+        alone = (0.6e-6 if split else 0.0) + steps * 15e-9 * mt * width / 128
+        share = 0.105 if split else (0.23 if width <= 128 else 0.28 + 0.03 * mt)
+        cut = 1 + rows / p.n if p.attr("causal") else 1.0  # what the diagonal's blocks do in vain
+        read = 2 * p.batches * width * (p.m + p.n * tiles)
+        together = _flops(p) * padded * cut / (hw.rate(p.dtype) * share) + 0.1 * read / hw.bandwidth
+        return max(alone, together)
 
     def rows(self, config: Config) -> int:
-        return 16 * config.integer("warps") * config.integer("mt")
+        warps = 1 if config.integer("split") else config.integer("warps")
+        return 16 * config.integer("mt") * warps
 
     def threads(self, config: Config) -> int:
         return 32 * config.integer("warps")
 
     def smem(self, p: Problem, config: Config, entry: str) -> int:
         d, v = (-(-n // 16) * 16 + 8 for n in (p.k, p.integer("dv")))
-        rows, tile = self.rows(config), config.integer("tile")
-        own = rows * d if entry == "sdpa_forward" else rows * (d + v)
+        rows, tile, warps = self.rows(config), config.integer("tile"), config.integer("warps")
         high, wide = (tile, rows) if entry == "sdpa_dkv" else (rows, tile)
         mask = self.mask(p) and (1 if self.mask(p) == 2 else high) * (wide + 8)
-        return 2 * (own + 2 * tile * (d + v) + 2 * mask)
+        if entry != "sdpa_forward":
+            return 2 * (rows * (d + v) + 2 * tile * (d + v) + 2 * mask)
+        teams = warps if config.integer("split") else 1
+        tiles = 2 * teams * (rows * d + config.integer("stages") * (tile * (d + v) + mask))
+        return max(tiles, teams * rows * (v - 4) * 4 if teams > 1 else rows * v * 2)
 
     def mask(self, p: Problem) -> int:
         """0 none, 1 a row a query, 2 one row for every query."""
@@ -181,7 +214,7 @@ class Mma(_Attention):
         return 0 if not strides else 1 if strides[2] or p.m == 1 else 2
 
     def macros(self, p: Problem, config: Config) -> dict[str, object]:
-        how = {name.upper(): config.integer(name) for name in ("warps", "mt", "tile")}
+        how = {name.upper(): value for name, value in config.attrs}
         strides = p.integers("mask")
         pieces = strides[-1:] == (1,) and p.n % 8 == 0 and all(s % 8 == 0 for s in strides[:3])
         more = {"FORWARD": p.op == "Sdpa", "MASK": self.mask(p), "MASK_PIECES": pieces}
@@ -242,9 +275,21 @@ def _rows(ctx: Context, node: ir.Node, i: int) -> Tensor:
     return x if x.strides[3] == 1 and aligned else ctx.contiguous(x)
 
 
+def _output(ctx: Context, node: ir.Node, i: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Output `i` [B, H, S, D]; in memory [B, S, H, D] where what reads it merges the heads."""
+    readers = [use.node for use in node.outputs[i].uses()]
+    if not any(r.op_type == "Transpose" and ctx.attr(r, "perm") == [0, 2, 1, 3] for r in readers):
+        return ctx.output(node, i, shape, dtype)
+    batch, heads, rows, width = shape
+    y = ctx.output(node, i, (batch, rows, heads, width), dtype).permute((0, 2, 1, 3))
+    ctx.alias(node, i, y)
+    return y
+
+
 def _problem(
-    ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> Problem:
+    ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    **results: Tensor,
+) -> Problem:  # fmt: skip
     kind = node.op_type.split("_")[0]
     batch, heads, queries, width = q.shape
     scale = ctx.attr(node, "scale", width**-0.5 if kind == "Attention" else 1.0)
@@ -255,6 +300,7 @@ def _problem(
         scale=float(scale), q_strides=q.strides[:3],
         k_strides=k.strides[:3], v_strides=v.strides[:3],
         mask=() if mask is None else mask.strides,
+        **{f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense},
     )  # fmt: skip
 
 
@@ -275,14 +321,14 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
         return "its operands are not [B, H, S, D]"
     q, k, v = (_rows(ctx, node, i) for i in range(3))
     mask = _mask(ctx, node, 3, q, k)
-    y = ctx.output(node, 0, (*q.shape[:3], v.shape[3]), q.dtype)
+    y = _output(ctx, node, 0, (*q.shape[:3], v.shape[3]), q.dtype)
     writes = {"y": y}
     if exposed:
         writes["lse"] = ctx.output(node, 1, q.shape[:3], "float32")
     if not prod(y.shape) or not k.shape[2]:
         return "it is empty"
     reads = {"q": q, "k": k, "v": v} | ({"mask": mask} if mask is not None else {})
-    return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, mask), reads, writes)
+    return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, mask, y=y), reads, writes)
 
 
 def attention(ctx: Context, node: ir.Node) -> str | None:
@@ -310,8 +356,8 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
             return "a query sees no key through its window"
         low = np.where(seen, 0, -np.inf).astype(q.dtype)
         reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
-    y = ctx.output(node, 0, shape, q.dtype)
-    problem = _problem(ctx, node, "Sdpa", q, k, v, reads.get("mask"))
+    y = _output(ctx, node, 0, shape, q.dtype)
+    problem = _problem(ctx, node, "Sdpa", q, k, v, reads.get("mask"), y=y)
     if "mask" in reads:
         problem = problem.having(causal=False)
     return ctx.select(node, problem, reads, {"y": y})
@@ -319,8 +365,8 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
 
 def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
     """dq, dk, dv from dy, y and the saved log-sum-exp."""
-    dy, y, lse = (ctx.dense(node, i) for i in range(3))
-    q, k, v = (_rows(ctx, node, i) for i in range(3, 6))
+    dy, y, q, k, v = (_rows(ctx, node, i) for i in (0, 1, 3, 4, 5))
+    lse = ctx.dense(node, 2)
     mask = _mask(ctx, node, 6, q, k)
     shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
     writes = {n: ctx.output(node, i, s, q.dtype) for i, (n, s) in enumerate(shapes.items())}
@@ -328,7 +374,8 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
         return "it is empty"
     reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse}
     reads |= {"mask": mask} if mask is not None else {}
-    return ctx.select(node, _problem(ctx, node, "SdpaGrad", q, k, v, mask), reads, writes)
+    problem = _problem(ctx, node, "SdpaGrad", q, k, v, mask, dy=dy, y=y)
+    return ctx.select(node, problem, reads, writes)
 
 
 _NAMES = [

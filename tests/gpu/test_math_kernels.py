@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from math_cases import TOLERANCE, Case, cases, widen
+from math_cases import F16, TOLERANCE, Case, cases, widen
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,6 +53,17 @@ def check(case: Case) -> None:
         assert error <= allowed, (
             f"output {i}: error {error:.1e} of the largest, {allowed:.0e} allowed"
         )
+
+
+@pytest.mark.parametrize("i", range(4))
+def test_every_configuration_of_attention(i: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnx_fuse.kernels import sdpa
+
+    every = sdpa.Mma.configs
+    monkeypatch.setattr(sdpa.Mma, "configs", lambda *given: every(*given)[i : i + 1])
+    for case in cases():
+        if "Sdpa" in case.name and case.dtype == F16 and "Grad" not in case.name:
+            check(case)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
