@@ -11,7 +11,8 @@ typedef long long i64;
 
 // ---- launches (programmatic dependent launch, sm_90) ----
 // A kernel may come up while the one before it still runs: it waits here for that one's results. Only
-// then may the next come up, so what was written two launches ago is always there.
+// then may the next come up, so what was written two launches ago is always there. It may do so early
+// where this one leaves multiprocessors idle: elsewhere the first to finish would get all its blocks.
 DEVICE void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -20,7 +21,9 @@ DEVICE void grid_dependency_wait() {
 DEVICE void after_previous_launch() {
     grid_dependency_wait();
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("{\n.reg .pred few;\nsetp.le.u32 few, %0, 128;\n@few griddepcontrol.launch_dependents;\n}" ::"r"(
+                     gridDim.x * gridDim.y * gridDim.z)
+                 : "memory");
 #endif
 }
 
