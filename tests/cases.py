@@ -213,6 +213,32 @@ FUSION_CASES = (
         )
     ),
     FusionCase(
+        "norm_written_out_width_from_sizes",  # [B·4, -1, 16], as patches are unfolded
+        f"float[B,4,T,16] x, {_AFFINE}, {_LIN}",
+        "zero = Constant <value = int64 {0}> ()\n four = Constant <value = int64 {4}> ()\n"
+        "at = Constant <value = int64[1] {0}> ()\n rest = Constant <value = int64[1] {-1}> ()\n"
+        "all = Shape (x)\n b0 = Gather (all, zero)\n t = Shape <start = 2, end = 3> (x)\n"
+        "b4 = Mul (b0, four)\n b1 = Unsqueeze (b4, at)\n to = Concat <axis = 0> (b1, t, rest)\n"
+        "x3 = Reshape (x, to)\n"
+        + _written_norm(_CENTRE.replace("(x", "(x3"), _POW, _DIV, _BIAS)
+        + _LINEAR
+        + "y = Identity (z)",
+        ("LayerNormGemm",),
+        output="float[R,T,24] y",
+    ),
+    FusionCase(
+        "norm_written_out_around_an_rms_norm",
+        _IN,
+        _scalar("one", 1.0)
+        + "axes = Constant <value = int64[1] {-1}> ()\n"
+        + f"{_CENTRE}\n q = RMSNormalization (d, g)\n n = Add (q, b)\n"
+        + _LINEAR
+        + "y = Identity (z)",
+        ("LayerNormGemm",),
+        opset=23,
+        gone=("ReduceMean",),
+    ),
+    FusionCase(
         "norm_written_out_operands_swapped",
         _IN,
         _written_norm(_CENTRE, _POW, _DIV, "q = Mul (g, p)\n n = Add (b, q)")
@@ -450,6 +476,34 @@ FUSION_CASES = (
         + _scalar("low", -3.4028235e38)
         + "z = Div (s, f)\n zm = Where (mask, z, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
         ("SdpaMask",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_mask_before_the_scale",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES
+        + _SCALE
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_where_before_the_scale",
+        f"{_QKV}, bool[B,1,S,T] mask",
+        _SCORES
+        + _SCALE
+        + _scalar("low", -3.4028235e38)
+        + "zm = Where (mask, s, low)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_mask_enlarged_by_the_scale",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES
+        + _scalar("f", 2.0)
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="the mask is added before the scale",
         **_ATT,
     ),
     FusionCase(

@@ -15,6 +15,7 @@ from onnx_fuse.ir import (
     training_mode_kept,
 )
 from onnx_fuse.ops.rewrite import CONSTANT, attribute, dim, is_float, made_by, rank, scalar, users
+from onnx_fuse.passes.sizes import measure_reshapes
 
 FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
 
@@ -62,6 +63,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
     for _ in range(2):  # shapes known after the first round make more of them constants
         infer_shapes(model)
+        measure_reshapes(model)
         _fold_known_dims(model)
         try:
             with quiet("onnxscript"):  # it logs what it leaves alone

@@ -139,6 +139,12 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         return False
     if node.op_type == "RMSNormalization":
         op = Builder()
+        if (centred := _centred(node)) is not None:
+            n, size = node.outputs[0], dim(scale, 0) or 1
+            n, bias = _affine(n, "Add", size) or (n, rw.zeros(scale, size))
+            epsilon = attribute(node, "epsilon", 1e-5)
+            y = op.LayerNormalization(centred, scale, bias, axis=-1, epsilon=epsilon)
+            return rw.replace(n.producer() or node, op, [n], [y])
         y = op.RMSNormalization(
             x,
             scale,
@@ -163,6 +169,14 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         node.attributes["axis"] = ir.AttrInt64("axis", -1)
         changed = True
     return changed
+
+
+def _centred(node: ir.Node) -> ir.Value | None:
+    """The x of an RMSNormalization of x - mean(x), as exporters read a LayerNorm by hand."""
+    sub = made_by(node.inputs[0], "Sub")
+    x = sub.inputs[0] if sub is not None and attribute(node, "stash_type", 1) == 1 else None
+    known = x is not None and dim(node.inputs[1], 0) is not None
+    return x if sub is not None and known and _mean(sub.inputs[1]) is x else None
 
 
 def _bare(value: ir.Value | None) -> ir.Value | None:

@@ -39,11 +39,10 @@ KINDS = ("", "Mask", "MaskGuard", "Causal")
 
 
 def _score_lines(grouped: bool, kind: str) -> tuple[list[str], str]:
-    """Lines of a body up to the softmax's input, and its name; `qa` is q · scale."""
+    """Lines of a body up to the softmax's input, and its name; `qa`, or `qg`, is q · scale."""
     lines = [
         "scale_f = Constant <value_float: float = @scale> ()",
         "a = CastLike (scale_f, q)",
-        "qa = Mul (q, a)",
         "kt = Transpose <perm: ints = [0, 1, 3, 2]> (k)",
         "last = Constant <value_ints: ints = [-1]> ()",
     ]
@@ -52,12 +51,13 @@ def _score_lines(grouped: bool, kind: str) -> tuple[list[str], str]:
         lines += [
             "fold = Constant <value_ints: ints = @kv_rows> ()",
             "unfold = Constant <value_ints: ints = @q_rows> ()",
-            "qg = Reshape (qa, fold)",
+            "qf = Reshape (q, fold)",
+            "qg = Mul (qf, a)",  # beside the MatMul, onnxruntime makes the two one
             "sg = MatMul (qg, kt)",
             "s = Reshape (sg, unfold)",
         ]
     else:
-        lines += ["s = MatMul (qa, kt)"]
+        lines += ["qa = Mul (q, a)", "s = MatMul (qa, kt)"]
     if kind == "Causal":
         lines += [
             "q_rows = Shape <start: int = 2, end: int = 3> (q)",
@@ -213,11 +213,11 @@ class _Scores:
     scale: float = 1.0
     factors: list[tuple[str, ir.Value]] = field(default_factory=list)
     """("Mul" or "Div", scalar computed in the graph)."""
-    folded_masks: list[ir.Value] = field(default_factory=list)
-    """Masks [B·H or 1, S or 1, T] added before `split`."""
+    folded_masks: list[tuple[ir.Value, float]] = field(default_factory=list)
+    """Masks [B·H or 1, S or 1, T] added before `split`, and what the sum was scaled by since."""
     split: ir.Node | None = None
     """The Reshape from [B·H, S, T] to [B, H, S, T], where heads were folded into the batch."""
-    masks: list[ir.Value] = field(default_factory=list)
+    masks: list[tuple[ir.Value, float]] = field(default_factory=list)
     conditions: list[tuple[ir.Value, bool, float]] = field(default_factory=list)
     """(condition, fill where it holds, fill)."""
 
@@ -242,11 +242,24 @@ def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
                 inner, factor = _scores(b, depth - 1), a
             if not isinstance(inner, _Scores) or factor is None:
                 return inner
-            if inner.masks or inner.conditions:
-                return "the mask is added before the scale"
             number = scalar(factor)
+            if number and node.op_type == "Div":
+                number = 1 / number
+            fills = [fill * (number or 0.0) for _, _, fill in inner.conditions]
+            masked = inner.masks or inner.folded_masks
+            # A factor above 1 would make -inf of a mask's lowest float.
+            if any(fill > _lowest(node.outputs[0]) for fill in fills) or (
+                masked and not (number and 0 < number <= 1)
+            ):
+                return "the mask is added before the scale"
             if number:
-                inner.scale *= number if node.op_type == "Mul" else 1 / number
+                inner.scale *= number
+                for masks in (inner.masks, inner.folded_masks):
+                    masks[:] = [(mask, number * before) for mask, before in masks]
+                inner.conditions = [
+                    (condition, holds, fill)
+                    for (condition, holds, _), fill in zip(inner.conditions, fills, strict=True)
+                ]
             elif all(d == 1 for d in factor.shape or (None,)):
                 inner.factors.append((node.op_type, factor))
             else:
@@ -267,7 +280,7 @@ def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
             for scores, mask in ((a, b), (b, a)):
                 inner = _scores(scores, depth - 1)
                 if isinstance(inner, _Scores) and mask is not None:
-                    inner.masks.append(mask)
+                    inner.masks.append((mask, 1.0))
                     return inner
                 if isinstance(inner, str):
                     return inner
@@ -277,16 +290,21 @@ def _scores(value: ir.Value | None, depth: int = 8) -> _Scores | str | None:
                 inner, number = _scores(scores, depth - 1), scalar(fill)
                 if not isinstance(inner, _Scores) or number is None:
                     continue
-                # A sum with so low a number is that number, as the Where's result is; a mild fill
-                # (-1e4 in fp16 exports) is not the same as adding it.
-                low = -1e9 if node.outputs[0].dtype != ir.DataType.FLOAT16 else -6e4
-                if number > low or a is None:
+                if number > _lowest(node.outputs[0]) or a is None:
                     return f"masked by Where with {number}, which is no sum"
                 inner.conditions.append((a, holds, number))
                 return inner
             return None
     below = _scores(a, depth - 1) if is_float(a) and depth > 5 else None
     return f"{node.op_type} stands between the product and the softmax" if below else None
+
+
+def _lowest(scores: ir.Value) -> float:
+    """A sum of a score and so low a number is that number, as the result of a Where is.
+
+    A mild fill (-1e4 in fp16 exports) is not the same as adding it.
+    """
+    return -1e9 if scores.dtype != ir.DataType.FLOAT16 else -6e4
 
 
 def _peel(value: ir.Value) -> tuple[ir.Value, float]:
@@ -477,8 +495,12 @@ def _mask(op: Builder, rw: Rewriter, found: _Scores, q: ir.Value, size: int) -> 
     """All additive masks and Where conditions as one additive mask of rank 4 or less."""
     like = found.product.outputs[0]
     total: ir.Value | None = None
-    terms = list(found.masks)
-    for mask in found.folded_masks:
+
+    def scaled(mask: ir.Value, factor: float) -> ir.Value:
+        return mask if factor == 1 else typed(op.Mul(mask, factor), mask, mask.shape)
+
+    terms = [scaled(*mask) for mask in found.masks]
+    for mask in (scaled(*folded) for folded in found.folded_masks):
         # To all of [B·H, ...] first: only then is B·H sure to split into B and H.
         heads = op.Shape(q, start=0, end=2)
         rows = op.ReduceProd(heads)
