@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +38,34 @@ _NAMES = {
 _MODULES = ("backend", "optim", "validate")
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]
+
+
+class _Sympy(ModuleType):
+    """sympy until something of it is used: then the real one takes its place.
+
+    onnx_ir imports it for arithmetic on symbolic sizes, which no pass here does: 0.3 s of a cold
+    start. importlib's LazyLoader does not serve: a second import statement ends its laziness.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        caller = sys._getframe(1)
+        module = str(caller.f_globals.get("__name__"))
+        if caller.f_code.co_name == "<module>" and module.startswith("onnx_ir."):
+            # a table of functions that onnx_ir makes at import: they need sympy when called
+            return lambda *args: getattr(self, name)(*args)
+        if sys.modules.get("sympy") is self:
+            del sys.modules["sympy"]
+        return getattr(importlib.import_module("sympy"), name)
+
+
+def _defer_sympy() -> None:
+    spec = importlib.machinery.PathFinder.find_spec("sympy")
+    if spec is not None and not {"sympy", "onnx_ir"} & set(sys.modules):
+        module = sys.modules["sympy"] = _Sympy("sympy")
+        module.__spec__, module.__file__ = spec, spec.origin
+
+
+_defer_sympy()
 
 
 def __getattr__(name: str) -> Any:

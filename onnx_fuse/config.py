@@ -44,17 +44,12 @@ def _cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "onnx-fuse"
 
 
-DEBUG = Variable(
-    "ONNX_FUSE_DEBUG",
-    int,
-    0,
-    "1 counts, 2 per-kernel time and choice, 3 fusion refusals, 4 CUDA source, 5 SASS",
-)
+DEBUG = Variable("ONNX_FUSE_DEBUG", int, 0, "1 prints the plan of each program, 2 the program too")
 DUMP = Variable(
     "ONNX_FUSE_DUMP",
     Path,
     None,
-    "folder that receives every stage: *.onnx, program, plan, kernels",
+    "folder that receives model and program of each shape, source, cubin, SASS of each kernel",
 )
 KERNEL = Variable("ONNX_FUSE_KERNEL", str, "", "force candidates: OP=NAME[,OP=NAME...]")
 GRAPH = Variable("ONNX_FUSE_GRAPH", _flag, True, "0 launches kernels one by one, no CUDA graph")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+INSTALL_CUDA = "pip install 'onnx-fuse[cuda13]'"
+"""What mends an installation without the CUDA packages."""
+
 
 class OnnxFuseError(Exception):
     """Base of every error a user can cause; `exit_code` is what the command returns."""

@@ -224,31 +224,37 @@ class Hardware:
     def detect(cls, device_id: int = 0) -> Hardware:
         """The GPU `device_id`, completed from the table of known chips or scaled from one."""
         from cuda.bindings import driver
-        from cuda.core import Device
 
-        device = Device(device_id)
-        properties = device.properties
-        major, minor = device.compute_capability
-        arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-        known = next((hw for key, hw in CHIPS.items() if key in device.name), None)
+        kind = driver.CUdevice_attribute
+        driver.cuInit(0)
+
+        def number(name: str) -> int:
+            return int(
+                driver.cuDeviceGetAttribute(kind[f"CU_DEVICE_ATTRIBUTE_{name}"], device_id)[1]
+            )
+
+        name = driver.cuDeviceGetName(256, device_id)[1].partition(b"\0")[0].decode()
+        major, minor = (number(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        sm_count = number("MULTIPROCESSOR_COUNT")
+        known = next((hw for key, hw in CHIPS.items() if key in name), None)
         if known is None:
             same = [hw for hw in CHIPS.values() if hw.cc <= major * 10 + minor] or [CHIPS["A100"]]
             near = max(same, key=lambda hw: hw.cc)
-            scale = properties.multiprocessor_count / near.sm_count
+            scale = sm_count / near.sm_count
             # kHz * bits: two transfers a clock on every memory these chips use
-            wide = properties.memory_clock_rate * properties.global_memory_bus_width * 250.0
+            wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
             known = replace(
                 near,
                 bandwidth=0.85 * wide if wide > 0 else near.bandwidth * scale,
-                flops=tuple((kind, rate * scale) for kind, rate in near.flops),
+                flops=tuple((key, rate * scale) for key, rate in near.flops),
             )
         return replace(
             known,
-            name=device.name,
-            arch=arch,
-            sm_count=properties.multiprocessor_count,
-            smem_per_block=properties.max_shared_memory_per_block_optin,
-            l2_bytes=properties.l2_cache_size,
+            name=name,
+            arch=f"sm_{major}{minor}" + ("a" if major >= 9 else ""),
+            sm_count=sm_count,
+            smem_per_block=number("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            l2_bytes=number("L2_CACHE_SIZE"),
             driver=int(driver.cuDriverGetVersion()[1]),
         )
 

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir
 
 from onnx_fuse import ir
-from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.errors import UsageError
 from onnx_fuse.runtime import ort
 
 DEVICES = ("cpu", "cuda")
@@ -45,6 +45,8 @@ class InferenceSession:
         self.device = _device(device, providers)
         if precision not in PRECISIONS or (precision != "fp32" and self.device != "cuda"):
             raise UsageError(f"there is no precision '{precision}' on device '{self.device}'")
+        if self.device == "cuda":
+            _begin()
         graph = load(model)
         if optimize:
             from onnx_fuse import passes
@@ -171,13 +173,15 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> str:
     return device
 
 
+def _begin() -> None:
+    from onnx_fuse.runtime import device
+
+    device.begin()
+
+
 def _executable(model: onnx_ir.Model, math: str) -> Any:
-    try:
-        from onnx_fuse.runtime.executable import Executable
-    except ImportError as error:
-        raise DeviceError(
-            f"device 'cuda' needs the CUDA packages ({error}): pip install 'onnx-fuse[cuda13]'"
-        ) from error
+    from onnx_fuse.runtime.executable import Executable
+
     return Executable(model, math=math)
 
 

@@ -545,6 +545,10 @@ class Trainer:
         level: int = 0,
     ) -> None:
         _supported(precision, device)
+        if device == "cuda":
+            from onnx_fuse.runtime.device import begin
+
+            begin()
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
             raise UsageError("accumulate is at least 1, seed at least 0, clip_norm above 0")
         self.optimizer = optimizer or optim.AdamW()

@@ -91,6 +91,42 @@ def test_the_package_and_its_help_import_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
+def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
+    """What `InferenceSession(device="cuda")` and a first run import, but for the driver's calls."""
+    code = (
+        "import sys\n"
+        "from onnx_fuse import InferenceSession, ir, passes\n"
+        "from onnx_fuse.lower import lower\n"
+        "from onnx_fuse.problem import CHIPS\n"
+        "from onnx_fuse.runtime import executable\n"
+        "m = ir.load(ir.text_model('agraph (float[N,8] x) => (float[N,4] y) <float[8] s = {1,1,1,1,"
+        "1,1,1,1}, float[8] b = {0,0,0,0,0,0,0,0}, float[8,4] w = {" + "1," * 31 + "1}, float[4] c"
+        " = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(n, w, c) }'))\n"
+        "passes.optimize(m)\n"
+        "print(len(lower(m, {'x': ((2, 8), 'float32')}, CHIPS['H200']).calls))\n"
+        "heavy = {'sympy.core', 'onnxscript', 'onnxruntime', 'onnx.reference', 'rich', 'typer',\n"
+        "         'cuda.core', 'cuda.bindings.nvrtc', 'safetensors'}\n"
+        "print('heavy:', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1", "heavy: []"]
+
+
+def test_sympy_comes_when_it_is_used() -> None:
+    code = (
+        "import sys, onnx_fuse, onnx_ir\n"
+        "early = 'sympy.core' in sys.modules\n"
+        "d = onnx_ir.SymbolicDim('max(N, 3) + M') * 2\n"
+        "import sympy\n"
+        "from sympy.core import Expr\n"
+        "k = onnx_ir.SymbolicDim(sympy.Symbol('k'))\n"
+        "ok = sympy is sys.modules['sympy'] and isinstance(k._expr, Expr)\n"
+        "print(early, d.evaluate({'N': 5, 'M': 1}), ok, type(sympy).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "12", "True", "module"]
+
+
 def test_every_public_name_can_be_imported() -> None:
     import onnx_fuse
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import cuda.pathfinder
 import pytest
 
-from onnx_fuse import config
+from onnx_fuse import config, ir
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Kernel, candidates, jit, refusals, select, tuning
+from onnx_fuse.lower import lower
 from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
+from onnx_fuse.runtime import executable
 
 H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 
@@ -138,23 +143,45 @@ def test_a_torn_record_file_reads_as_none(tmp_path: Path, monkeypatch: pytest.Mo
     assert getattr(select("Gemm", problem, H200), "why", "") == "cost model"
 
 
+SOURCE = 'extern "C" __global__ void f(T* x) { x[threadIdx.x] *= 2; }\n'
+
+
 @pytest.mark.parametrize("damage", [b"", b"torn", b"\0" * 64], ids=["empty", "short", "zeros"])
 def test_a_corrupted_cubin_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
 ) -> None:
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
-    jit._disk_cache.cache_clear()
-    source = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= N; }\n'
-    try:
-        cubin = jit.compile(source, (("N", "2"),), "sm_80")
-        assert cubin[:4] == b"\x7fELF"
-        entries = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert any(cubin in path.read_bytes() for path in entries)
-        for path in entries:
-            path.write_bytes(damage)
-        assert jit.compile(source, (("N", "2"),), "sm_80") == cubin
-    finally:
-        jit._disk_cache.cache_clear()
+    cubin = jit.compile(SOURCE, (("T", "int"),), "sm_80")
+    assert cubin[:4] == b"\x7fELF"
+    [entry] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert cubin in entry.read_bytes()
+    entry.write_bytes(damage)
+    assert jit.compile(SOURCE, (("T", "int"),), "sm_80") == cubin
+    assert cubin in entry.read_bytes()
+
+
+def test_a_kernel_in_the_cache_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    cubin = jit.compile(SOURCE, (("T", "int"),), "sm_80")
+    code = (
+        "import sys\n"
+        "from onnx_fuse.kernels import jit\n"
+        f"cubin = jit.compile({SOURCE!r}, (('T', 'int'),), 'sm_80')\n"
+        "print(len(cubin), *({'cuda.core', 'cuda.bindings.nvrtc'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(cubin))]
+
+
+def test_a_cache_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="compiled kernels are not kept"):
+        assert jit.compile(SOURCE, (("T", "int"),), "sm_80")[:4] == b"\x7fELF"
 
 
 def test_every_kernel_waits_for_the_launch_before() -> None:
@@ -171,16 +198,48 @@ def test_a_compile_error_names_the_arch_and_the_line() -> None:
         jit.resources('extern "C" __global__ void bad() { undefined(N); }\n', (("N", "2"),))
 
 
-def test_dump_writes_source_and_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DISASSEMBLER = '#!/bin/sh\nfor last; do :; done\necho "SASS of $(basename "$last")"\n'
+
+
+@pytest.mark.parametrize("tool", ["nvdisasm", "cuobjdump", ""])
+def test_dump_writes_source_cubin_and_sass_of_what_is_compiled_or_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path / "cache"))
-    monkeypatch.setenv(config.DUMP.name, str(tmp_path / "dump"))
-    jit._disk_cache.cache_clear()
-    try:
-        jit.compile('extern "C" __global__ void f(T* x) { *x = 1; }\n', (("T", "int"),), "sm_80")
-    finally:
-        jit._disk_cache.cache_clear()
-    kinds = {path.suffix for path in (tmp_path / "dump" / "kernels").iterdir()}
-    assert kinds >= {".cu", ".cubin"}
+    monkeypatch.setattr(cuda.pathfinder, "find_nvidia_binary_utility", lambda name: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(
+        jit.shutil, "which", lambda name: str(tmp_path / name) if name == tool else None
+    )
+    if tool:
+        (tmp_path / tool).write_text(DISASSEMBLER)
+        (tmp_path / tool).chmod(0o755)
+    jit._disassembler.cache_clear()
+    cubins = set()
+    for folder in ("compiled", "loaded"):
+        monkeypatch.setenv(config.DUMP.name, str(tmp_path / folder))
+        cubins.add(jit.compile(SOURCE, (("T", "int"),), "sm_80"))
+        found = {path.suffix: path for path in (tmp_path / folder / "kernels").iterdir()}
+        assert set(found) == {".cu", ".cubin"} | ({".sass"} if tool else set())
+        assert found[".cu"].read_text() == "#define T int\n" + SOURCE
+        assert {found[".cubin"].read_bytes()} == cubins
+        if tool:
+            assert found[".sass"].read_text() == f"SASS of {found['.cubin'].name}\n"
+    told = capsys.readouterr().err
+    assert told.count("no SASS: neither nvdisasm nor cuobjdump") == (0 if tool else 1)
+    jit._disassembler.cache_clear()
+
+
+def test_dump_writes_model_and_program_of_each_shape(tmp_path: Path) -> None:
+    model = ir.text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
+    for n in (4, 8):
+        program = lower(model, {"x": ((n,), "float32")}, H200)
+        executable.dump(tmp_path, model, str(program))
+    programs = sorted(tmp_path.glob("*.program.txt"))
+    for n, path in zip((4, 8), programs, strict=True):
+        assert f"float32[{n}]" in path.read_text()
+    assert all(ir.read(path) is not None for path in tmp_path.glob("*.model.onnx"))
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_records_are_frozen_and_picklable() -> None:

@@ -185,7 +185,8 @@ def test_session_options_and_io_binding_pass_through() -> None:
 def test_without_the_cuda_packages_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnx_fuse.runtime.executable", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delitem(sys.modules, "cuda.bindings.driver", raising=False)
     for options in ({"device": "cuda"}, {"providers": ["CUDAExecutionProvider"]}):
         with pytest.raises(of.DeviceError, match=r"pip install 'onnx-fuse\[cuda13\]'"):
             of.InferenceSession(model(), **options)

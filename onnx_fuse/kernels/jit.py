@@ -5,20 +5,25 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from onnx_fuse import config
-from onnx_fuse.errors import DeviceError
+from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
 
 Defines = tuple[tuple[str, str], ...]
@@ -99,17 +104,35 @@ class Resources:
 
 
 @cache
-def _disk_cache() -> Any:
-    from cuda.core.utils import FileStreamProgramCache
-
-    return FileStreamProgramCache(config.CACHE_DIR.value / "cubin")
+def _compiler() -> str:
+    """NVRTC's version, from its package where that is installed: loading it takes 10 to 120 ms."""
+    try:
+        return metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        return ".".join(map(str, _nvrtc_version()))
 
 
 @cache
-def _compiler() -> str:
-    from cuda.bindings import nvrtc
+def _nvrtc_version() -> tuple[int, int]:
+    """(major, minor). Raises DeviceError without NVRTC, or where the driver is too old for it."""
+    try:
+        from cuda.bindings import driver, nvrtc
 
-    return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # no bindings; or they find no library
+        raise DeviceError(
+            f"NVRTC was not found ({error}): pip install nvidia-cuda-nvrtc cuda-core"
+        ) from error
+    try:
+        newest = int(driver.cuDriverGetVersion()[1]) // 1000
+    except RuntimeError:  # no driver here: this compiles for another machine
+        newest = major
+    if major > newest:
+        raise DeviceError(
+            f"the NVIDIA driver runs CUDA {newest} at most, but NVRTC makes code for CUDA {major}: "
+            f"update the driver, or pip install 'nvidia-cuda-nvrtc<{newest + 1}'"
+        )
+    return major, minor
 
 
 def _defined(text: str, defines: Defines) -> str:
@@ -118,8 +141,12 @@ def _defined(text: str, defines: Defines) -> str:
 
 
 def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
+    _nvrtc_version()
     with _LOCK:  # cuda.core's first import does not survive being raced by a second thread
-        from cuda.core import Program, ProgramOptions
+        try:
+            from cuda.core import Program, ProgramOptions
+        except ImportError as error:
+            raise DeviceError(f"compiling needs cuda.core ({error}): {INSTALL_CUDA}") from error
 
     options = ProgramOptions(
         arch=arch,
@@ -144,16 +171,34 @@ def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
     """Cubin of a source for `arch`, from the disk cache when it is there and whole."""
     text = source_text(source)
     key = hashlib.sha256(repr((text, defines, arch, _compiler())).encode()).hexdigest()
-    store = _disk_cache()
-    entry = store.get(key)
-    # an entry is digest + cubin: a torn or altered one reads as absent and is written again
-    if entry is not None and hashlib.sha256(entry[32:]).digest() == entry[:32]:
-        return bytes(entry[32:])
-    cubin, _ = _nvrtc(text, defines, arch)
-    store[key] = hashlib.sha256(cubin).digest() + cubin
+    path = config.CACHE_DIR.value / "cubin" / key[:2] / key
+    cubin = _stored(path)
+    if cubin is None:
+        cubin, _ = _nvrtc(text, defines, arch)
+        _store(path, cubin)
     if config.DUMP.value:
         _dump(config.DUMP.value, source, text, defines, arch, cubin)
     return cubin
+
+
+def _stored(path: Path) -> bytes | None:
+    """A cache entry is digest + cubin: a torn or altered one counts as absent."""
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    return entry[32:] if hashlib.sha256(entry[32:]).digest() == entry[:32] else None
+
+
+def _store(path: Path, cubin: bytes) -> None:
+    """Written beside and renamed: another process sees the whole entry or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"compiled kernels are not kept: {error}", stacklevel=2)
 
 
 def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[str, Resources]:
@@ -184,13 +229,26 @@ def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cub
     path.with_name(path.name + ".cu").write_text(_defined(text, defines))
     binary = path.with_name(path.name + ".cubin")
     binary.write_bytes(cubin)
-    for tool in (["cuobjdump", "--dump-sass"], ["nvdisasm"]):
-        try:
-            sass = subprocess.run([*tool, str(binary)], capture_output=True, text=True, check=True)
-        except (FileNotFoundError, subprocess.CalledProcessError):
-            continue  # that disassembler is not installed
-        path.with_name(path.name + ".sass").write_text(sass.stdout)
-        return
+    tool = _disassembler()
+    if tool:
+        sass = subprocess.run([*tool, str(binary)], capture_output=True, text=True, check=False)
+        path.with_name(path.name + ".sass").write_text(sass.stdout or sass.stderr)
+
+
+@cache
+def _disassembler() -> tuple[str, ...]:
+    """The command that prints SASS; said once on stderr where there is none."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    for tool in (("nvdisasm",), ("cuobjdump", "--dump-sass")):
+        if path := shutil.which(tool[0]) or find_nvidia_binary_utility(tool[0]):
+            return (path, *tool[1:])
+    print(
+        f"{config.DUMP.name}: no SASS: neither nvdisasm nor cuobjdump, which come with the CUDA "
+        "toolkit, was found",
+        file=sys.stderr,
+    )
+    return ()
 
 
 def compile_all(
@@ -212,30 +270,31 @@ def compile_all(
 
 # ---- load, bind, launch -------------------------------------------------------------------------
 
-_KERNELS: dict[tuple[str, str, Defines, str, int], tuple[Any, Any]] = {}
+_KERNELS: dict[tuple[str, str, Defines, str, int], Any] = {}  # CUkernel; libraries stay loaded
 _SMEM: dict[tuple[str, str, Defines, str, int], int] = {}  # dynamic shared memory allowed so far
 
 
 def _kernel(launch: Launch, arch: str) -> Any:
+    """The CUfunction of a launch, loaded on the current device."""
     from cuda.bindings import driver
-    from cuda.core import Device, ObjectCode
 
-    device = Device().device_id
+    device = int(_check(driver.cuCtxGetDevice(), launch))
     key = (launch.source, launch.entry, launch.defines, arch, device)
     with _LOCK:
         found = _KERNELS.get(key)
     if found is None:
-        code = ObjectCode.from_cubin(compile(launch.source, launch.defines, arch))
+        cubin = compile(launch.source, launch.defines, arch)
+        library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), launch)
+        kernel = _check(driver.cuLibraryGetKernel(library, launch.entry.encode()), launch)
         with _LOCK:
-            found = _KERNELS.setdefault(key, (code, code.get_kernel(launch.entry)))
+            found = _KERNELS.setdefault(key, kernel)
     with _LOCK:
         # two launches of one kernel may ask for different sizes: the limit is the largest
         if launch.smem > max(48 << 10, _SMEM.get(key, 0)):
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            raised = driver.cuKernelSetAttribute(limit, launch.smem, found[1].handle, device)
-            _check(raised, launch)
+            _check(driver.cuKernelSetAttribute(limit, launch.smem, found, device), launch)
             _SMEM[key] = launch.smem
-    return found[1]
+    return driver.CUfunction(int(found))
 
 
 def bound() -> set[tuple[str, str]]:
@@ -346,7 +405,7 @@ class Bound:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
         self._settings.hStream = stream
         _check(
-            self._enqueue(self._settings, self._kernel.handle, ctypes.addressof(self._params), 0),
+            self._enqueue(self._settings, self._kernel, ctypes.addressof(self._params), 0),
             self.launch,
         )
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnx
-import onnx.reference
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
@@ -90,7 +88,9 @@ def static(value: ir.Value | None, depth: int = 8) -> np.ndarray | None:
     }
     if any(array is None for array in feeds.values()):
         return None
-    evaluator: Any = onnx.reference.ReferenceEvaluator(ir.serde.serialize_node(node))
+    from onnx.reference import ReferenceEvaluator
+
+    evaluator: Any = ReferenceEvaluator(ir.serde.serialize_node(node))
     return np.asarray(evaluator.run(None, feeds)[0])
 
 

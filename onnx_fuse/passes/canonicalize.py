@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -37,10 +39,6 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
 
     With `training`, no float weight is folded into another.
     """
-    from onnxscript.optimizer import fold_constants
-    from onnxscript.rewriter import RewriteRuleSet
-    from onnxscript.rewriter.rules import common as rules
-
     _lift_constants(model)
     parameters = {
         value
@@ -65,6 +63,10 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
         infer_shapes(model)
         measure_reshapes(model)
         _fold_known_dims(model)
+        if not any(map(_may_fold, ir.traversal.RecursiveGraphIterator(model.graph))):
+            break
+        from onnxscript.optimizer import fold_constants
+
         try:
             with quiet("onnxscript"):  # it logs what it leaves alone
                 fold_constants(model, **limits, should_fold=should_fold)
@@ -72,17 +74,47 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
             notes.append(f"{error}: it and what follows it stay as they are")
         _lift_constants(model)
     _drop_identities(model)
-    RewriteRuleSet(
-        [
-            rules.no_op_cast_rule,
-            rules.no_op_transpose_rule,
-            rules.no_op_expand_rule,
-            rules.unsqueeze_unsqueeze_rule,
-        ]
-    ).apply_to_model(model)
+    no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
+    _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
     _drop_no_ops(model)
     clean(model)
     return notes
+
+
+# What onnxscript's folding rewrites although not all inputs are constant. Its rules for Abs, Add,
+# Gather and Squeeze too, but those act on what a Shape or constants alone have made.
+FOLDED = frozenset(
+    (
+        *(
+            "Cast",
+            "CastLike",
+            "Concat",
+            "ConcatFromSequence",
+            "Dropout",
+            "Expand",
+            "Identity",
+            "If",
+        ),
+        *("Reshape", "SequenceAt", "SequenceConstruct", "Shape", "Size", "SplitToSequence"),
+    )
+)
+
+
+def _may_fold(node: ir.Node) -> bool:
+    """Whether folding could do something here: without any such node it need not be imported."""
+    constant = all(v is None or v.const_value is not None for v in node.inputs)
+    return constant or node.op_type in FOLDED
+
+
+def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
+    """Apply onnxscript's rules of these names where the model has one of `ops`; how many times."""
+    if not any(n.op_type in ops for n in ir.traversal.RecursiveGraphIterator(model.graph)):
+        return 0  # importing onnxscript takes longer than most graphs
+    from onnxscript.rewriter import RewriteRuleSet
+    from onnxscript.rewriter.rules import common
+
+    rules = [getattr(common, f"{name}_rule") for name in names]
+    return int(RewriteRuleSet(rules).apply_to_model(model))
 
 
 def _fold_known_dims(model: ir.Model) -> None:
@@ -186,29 +218,15 @@ def _lift_constants(model: ir.Model) -> None:
 
 def fold_batch_norm(model: ir.Model) -> int:
     """Fold inference BatchNormalization into the Conv, ConvTranspose or Gemm before it: a count."""
-    from onnxscript.rewriter import RewriteRuleSet
-    from onnxscript.rewriter.rules import common as rules
-
     nodes = [n for n in model.graph if n.op_type == "BatchNormalization" and not n.domain]
     if any(attribute(n, "training_mode", 0) for n in nodes):
         return 0  # the rules do not look at training_mode
-    return int(
-        RewriteRuleSet(
-            [
-                rules.fuse_batchnorm_into_conv_rule,
-                rules.fuse_batchnorm_into_conv_transpose_rule,
-                rules.fuse_batchnorm_into_gemm_rule,
-            ]
-        ).apply_to_model(model)
-    )
+    before = ("conv", "conv_transpose", "gemm")
+    return _apply(model, [f"fuse_batchnorm_into_{op}" for op in before], {"BatchNormalization"})
 
 
 def tidy_layout(model: ir.Model) -> None:
     """Level 2: back-to-back Transposes and Reshapes become one."""
-    from onnxscript.rewriter import RewriteRuleSet
-    from onnxscript.rewriter.rules import common as rules
-
-    RewriteRuleSet(
-        [rules.transpose_transpose_rule, rules.no_op_transpose_rule, rules.reshape_reshape_rule]
-    ).apply_to_model(model)
+    pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
+    _apply(model, pairs, {"Transpose", "Reshape"})
     _lift_constants(model)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from onnx_fuse.errors import DeviceError
+from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 
 
 def bindings() -> Any:
     """cuda.bindings.driver, or a DeviceError that says what to install."""
     try:
-        import cuda.core  # noqa: F401 - what comes next needs it
         from cuda.bindings import driver
     except ImportError as error:
         raise DeviceError(
-            f"device 'cuda' needs the CUDA packages ({error}): pip install 'onnx-fuse[cuda13]'"
+            f"device 'cuda' needs the CUDA packages ({error}): {INSTALL_CUDA}"
         ) from error
     return driver
 
@@ -48,10 +47,21 @@ def _text(name: object) -> str:
 _thread = threading.local()
 
 
-def start(device_id: int = 0) -> None:
-    """Make the GPU's primary context current on this thread; what is missing is a DeviceError."""
-    if getattr(_thread, "device", None) == device_id:
-        return
+def begin(device_id: int = 0) -> None:
+    """Make the GPU's primary context in another thread, 0.2 s in which this one may do other work.
+
+    Faults are for `start` to raise.
+    """
+
+    def retain() -> None:
+        with contextlib.suppress(DeviceError):
+            _context(device_id)
+
+    threading.Thread(target=retain, daemon=True).start()
+
+
+def probe(device_id: int = 0) -> None:
+    """Raises DeviceError, which says what mends it, where there is no such GPU to be used."""
     driver = bindings()
     try:
         result = driver.cuInit(0)
@@ -63,29 +73,19 @@ def start(device_id: int = 0) -> None:
     count = check(driver.cuDeviceGetCount(), "counting GPUs")
     if device_id >= count:
         raise DeviceError(f"GPU {device_id} does not exist: this machine has {count}")
-    _check_compiler(int(check(driver.cuDriverGetVersion(), "the driver's version")) // 1000)
-    from cuda.core import Device
-
-    Device(device_id).set_current()
-    _thread.device = device_id
 
 
-@cache
-def _check_compiler(newest: int) -> None:
-    """Raises DeviceError without NVRTC, or where its code is too new for the driver."""
-    from cuda.bindings import nvrtc
+def _context(device_id: int) -> Any:
+    """The GPU's primary context: the first call makes it, and another meanwhile waits for it."""
+    probe(device_id)
+    return check(bindings().cuDevicePrimaryCtxRetain(device_id), f"a context on GPU {device_id}")
 
-    try:
-        major = int(check(nvrtc.nvrtcVersion(), "NVRTC's version"))
-    except RuntimeError as error:  # the bindings find no library
-        raise DeviceError(
-            f"NVRTC was not found ({error}): pip install nvidia-cuda-nvrtc"
-        ) from error
-    if major > newest:
-        raise DeviceError(
-            f"the NVIDIA driver runs CUDA {newest} at most, but NVRTC makes code for CUDA {major}: "
-            "update the driver, or install an older nvidia-cuda-nvrtc"
-        )
+
+def start(device_id: int = 0) -> None:
+    """Make the GPU's primary context current on this thread; what is missing is a DeviceError."""
+    if getattr(_thread, "device", None) != device_id:
+        check(bindings().cuCtxSetCurrent(_context(device_id)), f"the context of GPU {device_id}")
+        _thread.device = device_id
 
 
 class Memory:

@@ -7,12 +7,14 @@ out. Weights and state stand outside, shared by all instances.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import onnx_ir as ir
 
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.ir import save
 from onnx_fuse.kernels import jit
 from onnx_fuse.llir import Buffer, Call, NeedsValues, Program, Tensor
 from onnx_fuse.lower import lower
@@ -32,6 +35,8 @@ from onnx_fuse.runtime.tensor import Binding, DeviceTensor, adopt, dtype_of
 
 INSTANCES = 32
 """Shape keys kept; the least recently used goes first."""
+RANDOM = "random"
+"""Where the random generator's state stands, of each Executable its own."""
 KEEP_BYTES = 4 << 30
 """Instances beyond the current one are dropped while all of them hold more than this."""
 
@@ -56,19 +61,25 @@ class Executable:
         resident: Mapping[str, tuple[Tensor, int]] | None = None,
         seed: int = 0,
     ) -> None:
-        device.start(device_id)
+        device.probe(device_id)
         expand_standard_updates(model)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         self.hw = Hardware.detect(device_id)
-        self.stream = device.Stream()
         self.resident: dict[str, tuple[Tensor, int]] = dict(resident or {})
+        self.resident.pop(RANDOM, None)
         self._blocks: list[device.Memory] = []
-        self.place({"random": np.array([seed, 0], np.uint64)})
+        self._seed = seed
         self._instances: OrderedDict[tuple[Any, ...], Instance] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._deciding: list[str] = []  # feeds whose values decide about shapes
+
+    @cached_property
+    def stream(self) -> device.Stream:
+        """The stream of all its work; made at first use, which needs the device's context."""
+        device.start(self.device_id)
+        return device.Stream()
 
     def run(
         self, names: Sequence[str] | None, feeds: Mapping[str, Any], *, on_device: bool = False
@@ -78,7 +89,6 @@ class Executable:
         Feeds are arrays, or GPU tensors of any library that has DLPack or the CUDA array interface.
         """
         with self._lock:
-            device.start(self.device_id)
             adopted = self._adopted(feeds)
             instance = self.instance(adopted)
             instance.feed(adopted)
@@ -87,7 +97,7 @@ class Executable:
 
     def adopt(self, value: Any) -> np.ndarray | DeviceTensor:
         """A feed as an array, or as the GPU tensor it is."""
-        return adopt(value, self.stream.handle)
+        return value if isinstance(value, np.ndarray) else adopt(value, self.stream.handle)
 
     def _adopted(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self.adopt(value) for name, value in feeds.items()}
@@ -110,7 +120,6 @@ class Executable:
 
     def instance(self, feeds: Mapping[str, Any]) -> Instance:
         """The instance for the shapes and dtypes of `feeds`, made if need be."""
-        device.start(self.device_id)
         key = self._key(feeds)
         if key not in self._instances:
             self._make_room(0)
@@ -125,6 +134,7 @@ class Executable:
             self._instances[key] = made
             self._make_room(1)
         self._instances.move_to_end(key)
+        device.start(self.device_id)  # this thread may be another than the one that made it
         return self._instances[key]
 
     def _key(self, feeds: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -198,6 +208,7 @@ class Executable:
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Put weights or state on the device under their names, in one allocation."""
+        device.start(self.device_id)
         sizes = {name: aligned(array.nbytes) for name, array in arrays.items()}
         block = device.Memory(sum(sizes.values()), f"{len(arrays)} weights")
         self._blocks.append(block)
@@ -213,6 +224,7 @@ class Executable:
 
     def read(self, name: str) -> np.ndarray:
         """The present value of a weight or state."""
+        device.start(self.device_id)
         tensor, address = self.resident[name]
         array = np.empty(tensor.shape, dtype_of(tensor.dtype))
         if array.nbytes:
@@ -222,6 +234,7 @@ class Executable:
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Replace a weight or state; shape and dtype stay."""
+        device.start(self.device_id)
         tensor, address = self.resident[name]
         dense = np.ascontiguousarray(array)
         if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
@@ -249,10 +262,10 @@ class Instance:
         if config.DEBUG.value >= 2:
             print(program, file=sys.stderr)
         if config.DUMP.value:
-            config.DUMP.value.mkdir(parents=True, exist_ok=True)
-            (config.DUMP.value / "30_program.txt").write_text(f"{program}\n")
-            (config.DUMP.value / "40_plan.txt").write_text(f"{self.plan}\n")
+            dump(config.DUMP.value, owner.model, f"{program}\n{self.plan}\n")
+        # until here nothing needs the context, which another thread may still be making
         jit.compile_all((x for c in program.calls for x in c.launches), owner.hw.arch)
+        device.start(owner.device_id)
         self._place_weights()
         own = [b for b in program.buffers if b.kind in ("input", "output", "constant")]
         own = [b for b in own if b.name not in owner.resident or b.kind == "output"]
@@ -324,6 +337,8 @@ class Instance:
                 value = graph.initializers[b.name].const_value
                 assert value is not None
                 arrays[b.name] = value.numpy()
+            elif b.kind == "random" and b.name not in owner.resident:
+                arrays[b.name] = np.array([owner._seed, 0], np.uint64)
         if arrays:
             owner.place(arrays)
 
@@ -491,6 +506,17 @@ class Instance:
         feeds = {n: self._array(t) if isinstance(t, Tensor) else t for n, t in tail.inputs}
         self.owner.stream.wait("before the tail")
         return list(zip(tail.outputs, self._tail.run(list(tail.outputs), feeds), strict=True))
+
+
+_NUMBERS = itertools.count(1)
+
+
+def dump(folder: Path, model: ir.Model, program: str) -> None:
+    """The fused model and the program of one shape, under the next free number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = next(_NUMBERS)
+    save(model, folder / f"{number:02d}.model.onnx")
+    (folder / f"{number:02d}.program.txt").write_text(program)
 
 
 def _tensor(shape: Sequence[int], dtype: str) -> Tensor:
