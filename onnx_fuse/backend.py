@@ -11,7 +11,7 @@ from onnx import helper
 from onnx.backend.base import Backend as Base
 from onnx.backend.base import BackendRep, Device, DeviceType, namedtupledict
 
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.ir import CANONICAL_OPSET
 from onnx_fuse.session import InferenceSession, load
 
@@ -105,11 +105,11 @@ class Backend(Base):
         """Whether `device` can run models here."""
         kind = Device(device).type
         if kind == DeviceType.CUDA:
-            try:
-                from cuda.core import Device as Gpu
+            from onnx_fuse.runtime import device as gpu
 
-                Gpu(Device(device).device_id).set_current()
-            except Exception:  # noqa: BLE001 - each driver failure has its own type
+            try:
+                gpu.start(Device(device).device_id)
+            except DeviceError:
                 return False
         return kind in _DEVICES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -16,6 +17,10 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse import passes
+from onnx_fuse.kernels import Site, site
+from onnx_fuse.llir import NeedsValues, Program
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validate import Array, Feeds, generate
@@ -125,6 +130,8 @@ class RunResult:
     outputs: dict[str, Array]
     milliseconds: float
     operators: dict[str, tuple[int, float]] = field(default_factory=dict)
+    program: Program | None = None
+    hardware: Hardware | None = None
 
     @property
     def total_us(self) -> float:
@@ -146,12 +153,30 @@ def run_once(
     milliseconds = (time.perf_counter() - started) * 1e3
     names = [v.name for v in session.get_outputs()]
     result = RunResult(feeds, dict(zip(names, outputs, strict=True)), milliseconds)
+    if device == "cuda":
+        result.program, result.hardware = session.program(feeds)
     if profile:
         if device == "cuda":
             result.operators = session.profile(feeds)
         else:
             result.operators = _operator_times(session.model, feeds)
     return result
+
+
+def program(graph: onnx_ir.Model, hw: Hardware, feeds: Feeds | None = None) -> Program:
+    """What a GPU would run for `graph` as it is: needs none. Feeds left out are generated."""
+    feeds = feeds or generate(graph, lambda f: [np.ones(1)])[0][0]
+    shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
+    with contextlib.suppress(NeedsValues):
+        return lower(graph, shapes, hw)
+    # shapes depend on values: those of all small integer inputs are given at once
+    values = {k: a for k, a in feeds.items() if a.dtype.kind in "iub" and a.size <= 64}
+    return lower(graph, shapes, hw, values=values)
+
+
+def sites(program: Program, hw: Hardware) -> list[Site]:
+    """Each kernel call of the program, explained."""
+    return [site(call, hw) for call in program.calls if call.launches]
 
 
 def _operator_times(model: onnx_ir.Model, feeds: Feeds) -> dict[str, tuple[int, float]]:

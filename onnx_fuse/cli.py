@@ -84,6 +84,12 @@ def optimize(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say which near misses were not fused, and why.")
     ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU", help="And each kernel this GPU would run (h200, a100, ...; cuda: yours)."
+        ),
+    ] = None,
     inline: Annotated[
         bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
     ] = False,
@@ -113,6 +119,7 @@ def optimize(
     _refuse_same(model, output)
     from onnx_fuse import ir, passes, report
 
+    hardware = _hardware(target) if target else None
     started = time.perf_counter()
     original = ir.read(model)
     before = report.summary(original, "original", model)
@@ -133,6 +140,7 @@ def optimize(
             for path in draft.parent.iterdir():
                 path.unlink()
     _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
+    kernels = _show_kernels(printer, graph, hardware) if hardware is not None else []
     data = {
         "input": str(model),
         "output": None if failed and not keep else str(output),
@@ -144,6 +152,7 @@ def optimize(
         "seconds": seconds,
         "models": [report.as_dict(before), report.as_dict(after)],
         "check": checked.to_dict() if checked else None,
+        "kernels": kernels,
     }
     _write_reports(printer, data, json, html)
     if failed:
@@ -209,6 +218,58 @@ def _show_optimize(
         printer.text(f"note: {len(found.notes) - len(notes)} more with --explain")
     if checked:
         printer.text(*report.check_lines(checked))
+
+
+def _hardware(target: str) -> Any:
+    """The Hardware of a GPU by its short name, or of the one in this machine ("cuda")."""
+    from onnx_fuse.problem import CHIPS, Hardware
+
+    if target == "cuda":
+        from onnx_fuse.runtime import device
+
+        device.probe()
+        return Hardware.detect()
+    chips = {name.lower(): hw for name, hw in CHIPS.items()}
+    if target.lower() not in chips:
+        raise UsageError(f"--target {target}: choose cuda or one of {', '.join(chips)}")
+    return chips[target.lower()]
+
+
+def _show_kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, Any]]:
+    """The table of a program's kernels (of a graph: at generated shapes), and the same as JSON."""
+    from collections import Counter
+    from dataclasses import asdict
+
+    from onnx_fuse import bench
+    from onnx_fuse.llir import Program
+
+    program = program if isinstance(program, Program) else bench.program(program, hw)
+    sites = bench.sites(program, hw)
+    rows = [
+        [
+            " ".join(s.nodes[:3]) + (" …" if len(s.nodes) > 3 else ""),
+            f"{s.op} {s.kernel}",
+            s.config,
+            f"{s.seconds * 1e6:.1f}",
+            f"{s.floor / s.seconds:.0%}",
+            s.why,
+        ]
+        for s in sites
+    ]
+    head = ["nodes", "kernel", "config", "µs", "of floor", "why"]
+    printer.table(f"kernels on {hw.name}, predicted", head, rows, left=3)
+    refused = Counter((s.op, name, why) for s in sites for name, why in s.refused)
+    rows = [[f"{op} {name}", why, str(count)] for (op, name, why), count in refused.items()]
+    if rows:
+        printer.table("kernels that cannot serve", ["kernel", "why", "sites"], rows, left=2)
+    total = sum(s.seconds for s in sites)
+    floor = sum(s.floor for s in sites)
+    shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in program.inputs)
+    printer.text(f"{len(sites)} calls, {total * 1e6:.1f} µs; their floors {floor * 1e6:.1f} µs")
+    printer.text(f"at {shapes}")
+    for fallback in program.fallbacks:
+        printer.text(f"on onnxruntime: {fallback}")
+    return [asdict(s) for s in sites]
 
 
 _NOTES = 3  # shown without --explain
@@ -318,6 +379,9 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help="Time by operator, as onnxruntime sees it.")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="On cuda: each kernel, its time and why it runs.")
+    ] = False,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -330,6 +394,8 @@ def run(
 
     printer = _printer()
     _check_device(device)
+    if explain and device != "cuda":
+        raise UsageError("--explain needs --device cuda; without a GPU: optimize --target h200")
     graph = _load(model, str(model))
     feeds = checks.read_feeds(inputs, graph) if inputs else None
     ir.fix_shapes(graph, _shapes(input_shapes))
@@ -346,6 +412,7 @@ def run(
             for op, (n, us) in result.operators.items()
         ]
         printer.table("time", ["operator", "runs", "µs", "share"], rows)
+    kernels = _show_kernels(printer, result.program, result.hardware) if explain else []
     printer.text(f"{result.milliseconds:.2f} ms on {device}")
     data = {
         "model": str(model),
@@ -356,6 +423,7 @@ def run(
             k: {"dtype": str(v.dtype), "shape": list(v.shape)} for k, v in result.outputs.items()
         },
         "operators": {k: {"runs": n, "us": us} for k, (n, us) in result.operators.items()},
+        "kernels": kernels,
         "output": str(output) if output else None,
     }
     if output:
@@ -643,7 +711,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     printer.table("settings", ["variable", "value", "what"], rows, left=3)
     cpu = ort.guarded(_try_onnxruntime, "onnxruntime")
     gpu = _gpu()
-    printer.text(f"cpu: {cpu}", f"cuda: {gpu}")
+    printer.text(f"cpu: {cpu}", *(f"cuda: {line}" for line in gpu))
     data = {
         "versions": found,
         "settings": {name: value for name, (value, _) in variables.items()},
@@ -655,7 +723,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
 
 _PACKAGES = (
     *("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors"),
-    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas"),
+    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"),
 )
 
 
@@ -671,18 +739,17 @@ def _try_onnxruntime() -> str:
     return "ok" if y.tolist() == [0, 2] else f"wrong: Relu([-1, 2]) gave {y.tolist()}"
 
 
-def _gpu() -> str:
-    try:
-        from cuda.core import Device
-    except ImportError:
-        return "the CUDA packages are not installed: pip install 'onnx-fuse[cuda13]'"
-    try:
-        device = Device(0)
-        device.set_current()
-        major, minor = device.compute_capability
-        return f"{device.name}, compute capability {major}.{minor}"
-    except Exception as error:  # noqa: BLE001 - each driver failure has its own type
-        return f"no usable GPU ({' '.join(str(error).split()) or type(error).__name__})"
+def _gpu() -> list[str]:
+    """The GPU as the kernels see it, or what is missing and what mends it."""
+    from onnx_fuse.kernels import jit
+    from onnx_fuse.problem import Hardware
+    from onnx_fuse.runtime import device
+
+    if faults := device.faults():
+        return [f"not usable: {fault}" for fault in faults]
+    hw = Hardware.detect()
+    driver = f"{hw.driver // 1000}.{hw.driver % 1000 // 10}"
+    return [f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {jit.check_compiler()}"]
 
 
 # ---- shared ----------------------------------------------------------------------------------

@@ -100,8 +100,12 @@ class Problem(_Attrs):
 
     @property
     def flops(self) -> int:
-        """2 m n k batch."""
-        return 2 * self.batches * self.m * self.n * self.k
+        """2 m n k batch; attention has two products, its gradient five, a Gemm's gradient two."""
+        if self.op not in ("Sdpa", "SdpaGrad"):
+            return (4 if self.op.endswith("Grad") else 2) * self.batches * self.m * self.n * self.k
+        whole = 2 * self.batches * self.m * self.n * (self.k + self.integer("dv"))
+        whole = whole // 2 if self.attr("causal") else whole
+        return whole * 7 // 2 if self.op == "SdpaGrad" else whole
 
     @property
     def bytes(self) -> int:
@@ -110,6 +114,16 @@ class Problem(_Attrs):
         return self.batches * (
             operands * ITEMSIZE[self.dtype] + self.m * self.n * ITEMSIZE[self.out]
         )
+
+    def floor(self, hw: Hardware, moved: int = 0) -> float:
+        """Seconds that no kernel beats: its products at the chip's rate, `moved` bytes at its own.
+
+        fp32 by split bfloat16 counts each of its products; without `moved`, `bytes`.
+        """
+        passes = {"bf16x3": 3, "bf16x6": 6}.get(self.math, 1) if self.dtype == "float32" else 1
+        kind = "tf32" if (self.dtype, self.math) == ("float32", "tf32") else self.dtype
+        rate = hw.rate("bfloat16" if passes > 1 else kind)
+        return max(self.flops * passes / rate, (moved or self.bytes) / hw.bandwidth)
 
     def __str__(self) -> str:
         shape = f"m={self.m} n={self.n} k={self.k}" + (f" batch={self.batch}" if self.batch else "")

@@ -115,6 +115,11 @@ class InferenceSession:
         """The program that runs for these feeds on "cuda": calls, kernels chosen, memory plan."""
         return str(self._on_cuda().instance(self._feeds(input_feed)))
 
+    def program(self, input_feed: Mapping[str, Any]) -> tuple[Any, Any]:
+        """(llir.Program, problem.Hardware) that these feeds run on "cuda"."""
+        executable = self._on_cuda()
+        return executable.instance(self._feeds(input_feed)).program, executable.hw
+
     def profile(self, input_feed: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
         """(calls, microseconds) by kernel on "cuda", each timed by itself, the longest first."""
         times: dict[str, tuple[int, float]] = {}

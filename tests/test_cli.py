@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +18,18 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from cuda.bindings import driver, nvrtc
 from support import ENCODER, Cli
 
-from onnx_fuse import ir, passes
+from onnx_fuse import config, ir, passes
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.kernels import jit
+from onnx_fuse.runtime import device
 
 IDS = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
 FEEDS = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "token_type_ids": 0 * IDS}
 Save = Callable[..., Path]
+OK = driver.CUresult.CUDA_SUCCESS
 RELU = "g (float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"
 
 
@@ -121,6 +128,25 @@ def test_explain_prints_each_refusal(cli: Cli, tmp_path: Path, saved: Save) -> N
     assert result.code == 0
     assert refusals
     assert all(r["reason"] in result.out for r in refusals)
+
+
+def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
+    shapes = ["input_ids:8,128", "attention_mask:8,128", "token_type_ids:8,128"]
+    options = ["--target", "h200", "--no-check", "--json", tmp_path / "r.json"]
+    result = cli("optimize", encoder(tmp_path), *options, "--input-shapes", *shapes)
+    assert result.code == 0
+    sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
+    assert {"Gemm", "LayerNormGemm", "Sdpa"} <= {s["op"] for s in sites}
+    for site in sites:
+        assert site["nodes"]
+        assert site["why"]
+        assert site["seconds"] > 0
+        assert site["floor"] > 0
+        if site["op"] == "Gemm":
+            assert (site["kernel"], site["config"]) == ("simt", "tile=32")
+            assert ["mma", "products asked for are ieee"] in site["refused"]
+    for text in ("kernels on NVIDIA H200", "of floor", "for 16-bit operands, not float32"):
+        assert text in result.out
 
 
 def test_input_shapes_are_split_from_the_right(cli: Cli, tmp_path: Path, saved: Save) -> None:
@@ -287,6 +313,90 @@ def test_doctor(cli: Cli, tmp_path: Path) -> None:
     assert report["cpu"] == "ok"
     assert report["versions"]["onnxruntime"] == ort.__version__
     assert "ONNX_FUSE_CACHE_DIR" in report["settings"]
+    assert all(line.startswith(("ok: ", "not usable: ")) for line in report["cuda"])
+
+
+def gone(*_: object) -> Any:
+    raise RuntimeError("the library\nwas not found")
+
+
+# what is wrong -> (what to replace by what, what doctor and a session say about it)
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no packages": (
+        {"modules": ("cuda.bindings", "cuda.bindings.driver", "cuda.core")},
+        r"pip install 'onnx-fuse\[cuda13\]'",
+    ),
+    "no driver": (
+        {"cuInit": gone},
+        r"no NVIDIA driver .*\(the library was not found\).*--gpus all",
+    ),
+    "a driver that fails": (
+        {
+            "cuInit": lambda flags: (driver.CUresult.CUDA_ERROR_SYSTEM_NOT_READY,),
+            "cuGetErrorName": lambda result: (OK, result.name.encode()),
+            "cuGetErrorString": lambda result: (OK, b"system not yet initialized"),
+        },
+        "the NVIDIA driver does not start.*SYSTEM_NOT_READY",
+    ),
+    "no GPU": (
+        {"cuInit": lambda flags: (OK,), "cuDeviceGetCount": lambda: (OK, 0)},
+        "GPU 0 does not exist: this machine has 0",
+    ),
+}
+COMPILER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no cuda-core": ({"modules": ("cuda.core",)}, r"cuda-core.*pip install 'onnx-fuse\[cuda13\]'"),
+    "no NVRTC": ({"nvrtcVersion": gone}, "NVRTC.*not found.*: pip install nvidia-cuda-nvrtc"),
+    "an old driver": (
+        {"cuDriverGetVersion": lambda: (OK, 12080)},
+        "runs CUDA 12 at most.*update the driver, or pip install 'nvidia-cuda-nvrtc<13'",
+    ),
+}
+
+
+def break_cuda(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    monkeypatch.setattr(device, "_thread", threading.local())
+    jit._nvrtc_version.cache_clear()
+    for name, value in changes.items():
+        if name == "modules":
+            for module in value:
+                monkeypatch.setitem(sys.modules, module, None)
+        else:
+            monkeypatch.setattr(nvrtc if name.startswith("nvrtc") else driver, name, value)
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *COMPILER_FAULTS])
+def test_doctor_names_what_is_missing_and_what_mends_it(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    changes, text = (FAULTS | COMPILER_FAULTS)[name]
+    break_cuda(monkeypatch, changes)
+    result = cli("doctor", "--json", tmp_path / "r.json")
+    jit._nvrtc_version.cache_clear()
+    assert result.code == 0
+    lines = json.loads((tmp_path / "r.json").read_text())["cuda"]
+    assert any(re.search(f"^not usable: .*{text}", line) for line in lines), lines
+    assert all("\n" not in line and len(line) < 400 for line in lines)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_session_without_a_gpu_is_one_line_and_exit_1(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    break_cuda(monkeypatch, FAULTS[name][0])
+    result = cli("run", ENCODER, "--device", "cuda")
+    assert result.code == 1
+    assert re.search(f"^onnx-fuse: .*{FAULTS[name][1]}[^\n]*\n$", result.err), result.err
+
+
+@pytest.mark.parametrize("name", COMPILER_FAULTS)
+def test_compiling_without_a_compiler_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    break_cuda(monkeypatch, COMPILER_FAULTS[name][0])
+    with pytest.raises(DeviceError, match=COMPILER_FAULTS[name][1]):
+        jit.compile('extern "C" __global__ void f() {}\n')
+    jit._nvrtc_version.cache_clear()
 
 
 # ---- the process -----------------------------------------------------------------------------
@@ -298,6 +408,8 @@ USAGE = [
     ("optimize", ENCODER, "--level", "9"),
     ("optimize", ENCODER, "--skip", "NoSuchFusion", "--no-check"),
     ("run", ENCODER, "--device", "tpu"),
+    ("run", ENCODER, "--explain"),
+    ("optimize", ENCODER, "--target", "abacus"),
     ("inspect",),
 ]
 

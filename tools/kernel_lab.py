@@ -564,9 +564,7 @@ def main() -> None:
         for job, answer in zip(timed, answers, strict=True):
             if job["problem"] == problem and answer.get("ok") is False:
                 print(f"FAILED {job['kernel']} {job['config']}: {answer.get('error')}")
-        passes = {"bf16x3": 3, "bf16x6": 6}.get(problem.math, 1)
-        rate = hw.rate("bfloat16" if passes > 1 else problem.dtype)
-        floor = max(problem.flops * passes / rate, problem.bytes / hw.bandwidth) * 1e6
+        floor = problem.floor(hw) * 1e6
         print(f"{problem}: floor {floor:.1f} us")
         for us, cublas, job, answer in sorted(rows, key=lambda row: row[0] / row[1]):
             guess = by_name[job["kernel"]].cost(problem, job["config"], hw) * 1e6

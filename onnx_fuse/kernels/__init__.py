@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
 from onnx_fuse.problem import Config, Hardware, Launch, Problem
+
+if TYPE_CHECKING:
+    from onnx_fuse.llir import Call
 
 
 class Kernel(Protocol):
@@ -117,6 +120,55 @@ def refusals(op: str, problem: Problem, hw: Hardware) -> dict[str, str]:
     """Candidate -> why it does not serve `problem`: what --explain prints."""
     reasons = {kernel.name: kernel.supports(problem, hw) for kernel in candidates(op)}
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call of a program, as --explain shows it: what runs, how long, and why it was chosen.
+
+    `floor` is the time that no kernel beats; where there is one candidate only, `seconds` is that
+    and a launch.
+    """
+
+    nodes: tuple[str, ...]
+    op: str
+    kernel: str
+    config: str
+    seconds: float
+    floor: float
+    why: str
+    refused: tuple[tuple[str, str], ...] = ()
+    """Candidates that cannot serve this problem, and why."""
+
+
+def site(call: Call, hw: Hardware, prefs: Mapping[str, str] | None = None) -> Site:
+    """The Site of a call; a registry op's is chosen anew, which gives the same."""
+    problem = call.problem
+    choice = None if problem is None else select(problem.op, problem, hw, prefs)
+    if problem is None or choice is None:
+        floor = call.bytes / hw.bandwidth
+        seconds = floor + len(call.launches) * hw.launch_seconds
+        return Site(call.nodes, call.kernel, "", "-", seconds, floor, call.why or "the only one")
+    refused = refusals(problem.op, problem, hw)
+    rest = [
+        _cheapest([kernel], problem, hw, "")
+        for kernel in candidates(problem.op)
+        if kernel.name not in refused and kernel.name != choice.kernel.name
+    ]
+    why = choice.why
+    if rest:
+        second = min(rest, key=lambda other: other.seconds)
+        why += f"; next {second.kernel.name}, {second.seconds * 1e6:.1f} µs"
+    return Site(
+        call.nodes,
+        problem.op,
+        choice.kernel.name,
+        str(choice.config),
+        choice.seconds,
+        problem.floor(hw, call.bytes),
+        why if rest else f"{why}; the only one that serves it",
+        tuple(refused.items()),
+    )
 
 
 def _cheapest(kernels: Sequence[Kernel], problem: Problem, hw: Hardware, why: str) -> Choice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import io
 import os
 import re
@@ -103,6 +104,10 @@ class Resources:
         return not (self.local_bytes or self.spill_bytes or self.warnings)
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
 @cache
 def _compiler() -> str:
     """NVRTC's version, from its package where that is installed: loading it takes 10 to 120 ms."""
@@ -121,7 +126,8 @@ def _nvrtc_version() -> tuple[int, int]:
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # no bindings; or they find no library
         raise DeviceError(
-            f"NVRTC was not found ({error}): pip install nvidia-cuda-nvrtc cuda-core"
+            f"NVRTC, which compiles the kernels, was not found ({_line(error)}): "
+            "pip install nvidia-cuda-nvrtc"
         ) from error
     try:
         newest = int(driver.cuDriverGetVersion()[1]) // 1000
@@ -135,18 +141,26 @@ def _nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
+def check_compiler() -> str:
+    """NVRTC's version. Raises DeviceError, which says what mends it, where nothing can compile."""
+    with _LOCK:  # cuda.core's first import does not survive being raced by a second thread
+        try:
+            importlib.import_module("cuda.core")
+        except ImportError as error:
+            raise DeviceError(
+                f"cuda-core, which compiles the kernels, is missing ({error}): {INSTALL_CUDA}"
+            ) from error
+        return ".".join(map(str, _nvrtc_version()))
+
+
 def _defined(text: str, defines: Defines) -> str:
     """`text` under its #defines: by -D they would reach NVRTC's own header, where T is a name."""
     return "".join(f"#define {key} {value}\n" for key, value in defines) + text
 
 
 def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
-    _nvrtc_version()
-    with _LOCK:  # cuda.core's first import does not survive being raced by a second thread
-        try:
-            from cuda.core import Program, ProgramOptions
-        except ImportError as error:
-            raise DeviceError(f"compiling needs cuda.core ({error}): {INSTALL_CUDA}") from error
+    check_compiler()
+    from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         arch=arch,

@@ -51,13 +51,6 @@ def _macros(p: Problem) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _flops(p: Problem) -> int:
-    """Of both products of the forward; the gradient does three and a half times that."""
-    whole = 2 * p.batches * p.m * p.n * (p.k + p.integer("dv"))
-    whole = whole // 2 if p.attr("causal") else whole
-    return whole * 7 // 2 if p.op == "SdpaGrad" else whole
-
-
 class _Attention(ABC):
     """What both candidates share: the launches of forward and backward."""
 
@@ -176,7 +169,7 @@ class Mma(_Attention):
         alone = config.integer("warps") / 8  # of an SM's rate, where it has one block only
         busy = min(1.0, max(alone, blocks / hw.sm_count * alone))
         rate = hw.rate(p.dtype) * share * busy * min(1.0, blocks / hw.sm_count)
-        return hw.launch_seconds + _flops(p) * padded / rate
+        return hw.launch_seconds + p.flops * padded / rate
 
     def _forward(self, p: Problem, config: Config, hw: Hardware, padded: float) -> float:
         """One block's walk over the keys, or all blocks' products and reads; as on an H200."""
@@ -187,7 +180,7 @@ class Mma(_Attention):
         share = 0.105 if split else (0.23 if width <= 128 else 0.28 + 0.03 * mt)
         cut = 1 + rows / p.n if p.attr("causal") else 1.0  # what the diagonal's blocks do in vain
         read = 2 * p.batches * width * (p.m + p.n * tiles)
-        together = _flops(p) * padded * cut / (hw.rate(p.dtype) * share) + 0.1 * read / hw.bandwidth
+        together = p.flops * padded * cut / (hw.rate(p.dtype) * share) + 0.1 * read / hw.bandwidth
         return max(alone, together)
 
     def rows(self, config: Config) -> int:
@@ -243,7 +236,7 @@ class Simt(_Attention):
         blocks = problem.batches * -(-problem.m // ROWS)
         padded = blocks * ROWS / (problem.batches * problem.m)
         rate *= min(1.0, blocks / hw.sm_count)
-        return hw.launch_seconds + _flops(problem) * padded / rate
+        return hw.launch_seconds + problem.flops * padded / rate
 
     def rows(self, config: Config) -> int:
         return ROWS

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
+from onnx_fuse.kernels import jit
 
 
 def bindings() -> Any:
@@ -66,13 +67,29 @@ def probe(device_id: int = 0) -> None:
     try:
         result = driver.cuInit(0)
     except RuntimeError as error:  # the bindings find no libcuda
+        detail = " ".join(str(error).split())[:200]
         raise DeviceError(
-            f"no NVIDIA driver was found ({error}); device 'cpu' needs none"
+            f"no NVIDIA driver was found ({detail}): install it, or give the container the GPU "
+            "(--gpus all); device 'cpu' needs none"
         ) from error
     check(result, "the NVIDIA driver does not start")
     count = check(driver.cuDeviceGetCount(), "counting GPUs")
     if device_id >= count:
         raise DeviceError(f"GPU {device_id} does not exist: this machine has {count}")
+
+
+def faults() -> list[str]:
+    """Everything that keeps "cuda" from running here, each with what mends it."""
+
+    def fault(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except DeviceError as error:
+            return str(error)
+        return ""
+
+    found = dict.fromkeys(fault(work) for work in (bindings, jit.check_compiler, start))
+    return [text for text in found if text]
 
 
 def _context(device_id: int) -> Any:
