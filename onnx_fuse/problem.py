@@ -243,9 +243,8 @@ class Hardware:
         driver.cuInit(0)
 
         def number(name: str) -> int:
-            return int(
-                driver.cuDeviceGetAttribute(kind[f"CU_DEVICE_ATTRIBUTE_{name}"], device_id)[1]
-            )
+            attribute = getattr(kind, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(driver.cuDeviceGetAttribute(attribute, device_id)[1])
 
         name = driver.cuDeviceGetName(256, device_id)[1].partition(b"\0")[0].decode()
         major, minor = (number(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import cuda.pathfinder
 import pytest
+from cuda.bindings import driver
 
 from onnx_fuse import config, ir
 from onnx_fuse.errors import DeviceError, UsageError
@@ -95,6 +96,36 @@ def test_every_source_is_reached() -> None:
         for path in (jit.source_root() / folder).glob("*.cu")
     }
     assert files == reached
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA Something New"])
+def test_the_gpu_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind = driver.CUdevice_attribute
+    known = {
+        kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
+        kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
+        kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 66,
+        kind.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
+        kind.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 30 << 20,
+        kind.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 2_000_000,
+        kind.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 4096,
+    }
+    fakes = {
+        "cuInit": lambda flags: (0,),
+        "cuDeviceGetAttribute": lambda attribute, device: (0, known[attribute]),
+        "cuDeviceGetName": lambda length, device: (0, name.encode().ljust(length, b"\0")),
+        "cuDriverGetVersion": lambda: (0, 13000),
+    }
+    for function, fake in fakes.items():
+        monkeypatch.setattr(driver, function, fake)
+    hw = Hardware.detect()
+    assert (hw.name, hw.arch, hw.sm_count, hw.driver) == (name, "sm_90a", 66, 13000)
+    assert (hw.smem_per_block, hw.l2_bytes) == (232448, 30 << 20)
+    if "New" in name:  # scaled from the nearest chip known, its memory by clock and width
+        assert hw.rate("bfloat16") == H200.rate("bfloat16") / 2
+        assert hw.bandwidth == pytest.approx(0.85 * 2e6 * 4096 * 250)
+    else:
+        assert (hw.rate("bfloat16"), hw.bandwidth) == (H200.rate("bfloat16"), H200.bandwidth)
 
 
 def test_there_is_always_a_last_legal_gemm() -> None:
