@@ -53,6 +53,7 @@ class Values:
         self.constants: dict[int, np.ndarray] = {}
         self._copies: dict[Tensor, Tensor] = {}
         self._known_constants: dict[Any, Tensor] = {}
+        self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names = 0
         self._random: Tensor | None = None
         self._streams = 0
@@ -291,6 +292,9 @@ class Values:
         reads: Mapping[str, Tensor],
         writes: Mapping[str, Tensor],
     ) -> str | None:
+        weights = reads.get("b", reads.get("wq"))
+        if weights is not None and self._lasting(weights):
+            problem = problem.having(static_b=True)
         choice = select(problem.op, problem, self.hw, self.prefs)
         if choice is None:
             reasons = refusals(problem.op, problem, self.hw)
@@ -299,6 +303,11 @@ class Values:
         self.call(node, (), reads, writes, flops=problem.flops)
         self.calls[-1] = chosen(replace(self.calls[-1], problem=problem), choice, self.hw)
         return None
+
+    def _lasting(self, tensor: Tensor) -> bool:
+        """Whether nothing in the program writes to the tensor."""
+        buffer = self.buffers[tensor.buffer]
+        return buffer.kind in ("weight", "constant") and buffer.name not in self.mutable
 
     def _copy(self, label: str, x: Tensor, y: Tensor) -> None:
         code = Code()

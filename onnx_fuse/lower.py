@@ -98,7 +98,7 @@ class Lowerer(Values):
 
     def run(self) -> Program:
         graph = self.model.graph
-        mutable = set(self.state.values())
+        mutable = self.mutable = set(self.state.values())
         inputs = []
         for value in graph.inputs:
             if value.name in self.values:

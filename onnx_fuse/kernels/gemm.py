@@ -2,6 +2,7 @@
 
 The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order it is applied:
   alpha                       float, default 1
+  static_b                    b is the same throughout a graph: it may be read ahead of it
   late_rows                   the call before writes the rows: do not wait for it until then
   layernorm                   rows "row0" rstd, "row1" mean; columns "col0" cs, "col1" cv (float32)
   bias                        column "col1", of type `bias_dtype` (default: the operands')
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import C_TYPES, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
@@ -34,4 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["C_TYPES", "KERNELS"]
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Gemm": (Skinny(), Wgmma(), SplitWgmma(), Mma(), Simt())}
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Gemm": (Cluster(), Skinny(), Wgmma(), SplitWgmma(), Mma(), Simt()),
+}

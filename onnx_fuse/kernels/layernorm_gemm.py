@@ -2,7 +2,8 @@
 
 Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; attrs epsilon, act, act_alpha, save_z,
 residual, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given: made once by
-`rows.fold`), stats (mean, rstd are given: their producer wrote them).
+`rows.fold`), static_b (they are the same throughout a graph), stats (mean, rstd are given: their
+producer wrote them).
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
+from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
@@ -204,7 +206,7 @@ class Apply:
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
-        Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
+        Cluster(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
         Apply(Wgmma()), Apply(Mma()), Apply(Simt()),
     ),
 }  # fmt: skip

@@ -99,6 +99,11 @@ GEMMS = (
         Problem.of("Gemm", m=60, n=72, k=40, beta=2.0, c_rows=0),
     ]
     + [
+        Problem.of("Gemm", m=m, n=384, k=1000, dtype="float16", static_b=True, **attrs)
+        for m in (1, 100)
+        for attrs in ({"bias": True}, {"residual": True}, {"out_dtype": "float32"})
+    ]
+    + [
         Problem.of("Gemm", m=m, n=264, k=128, dtype=dtype, trans_b=True, **attrs)
         for m in (8, 200)
         for dtype in ("bfloat16", "float32")
@@ -142,7 +147,7 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     for kernel, how in each(problem, hw):
         results = []
         for _ in range(2):
-            blank = {"y": poison(dtype, *want.shape), "z": poison(dtype, *want.shape)}
+            blank = {"y": poison(problem.out, *want.shape), "z": poison(problem.out, *want.shape)}
             memory = Memory(stored | blank)
             memory.run(kernel, problem, how, hw)
             results.append(memory.read("y"))
@@ -163,6 +168,7 @@ NORMS = [
     Problem.of("LayerNormGemm", m=40, k=136, n=264, dtype=dtype, bias=True, trans_b=True)
     for dtype in ("bfloat16", "float32")
 ]
+NORMS += [p.having(folded=True, static_b=True) for p in NORMS if p.dtype != "float32"]
 
 
 @pytest.mark.parametrize("ratio", [0, 10, 1000])
@@ -181,7 +187,11 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
     # a float32 mean is off by 2^-24 of itself, which is ratio standard deviations
     bound = TOLERANCE[dtype if dtype != "float32" else problem.math] + 6e-8 * ratio
     stored = np.ascontiguousarray(w.T) if problem.trans_b else w
-    given = {"x": x, "gamma": gamma, "beta": beta, "w": stored, "c": c}
+    wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
+    given = {"x": x, "gamma": gamma, "beta": beta, "w": stored, "c": c,
+             "wq": np.ascontiguousarray(wq.T) if problem.trans_b else wq,
+             "cs": wide(wq).sum(0).astype(np.float32),
+             "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
     for kernel, how in each(problem, hw):
         bits = []
         for _ in range(2):

@@ -1,0 +1,473 @@
+// gemm/cluster_sm90.cu: y = epilogue(LN?(op(a)) . op(b)) on Hopper for few tiles: clusters share k.
+// Idea     : a product of few tiles is a chain of latencies, so all bytes start at once and k is split:
+//            SPLIT CTAs of a cluster own one tile, each multiplies its range of k with wgmma as the
+//            TMA loads land and pushes its sums (st.async) to the CTA that finishes those columns.
+//            SHARE CTAs side by side in n load the tile of a together, by multicast. EPI_LN with STATS:
+//            four more warps take (mean, M2) of the rows of a from the same shared memory, about a
+//            shift near the mean; the cluster's parts are merged by Chan's formula, in order.
+//            STATIC_B: b does not change while the graph runs, so its loads start before the launch
+//            before is through (programmatic dependent launch); everything else waits for that.
+// Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), bf16 or f16, by TMA: row strides and
+//            addresses multiples of 16 bytes; STATS: K a multiple of 8.
+// Outputs  : y, z [M,N] TO; mean, rstd [M] f32 (STATS).
+// Macros   : T, TO, TV, TRANS_A, TRANS_B, WGM (64-row blocks of a tile, a warpgroup each), ROWS (rows
+//            loaded of the 64 WGM), BN, SPLIT, SHARE, STAGES, RING (1: a CTA has more steps of 64 k than
+//            STAGES), STATS, RMS, STATIC_B, N_STEP (1, 2, 8 or 64: divides N); the epilogue's.
+// Launch   : grid SPLIT SHARE ceil(M / (64 WGM)) ceil(N / (BN SHARE)), clusters of SPLIT SHARE.
+// Numerics : f32 sums, each CTA's k in order, CTAs in order: bits depend on K and SPLIT alone.
+// Bound    : bytes of b from memory; latency below a few MB.
+#include "gemm/epilogue.cuh"
+#include "sm90.cuh"
+#ifndef STATS
+#define STATS 0
+#endif
+#ifndef RMS
+#define RMS 0
+#endif
+constexpr int BK = 64, A_BYTES = ROWS * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES;
+constexpr int CLUSTER = SPLIT * SHARE, MMA_WARPS = 4 * WGM;
+constexpr int THREADS = 32 * (MMA_WARPS + (STATS ? 4 : 0) + 1), PRODUCER = THREADS / 32 - 1;
+constexpr int LIVE = (ROWS + 15) / 16;             // multiplying warps whose rows exist
+constexpr int WIDTH = BN / SPLIT, GROUPS = WIDTH / 8;  // columns a CTA finishes, in groups of 8
+// groups of 8 columns that a quad's lanes exchange to store 4 WIDE bytes each
+constexpr int WIDE = sizeof(TO) > 2 || N_STEP < 8 ? 1 : GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1;
+constexpr int READERS = (MMA_WARPS + (STATS ? 4 : 0)) * SHARE;  // warps that free a stage
+// sums pushed by the other CTAs: [SPLIT - 1][GROUPS][32 LIVE] float4
+constexpr int SUM_AT = STAGES * STAGE, SUM_BYTES = (SPLIT - 1) * GROUPS * LIVE * 512;
+constexpr int MOMENT_AT = SUM_AT + SUM_BYTES, MOMENT_BYTES = STATS ? SPLIT * ROWS * 8 : 0;
+constexpr int COLUMN_AT = MOMENT_AT + MOMENT_BYTES, BAR_AT = COLUMN_AT + EPI_COLS * WIDTH * 4;
+
+#define NARROW_(E_, type)                                                                          \
+    template <int TA, int TB> struct Wgmma<E_, 32, TA, TB> {                                       \
+        DEVICE static void run(float (&d)[16], u64 a, u64 b, int add) {                            \
+            WGMMA_(32, type, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", 16, 17, 18,  \
+                   19, 20, F8_(0), F8_(8));                                                        \
+        }                                                                                          \
+    };                                                                                             \
+    template <int TA, int TB> struct Wgmma<E_, 96, TA, TB> {                                       \
+        DEVICE static void run(float (&d)[48], u64 a, u64 b, int add) {                            \
+            WGMMA_(96, type, R30_ R10_(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, 51, 52,   \
+                   F32_(0), F8_(32), F8_(40));                                                     \
+        }                                                                                          \
+    };
+NARROW_(bf16, "bf16")
+NARROW_(f16, "f16")
+
+// The address in CTA `rank` of the cluster that `address` has in this one.
+DEVICE u32 cluster_address(u32 address, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// Stores into a CTA of the cluster, counted by the barrier `bar` there.
+DEVICE void push(u32 to, u32 bar, float a, float b, float c, float d) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(bar)
+        : "memory");
+}
+DEVICE void push(u32 to, u32 bar, float a, float b) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::
+                     "r"(to), "f"(a), "f"(b), "r"(bar)
+                 : "memory");
+}
+// All of the cluster: `arrive`, then `wait`; the producer's warp of a lone CTA need not wait.
+DEVICE void arrive() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+DEVICE void wait(bool producer) {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else if (producer) bar_arrive(1, THREADS);
+    else bar_sync(1, THREADS);
+}
+
+template <class E> struct Pack { DEVICE static u32 of(float2 v) { return pack2<E>(v.x, v.y); } };
+template <> struct Pack<float> { DEVICE static u32 of(float2) { return 0; } };  // never stored so
+DEVICE u32 bits(float2 v) { return Pack<TO>::of(v); }
+// Lane q of a quad has columns 2q, 2q + 1 of N groups of 8; afterwards 2 N neighbours of one group:
+// of group q where N is 4, the lower or upper four of group q % 2 where N is 2.
+template <int N> DEVICE void transpose(u32 (&v)[N]) {
+#pragma unroll
+    for (int step = 1; step < N; step *= 2)
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (i & step) continue;
+            bool odd = threadIdx.x & step;
+            u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + step], step);
+            if (odd) v[i] = got;
+            else v[i + step] = got;
+        }
+}
+// One lane of the producer's warp, which the compiler knows to be one.
+DEVICE bool one_lane() {
+    u32 chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen;
+}
+// The launch after may start as soon as every CTA has said so; it waits where it reads.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE float2 two(Vec<TO, 2> v) { return make_float2(to_float(v.at[0]), to_float(v.at[1])); }
+// Neighbours at p, of which `count` exist: both or none where N is even.
+DEVICE Vec<TO, 2> load_pair(const TO* p, int count) {
+    if (N_STEP > 1) return count > 0 ? load<2>(p) : Vec<TO, 2>{};
+    return {count > 0 ? p[0] : TO{}, count > 1 ? p[1] : TO{}};
+}
+DEVICE void store_pair(TO* p, int count, float2 v) {
+    Vec<TO, 2> both = {from_float<TO>(v.x), from_float<TO>(v.y)};
+    if (N_STEP > 1 && count > 0) store<2>(p, both);
+    if (N_STEP == 1 && count > 0) p[0] = both.at[0];
+    if (N_STEP == 1 && count > 1) p[1] = both.at[1];
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    TO* __restrict__ y, TO* __restrict__ z, const TO* __restrict__ c, int M, int N, int K,
+    float epsilon, float* __restrict__ mean, float* __restrict__ rstd, const TR* __restrict__ row0,
+    const TR* __restrict__ row1, const TR* __restrict__ row2, const TR* __restrict__ row3,
+    const TV* __restrict__ col0, const TV* __restrict__ col1, float alpha, float beta,
+    float act_alpha) {
+    extern __shared__ __align__(1024) u8 smem[];
+    u32 base = smem_address(smem), full = base + BAR_AT, empty = full + STAGES * 8;
+    u32 summed = empty + STAGES * 8, counted = summed + 8;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int rank = CLUSTER > 1 ? (int)cluster_rank() : 0, part = rank % SPLIT, side = rank / SPLIT;
+    int tiles_m = (M + 64 * WGM - 1) / (64 * WGM), tile = blockIdx.x / CLUSTER;
+    int m0 = tile % tiles_m * (64 * WGM), n0 = (tile / tiles_m * SHARE + side) * BN;
+    int all = (K + BK - 1) / BK, per = (all + SPLIT - 1) / SPLIT, first = part * per;
+    int steps = all - first < per ? all - first : per;
+    // the stage of a step that will be loaded again is free, in every CTA that loads a part of it
+    auto release = [&](int step) {
+        if (RING && step + STAGES < steps) {
+            u32 bar = empty + step % STAGES * 8;
+            if (SHARE == 1) {
+                if (lane == 0) mbarrier_arrive(bar);
+            } else if (lane < SHARE) {
+                mbarrier_arrive_remote(bar, part + SPLIT * lane);
+            }
+        }
+    };
+    launch_dependents();
+
+    if (warp == PRODUCER) {
+        auto load_b = [&](int step) {
+            int s = step % STAGES, k = (first + step) * BK;
+            u32 b = base + s * STAGE + A_BYTES, bar = full + s * 8;
+            mbarrier_expect(bar, STAGE);
+            if (TRANS_B)
+                tma_load(b, map_b, bar, k, n0, 0);
+            else if (N_STEP == 64)  // 64-wide blocks of n are the map's third dimension
+                tma_load(b, map_b, bar, 0, k, n0 / 64);
+            else
+#pragma unroll
+                for (int i = 0; i < BN / 64; i++) tma_load(b + i * 8192, map_b, bar, n0 + i * 64, k, 0);
+        };
+        auto load_a = [&](int step) {  // this CTA's share of the rows (TRANS_A: of k), to all sharers
+            int s = step % STAGES, k = (first + step) * BK;
+            u32 a = base + s * STAGE, bar = full + s * 8;
+            u16 sharers = 0;
+            for (int i = 0; i < SHARE; i++) sharers |= 1 << (part + SPLIT * i);
+#pragma unroll
+            for (int i = 0; i < (TRANS_A ? WGM : 1); i++) {
+                u32 to = a + i * 8192 + side * ((TRANS_A ? BK : ROWS) / SHARE * 128);
+                int x = TRANS_A ? m0 + i * 64 : k;
+                int row = TRANS_A ? k + side * (BK / SHARE) : m0 + side * (ROWS / SHARE);
+                if (SHARE == 1) tma_load(to, map_a, bar, x, row, 0);
+                else tma_load_multicast(to, map_a, bar, x, row, 0, sharers);
+            }
+        };
+        if (one_lane()) {
+            tma_prefetch(map_b);
+            tma_prefetch(map_a);
+            for (int s = 0; s < STAGES; s++) {
+                mbarrier_init(full + s * 8, 1);
+                mbarrier_init(empty + s * 8, READERS);
+            }
+            mbarrier_init(summed, 1);
+            mbarrier_init(counted, CLUSTER > 1 ? 1 : 4);
+            fence_barrier_init();
+            if (SPLIT > 1) mbarrier_expect(summed, SUM_BYTES);
+            if (STATS && CLUSTER > 1) mbarrier_expect(counted, MOMENT_BYTES);
+            if (STATIC_B)
+                for (int step = 0; step < STAGES && step < steps; step++) load_b(step);
+        }
+        __syncwarp();
+        arrive();
+        if (SHARE > 1 || CLUSTER == 1) wait(true);
+        if (one_lane()) {
+            grid_dependency_wait();
+            for (int step = 0; step < steps; step++) {
+                if (RING && step >= STAGES)
+                    mbarrier_wait(empty + step % STAGES * 8, step / STAGES - 1 & 1);
+                if (!STATIC_B || step >= STAGES) load_b(step);
+                load_a(step);
+            }
+        }
+        __syncwarp();
+        if (SHARE == 1 && CLUSTER > 1) wait(true);
+    } else if (warp < MMA_WARPS) {
+        arrive();
+        wait(false);
+        grid_dependency_wait();
+        // what the epilogue will need starts its way before the multiplication
+        constexpr int MANY = EPI_COLS ? (WIDTH + 128 * WGM - 1) / (128 * WGM) : 1;
+        float columns[MANY][2];
+#pragma unroll
+        for (int i = 0; i < MANY; i++) {
+            int at = threadIdx.x + i * 128 * WGM, n = n0 + part * WIDTH + at;
+            bool in = at < WIDTH && n < N;
+            columns[i][0] = EPI_COLS > 0 && in ? to_float(col1[n]) : 0.0f;
+            columns[i][1] = EPI_COLS > 1 && in ? to_float(col0[n]) : 0.0f;
+        }
+        int row = warp * 16 + lane / 4, m = m0 + row;  // and 8 below
+        int n = n0 + part * WIDTH + lane % 4 * 2;      // and 8 more a group
+        constexpr bool EARLY = EPI_OPERAND && GROUPS <= 8;
+        Vec<TO, 2> cs[EARLY ? GROUPS : 1][2];
+        auto load_c = [&](int g, int h) {
+            int there = m + h * 8 < M ? N - n - g * 8 : 0;
+            return load_pair(c + (i64)(m + h * 8) * N + n + g * 8, there);
+        };
+        if (EARLY && warp < LIVE)
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) cs[g][h] = load_c(g, h);
+        Row rows[2] = {};
+        if (!STATS && EPI_ROWS)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int r = m + h * 8;
+                bool in = r < M;
+                rows[h] = {in ? to_float(row0[r]) : 0.0f, in ? to_float(row1[r]) : 0.0f,
+                           EPI_ROWS > 2 && in ? to_float(row2[r]) : 0.0f,
+                           EPI_ROWS > 2 && in ? to_float(row3[r]) : 0.0f};
+            }
+
+        float acc[BN / 2];
+        int step = 0;
+        do {  // (a loop that might not run at all has ptxas serialise the products)
+            int s = step % STAGES;
+            u32 a = base + s * STAGE + warp / 4 * 8192, b = base + s * STAGE + A_BYTES;
+            mbarrier_wait(full + s * 8, step / STAGES & 1);
+            wgmma_fence();
+#pragma unroll
+            for (int q = 0; q < BK / 16; q++)  // rows past ROWS are whatever lies there, never stored
+                Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
+                    acc, wgmma_descriptor<!TRANS_A>(a + q * (TRANS_A ? 2048 : 32)),
+                    wgmma_descriptor<TRANS_B>(b + q * (TRANS_B ? 32 : 2048)), step | q);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (step > 0) release(step - 1);
+        } while (++step < steps);
+        wgmma_wait<0>();
+
+        if (EPI_COLS) {
+            float* to = (float*)(smem + COLUMN_AT);
+#pragma unroll
+            for (int i = 0; i < MANY; i++) {
+                int at = threadIdx.x + i * 128 * WGM;
+                if (at < WIDTH) {
+                    to[at] = columns[i][0];
+                    if (EPI_COLS > 1) to[WIDTH + at] = columns[i][1];
+                }
+            }
+        }
+        // a wait long over: in one block with the stores, ptxas would serialise the products
+        if (CLUSTER == 1) mbarrier_wait(full + (steps - 1) % STAGES * 8, (steps - 1) / STAGES & 1);
+        if (EPI_COLS) bar_sync(2, 128 * WGM);
+        if (warp < LIVE) {
+            float sum[GROUPS * 4];
+            if (SPLIT == 1) {
+#pragma unroll
+                for (int i = 0; i < GROUPS * 4; i++) sum[i] = acc[i];
+            } else {
+                u32 mine = base + SUM_AT + threadIdx.x * 16;
+                constexpr int SLOT = GROUPS * LIVE * 512;
+#pragma unroll
+                for (int o = 0; o < SPLIT; o++) {
+                    if (o == part) continue;
+                    u32 to = cluster_address(mine + (part < o ? part : part - 1) * SLOT, o + SPLIT * side);
+                    u32 bar = cluster_address(summed, o + SPLIT * side);
+#pragma unroll
+                    for (int g = 0; g < GROUPS; g++) {
+                        const float* v = acc + (o * GROUPS + g) * 4;
+                        push(to + g * LIVE * 512, bar, v[0], v[1], v[2], v[3]);
+                    }
+                }
+                float own[GROUPS * 4];
+#pragma unroll
+                for (int i = 0; i < GROUPS * 4; i++) {
+                    own[i] = acc[i];
+#pragma unroll
+                    for (int o = 1; o < SPLIT; o++)
+                        if (o == part) own[i] = acc[o * GROUPS * 4 + i];
+                }
+                mbarrier_wait(summed, 0);
+#pragma unroll
+                for (int o = 0; o < SPLIT; o++) {
+                    const u8* from = smem + SUM_AT + threadIdx.x * 16 + (o < part ? o : o - 1) * SLOT;
+#pragma unroll
+                    for (int g = 0; g < GROUPS; g++) {
+                        float* v = own + g * 4;
+                        float4 got = make_float4(v[0], v[1], v[2], v[3]);
+                        if (o != part) got = *(const float4*)(from + g * LIVE * 512);
+                        float* t = sum + g * 4;
+                        t[0] = o ? t[0] + got.x : got.x, t[1] = o ? t[1] + got.y : got.y;
+                        t[2] = o ? t[2] + got.z : got.z, t[3] = o ? t[3] + got.w : got.w;
+                    }
+                }
+            }
+            if (STATS) {
+                mbarrier_wait(counted, 0);
+                struct { float mean, m2; } mo[2] = {};  // m2: sum of squared deviations
+#pragma unroll
+                for (int o = 0; o < SPLIT; o++) {
+                    int left = K - o * per * BK;
+                    float count = left < per * BK ? left : per * BK, before = o * per * BK;
+                    float share = o ? __fdividef(count, before + count) : 1.0f;
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        int r = row + h * 8;
+                        if (ROWS % 16 && r >= ROWS) continue;
+                        float2 v = *(const float2*)(smem + MOMENT_AT + (o * ROWS + r) * 8);
+                        float d = v.x - mo[h].mean;
+                        mo[h].m2 += v.y + d * d * (before * share);
+                        mo[h].mean += d * share;
+                    }
+                }
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    rows[h].r0 = rsqrtf(fmaxf(mo[h].m2, 0.0f) / K + epsilon);
+                    rows[h].r1 = mo[h].mean;
+                    if (n0 == 0 && part == 0 && lane % 4 == 0 && m + h * 8 < M) {
+                        mean[m + h * 8] = mo[h].mean;
+                        rstd[m + h * 8] = rows[h].r0;
+                    }
+                }
+            }
+#pragma unroll
+            for (int block = 0; block < GROUPS; block += WIDE)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    u32 out[WIDE], out_z[WIDE];
+#pragma unroll
+                    for (int j = 0; j < WIDE; j++) {
+                        int g = block + j;
+                        float2 k0 = {}, k1 = {}, cc = {}, zz = {};
+                        const float* from = (const float*)(smem + COLUMN_AT) + g * 8 + lane % 4 * 2;
+                        if (EPI_COLS > 0) k1 = *(const float2*)from;
+                        if (EPI_COLS > 1) k0 = *(const float2*)(from + WIDTH);
+                        float2 v = {sum[g * 4 + h * 2], sum[g * 4 + h * 2 + 1]};
+                        if (EARLY) cc = two(cs[EARLY ? g : 0][h]);
+                        else if (EPI_OPERAND) cc = two(load_c(g, h));
+                        Dots dots = {};
+                        v.x = epilogue<float>(v.x, rows[h], k0.x, k1.x, cc.x, alpha, beta, act_alpha,
+                                              zz.x, dots);
+                        v.y = epilogue<float>(v.y, rows[h], k0.y, k1.y, cc.y, alpha, beta, act_alpha,
+                                              zz.y, dots);
+                        if (WIDE > 1) {
+                            out[j] = bits(v);
+                            out_z[j] = bits(zz);
+                            continue;
+                        }
+                        i64 at = (i64)(m + h * 8) * N + n + g * 8;
+                        int there = m + h * 8 < M ? N - n - g * 8 : 0;
+                        store_pair(y + at, there, v);
+                        if (SAVE_Z) store_pair(z + at, there, zz);
+                    }
+                    if (WIDE > 1) {
+                        transpose(out);
+                        if (SAVE_Z) transpose(out_z);
+                        int at = n0 + part * WIDTH + (block + lane % WIDE) * 8 + lane % 4 / WIDE * 4;
+                        if (m + h * 8 < M && at < N) {
+                            store<WIDE>((u32*)(y + (i64)(m + h * 8) * N + at), *(Vec<u32, WIDE>*)out);
+                            if (SAVE_Z)
+                                store<WIDE>((u32*)(z + (i64)(m + h * 8) * N + at),
+                                            *(Vec<u32, WIDE>*)out_z);
+                        }
+                    }
+                }
+        }
+    } else if (STATS) {  // 8 lanes a row, a lane takes one 16-byte chunk of each step
+        arrive();
+        wait(false);
+        constexpr int EACH = ROWS / SHARE, PASSES = (EACH + 15) / 16;
+        int sub = (warp - MMA_WARPS) * 4 + lane / 8, chunk = lane % 8;
+        int left = K - first * BK;
+        float shift[PASSES] = {}, s1[PASSES] = {}, s2[PASSES] = {};
+        auto over_lanes = [&](float (&v)[PASSES]) {  // sums over the 8 lanes of a row, to all of them
+#pragma unroll
+            for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) v[i] += __shfl_xor_sync(~0u, v[i], step);
+        };
+        struct Chunks { uint4 of[PASSES]; } even, odd;
+        auto fetch = [&](Chunks& v, int step) {
+            int s = step % STAGES;
+            mbarrier_wait(full + s * 8, step / STAGES & 1);
+#pragma unroll
+            for (int i = 0; i < PASSES; i++) {
+                int r = side * EACH + i * 16 + sub;
+                v.of[i] = uint4{};
+                if (EACH % 16 == 0 || i * 16 + sub < EACH)
+                    v.of[i] = *(const uint4*)(smem + s * STAGE + r * 128 + ((chunk ^ (r & 7)) << 4));
+            }
+        };
+        auto observe = [&](const Chunks& v, int step) {
+            if (!RMS && step == 0) {  // the rows' first 64 values tell where about the mean is
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) {
+                    float2 a = unpack2<T>(v.of[i].x), b = unpack2<T>(v.of[i].y);
+                    float2 c = unpack2<T>(v.of[i].z), d = unpack2<T>(v.of[i].w);
+                    shift[i] = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+                }
+                over_lanes(shift);
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) shift[i] *= 1.0f / (left < BK ? left : BK);
+            }
+            if (step * BK + chunk * 8 < left)
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) {
+                    u32 words[4] = {v.of[i].x, v.of[i].y, v.of[i].z, v.of[i].w};
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        float2 p = unpack2<T>(words[j]);
+                        float a = p.x - shift[i], b = p.y - shift[i];
+                        s1[i] += a + b;
+                        s2[i] += a * a;
+                        s2[i] += b * b;
+                    }
+                }
+            if (RING) {
+                __syncwarp();
+                release(step);
+            }
+        };
+        fetch(even, 0);
+        for (int step = 0; step < steps; step += 2) {  // one step is read while another is added up
+            if (step + 1 < steps) fetch(odd, step + 1);
+            observe(even, step);
+            if (step + 1 == steps) break;
+            if (step + 2 < steps) fetch(even, step + 2);
+            observe(odd, step + 1);
+        }
+        over_lanes(s1);
+        over_lanes(s2);
+        float inverse = 1.0f / (left < per * BK ? left : per * BK);
+        u32 at = base + MOMENT_AT + (part * ROWS + side * EACH + sub) * 8, bar = counted;
+        if (CLUSTER > 1) {  // lane j of a row tells CTA j
+            at = cluster_address(at, chunk % CLUSTER);
+            bar = cluster_address(bar, chunk % CLUSTER);
+        }
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            float over = s1[i] * inverse, mu = RMS ? 0.0f : shift[i] + over;
+            float m2 = RMS ? s2[i] : s2[i] - s1[i] * over;
+            if (chunk < CLUSTER && (EACH % 16 == 0 || i * 16 + sub < EACH)) {
+                if (CLUSTER > 1) push(at + i * 128, bar, mu, m2);
+                else *(float2*)(smem + (at - base) + i * 128) = make_float2(mu, m2);
+            }
+        }
+        __syncwarp();
+        if (CLUSTER == 1 && lane == 0) mbarrier_arrive(counted);  // st.async is for clusters alone
+    }
+}

@@ -1,0 +1,218 @@
+"""Few tiles on Hopper: k split inside clusters, one launch (cuda_src/gemm/cluster_sm90.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from onnx_fuse.kernels.gemm_portable import (
+    ACTIVATIONS,
+    as_defines,
+    epilogue_defines,
+    ld,
+    operand,
+    type_defines,
+)
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
+
+BK = 64
+TILES = 264
+"""128 x 128 tiles of the result, at most: two an SM."""
+
+
+class Cluster:
+    """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
+
+    name = "cluster"
+    source = "gemm/cluster_sm90.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        """The kernel."""
+        return (self.source,)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if hw.arch != "sm_90a":
+            return f"wgmma needs sm_90a, this is {hw.arch}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"for 16-bit operands, not {problem.dtype}"
+        if problem.out not in ("float16", "bfloat16", "float32"):
+            return f"no {problem.out} result"
+        if problem.batch or problem.attr("planes"):
+            return "one product at a time"
+        norm = problem.op == "LayerNormGemm"
+        if norm and not problem.attr("folded"):
+            return "gamma and beta must be folded into the weights"
+        if norm and (problem.k % 8 or problem.trans_a):
+            return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
+        if problem.attr("dw"):
+            return "no row sums of the result"
+        extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
+        if len(extra) > 1:
+            return f"the epilogue takes one extra operand, not {extra}"
+        dense_c = (problem.integer("c_rows", problem.n), problem.integer("c_cols", 1))
+        if extra and dense_c != (problem.n, 1):
+            return f"c is read as a dense [M, N], its strides are {dense_c}"
+        act = problem.text("act")
+        if act and act not in ACTIVATIONS:
+            return f"no activation {act!r}"
+        steps = [x * 2 for x in ld(problem)]
+        if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
+            return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
+        if ceil(problem.m / 128) * ceil(problem.n / 128) > TILES:
+            return f"for up to {TILES} tiles of 128 x 128"
+        return None
+
+    def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
+        wgm, bn, split, share, room = (
+            config.integer(name) for name in ("wgm", "bn", "split", "share", "room")
+        )
+        return wgm, bn, split, share, room
+
+    def _rows(self, problem: Problem, wgm: int, share: int) -> int:
+        """Rows of a that are loaded: the others of a 64-row block are never stored."""
+        if problem.trans_a or problem.m > 32 * wgm:
+            return 64 * wgm
+        return ceil(problem.m / (8 * share)) * 8 * share
+
+    def _steps(self, problem: Problem, config: Config) -> int:
+        """64-wide steps of k that a CTA makes."""
+        return ceil(ceil(problem.k / BK) / config.integer("split"))
+
+    def _smem(self, problem: Problem, config: Config, stages: int) -> int:
+        wgm, bn, split, share, _ = self._shape(config)
+        rows = self._rows(problem, wgm, share)
+        stage = (rows + bn) * BK * 2
+        sums = (split - 1) * (bn // split // 8) * ceil(rows / 16) * 512
+        moments = split * rows * 8 if self._stats(problem) else 0
+        rest = sums + moments + 2 * (bn // split) * 4 + 16 * stages + 16
+        # the last stage's a is read as whole 64-row blocks
+        return stages * stage + max(rest, wgm * 8192 - stage)
+
+    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
+        room = config.integer("room")
+        limit = (hw.smem_per_block + 1024) // room - 1024
+        steps = self._steps(problem, config)
+        fit = [s for s in range(1, steps + 1) if self._smem(problem, config, s) <= limit]
+        return max(fit, default=0)
+
+    def _stats(self, problem: Problem) -> bool:
+        return problem.op == "LayerNormGemm" and not problem.attr("stats")
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Tiles, k shared by 1 to 8 CTAs, a's tile by 1 to 4, one or two CTAs an SM."""
+        found = []
+        steps = ceil(problem.k / BK)
+        for wgm in (1,) if problem.m <= 64 else (1, 2):
+            for bn in (32, 64, 96, 128, 192, 256) if problem.trans_b else (64, 128, 192, 256):
+                tiles_n = ceil(problem.n / bn)
+                for split in (1, 2, 4, 8):
+                    per = ceil(steps / split)
+                    if bn // split % 8 or (split - 1) * per >= steps or bn >= 2 * problem.n + 64:
+                        continue
+                    # three warpgroups and the producer have 128 registers a thread
+                    if self._stats(problem) and wgm * bn > 256:
+                        continue
+                    for share in (1, 2, 4):
+                        rows = self._rows(problem, wgm, share)
+                        if split * share > 8 or tiles_n % share or rows > 64 * wgm:
+                            continue
+                        ctas = ceil(problem.m / (64 * wgm)) * tiles_n * split
+                        for room in (2, 1):
+                            how = Config.of(wgm=wgm, bn=bn, split=split, share=share, room=room)
+                            stages = self._stages(problem, how, hw)
+                            if ctas <= 2 * room * hw.sm_count and stages >= min(per, 3):
+                                found.append(how)
+                            if stages == per:  # more room would change nothing
+                                break
+        return found
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """A launch, the slowest of the flows, what does not fit into the stages, the exchange."""
+        wgm, bn, split, share, room = self._shape(config)
+        rows, per = self._rows(problem, wgm, share), self._steps(problem, config)
+        stages = self._stages(problem, config, hw)
+        ctas = ceil(problem.m / (64 * wgm)) * ceil(problem.n / bn) * split
+        # clusters do not fill every group of SMs
+        slots = room * hw.sm_count * {1: 1.0, 2: 1.0, 4: 0.87, 8: 0.85}[split * share]
+        deep, step = ceil(ctas / hw.sm_count), per * BK * 2
+        # fitted to 200 timings on an H200 (2026-11), each launch overlapping the one before
+        l2 = ctas * step * (rows / share + bn) / (1.05 * hw.bandwidth)
+        products = deep * 2 * 64 * wgm * bn * per * BK / (hw.rate(problem.dtype) / hw.sm_count)
+        stats = deep * rows / share * per * BK * 3e-11 if self._stats(problem) else 0.0
+        memory = problem.bytes / (0.9 * hw.bandwidth)
+        sums = (split - 1) / split * rows * bn * 4 / 4.2e10
+        turns = 0.6e-6 * (per / stages - 1) + (0.25e-6 if per > stages else 0.0)
+        waves = 4e-6 * (ceil(ctas / slots) - 1)
+        start = 0.85 * hw.launch_seconds + 0.3e-6 * (wgm - 1) + 0.02e-6 * split * share
+        return start + max(l2, products, stats, memory) + sums + turns + waves
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """None."""
+        return 0
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One call."""
+        wgm, bn, split, share, _ = self._shape(config)
+        m, n, k = problem.m, problem.n, problem.k
+        rows, stages = self._rows(problem, wgm, share), self._stages(problem, config, hw)
+        norm, stats = problem.op == "LayerNormGemm", self._stats(problem)
+        lda, ldb = ld(problem)
+        step_n = next(step for step in (64, 8, 2, 1) if n % step == 0)
+        if step_n == 64 and (problem.trans_b or bn % 64):
+            step_n = 8
+        types, epilogue = type_defines(problem), epilogue_defines(problem)
+        if norm:
+            types["TV"] = "float"
+            epilogue |= {"EPI_LN": 1}
+            epilogue.pop("EPI_BIAS", None)  # it is in cv
+        defines = as_defines(
+            types, epilogue,
+            {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
+             "BN": bn, "SPLIT": split, "SHARE": share, "STAGES": stages, "N_STEP": step_n,
+             "RING": self._steps(problem, config) > stages, "STATIC_B": problem.attr("static_b")},
+            {"STATS": 1} if stats else {}, {"RMS": 1} if problem.attr("rms") and stats else {},
+        )  # fmt: skip
+        size = ITEMSIZE[problem.dtype]
+        if norm:
+            names = ("x", "wq", "r", "cs", "cv", "rstd", "mean")
+        else:
+            names = ("a", "b", "c", "col0", "col1", "row0", "row1")
+        a, b, c, col0, col1, row0, row1 = names
+
+        def load(name: str, inner: int, outer: int, stride: int, box: tuple[int, int]) -> TensorMap:
+            step = stride * size
+            return TensorMap(
+                Ptr(name), problem.dtype, (inner, outer, 1), (step, step * outer), (*box, 1)
+            )
+
+        map_a = (
+            load(a, m, k, lda, (64, BK // share))
+            if problem.trans_a
+            else load(a, k, m, lda, (BK, rows // share))
+        )
+        if problem.trans_b:
+            map_b = load(b, k, n, ldb, (BK, bn))
+        elif step_n == 64:  # a tile's blocks of 64 columns by one load
+            map_b = TensorMap(
+                Ptr(b), problem.dtype, (64, k, n // 64), (ldb * size, 128), (64, BK, bn // 64)
+            )
+        else:
+            map_b = load(b, n, k, ldb, (64, BK))
+        args = (
+            map_a, map_b, Ptr("y"), Ptr("z"), Ptr(c if operand(problem) else "none"),
+            Num("i32", m), Num("i32", n), Num("i32", k),
+            Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
+            Ptr(row0), Ptr(row1), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
+            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
+            Num("f32", problem.number("act_alpha", 1.0)),
+        )  # fmt: skip
+        grid = split * share * ceil(m / (64 * wgm)) * ceil(n / (bn * share))
+        threads = 128 * wgm + (128 if stats else 0) + 32
+        return (
+            Launch(
+                self.source, "gemm_cluster", (grid, 1, 1), (threads, 1, 1), args, defines,
+                smem=self._smem(problem, config, stages), cluster=split * share,
+            ),
+        )  # fmt: skip
