@@ -345,25 +345,28 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 }
             }
 #pragma unroll
-            for (int block = 0; block < GROUPS; block += WIDE)
+            for (int block = 0; block < GROUPS; block += WIDE) {
+                float2 k0[WIDE] = {}, k1[WIDE] = {};
+#pragma unroll
+                for (int j = 0; j < WIDE; j++) {
+                    const float* from = (const float*)(smem + COLUMN_AT) + (block + j) * 8 + lane % 4 * 2;
+                    if (EPI_COLS > 0) k1[j] = *(const float2*)from;
+                    if (EPI_COLS > 1) k0[j] = *(const float2*)(from + WIDTH);
+                }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     u32 out[WIDE], out_z[WIDE];
 #pragma unroll
                     for (int j = 0; j < WIDE; j++) {
                         int g = block + j;
-                        float2 k0 = {}, k1 = {}, cc = {}, zz = {};
-                        const float* from = (const float*)(smem + COLUMN_AT) + g * 8 + lane % 4 * 2;
-                        if (EPI_COLS > 0) k1 = *(const float2*)from;
-                        if (EPI_COLS > 1) k0 = *(const float2*)(from + WIDTH);
-                        float2 v = {sum[g * 4 + h * 2], sum[g * 4 + h * 2 + 1]};
+                        float2 cc = {}, zz = {}, v = {sum[g * 4 + h * 2], sum[g * 4 + h * 2 + 1]};
                         if (EARLY) cc = two(cs[EARLY ? g : 0][h]);
                         else if (EPI_OPERAND) cc = two(load_c(g, h));
                         Dots dots = {};
-                        v.x = epilogue<float>(v.x, rows[h], k0.x, k1.x, cc.x, alpha, beta, act_alpha,
-                                              zz.x, dots);
-                        v.y = epilogue<float>(v.y, rows[h], k0.y, k1.y, cc.y, alpha, beta, act_alpha,
-                                              zz.y, dots);
+                        v.x = epilogue<float>(v.x, rows[h], k0[j].x, k1[j].x, cc.x, alpha, beta,
+                                              act_alpha, zz.x, dots);
+                        v.y = epilogue<float>(v.y, rows[h], k0[j].y, k1[j].y, cc.y, alpha, beta,
+                                              act_alpha, zz.y, dots);
                         if (WIDE > 1) {
                             out[j] = bits(v);
                             out_z[j] = bits(zz);
@@ -379,13 +382,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                         if (SAVE_Z) transpose(out_z);
                         int at = n0 + part * WIDTH + (block + lane % WIDE) * 8 + lane % 4 / WIDE * 4;
                         if (m + h * 8 < M && at < N) {
-                            store<WIDE>((u32*)(y + (i64)(m + h * 8) * N + at), *(Vec<u32, WIDE>*)out);
-                            if (SAVE_Z)
-                                store<WIDE>((u32*)(z + (i64)(m + h * 8) * N + at),
-                                            *(Vec<u32, WIDE>*)out_z);
+                            i64 to = (i64)(m + h * 8) * N + at;
+                            store<WIDE>((u32*)(y + to), *(Vec<u32, WIDE>*)out);
+                            if (SAVE_Z) store<WIDE>((u32*)(z + to), *(Vec<u32, WIDE>*)out_z);
                         }
                     }
                 }
+            }
         }
     } else if (STATS) {  // 8 lanes a row, a lane takes one 16-byte chunk of each step
         arrive();
@@ -428,14 +431,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
 #pragma unroll
                 for (int i = 0; i < PASSES; i++) {
                     u32 words[4] = {v.of[i].x, v.of[i].y, v.of[i].z, v.of[i].w};
+                    float t1 = 0, t2 = 0;  // added up first: fewer roundings of the long sums
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float2 p = unpack2<T>(words[j]);
                         float a = p.x - shift[i], b = p.y - shift[i];
-                        s1[i] += a + b;
-                        s2[i] += a * a;
-                        s2[i] += b * b;
+                        t1 += a + b;
+                        t2 += a * a;
+                        t2 += b * b;
                     }
+                    s1[i] += t1;
+                    s2[i] += t2;
                 }
             if (RING) {
                 __syncwarp();

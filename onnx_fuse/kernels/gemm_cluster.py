@@ -135,18 +135,21 @@ class Cluster:
         stages = self._stages(problem, config, hw)
         ctas = ceil(problem.m / (64 * wgm)) * ceil(problem.n / bn) * split
         # clusters do not fill every group of SMs
-        slots = room * hw.sm_count * {1: 1.0, 2: 1.0, 4: 0.87, 8: 0.85}[split * share]
+        slots = room * hw.sm_count * {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.85}[split * share]
         deep, step = ceil(ctas / hw.sm_count), per * BK * 2
         # fitted to 200 timings on an H200 (2026-11), each launch overlapping the one before
-        l2 = ctas * step * (rows / share + bn) / (1.05 * hw.bandwidth)
-        products = deep * 2 * 64 * wgm * bn * per * BK / (hw.rate(problem.dtype) / hw.sm_count)
+        l2 = ctas * step * (rows / share + bn) / (2.1 * hw.bandwidth)
+        per_sm = 1.2 * hw.rate(problem.dtype) / hw.sm_count
+        products = deep * 2 * 64 * wgm * bn * per * BK / per_sm
         stats = deep * rows / share * per * BK * 3e-11 if self._stats(problem) else 0.0
-        memory = problem.bytes / (0.9 * hw.bandwidth)
-        sums = (split - 1) / split * rows * bn * 4 / 4.2e10
-        turns = 0.6e-6 * (per / stages - 1) + (0.25e-6 if per > stages else 0.0)
+        memory = problem.bytes / (1.05 * hw.bandwidth)
+        sums = (split - 1) / split * rows * bn * 4 / 3.8e10
+        turns = 0.76e-6 * (per / stages - 1) + (0.36e-6 if per > stages else 0.0)
         waves = 4e-6 * (ceil(ctas / slots) - 1)
-        start = 0.85 * hw.launch_seconds + 0.3e-6 * (wgm - 1) + 0.02e-6 * split * share
-        return start + max(l2, products, stats, memory) + sums + turns + waves
+        # where all SMs are taken the next launch cannot read its weights ahead
+        crowd = 0.26 * min(1.0, ctas / (room * hw.sm_count)) * problem.bytes / hw.bandwidth
+        start = 1.12 * hw.launch_seconds + 0.3e-6 * (wgm - 1)
+        return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         """None."""
