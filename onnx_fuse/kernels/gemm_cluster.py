@@ -16,8 +16,6 @@ from onnx_fuse.kernels.gemm_portable import (
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
 
 BK = 64
-TILES = 264
-"""128 x 128 tiles of the result, at most: two an SM."""
 
 
 class Cluster:
@@ -59,8 +57,13 @@ class Cluster:
         steps = [x * 2 for x in ld(problem)]
         if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
-        if ceil(problem.m / 128) * ceil(problem.n / 128) > TILES:
-            return f"for up to {TILES} tiles of 128 x 128"
+        tiles = ceil(problem.m / 128) * ceil(problem.n / 128)
+        if problem.m > 64 and tiles > hw.sm_count:
+            return f"{tiles} tiles of 128 x 128, more than there are SMs"
+        if ceil(problem.n / 256) > 2 * hw.sm_count:
+            return f"n={problem.n}: more than two tiles an SM"
+        if min(problem.m, problem.n, problem.k) < 1:
+            return "empty"
         return None
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
