@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -13,7 +14,7 @@ import numpy as np
 
 from onnx_fuse import checkpoint, data
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.train import Trainer
+from onnx_fuse.train import Loss, Trainer
 
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped
@@ -59,14 +60,24 @@ def fit(
                 f"{history.batch_size}, not {examples} in batches of {batch_size}"
             )
     steps = steps_per_epoch(trainer, examples, batch_size)
+    started: deque[float | Loss] = deque()
+
+    def note(under_way: int = 0) -> None:
+        while len(started) > under_way:
+            history.losses.append(float(started.popleft()))
+            watch(history)
+
     while (epoch := len(history.epochs)) < epochs:
         start = len(history.losses) - epoch * steps
         indices = data.order(examples, trainer.seed, epoch, shuffle=shuffle)
         for feeds in data.batches(arrays, indices[: steps * batch_size], batch_size, start):
-            history.losses.append(trainer.step(feeds))
-            watch(history)
-            if folder and every and len(history.losses) % every == 0:
+            started.append(trainer.step(feeds))
+            # on a GPU the loss before this one is read while this step runs
+            note(0 if isinstance(started[-1], float) else 1)
+            if folder and every and (len(history.losses) + len(started)) % every == 0:
+                note()
                 trainer.checkpoint(folder, fit=asdict(history))
+        note()
         record = {"epoch": epoch + 1.0, "loss": float(np.mean(history.losses[epoch * steps :]))}
         if validation is not None:
             record |= evaluate(trainer, validation, batch_size)

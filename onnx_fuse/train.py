@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import total_ordering
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 import onnx_ir
@@ -328,8 +329,8 @@ class _Step:
         for w, g in gradients.items():
             total = self.slot(w, "accumulated", "accumulator", 0.0)
             sums[w] = self.op.Add(total, g)
-            if self.mode == "accumulate":
-                self.next[total] = sums[w]
+            # an update takes the sum and starts the next one at zero
+            self.next[total] = sums[w] if self.mode == "accumulate" else self.op.Sub(total, total)
         return sums
 
     def clip(
@@ -448,8 +449,20 @@ class _Portable:
         """Replace a state."""
         self.array(name)[...] = array
 
-    def run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs but for the states' successors, which `commit` makes current."""
+    ahead = 0
+    """Steps that may be under way when the next one is asked for."""
+
+    def start(
+        self, key: str, spec: Spec, feeds: Mapping[str, Array]
+    ) -> Callable[[], dict[str, Array]]:
+        """Run; the outputs but for the states' successors, which `commit` makes current."""
+        found = self._run(key, spec, feeds)
+        return lambda: found
+
+    def go_on(self) -> None:
+        """Nothing was changed by a bad step."""
+
+    def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
         scalars = [name for name in (spec.loss, spec.norm) if name]
         pattern = (key, *(self._now[s.name] for s in spec.states))
         binding = self._bindings.get(pattern)
@@ -485,6 +498,8 @@ class _Portable:
 class _Cuda:
     """The same on a GPU: one graph launch a step, states replaced in place unless it was bad."""
 
+    ahead = 4
+
     def __init__(self, states: Sequence[State], math: str) -> None:
         from onnx_fuse.runtime.states import CudaStates
 
@@ -492,14 +507,67 @@ class _Cuda:
         self.add = self._states.add
         self.array = self._states.read
         self.write = self._states.write
+        self.go_on = self._states.go_on
 
-    def run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def start(
+        self, key: str, spec: Spec, feeds: Mapping[str, Array]
+    ) -> Callable[[], dict[str, Array]]:
         successors = {s.next: s.name for s in spec.states if s.next}
         scalars = [name for name in (spec.loss, spec.norm) if name]
-        return self._states.run(key, successors, scalars, spec.outputs, feeds)
+        return self._states.start(key, successors, scalars, spec.outputs, feeds)
 
     def commit(self, spec: Spec) -> None:
         """Nothing is left to do."""
+
+
+@dataclass
+class _Run:
+    """A step that was started: `index` among all, and what is known of it by now."""
+
+    index: int
+    mode: Mode
+    spec: Spec
+    feeds: dict[str, Array]
+    result: Callable[[], dict[str, Array]]
+    loss: float | None = None
+    fault: str = ""
+
+
+@total_ordering
+class Loss:
+    """The loss of a step that the GPU may still be at: to use it as a number waits for the step.
+
+    Raises CheckFailed then, where that step (or one before it that nobody has looked at) was bad.
+    """
+
+    def __init__(self, trainer: Trainer, run: _Run) -> None:
+        self._trainer, self._run = trainer, run
+
+    def __float__(self) -> float:
+        return self._trainer._loss(self._run)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(float(self), dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == (float(other) if isinstance(other, Loss) else other)
+
+    def __lt__(self, other: SupportsFloat) -> bool:
+        return float(self) < float(other)
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+    def __add__(self, other: SupportsFloat) -> float:
+        return float(self) + float(other)
+
+    __radd__ = __add__
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form)
+
+    def __repr__(self) -> str:
+        return repr(float(self))
 
 
 class Evaluation(NamedTuple):
@@ -570,6 +638,7 @@ class Trainer:
         self._unproved: bool = free_batch
         self.calls = 0
         """Steps so far, each one batch."""
+        self._runs: list[_Run] = []  # started, and not looked at yet
         self.extra: dict[str, Any] = {}
         """What `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
@@ -606,12 +675,15 @@ class Trainer:
     def updates(self) -> int:
         return self.calls // self.accumulate
 
-    def step(self, feeds: Mapping[str, Any]) -> float:
+    def step(self, feeds: Mapping[str, Any]) -> float | Loss:
         """Forward, backward and, every `accumulate` calls, the update; returns the batch's loss.
 
-        feeds: the model's inputs by name, and "labels". Raises DataError for feeds that do not fit,
-        CheckFailed where the loss or a gradient is not finite: then the states stay as they were.
+        On a GPU the loss is a Loss, and the step may be under way still: up to four are. feeds: the
+        model's inputs by name, and "labels". Raises DataError for feeds that do not fit,
+        CheckFailed where the loss or a gradient is not finite: then the states stay as they were,
+        and so they do in the steps started since, which count as not made.
         """
+        self._settle(max(self._device.ahead - 1, 0))
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
@@ -626,23 +698,44 @@ class Trainer:
             )
             if name
         }
-        found = self._device.run(mode, spec, arrays)
-        if not all(np.isfinite(found[name]) for name in (spec.loss, spec.norm) if name):
-            raise CheckFailed(self._blame(mode, spec, arrays, found))
-        self._device.commit(spec)
-        if mode == "update":
-            for s in spec.states:
-                if s.kind == "accumulator":
-                    self._device.write(s.name, np.zeros_like(self._device.array(s.name)))
+        run = _Run(self.calls, mode, spec, arrays, self._device.start(mode, spec, arrays))
+        self._runs.append(run)
         self.calls += 1
-        return float(found[spec.loss])
+        return Loss(self, run) if self._device.ahead else self._loss(run)
+
+    def _loss(self, run: _Run) -> float:
+        if run.loss is None and not run.fault:
+            self._settle(len(self._runs) - 1 - self._runs.index(run))
+        if run.loss is None:
+            raise CheckFailed(run.fault)
+        return run.loss
+
+    def _settle(self, ahead: int = 0) -> None:
+        """Look at the steps under way, the oldest first, until `ahead` are left.
+
+        Raises CheckFailed for one that was bad: neither it nor those after it have changed a state.
+        """
+        while len(self._runs) > ahead:
+            run = self._runs.pop(0)
+            found, spec = run.result(), run.spec
+            if all(np.isfinite(found[name]) for name in (spec.loss, spec.norm) if name):
+                self._device.commit(spec)
+                run.loss, run.feeds = float(found[spec.loss]), {}
+                continue
+            after, self._runs, self.calls = self._runs, [], run.index
+            fault = self._blame(run.mode, spec, run.feeds, found)
+            for other in (run, *after):
+                other.fault, other.feeds = fault, {}
+            self._device.go_on()
+            raise CheckFailed(fault)
 
     def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
         """Loss and outputs of a batch in inference mode."""
+        self._settle()
         spec = self.spec("evaluate")
         arrays = self._fit(spec, feeds)
         self._prove_batch(spec, arrays)
-        found = self._device.run("evaluate", spec, arrays)
+        found = self._device.start("evaluate", spec, arrays)()
         counted = hits = 0
         if spec.classes:
             labels = arrays[spec.labels]
@@ -673,7 +766,7 @@ class Trainer:
             raise DataError(f"the first batch needs {size} rows at least, as the model has")
         head = "the batch of the model cannot be freed"
         try:
-            found = self._device.run("evaluate", spec, arrays)
+            found = self._device.start("evaluate", spec, arrays)()
         except ModelError as error:
             raise ModelError(f"{head}: {error}") from error
         for i in range(0, rows - size + 1, size):
@@ -717,10 +810,12 @@ class Trainer:
 
     def state(self) -> dict[str, Array]:
         """All tensors of the run by their names in the graph, as copies."""
+        self._settle()
         return {s.name: self._device.array(s.name).copy() for s in self._specs["update"].states}
 
     def weights(self) -> dict[str, Array]:
         """Trained weights and running statistics, under the model's own names and shapes."""
+        self._settle()
         found: dict[str, Array] = {}
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
@@ -743,6 +838,7 @@ class Trainer:
         extra: JSON values, found again in `extra` after a resume. Raises CheckFailed, and writes
         nothing, where a state is not finite.
         """
+        self._settle()
         states = {s.name: self._device.array(s.name) for s in self._specs["update"].states}
         for name, array in states.items():
             if not np.isfinite(array).all():
@@ -776,6 +872,7 @@ class Trainer:
         Raises DataError where there is none or it is of another model, UsageError where settings
         differ.
         """
+        self._settle()
         tensors, manifest = checkpoint.read(folder)
         stored = manifest["settings"]
         for key, value in self._settings().items():

@@ -437,6 +437,102 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
     trainer.step(good)
 
 
+class Ahead(train._Portable):
+    """The contract of a device that runs ahead: after a fault no step changes a state."""
+
+    ahead = 4
+    sound = True
+
+    def start(self, key: str, spec: train.Spec, feeds: Any) -> Any:
+        found = {name: array.copy() for name, array in self._run(key, spec, feeds).items()}
+        self.sound &= all(np.isfinite(found[name]) for name in (spec.loss, spec.norm) if name)
+        if self.sound:
+            super().commit(spec)
+        return lambda: found
+
+    def commit(self, spec: train.Spec) -> None:
+        """Done in `start`."""
+
+    def go_on(self) -> None:
+        self.sound = True
+
+
+def late_losses(device: str, accumulate: int) -> None:
+    """Losses that nobody waits for are those of steps run one by one; a fault undoes what followed.
+
+    tests/gpu runs this too.
+    """
+    made = [
+        train.Trainer(
+            ir.text_model(LINEAR), loss="mse", device=device, accumulate=accumulate, clip_norm=2.0
+        )
+        for _ in range(2)
+    ]
+    late = [made[0].step(batch(i)) for i in range(9)]
+    early = [float(made[1].step(batch(i))) for i in range(9)]
+    assert all(isinstance(loss, train.Loss) for loss in late)
+    assert late == early
+    assert f"{late[0]:.3f}" == f"{early[0]:.3f}"
+    assert sum(late) == sum(early)
+    assert np.mean(late) == np.mean(early)
+    assert (late[0] > late[8]) == (early[0] > early[8])
+
+    bad = {**batch(9), "x": np.full((8, 3), np.inf, np.float32)}
+    first, wrong, after = (made[0].step(feeds) for feeds in (batch(9), bad, batch(10)))
+    made[1].step(batch(9))
+    assert float(first) > 0
+    with pytest.raises(CheckFailed, match=r"step 11: .*'x' holds a value that is not finite"):
+        float(wrong)
+    with pytest.raises(CheckFailed, match="step 11: "):
+        float(after)  # it was started behind the bad one, and is not made
+    assert made[0].calls == made[1].calls == 10
+    for i in (10, 11):
+        assert made[0].step(batch(i)) == made[1].step(batch(i))
+    for name, array in made[0].state().items():
+        assert array.tobytes() == made[1].state()[name].tobytes(), name
+
+    made[0].step(bad)  # whose loss nobody reads: the next to look at the states is told
+    with pytest.raises(CheckFailed, match="step 13: "):
+        made[0].weights()
+    made[0].step(bad)
+    for i in range(train._Cuda.ahead - 1):
+        made[0].step(batch(i))
+    with pytest.raises(CheckFailed, match="step 13: "):
+        made[0].step(batch())
+    assert made[0].weights().keys() == made[1].weights().keys()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_losses_may_come_late(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
+    monkeypatch.setattr(train, "_Portable", Ahead)
+    late_losses("cpu", accumulate)
+
+
+def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arrays = {name: np.concatenate([batch(i)[name] for i in range(5)]) for name in batch()}
+    histories = []
+    for device in (train._Portable, Ahead):
+        monkeypatch.setattr(train, "_Portable", device)
+        trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+        seen: list[int] = []
+        folder = tmp_path / device.__name__
+        histories.append(
+            fit.fit(
+                trainer,
+                arrays,
+                epochs=2,
+                batch_size=8,
+                folder=folder,
+                every=2,
+                watch=lambda h, seen=seen: seen.append(len(h.losses)),
+            )
+        )
+        assert sorted(set(seen)) == list(range(1, 11))
+        assert train.Trainer.resume(folder, ir.text_model(LINEAR)).calls == 10
+    assert histories[0] == histories[1]
+    assert all(type(loss) is float for loss in histories[1].losses)
+
+
 def test_gpt_learns_the_standard_library() -> None:
     """Each quarter of the steps is better than the one before; tools/text_data.py goes on
     to 1.9 nats a byte."""

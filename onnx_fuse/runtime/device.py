@@ -136,6 +136,32 @@ class Pinned:
             self.address = 0
 
 
+class Event:
+    """A point in a stream's order that the host can wait for."""
+
+    def __init__(self) -> None:
+        driver = bindings()
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._raw = check(driver.cuEventCreate(int(flags)), "an event")
+        self._destroy: Callable[..., Any] = driver.cuEventDestroy
+
+    def record(self, stream: Stream) -> None:
+        """Move to the end of what the stream holds now."""
+        check(bindings().cuEventRecord(self._raw, stream.raw), "an event")
+
+    def passed(self) -> bool:
+        """Whether the stream has come this far (or it was never recorded)."""
+        return int(bindings().cuEventQuery(self._raw)[0]) == 0
+
+    def wait(self, what: str) -> None:
+        """Until the stream has come this far; a kernel's fault surfaces here."""
+        check(bindings().cuEventSynchronize(self._raw), what)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_destroy"):
+            self._destroy(self._raw)
+
+
 class Stream:
     """A CUDA stream, and the copies and graphs that go through it."""
 

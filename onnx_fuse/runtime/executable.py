@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from onnx_fuse.runtime.tensor import Binding, DeviceTensor, adopt, dtype_of
 
 INSTANCES = 32
 """Shape keys kept; the least recently used goes first."""
+SLOTS = 8
+"""Runs whose outputs may be on their way to the host at once; one more waits for the oldest."""
 RANDOM = "random"
 """Where the random generator's state stands, of each Executable its own."""
 KEEP_BYTES = 4 << 30
@@ -45,9 +48,9 @@ class Executable:
     """A model on one GPU: lowered, planned and captured for each set of input shapes it meets.
 
     `state` maps outputs to the inputs or initializers they replace in place: those stay on the
-    device (`read` and `write` reach them) and are not fed. `resident` are such tensors of another
-    Executable, which must outlive this one. Raises DeviceError for what the GPU, its
-    driver or NVRTC cannot do.
+    device (`read` and `write` reach them) and are not fed. `home` is an Executable whose such
+    tensors, and whose stream, this one shares and which must outlive it. Raises DeviceError for
+    what the GPU, its driver or NVRTC cannot do.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Executable:
         prefs: Mapping[str, str] | None = None,
         state: Mapping[str, str] | None = None,
         device_id: int = 0,
-        resident: Mapping[str, tuple[Tensor, int]] | None = None,
+        home: Executable | None = None,
         seed: int = 0,
     ) -> None:
         device.probe(device_id)
@@ -66,8 +69,10 @@ class Executable:
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         self.hw = Hardware.detect(device_id)
-        self.resident: dict[str, tuple[Tensor, int]] = dict(resident or {})
+        self.resident: dict[str, tuple[Tensor, int]] = dict(home.resident if home else {})
         self.resident.pop(RANDOM, None)
+        if home is not None:
+            self.stream = home.stream
         self._blocks: list[device.Memory] = []
         self._seed = seed
         self._instances: OrderedDict[tuple[Any, ...], Instance] = OrderedDict()
@@ -94,6 +99,15 @@ class Executable:
             instance.feed(adopted)
             instance.launch()
             return instance.keep(names) if on_device else instance.fetch(names)
+
+    def send(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Pending:
+        """Start a run and return at once: the outputs named are on their way to the host."""
+        with self._lock:
+            adopted = self._adopted(feeds)
+            instance = self.instance(adopted)
+            instance.feed(adopted)
+            instance.launch()
+            return instance.send(names)
 
     def adopt(self, value: Any) -> np.ndarray | DeviceTensor:
         """A feed as an array, or as the GPU tensor it is."""
@@ -303,8 +317,8 @@ class Instance:
         self._apart: dict[int, device.Memory] = {}
         if not config.ARENA.value:
             self._set_apart([b for b in program.buffers if b.id in where or b.kind == "temp"])
-        self._pinned_in = device.Pinned(self._spans["input"][1])
-        self._pinned_out = device.Pinned(self._spans["output"][1])
+        self._staging: list[tuple[device.Pinned, device.Event]] = []
+        self._slots: list[Slot] = []
         for buffer, array in program.constants.items():
             if array.nbytes:
                 owner.stream.upload(self.address[buffer], array.ctypes.data, array.nbytes)
@@ -407,22 +421,33 @@ class Instance:
         stream = self.owner.stream
         start, span = self._spans["input"]
         base = self.memory.address
-        staged = False
-        for name, tensor in self._inputs.items():
-            value = feeds[name]
-            if isinstance(value, np.ndarray) and value.nbytes:
-                at = self._staged[tensor.buffer] - base - start
-                room = self._pinned_in.array[at:][: value.nbytes]
+        arrays = {n: feeds[n] for n in self._inputs if isinstance(feeds[n], np.ndarray)}
+        if span and arrays:
+            pinned, uploaded = self._free_staging(span)
+            for name, value in arrays.items():
+                at = self._staged[self._inputs[name].buffer] - base - start
+                room = pinned.array[at : at + value.nbytes]
                 np.copyto(room.view(value.dtype).reshape(value.shape), value)
-                staged = True
-        if staged:
-            stream.upload(base + start, self._pinned_in.address, span)
+            stream.upload(base + start, pinned.address, span)
+            uploaded.record(stream)
         for name, tensor in self._inputs.items():
             pointer = device_pointer(feeds[name])
             if pointer is None and tensor.buffer in self._apart:
                 pointer = self._staged[tensor.buffer]
             if pointer is not None and tensor.nbytes:
                 stream.move(self.address[tensor.buffer], pointer, tensor.nbytes)
+
+    def _free_staging(self, span: int) -> tuple[device.Pinned, device.Event]:
+        """Pinned memory whose last upload is done: a second one where the first is still read."""
+        for pair in self._staging:
+            if pair[1].passed():
+                return pair
+        if len(self._staging) < 2:
+            self._staging.append((device.Pinned(span), device.Event()))
+        else:  # the older upload ends first
+            self._staging.reverse()
+            self._staging[1][1].wait("uploading feeds")
+        return self._staging[-1]
 
     def launch(self) -> None:
         """All between the feeds and the fetches; returns before it is done."""
@@ -463,19 +488,14 @@ class Instance:
             results.append(
                 DeviceTensor(memory.address, value.shape, value.dtype, self.owner.device_id, memory)
             )
-        stream.wait(self._describe())
+        stream.wait(self.describe())
         return results
 
     def fetch(self, names: Sequence[str] | None = None) -> list[np.ndarray]:
         """The outputs named (None: all but state), after waiting for them."""
-        program, stream = self.program, self.owner.stream
-        start, span = self._spans["output"]
-        for b in program.buffers:
-            if b.kind == "output" and b.id in self._apart and b.nbytes:
-                stream.move(self._staged[b.id], self.address[b.id], b.nbytes)
-        if span:
-            stream.download(self._pinned_out.address, self.memory.address + start, span)
-        stream.wait(self._describe())
+        program = self.program
+        slot = self._download()
+        slot.arrived.wait(self.describe())
         found: dict[str, Any] = dict(self._run_tail()) if program.tail is not None else {}
         state = self.owner.state
         wanted = [n for n, _ in program.outputs if n not in state] if names is None else list(names)
@@ -486,14 +506,49 @@ class Instance:
             if isinstance(value, Tensor) and name in self.owner.state:
                 results.append(self.owner.read(self.owner.state[name]))
             elif isinstance(value, Tensor):
-                at = self._staged[value.buffer] - self.memory.address - start
-                raw = self._pinned_out.array[at : at + value.nbytes]
-                results.append(raw.copy().view(dtype_of(value.dtype)).reshape(value.shape))
+                results.append(self.unpacked(slot, value))
             else:
                 results.append(found[name] if value is None else value.copy())
         return results
 
-    def _describe(self) -> str:
+    def send(self, names: Sequence[str]) -> Pending:
+        """The outputs named, which are no states; without waiting, unless there is a tail."""
+        if self.program.tail is not None:
+            return Pending(self, names, None, self.fetch(names))
+        return Pending(self, names, self._download())
+
+    def _download(self) -> Slot:
+        """Start copying the outputs to the host, into pinned memory that nobody waits for."""
+        start, span = self._spans["output"]
+        slot = next((slot for slot in self._slots if slot.holds is None), None)
+        if slot is None and len(self._slots) < SLOTS:
+            slot = Slot(device.Pinned(span), device.Event())
+            self._slots.append(slot)
+        elif slot is None:
+            slot = self._slots.pop(0)
+            self._slots.append(slot)
+            assert slot.holds is not None
+            slot.holds.result()
+        stream = self.owner.stream
+        for b in self.program.buffers:
+            if b.kind == "output" and b.id in self._apart and b.nbytes:
+                stream.move(self._staged[b.id], self.address[b.id], b.nbytes)
+        if span:
+            stream.download(slot.pinned.address, self.memory.address + start, span)
+        slot.arrived.record(stream)
+        return slot
+
+    def unpacked(self, slot: Slot, value: Tensor | np.ndarray | None) -> np.ndarray:
+        """A copy of an output that has arrived in `slot`, or that lowering knew."""
+        if not isinstance(value, Tensor):
+            assert value is not None, "the tail's outputs are not sent"
+            return value.copy()
+        at = self._staged[value.buffer] - self.memory.address - self._spans["output"][0]
+        raw = slot.pinned.array[at : at + value.nbytes]
+        return raw.copy().view(dtype_of(value.dtype)).reshape(value.shape)
+
+    def describe(self) -> str:
+        """What runs, for messages."""
         return f"running a program of {len(self.program.calls)} calls"
 
     def _run_tail(self) -> list[tuple[str, Any]]:
@@ -506,6 +561,42 @@ class Instance:
         feeds = {n: self._array(t) if isinstance(t, Tensor) else t for n, t in tail.inputs}
         self.owner.stream.wait("before the tail")
         return list(zip(tail.outputs, self._tail.run(list(tail.outputs), feeds), strict=True))
+
+
+@dataclass
+class Slot:
+    """Pinned memory for one run's outputs: `arrived` when they are there, for `holds` to read."""
+
+    pinned: device.Pinned
+    arrived: device.Event
+    holds: Pending | None = None
+
+
+class Pending:
+    """Outputs of a run that are on their way to the host."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        names: Sequence[str],
+        slot: Slot | None,
+        values: list[np.ndarray] | None = None,
+    ) -> None:
+        self._instance, self._names, self._slot = instance, list(names), slot
+        self._values = values
+        if slot is not None:
+            slot.holds = self
+
+    def result(self) -> list[np.ndarray]:
+        """The outputs, after waiting for them. Raises DeviceError where a kernel failed."""
+        if self._values is None:
+            assert self._slot is not None
+            instance, known = self._instance, dict(self._instance.program.outputs)
+            device.start(instance.owner.device_id)
+            self._slot.arrived.wait(instance.describe())
+            self._values = [instance.unpacked(self._slot, known[name]) for name in self._names]
+            self._slot.holds = None
+        return self._values
 
 
 _NUMBERS = itertools.count(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,42 +15,47 @@ Array = np.ndarray[Any, Any]
 
 
 def guarded(model: ir.Model, successors: Mapping[str, str], scalars: Sequence[str]) -> ir.Model:
-    """`model` in which a state keeps its value where one of `scalars` is not finite.
+    """`model` whose states keep their values from the first step on that has a bad scalar.
 
-    A step is written in place, so a bad one must not be: next = Where(|loss| < inf, next, now).
+    A step is written in place, so a bad one must not be, nor those that are under way behind it:
+    sound' = sound and |scalar| < inf;  next = Where(sound', next, now). `sound` is itself a state.
     """
     model = model.clone()
     graph, op = model.graph, Builder()
     named = {v.name: v for v in (*graph.inputs, *graph.outputs)}
-    fine: ir.Value | None = None
+    fine = ir.Value(name=SOUND, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    graph.inputs.append(fine)
     for name in scalars:
         value = named[name]
-        bound = op.constant(np.inf, value.dtype)
-        finite = op.Less(op.Abs(value), bound)
-        fine = finite if fine is None else op.And(fine, finite)
-    if fine is None:
-        return model
+        fine = op.And(fine, op.Less(op.Abs(value), op.constant(np.inf, value.dtype)))
     for i, value in enumerate(graph.outputs):
         if value.name in successors:
             chosen = op.Where(fine, value, named[successors[str(value.name)]])
             chosen.type, chosen.shape = value.type, value.shape
             chosen.name, value.name = value.name, f"{value.name}.unguarded"
             graph.outputs[i] = chosen
+    fine.name, fine.dtype, fine.shape = f"{SOUND}.next", ir.DataType.BOOL, ir.Shape([])
+    graph.outputs.append(fine)
     graph.extend(op.nodes)
     return model
+
+
+SOUND = "onnx_fuse.sound"
+"""Whether all steps so far were good: a state of the run."""
 
 
 class CudaStates:
     """The states of a run on one GPU, shared by the graphs of its modes.
 
-    A step is one graph launch over states that never leave the device; `read` copies one out.
+    A step is one graph launch over states that never leave the device; `read` copies one out. All
+    work is in one stream's order.
     """
 
     def __init__(self, states: Mapping[str, Array], *, math: str = "ieee") -> None:
         self._math = math
         empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
         self._home = Executable(empty, math=math)
-        self._home.place(states)
+        self._home.place({**states, SOUND: np.array(True)})
         self._models: dict[str, ir.Model] = {}
         self._executables: dict[str, Executable] = {}
 
@@ -66,22 +71,31 @@ class CudaStates:
         """Replace a state."""
         self._home.write(name, array)
 
-    def run(
+    def start(
         self,
         key: str,
         successors: Mapping[str, str],
         scalars: Sequence[str],
         outputs: Sequence[str],
         feeds: Mapping[str, Any],
-    ) -> dict[str, Array]:
-        """One step: `scalars` and `outputs` by name; `successors` maps outputs to states.
+    ) -> Callable[[], dict[str, Array]]:
+        """Enqueue one step; what it returns waits for `scalars` and `outputs`, by name.
 
-        Where a scalar is not finite, the states stay as they were.
+        `successors` maps outputs to states. Where a scalar is not finite, the states stay as they
+        were, and they stay so until `go_on`.
         """
         if key not in self._executables:
-            model = guarded(self._models.pop(key), successors, scalars if successors else ())
+            model = self._models.pop(key)
+            if successors:
+                model = guarded(model, successors, scalars)
+                successors = {**successors, f"{SOUND}.next": SOUND}
             self._executables[key] = Executable(
-                model, math=self._math, state=successors, resident=self._home.resident
+                model, math=self._math, state=successors, home=self._home
             )
         names = [*scalars, *outputs]
-        return dict(zip(names, self._executables[key].run(names, feeds), strict=True))
+        pending = self._executables[key].send(names, feeds)
+        return lambda: dict(zip(names, pending.result(), strict=True))
+
+    def go_on(self) -> None:
+        """Let steps replace states again after a bad one."""
+        self._home.write(SOUND, np.array(True))
