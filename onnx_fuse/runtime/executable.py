@@ -38,6 +38,8 @@ INSTANCES = 32
 """Shape keys kept; the least recently used goes first."""
 SLOTS = 8
 """Runs whose outputs may be on their way to the host at once; one more waits for the oldest."""
+ALIGNED = 16
+"""Bytes that the address of an input must be a multiple of, to be read in place."""
 RANDOM = "random"
 """Where the random generator's state stands, of each Executable its own."""
 KEEP_BYTES = 4 << 30
@@ -121,47 +123,65 @@ class Executable:
         return Binding([v.name or "" for v in self.model.graph.outputs], self.device_id)
 
     def run_with_iobinding(self, binding: Binding) -> None:
-        """Run on what is bound; the results are the binding's."""
-        names = list(binding.targets)
-        kept = [n for n in names if binding.targets[n] == "cuda"]
+        """Run on what is bound; the results are the binding's. GPU tensors are read in place."""
+        kept = [n for n, place in binding.targets.items() if place == "cuda"]
+        fetched = [n for n in binding.targets if n not in kept]
         with self._lock:
-            fetched = self.run([n for n in names if n not in kept], binding.feeds)
-            values = dict(zip([n for n in names if n not in kept], fetched, strict=True))
-            if kept:
-                made = self.instance(self._adopted(binding.feeds))
-                values |= zip(kept, made.keep(kept), strict=True)
-        binding.results = [values[n] for n in names]
+            adopted = self._adopted(binding.feeds)
+            places = {
+                name: value.address
+                for name, value in adopted.items()
+                if isinstance(value, DeviceTensor) and value.address % ALIGNED == 0
+            }
+            instance = self.instance(adopted, places)
+            instance.feed(adopted)
+            instance.launch()
+            values = dict(zip(kept, instance.keep(kept), strict=True))
+            if fetched:
+                values |= zip(fetched, instance.fetch(fetched), strict=True)
+        binding.results = [values[n] for n in binding.targets]
 
-    def instance(self, feeds: Mapping[str, Any]) -> Instance:
-        """The instance for the shapes and dtypes of `feeds`, made if need be."""
-        key = self._key(feeds)
+    def instance(
+        self, feeds: Mapping[str, Any], places: Mapping[str, int] | None = None
+    ) -> Instance:
+        """The instance for the shapes and dtypes of `feeds`, made if need be.
+
+        Its graph reads the inputs at `places` from there, and all others from memory of its own.
+        """
+        places = places or {}
+        key = self._key(feeds, places)
         if key not in self._instances:
             self._make_room(0)
             try:
-                made = self._make(feeds)
+                made = self._make(feeds, places)
             except device.DeviceMemoryError:
                 if not self._instances:
                     raise
                 self._instances.clear()
-                made = self._make(feeds)
-            key = self._key(feeds)
+                made = self._make(feeds, places)
+            key = self._key(feeds, places)
             self._instances[key] = made
             self._make_room(1)
         self._instances.move_to_end(key)
         device.start(self.device_id)  # this thread may be another than the one that made it
         return self._instances[key]
 
-    def _key(self, feeds: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Shapes and dtypes, and the bytes of the feeds that decide about shapes."""
+    def _key(self, feeds: Mapping[str, Any], places: Mapping[str, int]) -> tuple[Any, ...]:
+        """Places; shapes and dtypes, and the bytes of the feeds that decide about shapes."""
         shapes = tuple((name, *signature(value)) for name, value in sorted(feeds.items()))
-        return shapes, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
+        values = tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
+        return tuple(sorted(places.items())), shapes, values
 
-    def _make(self, feeds: Mapping[str, Any]) -> Instance:
+    def _make(self, feeds: Mapping[str, Any], places: Mapping[str, int]) -> Instance:
         shapes = {name: signature(value) for name, value in feeds.items()}
         while True:
             values = {name: self._host_value(feeds[name]) for name in self._deciding}
             try:
-                return Instance(self, shapes, values)
+                # the program is the same wherever the inputs are
+                alike = self._key(feeds, {})[1:]
+                known = (i.program for key, i in self._instances.items() if key[1:] == alike)
+                program = next(known, None) or self.program(shapes, values)
+                return Instance(self, program, places)
             except NeedsValues as needs:
                 self._deciding += [name for name in needs.names if name not in self._deciding]
 
@@ -262,14 +282,8 @@ class Executable:
 class Instance:
     """A Program with its memory and graphs."""
 
-    def __init__(
-        self,
-        owner: Executable,
-        shapes: Mapping[str, tuple[tuple[int, ...], str]],
-        values: Mapping[str, np.ndarray],
-    ) -> None:
-        self.owner = owner
-        self.program = program = owner.program(shapes, values)
+    def __init__(self, owner: Executable, program: Program, places: Mapping[str, int]) -> None:
+        self.owner, self.program = owner, program
         self.plan = plan(program)
         if config.DEBUG.value >= 1:
             print(f"{len(program.calls)} calls; {self.plan}", file=sys.stderr)
@@ -282,7 +296,8 @@ class Instance:
         device.start(owner.device_id)
         self._place_weights()
         own = [b for b in program.buffers if b.kind in ("input", "output", "constant")]
-        own = [b for b in own if b.name not in owner.resident or b.kind == "output"]
+        elsewhere = {name: address for name, (_, address) in owner.resident.items()} | dict(places)
+        own = [b for b in own if b.name not in elsewhere or b.kind == "output"]
         at: dict[str, int] = {}
         where: dict[int, int] = {}
         total = 0
@@ -310,8 +325,8 @@ class Instance:
         for buffer, offset in self.plan.offsets.items():
             self.address[buffer] = base + total + offset
         for b in program.buffers:
-            if b.kind in ("input", "weight", "random") and b.name in owner.resident:
-                self.address[b.id] = owner.resident[b.name][1]
+            if b.kind in ("input", "weight", "random") and b.name in elsewhere:
+                self.address[b.id] = elsewhere[b.name]
         self._workspaces = {i: base + total + at for i, at in self.plan.workspaces.items()}
         self._staged = dict(self.address)  # where inputs and outputs pass
         self._apart: dict[int, device.Memory] = {}
@@ -323,7 +338,7 @@ class Instance:
             if array.nbytes:
                 owner.stream.upload(self.address[buffer], array.ctypes.data, array.nbytes)
         owner.stream.wait("uploading constants")
-        self._inputs = {name: t for name, t in program.inputs if name not in owner.resident}
+        self._inputs = {name: t for name, t in program.inputs if name not in elsewhere}
         self._steps = [self._prepare(s) for s in segments(program)]
         self._tail: Any = None
 

@@ -164,6 +164,42 @@ def test_io_binding() -> None:
     np.testing.assert_allclose(binding.copy_outputs_to_cpu()[0], expected(feeds), atol=1e-6)
 
 
+def test_bound_gpu_memory_is_read_in_place() -> None:
+    runner, feeds = Executable(ir.text_model(CHAIN)), feeds_of(9)
+    memory = device.Memory(1 << 12, "a caller's memory")
+    binding = runner.io_binding()
+    binding.bind_cpu_input("b", feeds["b"])
+    binding.bind_output("y", "cuda")
+
+    def run(rows: int, shift: int) -> np.ndarray:
+        x = np.random.default_rng(rows + shift).random((rows, 16), np.float32)
+        runner.stream.upload(memory.address + shift, x.ctypes.data, x.nbytes)
+        runner.stream.wait("a caller's copy")
+        place = memory.address + shift
+        binding.bind_input("x", "cuda", 0, np.float32, x.shape, place)
+        runner.run_with_iobinding(binding)
+        got = binding.get_outputs()[0].numpy()
+        np.testing.assert_allclose(got, np.tanh(x + feeds["b"]), atol=1e-6)
+        return x
+
+    for rows, shift, places, instances in (
+        *((9, 0, True, 1), (9, 0, True, 1)),  # the second reads what stands there then
+        *(
+            (9, 64, True, 2),
+            (9, 4, False, 3),
+        ),  # another place; one that no 16-byte read may start at
+        *((5, 0, True, 4), (9, 0, True, 4)),
+    ):
+        run(rows, shift)
+        assert len(runner._instances) == instances
+        made = next(reversed(runner._instances.values()))
+        [x] = [b.id for b in made.program.buffers if b.name == "x"]
+        assert (made.address[x] == memory.address + shift) == places
+    del feeds["x"]
+    with pytest.raises(KeyError):
+        runner.run(None, feeds)
+
+
 RANDOM = """agraph () => (float[100000] u, float[100000] n, float[100000] f, int64[100000] b)
     <float p = {0.25}, int64[1] size = {100000}> {
     u = RandomUniform<low=-1.0, high=3.0, shape=[100000]>()
