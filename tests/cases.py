@@ -227,6 +227,26 @@ FUSION_CASES = (
         output="float[R,T,24] y",
     ),
     FusionCase(
+        "norm_written_out_with_var_and_mean",  # torch.var_mean: its axes are put back by Reshape
+        _IN,
+        _scalar("eps", 1e-5)
+        + _scalar("width", 16.0)
+        + "last = Constant <value = int64[1] {2}> ()\n unit = Constant <value = int64[1] {1}> ()\n"
+        "axes = Constant <value = int64[1] {-1}> ()\n"
+        "b0 = Shape <start = 0, end = 1> (x)\n t0 = Shape <start = 1, end = 2> (x)\n"
+        "to = Concat <axis = 0> (b0, t0, unit)\n"
+        "mu = ReduceMean (x, last)\n d = Sub (x, mu)\n sq = Mul (d, d)\n"
+        "v = ReduceMean <keepdims = 0> (sq, last)\n vr = Reshape (v, to)\n vx = Expand (vr, to)\n"
+        "total = ReduceSum <keepdims = 0> (x, axes)\n tr = Reshape (total, to)\n"
+        "mean = Div (tr, width)\n d2 = Sub (x, mean)\n"
+        "ve = Add (vx, eps)\n std = Sqrt (ve)\n p = Div (d2, std)\n"
+        + f"{_BIAS}\n"
+        + _LINEAR
+        + "y = Identity (z)",
+        ("LayerNormGemm",),
+        gone=("ReduceMean", "ReduceSum"),
+    ),
+    FusionCase(
         "norm_written_out_around_an_rms_norm",
         _IN,
         _scalar("one", 1.0)

@@ -1,4 +1,4 @@
-"""Sizes that shape inference leaves open: those of a Reshape, from the sizes of what it reads.
+"""Sizes that shape inference leaves open: what Reshape and Expand do, from what they read.
 
 [B, 4, C] to [4 · Shape(x)[0], -1] is [4 B, C], whatever B is. A size is a product of symbols with
 an integer before it.
@@ -22,12 +22,19 @@ Size: TypeAlias = tuple[int, tuple[str, ...]]
 def measure_reshapes(model: ir.Model) -> None:
     """Give what Reshape nodes answer, and all that has the same symbols, the sizes it must have.
 
-    The symbols of the model's own inputs and outputs keep their names.
+    The symbols of the model's own inputs and outputs keep their names. An Expand to the sizes that
+    its input has goes.
     """
     meaning: dict[str, Size] = {}
     for node in model.graph:
         if node.op_type == "Reshape" and not node.domain:
             _reshape(node, meaning)
+        elif node.op_type == "Expand" and not node.domain:
+            x, y = node.inputs[0], node.outputs[0]
+            same = _sizes(x, meaning)
+            known = same is not None and None not in same and not y.is_graph_output()
+            if x is not None and known and same == _entries(node.inputs[1], meaning):
+                y.replace_all_uses_with(x)
     ends = {*model.graph.inputs, *model.graph.outputs}
     kept = {str(d) for value in ends for d in value.shape or ()}
     plain = {name: size for name, (k, s) in meaning.items() if (size := _dim(k, s)) is not None}
@@ -112,7 +119,7 @@ def _entries(value: ir.Value | None, meaning: dict[str, Size]) -> list[Size | No
     if node is None or node.domain:
         return None
     match node.op_type:
-        case "Unsqueeze" | "Squeeze" | "Cast" | "Identity":
+        case "Unsqueeze" | "Squeeze" | "Reshape" | "Cast" | "Identity":
             return _entries(node.inputs[0], meaning)
         case "Concat":
             parts = [_entries(v, meaning) for v in node.inputs]

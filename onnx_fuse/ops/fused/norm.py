@@ -8,6 +8,7 @@ bias and axis -1, or `onnx_fuse.RMSNormalization` (ai.onnx has one from opset 23
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,8 +140,10 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         return False
     if node.op_type == "RMSNormalization":
         op = Builder()
-        if (centred := _centred(node)) is not None:
-            n, size = node.outputs[0], dim(scale, 0) or 1
+        centred, size = _centred(x), dim(scale, 0)
+        if centred is not None and size and attribute(node, "stash_type", 1) == 1:
+            # What exporters make of a LayerNorm by hand.
+            n = node.outputs[0]
             n, bias = _affine(n, "Add", size) or (n, rw.zeros(scale, size))
             epsilon = attribute(node, "epsilon", 1e-5)
             y = op.LayerNormalization(centred, scale, bias, axis=-1, epsilon=epsilon)
@@ -171,14 +174,6 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     return changed
 
 
-def _centred(node: ir.Node) -> ir.Value | None:
-    """The x of an RMSNormalization of x - mean(x), as exporters read a LayerNorm by hand."""
-    sub = made_by(node.inputs[0], "Sub")
-    x = sub.inputs[0] if sub is not None and attribute(node, "stash_type", 1) == 1 else None
-    known = x is not None and dim(node.inputs[1], 0) is not None
-    return x if sub is not None and known and _mean(sub.inputs[1]) is x else None
-
-
 def _bare(value: ir.Value | None) -> ir.Value | None:
     """`value` before any casts between float types."""
     while (node := made_by(value, "Cast", "Identity")) is not None and is_float(node.inputs[0]):
@@ -186,10 +181,31 @@ def _bare(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
+def _named(size: int | ir.SymbolicDim) -> int | str | None:
+    """A size that can be compared, or None."""
+    return size.value if isinstance(size, ir.SymbolicDim) else size
+
+
 def _mean(value: ir.Value | None) -> ir.Value | None:
     """What `value` is the last-axis mean of."""
-    node = made_by(_bare(value), "ReduceMean")
-    if node is None or attribute(node, "keepdims", 1) != 1 or len(node.inputs) < 2:
+    value = _bare(value)
+    divided = made_by(value, "Div")
+    if divided is None:
+        return _reduced(value, "ReduceMean")
+    x = _reduced(divided.inputs[0], "ReduceSum")
+    return x if dim(x, -1) is not None and scalar(divided.inputs[1]) == dim(x, -1) else None
+
+
+def _reduced(value: ir.Value | None, op_type: str) -> ir.Value | None:
+    """What `value` is a reduction of, over the last axis, which is kept or put back."""
+    node, kept = made_by(value, op_type), 1
+    view = made_by(value, "Reshape", "Unsqueeze")
+    if view is not None and value is not None and value.shape and view.inputs[0] is not None:
+        rows = view.inputs[0].shape
+        node, kept = made_by(view.inputs[0], op_type), 0
+        if rows is None or (*rows, 1) != tuple(value.shape) or None in map(_named, rows):
+            return None
+    if node is None or attribute(node, "keepdims", 1) != kept or len(node.inputs) < 2:
         return None
     axes, size = ints(node.inputs[1]), rank(node.inputs[0])
     last = axes in ([-1], [size - 1] if size is not None else None)
@@ -218,17 +234,32 @@ def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
     deviation = _square(_mean(variance))
     if deviation is None:
         return False
-    sub = made_by(_bare(deviation), "Sub")
-    centred = sub is not None and _bare(_mean(sub.inputs[1])) is _bare(sub.inputs[0])
-    x = sub.inputs[0] if sub is not None and centred else deviation
+    centred = _centred(deviation)
+    x = centred or deviation
     inverse = node.op_type == "Pow" and scalar(node.inputs[1]) == -0.5
-    found = _normalized(node.outputs[0], _bare(deviation), inverse)
+
+    def is_deviation(value: ir.Value | None) -> bool:
+        """The deviation may be computed twice: for the variance, and to be divided."""
+        if centred is None or _bare(value) is _bare(deviation):
+            return _bare(value) is _bare(deviation)
+        return _bare(_centred(value)) is _bare(centred)
+
+    found = _normalized(node.outputs[0], is_deviation, inverse)
     if found is None:
         return False
-    return _build(rw, found, x, epsilon, centred)
+    return _build(rw, found, x, epsilon, centred is not None)
 
 
-def _normalized(root: ir.Value, deviation: ir.Value | None, inverse: bool) -> ir.Value | None:
+def _centred(value: ir.Value | None) -> ir.Value | None:
+    """The x of x - mean(x)."""
+    sub = made_by(_bare(value), "Sub")
+    ours = sub is not None and _bare(_mean(sub.inputs[1])) is _bare(sub.inputs[0])
+    return sub.inputs[0] if sub is not None and ours else None
+
+
+def _normalized(
+    root: ir.Value, is_deviation: Callable[[ir.Value | None], bool], inverse: bool
+) -> ir.Value | None:
     """d / std in either spelling, from std (or 1/std) upward."""
     values = [(root, inverse)]
     while values:
@@ -241,11 +272,11 @@ def _normalized(root: ir.Value, deviation: ir.Value | None, inverse: bool) -> ir
                 case "Reciprocal" if not inverted:
                     values.append((user.outputs[0], True))
                 case "Div" if not inverted and b is value:
-                    if _bare(a) is deviation:
+                    if is_deviation(a):
                         return user.outputs[0]
                     if scalar(a) == 1.0:
                         values.append((user.outputs[0], True))
-                case "Mul" if inverted and _bare(other(user, value)) is deviation:
+                case "Mul" if inverted and is_deviation(other(user, value)):
                     return user.outputs[0]
     return None
 
