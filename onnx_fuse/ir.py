@@ -323,6 +323,8 @@ def _upgrade(model: ir.Model) -> ir.Model:
     kept = (graph.name, graph.doc_string, dict(graph.metadata_props), dict(graph.opset_imports))
     shapes = [(v.name, v.type, v.shape, v.doc_string, dict(v.metadata_props)) for v in _ends(graph)]
     notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
+    if version < 14:
+        _mark_training(graph)
     with quiet("onnxscript"), training_mode_kept(model):
         model = ConvertVersionPass(target_version=CANONICAL_OPSET, fallback=True)(model).model
     graph = model.graph
@@ -340,6 +342,19 @@ def _upgrade(model: ir.Model) -> ir.Model:
         node.doc_string = doc
         node.metadata_props.update(props)
     return model
+
+
+def _mark_training(graph: ir.Graph) -> None:
+    """Before opset 14 a BatchNormalization trained where it had outputs beside the first.
+
+    The converter refuses the fourth and fifth, which later opsets lack.
+    """
+    for node in graph:
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:
+            if any(v.uses() or v.is_graph_output() for v in node.outputs[3:]):
+                raise ModelError(f"node '{node.name}': the batch's statistics as outputs 4 and 5")
+            node.resize_outputs(min(3, len(node.outputs)))
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
 
 
 @contextlib.contextmanager

@@ -576,6 +576,32 @@ FUSION_CASES = (
         output="float[B,4,S,8] y",
         opset=23,
     ),
+    *(
+        FusionCase(
+            f"attention_node_{name}_with_a_row_masked_whole",  # that row is zero
+            "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v",
+            "zero = Constant <value = int64 {0}> ()\n one = Constant <value = int64 {1}> ()\n"
+            "last = Constant <value = int64[1] {1}> ()\n at = Constant <value = int64[1] {0}> ()\n"
+            "s1 = Shape <start = 2, end = 3> (q)\n t1 = Shape <start = 2, end = 3> (k)\n"
+            "count = Squeeze (s1, at)\n row = Range (zero, count, one)\n"
+            "is_one = Equal (row, one)\n column = Unsqueeze (is_one, last)\n"
+            "size = Concat <axis = 0> (s1, t1)\n"
+            f"{pick}\n mask = Expand (picked, size)\n y = Attention (q, k, v, mask)",
+            ("SdpaMaskGuard",),
+            fed=("q", "k", "v"),
+            output="float[B,4,S,8] y",
+            opset=23,
+        )
+        for name, pick in (
+            ("bool", "picked = Not (column)"),
+            (
+                "float",
+                _scalar("keep", 0.0)
+                + _scalar("drop", -np.inf)
+                + "picked = Where (column, drop, keep)",
+            ),
+        )
+    ),
     FusionCase(
         "attention_node_causal_3d",
         "float[B,S,32] q, float[B,S,32] k, float[B,S,32] v",

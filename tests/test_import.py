@@ -86,6 +86,24 @@ def test_every_opset_is_brought_up(opset: int) -> None:
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("opset", [9, 13])
+def test_a_batch_norm_that_trains_by_its_outputs_still_trains(opset: int) -> None:
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 7, opset_import: ["" : {opset}]>\n'
+        "agraph (float[N,2] x) => (float[N,2] y, float[2] mean)\n"
+        "<float[2] s = {1, 2}, float[2] b = {0, 1}, float[2] m = {0, 0}, float[2] v = {1, 1}>\n"
+        "{ n, mean, var, mu, rstd = BatchNormalization <momentum = 0.8> (x, s, b, m, v)"
+        "  y = Relu (n) }"
+    )
+    x = np.random.default_rng(0).standard_normal((7, 2)).astype(np.float32) + 3
+    model = ir.load(proto)
+    passes.optimize(model)
+    actual = run(ir.to_proto(model).SerializeToString(), {"x": x})
+    unit = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+    np.testing.assert_allclose(actual[0], np.maximum(unit * [1, 2] + [0, 1], 0), atol=1e-5)
+    np.testing.assert_allclose(actual[1], 0.2 * x.mean(0), rtol=1e-5)
+
+
 def annotated() -> onnx.ModelProto:
     model = onnx.parser.parse_model(
         """

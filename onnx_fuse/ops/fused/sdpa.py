@@ -561,12 +561,12 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
     scale = attribute(node, "scale")
     if not isinstance(scale, float) or scale == 0.0:
         scale = 1 / math.sqrt(dim(q, -1) or 1)
-    guard = mask is not None and mask.dtype == ir.DataType.BOOL  # a row of False gives zeros
-    if mask is not None and guard:
+    if mask is not None and mask.dtype == ir.DataType.BOOL:
         dtype = (q.dtype or ir.DataType.FLOAT).numpy()
         low = rw.initializer(f"minus_inf{np.dtype(dtype).name}", np.asarray(-np.inf, dtype))
         mask = typed(op.Where(mask, rw.zeros(q), low), q, mask.shape)
-    kind = "Causal" if causal else "" if mask is None else "MaskGuard" if guard else "Mask"
+    # A row that is masked whole, by False or by -inf, gives zeros, as PyTorch and onnxruntime do.
+    kind = "Causal" if causal else "" if mask is None else "MaskGuard"
     k, v, grouped = _grouping(q, k, v)
     y = _emit(op, kind, grouped, [q, k, v], mask, scale)
     if flat:
