@@ -317,9 +317,12 @@ def _is_own(function: ir.Function) -> bool:
 
 def _upgrade(model: ir.Model) -> ir.Model:
     """Bring the opset up with the spec's own converter; what that drops is put back."""
+    graph, version = model.graph, model.graph.opset_imports[""]
+    if _unchanged(model, version):
+        graph.opset_imports[""] = CANONICAL_OPSET
+        return model
     from onnxscript.version_converter import ConvertVersionPass
 
-    graph, version = model.graph, model.graph.opset_imports[""]
     kept = (graph.name, graph.doc_string, dict(graph.metadata_props), dict(graph.opset_imports))
     shapes = [(v.name, v.type, v.shape, v.doc_string, dict(v.metadata_props)) for v in _ends(graph)]
     notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
@@ -355,6 +358,17 @@ def _mark_training(graph: ir.Graph) -> None:
                 raise ModelError(f"node '{node.name}': the batch's statistics as outputs 4 and 5")
             node.resize_outputs(min(3, len(node.outputs)))
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+
+
+def _unchanged(model: ir.Model, version: int) -> bool:
+    """Whether every operator of `model` is defined in `version` as it is in CANONICAL_OPSET."""
+
+    def since(name: str, opset: int) -> int:
+        return int(onnx.defs.get_schema(name, opset, "").since_version)
+
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    names = {node.op_type for node in nodes if node.domain == ""}
+    return all(since(name, version) == since(name, CANONICAL_OPSET) for name in names)
 
 
 @contextlib.contextmanager
