@@ -561,7 +561,16 @@ class Loss:
     def __add__(self, other: SupportsFloat) -> float:
         return float(self) + float(other)
 
-    __radd__ = __add__
+    def __sub__(self, other: SupportsFloat) -> float:
+        return float(self) - float(other)
+
+    def __mul__(self, other: SupportsFloat) -> float:
+        return float(self) * float(other)
+
+    def __truediv__(self, other: SupportsFloat) -> float:
+        return float(self) / float(other)
+
+    __radd__, __rmul__ = __add__, __mul__
 
     def __format__(self, form: str) -> str:
         return format(float(self), form)

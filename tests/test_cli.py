@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ import pytest
 from cuda.bindings import driver, nvrtc
 from support import ENCODER, Cli
 
-from onnx_fuse import config, ir, passes
+from onnx_fuse import bench, config, ir, passes, session
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.kernels import jit
+from onnx_fuse.problem import CHIPS
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime import ort as portable
 
 IDS = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
 FEEDS = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "token_type_ids": 0 * IDS}
@@ -147,6 +150,33 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
             assert ["mma", "products asked for are ieee"] in site["refused"]
     for text in ("kernels on NVIDIA H200", "of floor", "for 16-bit operands, not float32"):
         assert text in result.out
+
+
+class Played:
+    """An Executable whose GPU is an H200 on paper and onnxruntime underneath."""
+
+    def __init__(self, model: Any, math: str) -> None:
+        self.hw, self.model = CHIPS["H200"], model
+
+    def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        return portable.run(portable.session(self.model), feeds, names)
+
+    def instance(self, feeds: dict[str, np.ndarray]) -> Any:
+        return SimpleNamespace(program=bench.program(self.model, self.hw, feeds))
+
+
+def test_run_explains_the_kernels_of_its_feeds(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(session, "_begin", lambda: None)
+    monkeypatch.setattr(session, "_executable", Played)
+    np.savez(tmp_path / "x.npz", **FEEDS)
+    options = ["--inputs", tmp_path / "x.npz", "--json", tmp_path / "r.json"]
+    result = cli("run", ENCODER, "--device", "cuda", "--explain", *options)
+    assert (result.code, result.err) == (0, "")
+    sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
+    assert {"Gemm", "LayerNormGemm", "Sdpa"} <= {s["op"] for s in sites}
+    assert "at input_ids [2, 4]" in result.out
 
 
 def test_input_shapes_are_split_from_the_right(cli: Cli, tmp_path: Path, saved: Save) -> None:

@@ -475,6 +475,8 @@ def late_losses(device: str, accumulate: int) -> None:
     assert f"{late[0]:.3f}" == f"{early[0]:.3f}"
     assert sum(late) == sum(early)
     assert np.mean(late) == np.mean(early)
+    a, b = late[0], early[0]
+    assert (a + a, a - b, 2 * a, a * 2, a / 2) == (b + b, 0, 2 * b, 2 * b, b / 2)
     assert (late[0] > late[8]) == (early[0] > early[8])
 
     bad = {**batch(9), "x": np.full((8, 3), np.inf, np.float32)}
