@@ -16,6 +16,7 @@ from cuda.bindings import driver
 from onnx_fuse import config, ir
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Kernel, candidates, jit, refusals, select, tuning
+from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
 from onnx_fuse.runtime import executable
@@ -47,6 +48,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemm", m=128, n=768, k=768, folded=True, static_b=True, **BF16),
     Problem.of("LayerNormGemm", m=512, n=768, k=768, math="bf16x3", bias=True),
     Problem.of("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),
+    Problem.of("LayerNormGemmGrad", m=16, n=3072, k=768, dtype="float16", folded=True),
 )
 PER_KERNEL = 3  # configurations, the likeliest by cost
 
@@ -86,6 +88,15 @@ def test_every_kernel_compiles_without_spills(hw: Hardware) -> None:
     with ThreadPoolExecutor(max_workers=2) as pool:
         reports = pool.map(lambda item: _dirty(item, hw.arch), items)
         assert [line for report in reports for line in report] == []
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
+    hw = H200 if TILES[name].wg else A100
+    problem = Problem.of("LayerNormGemmGrad", m=TILES[name].am, n=3072, k=768, **BF16)
+    how = next(c for c in FewRows().configs(problem, hw) if c.text("tiles") == name)
+    call = FewRows().launch(problem, how, hw)[0]
+    assert all(found.clean for found in jit.resources(call.source, call.defines, hw.arch).values())
 
 
 def test_every_source_is_reached() -> None:

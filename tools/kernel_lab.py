@@ -54,6 +54,8 @@ CASES = (
     Case("k not of 64", 384, 520, 264),
     Case("ragged all", 190, 136, 200),
     Case("tiny", 5, 24, 40),
+    Case("one row", 1, 520, 264),
+    Case("few rows, mean 100 std", 16, 768, 4104, 100.0),
     Case("tall", 4096, 128, 128),
     Case("tall and wide: split k, several parts a row", 4096, 128, 2056),
     Case("mean 1 std", 256, 768, 512, 1.0),

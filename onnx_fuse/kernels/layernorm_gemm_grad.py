@@ -13,30 +13,16 @@ Pointers: dy x gamma beta w c mean rstd z (wq cs cv) -> dx dgamma dbeta dw dc.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
 from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_dots, sum_parts
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
-
-
-@dataclass
-class Arena:
-    """Offsets inside the workspace, handed out in order."""
-
-    size: int = 0
-
-    def take(self, size: int) -> Ptr:
-        """A place of `size` bytes, 256-byte aligned."""
-        place = Ptr("workspace", self.size)
-        self.size += ceil(size / 256) * 256
-        return place
 
 
 class TwoGemms:
@@ -109,10 +95,10 @@ class TwoGemms:
         ]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """Both GEMMs, one pass over dy and z, one over w, two small sums."""
+        """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
         dx, dw = self._split(config)
         size = ITEMSIZE[problem.dtype]
-        passes = 2 * problem.m * problem.n
+        passes = 2 * problem.m * problem.n + 2 * problem.m * problem.k + problem.k * problem.n
         passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
         passes += problem.m * problem.n if problem.attr("act") else 0
         return (
@@ -181,4 +167,4 @@ class TwoGemms:
         return tuple(calls), arena.size
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormGemmGrad": (TwoGemms(),)}
+KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormGemmGrad": (FewRows(), TwoGemms())}

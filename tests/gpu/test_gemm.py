@@ -208,21 +208,29 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
 
 
 GRADIENTS = [
-    Problem.of("LayerNormGemmGrad", m=384, k=264, n=520, dtype="bfloat16", act=act)
-    for act in ("", "gelu")
-]
+    Problem.of("LayerNormGemmGrad", m=m, k=264, n=520, dtype=dtype, act=act)
+    for m, dtype, act in (
+        (384, "bfloat16", ""), (384, "bfloat16", "gelu"), (200, "float16", ""),
+        (33, "bfloat16", "gelu"), (32, "float16", ""), (16, "bfloat16", ""),
+        (5, "float16", "gelu"), (1, "bfloat16", ""),
+    )
+]  # fmt: skip
+RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
 
 @pytest.mark.parametrize("problem", GRADIENTS, ids=str)
 def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     m, k, n, dtype, act = problem.m, problem.k, problem.n, problem.dtype, problem.text("act")
+    ratio = RATIOS.get(m, 0)
     found = each(problem, hw)
     if not found:
-        assert hw.cc != 90, "a Hopper GPU has this kernel"
+        assert hw.cc < 80, "a GPU with bf16 tensor cores has this kernel"
         return
     rng = np.random.default_rng(3)
-    x, dy = random(rng, dtype, m, k), random(rng, dtype, m, n)
+    x = (random(rng, "float32", m, k) + ratio).astype(TYPES[dtype])
+    dy = random(rng, dtype, m, n)
     gamma, beta, c = random(rng, dtype, k), random(rng, dtype, k), random(rng, dtype, n)
+    gamma[::5] = 0
     w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
     mean = wide(x).mean(-1, keepdims=True)
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
@@ -247,7 +255,9 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
             memory = Memory(given | {name: poison(dtype, *v.shape) for name, v in want.items()})
             memory.run(kernel, problem, how, hw)
             for name, value in want.items():
-                assert error(memory.read(name), value) <= 6e-3, f"{kernel.name} {how}: {name}"
+                assert error(memory.read(name), value) <= TOLERANCE[dtype], (
+                    f"{kernel.name} {how}: {name}"
+                )
             bits.append(b"".join(memory.read(name).tobytes() for name in want))
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
 
