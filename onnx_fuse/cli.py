@@ -534,7 +534,9 @@ def train(
         bool, typer.Option("--free-batch", help="Open a batch that was exported fixed, if it can.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
-    precision: Annotated[str, typer.Option(help="fp32 on the CPU.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="fp32, tf32, bf16 or fp16; on the CPU fp32.")
+    ] = "fp32",
     device: Device = "cpu",
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save the run there after each epoch.")

@@ -20,6 +20,7 @@ from onnx_fuse import autodiff, checkpoint, data, ir, optim, passes
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.ir import FUSE
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
+from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch, params
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
@@ -27,6 +28,8 @@ from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate"]
+GROWTH = 2000
+"""Steps without an overflow after which float16's loss scale doubles."""
 
 
 # ---- the graph of a step -----------------------------------------------------------------------
@@ -36,8 +39,9 @@ Mode = Literal["update", "accumulate", "evaluate"]
 class State:
     """A tensor that outlives a step: the graph's input `name`, and its output `next` if it changes.
 
-    `kind` is "parameter", "statistic" (of BatchNormalization), "slot" (the optimizer's) or
-    "accumulator" (of gradients). `value` has its dtype, shape and, if packed, its record.
+    `kind` is "parameter", "statistic" (of BatchNormalization), "slot" (the optimizer's),
+    "accumulator" (of gradients) or "scaler" (of the loss, in float16). `value` has its dtype, shape
+    and, if packed, its record.
     """
 
     name: str
@@ -70,6 +74,11 @@ class Spec:
     outputs: tuple[str, ...]
     states: tuple[State, ...]
 
+    @property
+    def strict(self) -> bool:
+        """Whether a gradient that is not finite is a fault: a scaled step leaves it out itself."""
+        return all(s.kind != "scaler" for s in self.states)
+
 
 def training_model(
     model: ir.Model,
@@ -86,6 +95,7 @@ def training_model(
     free_batch: bool = False,
     level: int = 0,
     precision: str = "fp32",
+    loss_scale: float = 65536.0,
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and what its ends mean.
 
@@ -94,8 +104,8 @@ def training_model(
     accumulators in place of the update; "evaluate" is the forward in inference mode, with the loss.
     A state has one name in all modes. `trainable` and `frozen` are globs over initializers; without
     `trainable`, all float weights that have an axis and reach the loss train. `free_batch` opens a
-    batch that was exported fixed. `level` is that of `passes.optimize`. Raises ModelError,
-    UsageError.
+    batch that was exported fixed. `level` is that of `passes.optimize`. In precision "fp16" the
+    backward is scaled, by `loss_scale` at first: see `_Step.scale`. Raises ModelError, UsageError.
     """
     original = ir.read(model)
     named, source = set(original.graph.initializers), ir.load(original)
@@ -113,10 +123,13 @@ def training_model(
         for w in weights:
             step.state(w, "parameter")
         return step.finish()
+    if precision == "fp16":
+        step.scale(loss_scale)
     gradients = step.differentiate(weights, accumulate, strict=trainable is not None)
     if accumulate > 1:
         gradients = step.accumulate(gradients)
     if mode == "update":
+        step.check(gradients)
         step.update(step.clip(gradients, clip_norm), optimizer)
     return step.finish()
 
@@ -159,6 +172,8 @@ class _Step:
         self.next: dict[onnx_ir.Value, onnx_ir.Value] = {}
         self.scalars: dict[str, onnx_ir.Value] = {}
         self.norm: onnx_ir.Value | None = None
+        self.loss_scale: onnx_ir.Value | None = None
+        self.finite: onnx_ir.Value | None = None  # whether a scaled step counts
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -186,8 +201,15 @@ class _Step:
         """A new state in the shape of parameter `w`."""
         assert w.dtype is not None
         assert w.shape is not None
-        value = self.input(f"{w.name}.{name}", w.dtype, w.shape)
-        self.states.append((value, kind, np.full(w.shape.numpy(), initial, w.dtype.numpy())))
+        return self.kept(
+            f"{w.name}.{name}", kind, np.full(w.shape.numpy(), initial, w.dtype.numpy())
+        )
+
+    def kept(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
+        """A new state."""
+        dtype = onnx_ir.DataType.from_numpy(initial.dtype)
+        value = self.input(name, dtype, initial.shape)
+        self.states.append((value, kind, initial))
         return value
 
     def place(self) -> None:
@@ -310,6 +332,10 @@ class _Step:
         assert self.loss.dtype is not None
         share = np.array(1 / accumulate, self.loss.dtype.numpy())
         dy = self.op.constant(share) if accumulate > 1 else None
+        if self.loss_scale is not None:
+            scale = self.op.CastLike(self.loss_scale, self.loss)
+            dy = scale if dy is None else self.op.Mul(scale, dy)
+            dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
         found = autodiff.backward(self.model, {self.loss: dy}, weights, strict=strict)
         for w in weights:
@@ -320,7 +346,45 @@ class _Step:
         self.states = [s for s in self.states if s[0].const_value is None]
         self.op = autodiff.Emitter(self.model)
         self.op.stem = "update"
-        return {w: found[w.name] for w in weights if w.name in found}
+        gradients = {w: found[w.name] for w in weights if w.name in found}
+        if self.loss_scale is None:
+            return gradients
+        back = self.op.Reciprocal(self.loss_scale)
+        back.dtype, back.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
+        return {w: typed(self.op.Mul(g, back), w, w.shape) for w, g in gradients.items()}
+
+    def scale(self, initial: float) -> None:
+        """Multiply the loss's gradient by a state, so that float16 holds small gradients.
+
+        A step whose gradients overflow changes no weight, and halves the scale; GROWTH steps in a
+        row without one double it.
+        """
+        self.loss_scale = self.kept("loss_scale", "scaler", np.array(initial, np.float32))
+
+    def check(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> None:
+        """Whether all gradients are finite, and what follows for the scale."""
+        if self.loss_scale is None:
+            return
+        op, scale = self.op, self.loss_scale
+        good = self.kept("loss_scale.good_steps", "scaler", np.array(0))
+        made = self.kept("loss_scale.updates", "scaler", np.array(0))
+        total = self.squares(gradients)
+        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
+        one = op.constant(np.array(1))
+        count = op.Add(good, one)
+        full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
+        larger = op.Where(full, op.Mul(scale, 2.0), scale)
+        self.next[scale] = op.Where(self.finite, larger, op.Mul(scale, 0.5))
+        zero = op.constant(np.array(0))
+        self.next[good] = op.Where(self.finite, op.Where(full, zero, count), zero)
+        self.scalars["step"] = op.Add(made, one)
+        self.next[made] = op.Where(self.finite, self.scalars["step"], made)
+
+    def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
+        """Σ g² over all gradients."""
+        squares = [self.op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
+        found: onnx_ir.Value = self.op.Sum(*squares)
+        return typed(found, next(iter(gradients)), onnx_ir.Shape([]))
 
     def accumulate(
         self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]
@@ -330,8 +394,13 @@ class _Step:
             total = self.slot(w, "accumulated", "accumulator", 0.0)
             sums[w] = self.op.Add(total, g)
             # an update takes the sum and starts the next one at zero
-            self.next[total] = sums[w] if self.mode == "accumulate" else self.op.Sub(total, total)
+            self.next[total] = sums[w] if self.mode == "accumulate" else self.zeros(total)
         return sums
+
+    def zeros(self, like: onnx_ir.Value) -> onnx_ir.Value:
+        """Zeros, whatever `like` holds."""
+        no, zero = self.op.constant(np.array(False)), self.op.constant(0.0, like.dtype)
+        return typed(self.op.Where(no, like, zero), like, like.shape)
 
     def clip(
         self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], clip_norm: float | None
@@ -339,12 +408,12 @@ class _Step:
         """Gradients scaled down so that the norm of all of them together is at most `clip_norm`."""
         if clip_norm is None:
             return gradients
-        squares = [self.op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
+        total = self.squares(gradients)
         self.norm, factor = self.op.node(
-            "ClipFactor", [self.op.Sum(*squares)], domain=FUSE, outputs=2, max_norm=clip_norm
+            "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
         )
         for value in (self.norm, factor):
-            value.dtype, value.shape = squares[0].dtype, onnx_ir.Shape([])
+            value.dtype, value.shape = total.dtype, onnx_ir.Shape([])
         return {w: self.op.Mul(g, factor) for w, g in gradients.items()}
 
     def update(
@@ -355,6 +424,9 @@ class _Step:
         for w, g in gradients.items():
             slots = [self.slot(w, k, "slot", initial) for k, initial in optimizer.slots.items()]
             news = optimizer.update(self.op, _names(w)[0], w, g, slots, lr, step)
+            if self.finite is not None:
+                olds = (w, *slots)
+                news = [self.op.Where(self.finite, *p) for p in zip(news, olds, strict=True)]
             self.next.update(zip((w, *slots), news, strict=True))
 
     def finish(self) -> tuple[onnx_ir.Model, Spec]:
@@ -373,7 +445,7 @@ class _Step:
         self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
         clean(self.model)
         feeds = [*self.feeds, *([self.labels] if self.labels is not None else [])]
-        names = {key: str(value.name) for key, value in self.scalars.items()}
+        names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
         spec = Spec(
             feeds=tuple(feeds),
             labels=str(self.labels.name) if self.labels is not None else "",
@@ -514,7 +586,8 @@ class _Cuda:
     ) -> Callable[[], dict[str, Array]]:
         successors = {s.next: s.name for s in spec.states if s.next}
         scalars = [name for name in (spec.loss, spec.norm) if name]
-        return self._states.start(key, successors, scalars, spec.outputs, feeds)
+        guards = scalars if spec.strict else [spec.loss]
+        return self._states.start(key, successors, scalars, spec.outputs, feeds, guards)
 
     def commit(self, spec: Spec) -> None:
         """Nothing is left to do."""
@@ -598,9 +671,11 @@ class Trainer:
     clip_norm bounds the norm of all gradients together. With accumulate=k, every k-th step updates,
     by the mean of k gradients. Batch and sequence may change from step to step where the model's
     inputs leave them open; free_batch opens a batch that was exported fixed, and proves on the
-    first feeds that the results of the original stay. Equal seeds and data give equal bits. `level`
-    is that of the fusions: onnxruntime is fastest without (measured: 5 to 20 %). Raises ModelError,
-    UsageError.
+    first feeds that the results of the original stay. Equal seeds and data give equal bits. In
+    precision "bf16" and "fp16" forward and backward are in 16 bits, weights and update in float32;
+    "fp16" scales the loss, by `loss_scale` at first, and leaves out updates whose gradients
+    overflow. `level` is that of the fusions: onnxruntime is fastest without (measured: 5 to 20 %).
+    Raises ModelError, UsageError.
     """
 
     def __init__(
@@ -617,6 +692,7 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
         precision: str = "fp32",
+        loss_scale: float = 65536.0,
         device: str = "cpu",
         free_batch: bool = False,
         level: int = 0,
@@ -628,6 +704,8 @@ class Trainer:
             begin()
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
             raise UsageError("accumulate is at least 1, seed at least 0, clip_norm above 0")
+        if not 0 < loss_scale < np.inf:
+            raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self.optimizer = optimizer or optim.AdamW()
         self._source = ir.read(model)
         self._options: dict[str, Any] = {
@@ -641,6 +719,7 @@ class Trainer:
             "free_batch": free_batch,
             "level": level,
             "precision": precision,
+            "loss_scale": loss_scale,
         }
         self.seed, self.accumulate = seed, accumulate
         self._ignored = ignored_label(loss_options or {})
@@ -727,7 +806,8 @@ class Trainer:
         while len(self._runs) > ahead:
             run = self._runs.pop(0)
             found, spec = run.result(), run.spec
-            if all(np.isfinite(found[name]) for name in (spec.loss, spec.norm) if name):
+            ends = (spec.loss, spec.norm if spec.strict else "")
+            if all(np.isfinite(found[name]) for name in ends if name):
                 self._device.commit(spec)
                 run.loss, run.feeds = float(found[spec.loss]), {}
                 continue
@@ -848,9 +928,12 @@ class Trainer:
         nothing, where a state is not finite.
         """
         self._settle()
-        states = {s.name: self._device.array(s.name) for s in self._specs["update"].states}
+        spec = self._specs["update"]
+        states = {s.name: self._device.array(s.name) for s in spec.states}
         for name, array in states.items():
-            if not np.isfinite(array).all():
+            # of an update that will be left out
+            summed = not spec.strict and name.endswith(".accumulated")
+            if not summed and not np.isfinite(array).all():
                 raise CheckFailed(f"step {self.calls}: '{name}' is not finite any more")
         self.extra = extra
         manifest = {
@@ -917,9 +1000,9 @@ class Trainer:
         return digest.hexdigest()
 
 
-MATH = {"fp32": "ieee", "tf32": "tf32", "bf16": "ieee"}
+MATH = {"fp32": "ieee", "tf32": "tf32", "bf16": "ieee", "fp16": "ieee"}
 """Precision of a run on a GPU -> which products of float32 its matrix multiplications may use."""
-HALF = {"bf16": onnx_ir.DataType.BFLOAT16}
+HALF = {"bf16": onnx_ir.DataType.BFLOAT16, "fp16": onnx_ir.DataType.FLOAT16}
 """Precision -> type that forward and backward compute in; weights and updates stay float32."""
 
 
@@ -929,7 +1012,7 @@ def _supported(precision: str, device: str) -> None:
     if device == "cuda":
         if precision not in MATH:
             raise UsageError(f"precision '{precision}' is not one of {', '.join(MATH)}")
-    elif precision != "fp32":
+    elif precision not in ("fp32", "fp16"):
         raise UsageError(
             f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
             "matrix product; use precision 'fp32'"

@@ -7,8 +7,10 @@ float64 on the same rounded inputs (`oracle`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -20,11 +22,12 @@ import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
-from onnx_fuse import ir
+from onnx_fuse import context, ir
 from onnx_fuse.ir import FUSE
+from onnx_fuse.kernels import Choice, candidates
 from onnx_fuse.llir import Program
 from onnx_fuse.lower import lower
-from onnx_fuse.problem import CHIPS, Hardware
+from onnx_fuse.problem import CHIPS, Hardware, Launch
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
@@ -109,6 +112,22 @@ class Case:
         }
         return lower(model, shapes, hw)
 
+    def launches(self, hw: Hardware) -> list[Launch]:
+        """Of every variant."""
+        programs = [self.program(hw)]
+        for choice in self.variants(hw):
+            with only(choice):
+                programs.append(self.program(hw))
+        return [x for p in programs for call in p.calls for x in call.launches]
+
+    def variants(self, hw: Hardware) -> list[Choice]:
+        """Every legal kernel and configuration, where the operator has a registry of them."""
+        problem = next((c.problem for c in self.program(hw).calls if c.problem), None)
+        if problem is None:
+            return []
+        legal = [k for k in candidates(problem.op) if k.supports(problem, hw) is None]
+        return [Choice(k, how, 0.0, "each") for k in legal for how in k.configs(problem, hw)]
+
     def _reference_is_wrong(self) -> bool:
         """Where onnx 1.23's reference evaluator raises or breaks the spec: truth is onnxruntime."""
         how = self.attrs.get("coordinate_transformation_mode")
@@ -137,6 +156,13 @@ class Case:
             return _onnxruntime(self.model(arrays), arrays)
         with np.errstate(all="ignore"):
             return [np.asarray(y) for y in ReferenceEvaluator(proto).run(None, feeds)]
+
+
+@contextmanager
+def only(choice: Choice) -> Iterator[None]:
+    """Within the block every registry operator takes this kernel and configuration."""
+    with patch.object(context, "select", lambda *_: choice):
+        yield
 
 
 def _onnxruntime(proto: onnx.ModelProto, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
@@ -360,6 +386,10 @@ def _indexing() -> Iterator[Case]:
     pairs = rng.integers(-3, 3, (4, 2, 2))
     yield Case("GatherND", ((3, 4, 8), pairs))
     yield Case("GatherND", ((4, 3, 3, 5), pairs.astype(np.int32)), {"batch_dims": 1}, 1, F64)
+    for dtype in (F32, F16, F64, "int8"):
+        yield Case("Transpose", ((70, 96),), {"perm": [1, 0]}, 1, dtype)
+    yield Case("Transpose", ((3, 33, 41),), {"perm": [0, 2, 1]}, 1, BF16, note="odd")
+    yield Case("Transpose", ((2, 36, 3, 5, 64),), {"perm": [4, 2, 3, 0, 1]}, note="five axes")
     unlike = np.argsort(rng.random((7, 5, 6)), 0)  # the order of equal indices is not defined
     for reduction in ("none", "add", "mul", "max", "min"):
         how = {"axis": 0, "reduction": reduction}

@@ -368,6 +368,81 @@ def test_dropout_gradient_goes_through_the_kept() -> None:
     np.testing.assert_allclose(steps, [0, 2 / 0.75**2], rtol=1e-5)
 
 
+# ---- float16 -----------------------------------------------------------------------------------
+
+
+def half(loss_scale: float = 65536.0, **options: Any) -> train.Trainer:
+    settings = {"loss": "mse", "optimizer": optim.AdamW(lr=0.01), **options}
+    return train.Trainer(ir.text_model(LINEAR), precision="fp16", loss_scale=loss_scale, **settings)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 3.0])
+def test_float16_follows_float32(clip: float | None, accumulate: int) -> None:
+    options = {"clip_norm": clip, "accumulate": accumulate}
+    full = train.Trainer(
+        ir.text_model(LINEAR), loss="mse", optimizer=optim.AdamW(lr=0.01), **options
+    )
+    losses = [[t.step(batch(i)) for i in range(20)] for t in (half(**options), full)]
+    np.testing.assert_allclose(*losses, rtol=5e-3)  # float16 has 11 bits
+
+
+def far(seed: int) -> dict[str, Array]:
+    """A batch of large gradients."""
+    feeds = batch(seed)
+    return {**feeds, "labels": feeds["labels"] * 10000}
+
+
+def test_float16_overflow_halves_the_scale_and_leaves_the_rest() -> None:
+    """A scale is a power of two: what follows has the bits of a run that started there.
+
+    onnxruntime's CPU computes float16 products in float32: only there does anything overflow.
+    """
+    trainer = half(2.0**127)
+    start, scale = trainer.state(), np.float32(2.0**127)
+    for i in range(60):
+        trainer.step(far(i))
+        state = trainer.state()
+        if state["loss_scale"] == scale:
+            break
+        scale = state["loss_scale"]
+        assert scale == 2.0 ** (126 - i)
+        assert all(np.array_equal(state[k], start[k]) for k in start if k != "loss_scale")
+    assert 4 < i < 40
+    fresh = half(float(scale))
+    for step in range(i, i + 6):
+        if step > i:
+            trainer.step(far(step))
+        fresh.step(far(step))
+    for key, array in fresh.state().items():
+        assert array.tobytes() == trainer.state()[key].tobytes(), key
+
+
+def test_float16_scale_doubles_after_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "GROWTH", 3)
+    trainer = half(256.0)
+    found = []
+    for i in range(7):
+        trainer.step(batch(i))
+        state = trainer.state()
+        found.append((float(state["loss_scale"]), int(state["loss_scale.good_steps"])))
+    assert found == [(256, 1), (256, 2), (512, 0), (512, 1), (512, 2), (1024, 0), (1024, 1)]
+
+
+def test_float16_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """Between two batches of an update that overflows."""
+    whole = half(2.0**127, accumulate=2)
+    for i in range(5):
+        whole.step(far(i))
+    whole.checkpoint(tmp_path)
+    resumed = train.Trainer.resume(tmp_path, ir.text_model(LINEAR))
+    for i in range(5, 16):
+        assert whole.step(far(i)) == resumed.step(far(i))
+    assert whole.state()["loss_scale"] < 2.0**123
+    for key, array in whole.state().items():
+        assert array.tobytes() == resumed.state()[key].tobytes(), key
+
+
 # ---- refusals ----------------------------------------------------------------------------------
 
 NO_WEIGHTS = "net (float[2] x) => (float[2] y) { y = Relu (x) }"
@@ -378,6 +453,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
     "loss": (LINEAR, {"loss": "hinge"}, UsageError, "no loss 'hinge'"),
     "output": (LINEAR, {"output": "z"}, UsageError, "no output 'z'"),
     "precision": (LINEAR, {"precision": "bf16"}, UsageError, "precision 'bf16' needs a GPU"),
+    "scale": (LINEAR, {"loss_scale": 0.0}, UsageError, "loss scale is 0.0"),
     "device": (LINEAR, {"device": "tpu"}, UsageError, "not on 'tpu'"),
     "accumulate": (LINEAR, {"accumulate": 0}, UsageError, "accumulate is at least 1"),
 }

@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "schedule": ({}, ["--schedule", "saw"], 2, "unknown schedule 'saw'"),
     "frozen": ({}, ["--freeze", "w"], 2, "every weight of the model is frozen"),
     "glob": ({}, ["--trainable", "head"], 2, "'head' matches no weight of the model: it has w"),
-    "precision": ({}, ["--precision", "fp16"], 2, "precision 'fp16' needs a GPU"),
+    "precision": ({}, ["--precision", "bf16"], 2, "precision 'bf16' needs a GPU"),
     "resume": ({}, ["--resume"], 2, "--resume needs the folder"),
     "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
     "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),

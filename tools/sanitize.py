@@ -51,7 +51,7 @@ def launches_of(callspec: Any, hw: Hardware) -> list[Launch]:
     """What a test launches, by its parameters: a case of math_cases, or a registry problem."""
     parameters = callspec.params if callspec else {}
     if "case" in parameters:
-        return [x for call in parameters["case"].program(hw).calls for x in call.launches]
+        return list(parameters["case"].launches(hw))
     if "problem" in parameters:
         from test_gemm import each
 

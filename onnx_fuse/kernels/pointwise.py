@@ -23,6 +23,8 @@ from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 THREADS = 256
 REGISTERS = 96
 """Elements of all operands together that a thread may hold: more would spill."""
+TILE_LEAST = 16
+"""Elements that both axes of a transpose must have to go through tiles."""
 STORAGE = {
     "float64": "double", "float32": "float", "float16": "f16", "bfloat16": "bf16",
     "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
@@ -308,6 +310,39 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), (*args, *numbers))
 
 
+def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
+    """y[...] = x[...] tile by tile where the two run along different axes; None elsewhere."""
+    dims, (sx, sy) = collapse(y.shape, [x.strides, y.strides])
+    along = [next((k for k, n in enumerate(s) if n == 1), None) for s in (sx, sy)]
+    if None in along or along[0] == along[1] or x.dtype != y.dtype or len(dims) > 5:
+        return None
+    p, q = along
+    assert p is not None
+    assert q is not None
+    if min(dims[p], dims[q]) < TILE_LEAST:
+        return None
+    size = ITEMSIZE[x.dtype]
+    rest = [k for k in range(len(dims)) if k not in along]
+    numbers = [dims[p], dims[q], sx[q], sy[p], x.offset, y.offset]
+    numbers += [s[k] for s in (sx, sy) for k in rest]
+    vec = next(v for v in (4, 2, 1) if v * size <= 4 or v == 1 if not any(n % v for n in numbers))
+    tiles = prod(-(-dims[k] // (32 * vec)) for k in (p, q)) * prod(dims[k] for k in rest)
+    if tiles >= 2**31:
+        return None
+    wide = x.wide or y.wide
+    axes = [None] * (3 - len(rest)) + rest
+    inner = [1 if k is None else dims[k] for k in axes[1:]]
+    steps = [0 if k is None else s[k] for s in (sx, sy) for k in axes]
+    values = (dims[p], dims[q], sx[q], sy[p], *inner, *steps)
+    args = tuple(Num("i64" if wide else "i32", n) for n in values)
+    unit = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[size]
+    return Launch(
+        "indexing/transpose.cu", "transpose", (tiles, 1, 1), (256, 1, 1),
+        (Ptr("a0"), Ptr("y0"), *args),
+        (("IDX", "i64" if wide else "int"), ("T", unit), ("VEC", str(vec))),
+    )  # fmt: skip
+
+
 def launch_many(
     expression: Expression,
     shared: Sequence[Tensor | None],
@@ -410,7 +445,11 @@ def finish(call: Call) -> Call:
         if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
     ]
     moved = sum(t.nbytes for t in (*reads, *writes))
-    launches = (launch_of(call.expression, reads, writes),) if prod(writes[0].shape) else ()
+    launches: tuple[Launch, ...] = ()
+    if prod(writes[0].shape):
+        moves = not call.expression.steps and len(reads) == len(writes) == 1
+        tiled = launch_transpose(reads[0], writes[0]) if moves else None
+        launches = (tiled or launch_of(call.expression, reads, writes),)
     flops = len(call.expression.steps) * prod(writes[0].shape)
     return replace(call, launches=launches, inplace=tuple(pairs), flops=flops, bytes=moved)
 

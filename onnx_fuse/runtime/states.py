@@ -78,16 +78,17 @@ class CudaStates:
         scalars: Sequence[str],
         outputs: Sequence[str],
         feeds: Mapping[str, Any],
+        guards: Sequence[str],
     ) -> Callable[[], dict[str, Array]]:
         """Enqueue one step; what it returns waits for `scalars` and `outputs`, by name.
 
-        `successors` maps outputs to states. Where a scalar is not finite, the states stay as they
-        were, and they stay so until `go_on`.
+        `successors` maps outputs to states. Where a scalar of `guards` is not finite, the states
+        stay as they were, and they stay so until `go_on`.
         """
         if key not in self._executables:
             model = self._models.pop(key)
             if successors:
-                model = guarded(model, successors, scalars)
+                model = guarded(model, successors, guards)
                 successors = {**successors, f"{SOUND}.next": SOUND}
             self._executables[key] = Executable(
                 model, math=self._math, state=successors, home=self._home

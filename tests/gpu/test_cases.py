@@ -105,21 +105,50 @@ def test_lower_precision(name: str, precision: str, bound: float) -> None:
         np.testing.assert_allclose(y, want, rtol=0, atol=bound * max(1, np.abs(want).max()))
 
 
-def test_bfloat16_training_follows_float32() -> None:
+def half_trainer(precision: str, **options) -> tuple[train.Trainer, dict[str, np.ndarray]]:
     case: RealCase = CASES["bert__ts13"]
     inputs, outputs = case.feeds[0]
-    rng = np.random.default_rng(0)
     shape = next(iter(outputs.values())).shape
-    batch = {**inputs, "labels": rng.standard_normal(shape).astype(np.float32)}
+    labels = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    trainer = train.Trainer(
+        case.path,
+        loss="mse",
+        optimizer=optim.AdamW(lr=1e-3),
+        precision=precision,
+        device="cuda",
+        **options,
+    )
+    return trainer, {**inputs, "labels": labels}
 
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "accumulate": 2}], ids=["", "clipped"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_training_follows_float32(precision: str, options: dict) -> None:
     def run(precision: str) -> list[float]:
-        trainer = train.Trainer(
-            case.path,
-            loss="mse",
-            optimizer=optim.AdamW(lr=1e-3),
-            precision=precision,
-            device="cuda",
-        )
+        trainer, batch = half_trainer(precision, **options)
         return [trainer.step(batch) for _ in range(20)]
 
-    np.testing.assert_allclose(run("bf16"), run("fp32"), rtol=2e-2)
+    np.testing.assert_allclose(run(precision), run("fp32"), rtol=2e-2)
+
+
+def test_float16_overflow_is_left_out_and_halves_the_scale(tmp_path) -> None:
+    """One captured graph throughout; then the bits of a run that starts where it stopped."""
+    trainer, batch = half_trainer("fp16", loss_scale=2.0**40)
+    start, scales = trainer.state(), [2.0**40]
+    while len(scales) < 3 or scales[-1] != scales[-2]:
+        trainer.step(batch)
+        state = trainer.state()
+        scales.append(float(state["loss_scale"]))
+        same = [np.array_equal(state[k], start[k]) for k in start if not k.startswith("loss_scale")]
+        assert all(same) == (scales[-1] < scales[-2])
+        assert len(scales) < 40
+    assert scales[:-1] == [2.0 ** (40 - i) for i in range(len(scales) - 1)]
+    fresh, _ = half_trainer("fp16", loss_scale=scales[-1])
+    fresh.step(batch)
+    trainer.checkpoint(tmp_path)
+    resumed = train.Trainer.resume(tmp_path, CASES["bert__ts13"].path, device="cuda")
+    for _ in range(3):
+        assert trainer.step(batch) == fresh.step(batch) == resumed.step(batch)
+    for key, array in trainer.state().items():
+        assert array.tobytes() == fresh.state()[key].tobytes(), key
+        assert array.tobytes() == resumed.state()[key].tobytes(), key

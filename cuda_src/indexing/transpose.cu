@@ -1,0 +1,54 @@
+// indexing/transpose.cu: a copy whose source and target run along different axes.
+// Idea     : a block moves a square tile through shared memory, so that both sides are read and
+//            written in whole lines. Axis p has stride 1 in x, axis q in y; three more axes are walked
+//            tile by tile.
+// Inputs   : x, y in units of T; VEC units an access (where sizes and strides are multiples of it).
+// Launch   : one block of 256 threads a tile; IDX counts elements.
+// Bound    : HBM, one read and one write.
+#include "common.cuh"
+#ifndef T
+#define T float
+#endif
+#ifndef VEC
+#define VEC 1
+#endif
+#ifndef IDX
+#define IDX int
+#endif
+#define TILE (32 * VEC)
+
+extern "C" __global__ void __launch_bounds__(256)
+    transpose(const T* x, T* y, IDX dp, IDX dq, IDX x_q, IDX y_p, IDX d1, IDX d2, IDX x_0, IDX x_1,
+              IDX x_2, IDX y_0, IDX y_1, IDX y_2) {
+    // a padded row: columns of a tile lie in different banks
+    __shared__ T tile[TILE][TILE + (sizeof(T) < 4 ? 4 / sizeof(T) : 1)];
+    const IDX across = (dp + TILE - 1) / TILE, down = (dq + TILE - 1) / TILE;
+    IDX b = (IDX)blockIdx.x;
+    const IDX p0 = b % across * TILE;
+    b /= across;
+    const IDX q0 = b % down * TILE;
+    b /= down;
+    const IDX i2 = b % d2, i1 = b / d2 % d1, i0 = b / d2 / d1;
+    x += i0 * x_0 + i1 * x_1 + i2 * x_2;
+    y += i0 * y_0 + i1 * y_1 + i2 * y_2;
+    const int lane = threadIdx.x % 32 * VEC, warp = threadIdx.x / 32;
+    Vec<T, VEC> v[TILE / 8];
+#pragma unroll
+    for (int k = 0; k < TILE / 8; k++) {
+        const IDX q = q0 + warp + 8 * k, p = p0 + lane;
+        if (q < dq && p < dp) v[k] = load<VEC>(x + q * x_q + p);
+    }
+#pragma unroll
+    for (int k = 0; k < TILE / 8; k++)
+#pragma unroll
+        for (int j = 0; j < VEC; j++) tile[warp + 8 * k][lane + j] = v[k].at[j];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < TILE / 8; k++) {
+        const IDX p = p0 + warp + 8 * k, q = q0 + lane;
+        Vec<T, VEC> w;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) w.at[j] = tile[lane + j][warp + 8 * k];
+        if (q < dq && p < dp) store<VEC>(y + p * y_p + q, w);
+    }
+}
