@@ -7,11 +7,12 @@ import onnxruntime
 import pytest
 from interpret import interpret
 
-from onnx_fuse import ir, lower
-from onnx_fuse.kernels import pointwise, views
+from onnx_fuse import ir, lower, optim, train
+from onnx_fuse.kernels import chains, pointwise, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
+from onnx_fuse.runtime.states import guarded
 
 H200 = CHIPS["H200"]
 
@@ -278,6 +279,46 @@ def test_names_never_reach_the_source():
         for launch in call.launches:
             assert "evil" not in launch.source
             assert "#error" not in launch.source
+
+
+def test_small_equal_calls_share_a_launch():
+    text = "agraph (float[7,96] x, float[7,96] z) => (float[7,96] y, float[7,96] w) "
+    text += "{ y = Softmax(x) w = Softmax(z) }"
+    feeds = {name: np.ones((7, 96), np.float32) for name in "xz"}
+    (call,) = program_of(ir.text_model(text), feeds).calls
+    assert call.launches[0].entry == "twins"
+
+
+def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
+    """The training step's Program, its states in place, beside float32's on onnxruntime."""
+    monkeypatch.setattr(chains, "batch", list)  # the interpreter takes calls one by one
+    numbers = ", ".join(map(str, np.linspace(-1, 1, 30)))
+    text = f"agraph (float[4,6] x) => (float[4,5] y) <float[6,5] w = {{{numbers}}}> "
+    text += "{ p = MatMul(x, w) y = Tanh(p) }"
+    options = {"loss": "mse", "optimizer": optim.AdamW(lr=0.02), "clip_norm": 1.0}
+    graph, spec = train.training_model(
+        ir.text_model(text), precision="fp16", loss_scale=2.0**22, **options
+    )
+    successors = {s.next: s.name for s in spec.states if s.next}
+    model = guarded(graph, successors, [spec.loss])
+    feeds = {"x": X[0], "labels": X[1, :, :5]}
+    ends = {spec.lr: np.array(0.02, np.float32)}
+    states = {s.name: np.asarray(s.initial) for s in spec.states}
+    losses, scales = [], [2.0**22]
+    for _ in range(20):
+        arrays = {**feeds, **ends, **states}
+        program = program_of(model, arrays, state=successors)
+        found = interpret(program, arrays, weights_of(model))
+        states = {s.name: found[s.next] for s in spec.states}
+        losses.append(float(found[spec.loss]))
+        scales.append(float(states["loss_scale"]))
+    skipped = 20 - int(states["loss_scale.updates"])
+    assert 3 <= skipped <= 12
+    assert scales == [2.0 ** (22 - min(i, skipped)) for i in range(21)]
+    full = train.Trainer(ir.text_model(text), **options)
+    np.testing.assert_allclose(
+        losses, [losses[0]] * skipped + [full.step(feeds) for _ in range(20 - skipped)], rtol=5e-3
+    )
 
 
 def test_state_is_written_in_place():

@@ -430,7 +430,8 @@ def _twins(members: Sequence[Call]) -> Call:
 
 def free_axis(launch: Launch) -> str | None:
     """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
-    text = source_text(launch.source)
+    # what common.cuh knows of the grid is the whole one's size
+    text = source_text(launch.source).replace(source_text("common.cuh"), "")
     if "__grid_constant__" in text:
         return None
     for k, axis in ((1, "y"), (2, "z")):

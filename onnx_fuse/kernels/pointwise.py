@@ -23,8 +23,8 @@ from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 THREADS = 256
 REGISTERS = 96
 """Elements of all operands together that a thread may hold: more would spill."""
-TILE_LEAST = 16
-"""Elements that both axes of a transpose must have to go through tiles."""
+TILE_LEAST = 24
+"""Accesses that both axes of a transpose must hold to go through tiles of 32."""
 STORAGE = {
     "float64": "double", "float32": "float", "float16": "f16", "bfloat16": "bf16",
     "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
@@ -319,13 +319,13 @@ def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
     p, q = along
     assert p is not None
     assert q is not None
-    if min(dims[p], dims[q]) < TILE_LEAST:
-        return None
     size = ITEMSIZE[x.dtype]
     rest = [k for k in range(len(dims)) if k not in along]
     numbers = [dims[p], dims[q], sx[q], sy[p], x.offset, y.offset]
     numbers += [s[k] for s in (sx, sy) for k in rest]
     vec = next(v for v in (4, 2, 1) if v * size <= 4 or v == 1 if not any(n % v for n in numbers))
+    if min(dims[p], dims[q]) < TILE_LEAST * vec:
+        return None
     tiles = prod(-(-dims[k] // (32 * vec)) for k in (p, q)) * prod(dims[k] for k in rest)
     if tiles >= 2**31:
         return None

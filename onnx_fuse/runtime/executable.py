@@ -248,7 +248,7 @@ class Executable:
         self._blocks.append(block)
         at = block.address
         for name, array in arrays.items():
-            dense = np.ascontiguousarray(array)
+            dense = np.asarray(array, order="C")  # keeps a scalar one
             tensor = _tensor(dense.shape, dense.dtype.name)
             self.resident[name] = (tensor, at)
             if dense.nbytes:
@@ -270,7 +270,7 @@ class Executable:
         """Replace a weight or state; shape and dtype stay."""
         device.start(self.device_id)
         tensor, address = self.resident[name]
-        dense = np.ascontiguousarray(array)
+        dense = np.asarray(array, order="C")  # keeps a scalar one
         if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
             given = f"{dense.dtype}{list(dense.shape)}"
             raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {given}")
