@@ -260,6 +260,20 @@ def test_feeds_may_change_while_steps_are_under_way() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.launches("generated", "twins")
+def test_small_equal_calls_share_a_launch() -> None:
+    names = range(5)
+    ends = [", ".join(f"float[7,96] {c}{i}" for i in names) for c in "xy"]
+    nodes = " ".join(f"y{i} = Softmax(x{i})" for i in names)
+    runner = Executable(ir.text_model(f"agraph ({ends[0]}) => ({ends[1]}) {{ {nodes} }}"))
+    feeds = {f"x{i}": np.random.default_rng(i).random((7, 96), np.float32) for i in names}
+    for i, y in enumerate(runner.run(None, feeds)):
+        e = np.exp(feeds[f"x{i}"])
+        np.testing.assert_allclose(y, e / e.sum(-1, keepdims=True), rtol=1e-5)
+    assert len(runner.instance(feeds).program.calls) == 1
+
+
+@pytest.mark.launches("generated", "pointwise_many")
 def test_an_update_of_many_tensors_is_one_launch() -> None:
     names = range(40)
     weights = ", ".join(f"float[{3 + i},5] w{i}" for i in names)
