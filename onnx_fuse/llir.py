@@ -245,6 +245,14 @@ class Context(Protocol):
     def constant(self, array: np.ndarray) -> Tensor:
         """An array known at lowering, in device memory."""
 
+    def folded(
+        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
+    ) -> dict[str, Tensor] | None:
+        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, made once.
+
+        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
+        """
+
     def random(self) -> tuple[Tensor, int]:
         """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
 

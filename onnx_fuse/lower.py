@@ -6,6 +6,7 @@ else its body is lowered instead; else onnxruntime runs it.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -144,6 +145,51 @@ class Lowerer(Values):
             tuple(f"{op}: {why}" for op, why in self.fallbacks.items()),
             tail,
         )
+
+    def folded(
+        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
+    ) -> dict[str, Tensor] | None:
+        parameters = [t for t in (gamma, beta, w, c) if t is not None]
+        source = self.buffers[w.buffer]
+        if w.dtype not in ("float16", "bfloat16") or source.kind != "weight":
+            return None
+        if not all(map(self._lasting, parameters)):
+            return None
+        g, *b, weights, row = map(self._value, parameters)
+        small = b"".join(np.ascontiguousarray(v).tobytes() for v in (g, *b, row))
+        how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
+        name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
+        kept = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
+        if name not in kept:
+            wide = weights.astype(np.float32)
+            with np.errstate(over="ignore"):
+                wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
+            if not np.isfinite(wq.astype(np.float32)).all():
+                return None  # a product beyond float16: it stays in the operand path
+            cv = row.astype(np.float64)
+            if b:
+                cv = cv + b[0].astype(np.float64) @ wide
+            cs = wq.astype(np.float32).sum(0, dtype=np.float64)
+            kept[name] = {"wq": np.ascontiguousarray(wq.T if trans else wq),
+                          "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
+        tensors = {}
+        for key, array in kept[name].items():
+            tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
+            self.constants[tensors[key].buffer] = array
+        return tensors
+
+    def _value(self, tensor: Tensor) -> np.ndarray:
+        """What a tensor holds that nothing writes to."""
+        buffer = self.buffers[tensor.buffer]
+        if buffer.kind == "constant":
+            array = self.constants[tensor.buffer]
+        else:
+            value = self.model.graph.initializers[buffer.name].const_value
+            assert value is not None
+            array = value.numpy()
+        flat = np.ascontiguousarray(array).reshape(-1)[tensor.offset :]
+        steps = [step * array.itemsize for step in tensor.strides]
+        return np.lib.stride_tricks.as_strided(flat, tensor.shape, steps, writeable=False)
 
     def _node(self, node: ir.Node) -> None:
         slots = [self.slots[v] for v in node.inputs if v is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir
 import onnxruntime
 import pytest
 from interpret import interpret
@@ -384,3 +385,45 @@ def test_a_residual_is_added_in_the_product():
     assert call.problem is not None
     assert call.problem.attr("residual")
     assert dict(call.reads)["c"] == dict(program.inputs)["r"]
+
+
+def norm_model(norm: str):
+    """<norm>Gemm of x [B, 64] in float16, and the values of its weights."""
+    shapes = {"gamma": (64,), "beta": (64,), "w": (64, 32), "c": (32,)}
+    if norm == "RMSNorm":
+        del shapes["beta"]
+    model = ir.text_model(
+        "agraph (float16[B,64] x) => (float16[B,32] y) "
+        f"{{ y = {ir.FUSE}.{norm}Gemm(x, {', '.join(shapes)}) }}"
+    )
+    values = {name: RNG.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    for value in model.graph[0].inputs[1:]:
+        value.const_value = onnx_ir.tensor(values[value.name], name=value.name)
+        model.graph.register_initializer(value)
+    return model, values
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
+    model, values = norm_model(norm)
+
+    def found(rows, **options):
+        program = program_of(model, {"x": np.zeros((rows, 64), np.float16)}, **options)
+        call = next(c for c in program.calls if c.problem)
+        assert {name for name, _ in call.writes} == {"y", "mean", "rstd"}
+        names = {b.id: b.name for b in program.buffers}
+        reads = {name: (names[t.buffer], program.constants.get(t.buffer)) for name, t in call.reads}
+        return call.problem, reads
+
+    wide = {name: value.astype(np.float64) for name, value in values.items()}
+    wq = (wide["gamma"][:, None] * wide["w"]).astype(np.float16)
+    cv = wide.get("beta", np.zeros(64)) @ wide["w"] + wide["c"]
+    problem, reads = found(3)
+    assert problem.attr("folded")
+    assert problem.attr("static_b")
+    np.testing.assert_array_equal(reads["wq"][1], wq)
+    np.testing.assert_allclose(reads["cs"][1], wq.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(reads["cv"][1], cv, rtol=1e-6, atol=1e-6)
+    again = found(40)[1]
+    assert all(again[name][0] == reads[name][0] for name in ("wq", "cs", "cv"))
+    assert not found(64, state={"y": "w"})[0].attr("folded"), "w is replaced"

@@ -258,15 +258,21 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel serves {problem}"
     row = c.reshape((n,))
     assert row is not None
-    reads = {"x": x, "gamma": scale, "w": right.tensor, "c": ctx.contiguous(row)}
-    if not rms:
-        reads["beta"] = ctx.dense(node, 2)
+    beta = None if rms else ctx.view(node, 2)
+    folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
+    made = problem.having(folded=True, align=16)
+    if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
+        problem, reads = made, {"x": x, **folded}
+    else:
+        reads = {"x": x, "gamma": scale, "w": right.tensor, "c": ctx.contiguous(row)}
+        if beta is not None:
+            reads["beta"] = ctx.contiguous(beta)
     writes = {"y": ctx.output(node, 0, (*x.shape[:-1], n), x.dtype)}
     stat = (*x.shape[:-1], 1)
     for i, extra in enumerate(exposed, 1):
         shape = (*x.shape[:-1], n) if extra == "z" else stat
         writes[extra] = ctx.output(node, i, shape, x.dtype if extra == "z" else "float32")
-    for extra in ("rstd",) if rms else ("mean", "rstd"):
+    for extra in ("mean", "rstd"):  # RMSNorm's mean is zero
         if extra not in writes:
             writes[extra] = ctx.scratch("float32", stat)
     return ctx.select(node, problem, reads, writes)

@@ -335,7 +335,7 @@ class Instance:
         self._staging: list[tuple[device.Pinned, device.Event]] = []
         self._slots: list[Slot] = []
         for buffer, array in program.constants.items():
-            if array.nbytes:
+            if array.nbytes and buffer in where:
                 owner.stream.upload(self.address[buffer], array.ctypes.data, array.nbytes)
         owner.stream.wait("uploading constants")
         self._inputs = {name: t for name, t in program.inputs if name not in elsewhere}
@@ -363,6 +363,9 @@ class Instance:
         arrays = {}
         for b in self.program.buffers:
             if b.kind == "weight" and b.name not in owner.resident:
+                if b.id in self.program.constants:  # made of others at lowering
+                    arrays[b.name] = self.program.constants[b.id]
+                    continue
                 value = graph.initializers[b.name].const_value
                 assert value is not None
                 arrays[b.name] = value.numpy()

@@ -287,6 +287,24 @@ def test_an_update_of_many_tensors_is_one_launch() -> None:
     assert len(runner.instance(feeds).program.calls) == 1
 
 
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_a_norm_folded_into_the_weights(norm: str) -> None:
+    model, values = test_lower.norm_model(norm)
+    gamma, w, c = (values[name].astype(np.float64) for name in ("gamma", "w", "c"))
+    executable = Executable(model)
+    for rows in (3, 130):
+        x = np.random.default_rng(rows).standard_normal((rows, 64)).astype(np.float16)
+        d = x.astype(np.float64)
+        if norm == "LayerNorm":
+            d = d - d.mean(1, keepdims=True)
+        n = d / np.sqrt((d * d).mean(1, keepdims=True) + 1e-5) * gamma
+        want = (n + values.get("beta", np.zeros(64))) @ w + c
+        (got,) = executable.run(None, {"x": x})
+        # float16 rounds weights, result: 1e-3 as in test_gemm
+        assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+    assert "w" not in executable.resident, "only the folded weights take memory"
+
+
 def test_out_of_memory_says_what_asked_for_how_much() -> None:
     text = "agraph (float[1,N] x, float[M,1] z) => (float[M,N] y) { y = Add(x, z) }"
     size = 1 << 20
