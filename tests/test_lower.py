@@ -427,3 +427,27 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
     again = found(40)[1]
     assert all(again[name][0] == reads[name][0] for name in ("wq", "cs", "cv"))
     assert not found(64, state={"y": "w"})[0].attr("folded"), "w is replaced"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float"])
+@pytest.mark.parametrize("act", ["", "Gelu"])
+def test_a_norm_before_a_product_has_one_gradient_call(dtype, act):
+    sizes = "[64] s, {0}[64] b, {0}[64,128] w, {0}[128] c, float[32,1] mean, float[32,1] rstd"
+    text = f"""agraph ({dtype}[32,128] dy, {dtype}[32,64] x, {dtype}{sizes.format(dtype)},
+        {dtype}[32,128] z) => ({dtype}[32,64] dx, {dtype}[64] ds, {dtype}[64] db,
+        {dtype}[64,128] dw, {dtype}[128] dc)
+    {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemm{act}Grad (dy,x,s,b,w,c,mean,rstd,z) }}"""
+    model = ir.text_model(text)
+    feeds = {
+        v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "bfloat16")
+        for v in model.graph.inputs
+    }
+    calls = lower.lower(model, feeds, H200).calls
+    kinds = [call.problem.op for call in calls if call.problem is not None]
+    if dtype == "bfloat16":
+        assert kinds == ["LayerNormGemmGrad"]
+        assert calls[0].problem.text("act") == act.lower()
+        names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
+        assert [name for name, _ in calls[0].reads] == names
+    else:  # no kernel for fp32: the op's body
+        assert set(kinds) == {"Gemm"}

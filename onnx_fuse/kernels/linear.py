@@ -278,6 +278,38 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, problem, reads, writes)
 
 
+def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """LayerNormGemm<Act>Grad: dx, dscale, dbias, dw, dc from dy and what the forward kept."""
+    name, *exposed = node.op_type.split("_")
+    if exposed:
+        return f"no kernel gives {', '.join(exposed)}"
+    names = ("dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z")
+    given = {key: ctx.view(node, i) for i, key in enumerate(names)}
+    x, w, c = given["x"], given["w"], given["c"]
+    k, n = w.shape
+    if {t.dtype for key, t in given.items() if key not in ("mean", "rstd")} != {x.dtype}:
+        return "operands of several types"
+    if len(x.shape) < 2 or c.size != n or c.shape[-1:] != (n,):
+        return "x is a vector, or the bias is not one row"
+    suffix = name.removeprefix("LayerNormGemm").removesuffix("Grad")
+    problem = Problem.of(
+        "LayerNormGemmGrad",
+        m=prod(x.shape[:-1]),
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        **activation(ctx, node, suffix),  # type: ignore[arg-type]
+    )
+    if select("LayerNormGemmGrad", problem, ctx.hw) is None:
+        return f"no kernel serves {problem}"
+    reads = {key: ctx.dense(node, i) for i, key in enumerate(names)}
+    shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
+    writes = {
+        key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
+    }
+    return ctx.select(node, problem, reads, writes)
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "MatMul"): matmul,
     ("", "Gemm"): gemm,
@@ -287,4 +319,5 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
         for norm in ("LayerNorm", "RMSNorm")
         for suffix in ACTIVATIONS
     },
+    **{(FUSE, f"LayerNormGemm{suffix}Grad"): norm_gemm_grad for suffix in ACTIVATIONS},
 }

@@ -121,7 +121,11 @@ def half_trainer(precision: str, **options) -> tuple[train.Trainer, dict[str, np
     return trainer, {**inputs, "labels": labels}
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "accumulate": 2}], ids=["", "clipped"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 1.0, "accumulate": 2}, {"level": 2}],
+    ids=["", "clipped", "fused"],
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_training_follows_float32(precision: str, options: dict) -> None:
     def run(precision: str) -> list[float]:
