@@ -68,7 +68,10 @@ def _score_lines(grouped: bool, kind: str) -> tuple[list[str], str]:
             "keep = Cast <to: int = 9> (lower)",
             f"low_f = Constant <value_float: float = {LOWEST!r}> ()",
             "low = CastLike (low_f, s)",
-            "zm = Where (keep, s, low)",
+            "nil_f = Constant <value_float: float = 0.0> ()",
+            "nil = CastLike (nil_f, s)",
+            "below = Where (keep, nil, low)",
+            "zm = Add (s, below)",
         ]
     elif kind:
         lines += ["zm = Add (s, mask)"]
@@ -93,13 +96,27 @@ def _body(grouped: bool, kind: str) -> str:
         # for the backward alone: log Σ exp of each row, in float32 whatever q is
         f"zf = Cast <to: int = 1> ({logits})",
         "lse = ReduceLogSumExp <keepdims: int = 0> (zf, last)",
-        f"{'pn' if guard else 'p'} = Softmax <axis: int = -1> ({logits})",
-        *(_guarded("p", "pn") if guard else ()),
     ]
+    if guard:
+        # Rows are told by the mask, which heads and layers share, not by the far larger weights.
+        lines += [
+            "top = ReduceMax <keepdims: int = 1> (mask, last)",
+            "dead = IsInf <detect_positive: int = 0> (top)",
+            "zero_f = Constant <value_float: float = 0.0> ()",
+            "zero = CastLike (zero_f, s)",
+            "finite = Where (dead, zero, mask)",
+            "living = Not (dead)",
+            "alive = CastLike (living, s)",
+            "zg = Add (s, finite)",
+        ]
+    lines += [f"p = Softmax <axis: int = -1> ({'zg' if guard else logits})"]
+    y = "yn" if guard else "y"
     if grouped:
-        lines += ["pg = Reshape (p, fold)", "yg = MatMul (pg, v)", "y = Reshape (yg, unfold)"]
+        lines += ["pg = Reshape (p, fold)", "yg = MatMul (pg, v)", f"{y} = Reshape (yg, unfold)"]
     else:
-        lines += ["y = MatMul (p, v)"]
+        lines += [f"{y} = MatMul (p, v)"]
+    if guard:
+        lines += ["y = Mul (yn, alive)"]
     mask = ", mask" if kind.startswith("Mask") else ""
     head = f"{name} {_attributes(grouped)}(q, k, v{mask}) => (y) {{\n  "
     return head + "\n  ".join(lines) + "\n}"
