@@ -196,7 +196,12 @@ Arg = Ptr | Num | TensorMap | Table
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D."""
+    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D.
+
+    `sync`: bytes bound under "sync", this call's own, zero at first; what the kernel leaves there
+    the next run finds (counters and flags that it resets itself). `cooperative`: all blocks are on
+    the chip at once, so they may wait for each other.
+    """
 
     source: str
     entry: str
@@ -206,6 +211,8 @@ class Launch:
     defines: tuple[tuple[str, str], ...] = ()
     smem: int = 0
     cluster: int = 1
+    sync: int = 0
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)

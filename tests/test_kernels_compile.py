@@ -50,6 +50,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemm", m=512, n=768, k=768, math="bf16x3", bias=True),
     Problem.of("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),
     Problem.of("LayerNormGemmGrad", m=16, n=3072, k=768, dtype="float16", folded=True),
+    Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, folded=True, **BF16),  # rows of tiles
 )
 PER_KERNEL = 3  # configurations, the likeliest by cost
 

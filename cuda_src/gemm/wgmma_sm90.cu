@@ -11,29 +11,52 @@
 // Outputs  : y [M,N] TO; DIRECT 0: 16-bit by TMA, DIRECT 1: any type and N by plain stores.
 //            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
-// Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES; the
-//            epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
+//            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh).
+// Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
+//            SIDE_LANES; the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
 // Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
 #include "gemm/epilogue.cuh"
+#include "gemm/side.cuh"
 #include "sm90.cuh"
 #ifndef PASSES
 #define PASSES 1
 #endif
-#ifndef LATE_ROWS  // 1: the launch before writes the row vectors and may still run when this one starts
-#define LATE_ROWS 0
+#ifndef SIDE
+#define SIDE 0
 #endif
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
-constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = (TRANS_B ? BN : BOXES * 64) * BK * 2;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int BOX = 16 * 128;                      // a warp's store: 16 rows of 64 16-bit columns
 constexpr int OUT_BOXES = DIRECT ? 0 : 2;          // boxes a warp keeps in flight
-constexpr int C_BOXES = EPI_OPERAND && !DIRECT ? 2 : 0;
+constexpr int C_BOXES = !EPI_OPERAND || DIRECT ? 0 : MI * FULL > 1 ? 2 : 1;
 constexpr int COL_SETS = PINGPONG ? 2 : 1;         // cooperative warpgroups share their columns
 constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX;
 constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
-constexpr int BOXES = BN / 64;
+constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : 0);
 constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for rows
+constexpr bool EARLY = SIDE == STATS || SIDE == RMS, TWICE = SIDE == TILES;
+constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
+
+#define WGMMA_144_(E_, type)                                                                       \
+    template <int TA, int TB> struct Wgmma<E_, 144, TA, TB> {                                      \
+        DEVICE static void run(float (&d)[72], u64 a, u64 b, int add) {                            \
+            WGMMA_(144, type, R60_ R10_(6) "%70,%71", 72, 73, 74, 75, 76, F32_(0), F32_(32),       \
+                   F8_(64));                                                                       \
+        }                                                                                          \
+    };
+WGMMA_144_(bf16, "bf16")
+WGMMA_144_(f16, "f16")
+
+// One lane of a whole warp: the compiler knows it is one, and issues its copies without a loop over lanes.
+DEVICE bool elect() {
+    u32 chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen;
+}
 
 // Planes of pass p: smallest products first, hi . hi last.
 DEVICE int plane_a(int p) {
@@ -50,6 +73,7 @@ struct Work {
     int tiles_m, tiles_n, batches, splits;  // tiles_m counts clusters
     DEVICE int count() const { return tiles_m * tiles_n * batches * splits; }
     DEVICE Tile at(int id, int rank) const {
+        if (SIDE == TILES) return {id / tiles_n * BM, id % tiles_n * BN, 0, 0};
         int per = tiles_m * tiles_n, batch = id / per;
         id %= per;
         int band = id / (GROUP * tiles_n), first = band * GROUP;
@@ -65,26 +89,29 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
     const __grid_constant__ TensorMap map_c, TO* __restrict__ y, TO* __restrict__ z,
     const TO* __restrict__ c, int M, int N, int K, int batches, int batch_a, int batch_b,
-    int splits, const TR* __restrict__ row0, const TR* __restrict__ row1,
-    const TR* __restrict__ row2, const TR* __restrict__ row3, const TV* __restrict__ col0,
-    const TV* __restrict__ col1, float alpha, float beta, float act_alpha, float* __restrict__ part) {
+    int splits, TR* __restrict__ row0, TR* __restrict__ row1, const TR* __restrict__ row2,
+    const TR* __restrict__ row3, const TV* __restrict__ col0, const TV* __restrict__ col1, float alpha,
+    float beta, float act_alpha, float* __restrict__ part, u32* __restrict__ sync,
+    const T* __restrict__ side_a, i64 side_ld, float epsilon) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    volatile int* limit = (int*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8);
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, CONSUMER_WARPS * CLUSTER);
+            mbarrier_init(empty + s * 8, READERS);
         }
         for (int i = 0; i < 8 * C_BOXES; i++) mbarrier_init(c_bar + i * 8, 1);
+        *limit = 0;
         fence_barrier_init();
     }
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
-    if (!LATE_ROWS) after_previous_launch();
+    after_previous_launch();
 
     Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
     int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
@@ -97,7 +124,33 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 
     if (warp < 4) {  // ---- producer ----
         registers_shrink<(BIG ? 40 : 56)>();  // (40 + 2 * 232) * 128 registers are all there are
-        if (threadIdx.x == 0) {
+        if (warp > 0) {
+#if SIDE == TILES
+            int s = 0, turn = warp - 1;
+            u32 phase = 0;
+            for (int id = start; id < count; id += stride) {
+                Tile t = work.at(id, rank);
+                int mine = t.n / BN;  // of each work.tiles_n k-steps
+                for (int step = 0; step < all_steps; step++) {
+                    mbarrier_wait(full + s * 8, phase);
+                    if (step == mine) {
+                        mine += work.tiles_n;
+                        if (turn == 0)
+                            side_columns<BM, T>(smem + s * STAGE_BYTES,
+                                                part + (i64)(t.m / BM) * K + step * BK, K - step * BK);
+                        turn = turn == 0 ? 2 : turn - 1;
+                    }
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(empty + s * 8);
+                    if (++s == STAGES) s = 0, phase ^= 1;
+                }
+            }
+            side_done(sync, gridDim.x * 11);
+#elif SIDE
+            side_rows<SIDE, SIDE_LANES>(sync, side_a, side_ld, M, K, epsilon, row0, row1, limit);
+            side_done(sync, gridDim.x * 11);
+#endif
+        } else if (elect()) {
             tma_prefetch(map_a);
             tma_prefetch(map_b);
             int s = 0;
@@ -105,6 +158,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             for (int id = start; id < count; id += stride) {
                 Tile t = work.at(id, rank);
                 int steps = steps_of(t.split);
+                if (EARLY) *limit = (t.m / BAND + 2) * BAND;
                 for (int step = 0; step < steps; step++) {
                     int at = t.split * per_split + step, pass = PASSES > 1 ? at / k_steps : 0;
                     int k = (at - pass * k_steps) * BK;
@@ -124,7 +178,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             tma_load(b, map_b, bar, k, t.n, zb);
                         else
 #pragma unroll
-                            for (int i = 0; i < BN / 64; i++)
+                            for (int i = 0; i < BOXES; i++)
                                 tma_load(b + i * 8192, map_b, bar, t.n + i * 64, k, zb);
                     } else {  // this CTA's half, to both
                         if (TRANS_B)
@@ -132,13 +186,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                                t.n + rank * (BN / 2), zb, 3);
                         else
 #pragma unroll
-                            for (int i = 0; i < BN / 64; i++)
+                            for (int i = 0; i < BOXES; i++)
                                 tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar,
                                                    t.n + i * 64, k + rank * 32, zb, 3);
                     }
                     if (++s == STAGES) s = 0, phase ^= 1;
                 }
             }
+            if (EARLY) *limit = M;
         }
     } else {  // ---- consumers ----
         registers_grow<(BIG ? 232 : 224)>();
@@ -155,6 +210,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         u32 phase = 0, c_phase = 0;
         float acc[MI][BN / 2];
         if (PINGPONG && group == 1) bar_arrive(2, 256);  // group 0 multiplies first
+        Pairs pairs = {};
+        if (SIDE) pairs = Pairs(sync, SIDE == TILES ? M * work.tiles_n : M);
 
         for (int id = start; id < count; id += stride, turn++) {
             Tile t = work.at(id, rank);
@@ -183,21 +240,74 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 for (int h = 0; h < 2; h++) {
                     int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
                     bool in = m < M;
-                    rows[i][h] = {EPI_ROWS > 0 && in ? to_float(row0[m]) : 0.0f,
-                                  EPI_ROWS > 1 && in ? to_float(row1[m]) : 0.0f,
-                                  EPI_ROWS > 2 && in ? to_float(row2[m]) : 0.0f,
-                                  EPI_ROWS > 3 && in ? to_float(row3[m]) : 0.0f};
+                    rows[i][h] = {EPI_ROWS > 0 && !EARLY && in ? to_float(row0[m]) : 0.0f,
+                                  EPI_ROWS > 1 && !EARLY && in ? to_float(row1[m]) : 0.0f,
+                                  EPI_ROWS > 2 && !TWICE && in ? to_float(row2[m]) : 0.0f,
+                                  EPI_ROWS > 3 && !TWICE && in ? to_float(row3[m]) : 0.0f};
+                    if (EARLY && in) pairs.get(m, rows[i][h].r0, rows[i][h].r1);
                 }
             };
-            // each warpgroup's first tile must not read rows before the launch before is through
-            bool first = LATE_ROWS && id - start <= (PINGPONG ? stride : 0), late = BIG || first;
-            if (!late)
+            auto need_rows = [&](int i) {  // what a side warp had not written then
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
+                    while (m < M && !(__float_as_uint(rows[i][h].r0) | __float_as_uint(rows[i][h].r1)))
+                        pairs.get(m, rows[i][h].r0, rows[i][h].r1);
+                }
+            };
+            if (!BIG)
 #pragma unroll
                 for (int i = 0; i < MI; i++) load_rows(i);
-            auto load_c = [&](int box) {  // box = block * BOXES + 64-column block, by lane 0
+            // this tile's sums to the row's other tiles, theirs (and these) added up: r2, r3
+            auto exchange = [&](float2 (&sums)[MI][2]) {
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float2& sum = sums[i][h];
+#pragma unroll
+                        for (int step = 1; step < 4; step *= 2) {
+                            sum.x += __shfl_xor_sync(~0u, sum.x, step);
+                            sum.y += __shfl_xor_sync(~0u, sum.y, step);
+                        }
+                        int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
+                        if (lane % 4 == 0 && m < M) pairs.put(t.n / BN * M + m, sum.x, sum.y);
+                    }
+                // a lane adds up one row, then each fetches the rows it needs
+                int row = lane % (16 * MI), m = t.m + wrow + row / 16 * 64 + row % 16;
+                float2 total = {};
+                if (m < M)
+                    for (int first = 0; first < work.tiles_n; first += 4) {
+                        float2 term[4];
+                        bool have[4];
+#pragma unroll
+                        for (int u = 0; u < 4; u++) {
+                            term[u] = {};
+                            have[u] = first + u >= work.tiles_n ||
+                                      pairs.get((first + u) * M + m, term[u].x, term[u].y);
+                        }
+#pragma unroll
+                        for (int u = 0; u < 4; u++) {
+                            while (!have[u])
+                                have[u] = pairs.get((first + u) * M + m, term[u].x, term[u].y);
+                            total.x += term[u].x;
+                            total.y += term[u].y;
+                        }
+                    }
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        int from = i * 16 + h * 8 + lane / 4;
+                        rows[i][h].r2 = __shfl_sync(~0u, total.x, from) / N;
+                        rows[i][h].r3 = __shfl_sync(~0u, total.y, from) / N;
+                    }
+            };
+            auto load_c = [&](int box) {  // box = block * FULL + 64-column block, by lane 0
                 mbarrier_expect(cbar + c_load * 8, BOX);
-                tma_load(cin + c_load * BOX, map_c, cbar + c_load * 8, t.n + box % BOXES * 64,
-                         t.m + wrow + box / BOXES * 64, t.batch);
+                tma_load(cin + c_load * BOX, map_c, cbar + c_load * 8, t.n + box % FULL * 64,
+                         t.m + wrow + box / FULL % MI * 64, t.batch);
             };
             if (C_BOXES) {
                 __syncwarp();
@@ -247,7 +357,6 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
             }
 
-            if (first) grid_dependency_wait();
             if (EPI_COLS) {
                 if (BIG) load_columns();
                 bar_sync(4 + (PINGPONG ? group : 0), SHARERS);  // the last tile's readers are done
@@ -261,17 +370,22 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
                 bar_sync(4 + (PINGPONG ? group : 0), SHARERS);
             }
+            float2 sums[MI][2] = {};  // over this tile's columns: acc, acc (c - mean) rstd
+#pragma unroll
+            for (int pass = TWICE ? 0 : 1; pass < 2; pass++) {
 #pragma unroll
             for (int i = 0; i < MI; i++) {
-                if (late) load_rows(i);
+                if (BIG && (pass == 0 || !TWICE)) load_rows(i);
+                if (EARLY) need_rows(i);
                 Dots dots[2] = {};
                 int m = t.m + wrow + i * 64;
 #pragma unroll
                 for (int j = 0; j < BOXES; j++) {
-                    if (C_BOXES) mbarrier_wait(cbar + c_slot * 8, c_phase);
+                    bool plain = DIRECT || j >= FULL;  // a narrow block goes by plain stores
+                    if (C_BOXES && !plain) mbarrier_wait(cbar + c_slot * 8, c_phase);
                     u32 to = out + out_slot * BOX, toz = 0;
-                    if (!DIRECT) {  // the store that last used this box has read it
-                        if (SAVE_Z) {
+                    if (!plain) {  // the store that last used this box has read it
+                        if (SAVE_Z && !TWICE) {
                             toz = out + (out_slot ^ 1) * BOX;
                             if (lane == 0) tma_store_wait_read<0>();
                         } else {
@@ -280,11 +394,11 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         __syncwarp();
                     }
 #pragma unroll
-                    for (int q = 0; q < 4; q++) {
+                    for (int q = 0; q < 4 && j * 64 + q * 16 < BN; q++) {
                         int n = j * 64 + q * 16 + lane % 4 * 2;  // and n + 8, in the tile
                         u32 swizzled = brow * 128 + (((q * 2 + bchunk) ^ (brow & 7)) << 4);
                         u32 cr[4];
-                        if (C_BOXES) ldmatrix_x4(cr, cin + c_slot * BOX + swizzled);
+                        if (C_BOXES && !plain) ldmatrix_x4(cr, cin + c_slot * BOX + swizzled);
                         u32 packed[4], packed_z[4];
 #pragma unroll
                         for (int e = 0; e < 4; e++) {  // row lane/4 + 8 (e%2), columns + 8 (e/2)
@@ -296,53 +410,66 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             if (EPI_COLS > 1) k0 = *(float2*)&columns[BN + nn];
                             int gm = m + h * 8 + lane / 4, gn = t.n + nn;
                             i64 at = ((i64)t.batch * M + gm) * N + gn;
+                            bool in = gm < M && gn < N, both = in && gn + 1 < N;
+                            if (EPI_OPERAND && plain) {
+                                if (in) cc.x = to_float(c[at]);
+                                if (both) cc.y = to_float(c[at + 1]);
+                            }
 #if EPI_OPERAND && !DIRECT
-                            cc = unpack2<TO>(cr[e]);
-#elif EPI_OPERAND
-                            if (gm < M && gn < N) cc.x = to_float(c[at]);
-                            if (gm < M && gn + 1 < N) cc.y = to_float(c[at + 1]);
+                            if (!plain) cc = unpack2<TO>(cr[e]);
 #endif
-                            v.x = epilogue<float>(v.x, rows[i][h], k0.x, k1.x, cc.x, alpha, beta,
-                                                  act_alpha, zz.x, dots[h]);
-                            v.y = epilogue<float>(v.y, rows[i][h], k0.y, k1.y, cc.y, alpha, beta,
-                                                  act_alpha, zz.y, dots[h]);
-#if DIRECT
-                            at += (i64)t.split * M * N;
-                            if (gm < M && gn < N) {
-                                y[at] = from_float<TO>(v.x);
-                                if (SAVE_Z) z[at] = from_float<TO>(zz.x);
+                            if (pass == 0) {
+                                zz.x = (cc.x - rows[i][h].r1) * rows[i][h].r0;
+                                zz.y = (cc.y - rows[i][h].r1) * rows[i][h].r0;
+                                sums[i][h].x += v.x + v.y;
+                                sums[i][h].y += v.x * zz.x + v.y * zz.y;
+                                v = zz;
+                            } else {
+                                v.x = epilogue<float>(v.x, rows[i][h], k0.x, k1.x, cc.x, alpha, beta,
+                                                      act_alpha, zz.x, dots[h]);
+                                v.y = epilogue<float>(v.y, rows[i][h], k0.y, k1.y, cc.y, alpha, beta,
+                                                      act_alpha, zz.y, dots[h]);
                             }
-                            if (gm < M && gn + 1 < N) {
-                                y[at + 1] = from_float<TO>(v.y);
-                                if (SAVE_Z) z[at + 1] = from_float<TO>(zz.y);
+                            if (plain) {
+                                at += (i64)t.split * M * N;
+                                TO* into = pass == 0 ? z : y;
+                                if (in) {
+                                    into[at] = from_float<TO>(v.x);
+                                    if (SAVE_Z && !TWICE) z[at] = from_float<TO>(zz.x);
+                                }
+                                if (both) {
+                                    into[at + 1] = from_float<TO>(v.y);
+                                    if (SAVE_Z && !TWICE) z[at + 1] = from_float<TO>(zz.y);
+                                }
                             }
-#else
+#if !DIRECT
                             packed[e] = pack2<TO>(v.x, v.y);
-                            if (SAVE_Z) packed_z[e] = pack2<TO>(zz.x, zz.y);
+                            if (SAVE_Z && !TWICE) packed_z[e] = pack2<TO>(zz.x, zz.y);
 #endif
                         }
-                        if (!DIRECT) {
+                        if (!plain) {
                             stmatrix_x4(to + swizzled, packed[0], packed[1], packed[2], packed[3]);
-                            if (SAVE_Z)
+                            if (SAVE_Z && !TWICE)
                                 stmatrix_x4(toz + swizzled, packed_z[0], packed_z[1], packed_z[2],
                                             packed_z[3]);
                         }
                     }
-                    if (!DIRECT) {
+                    if (!plain) {
                         fence_proxy_async();
                         __syncwarp();
                         if (lane == 0) {
-                            tma_store(map_y, to, t.n + j * 64, m, t.batch);
-                            if (SAVE_Z) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
+                            tma_store(pass == 0 ? map_z : map_y, to, t.n + j * 64, m, t.batch);
+                            if (SAVE_Z && !TWICE) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
                             tma_store_commit();
                         }
                         out_slot ^= 1;
                     }
-                    if (C_BOXES) {
+                    if (C_BOXES && !plain) {
                         __syncwarp();
                         if (++c_slot == C_BOXES) c_slot = 0, c_phase ^= 1;
-                        if (i * BOXES + j + C_BOXES < MI * BOXES) {
-                            if (lane == 0) load_c(i * BOXES + j + C_BOXES);
+                        int next = ((TWICE ? pass * MI : 0) + i) * FULL + j + C_BOXES;
+                        if (next < (TWICE ? 2 : 1) * MI * FULL) {
+                            if (lane == 0) load_c(next);
                             c_load = (c_load + 1) % (C_BOXES ? C_BOXES : 1);
                         }
                     }
@@ -362,7 +489,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     }
                 }
             }
+            if (pass == 0) exchange(sums);
+            }
         }
+        if (SIDE) side_done(sync, gridDim.x * 11);
     }
     // a CTA's barriers and tiles are the other's too, until both are through
     if (CLUSTER > 1) cluster_sync();

@@ -3,8 +3,11 @@
 The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order it is applied:
   alpha                       float, default 1
   static_b                    b is the same throughout a graph: it may be read ahead of it
-  late_rows                   the call before writes the rows: do not wait for it until then
   layernorm                   rows "row0" rstd, "row1" mean; columns "col0" cs, "col1" cv (float32)
+  rows, epsilon               wgmma only, where k is not split. "stats", "rms": row0 and row1 are
+                              written, from a's rows; "tiles" (with dx): row2 and row3 are the row
+                              means of the product and of product z, and "part" [tiles of m, k]
+                              takes the column sums of a
   bias                        column "col1", of type `bias_dtype` (default: the operands')
   beta                        float, not 0: + beta c, element strides c_rows, c_cols (Gemm's C)
   save_z                      the pre-activation goes to "z"

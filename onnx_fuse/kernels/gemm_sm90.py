@@ -30,7 +30,7 @@ from onnx_fuse.problem import (
 # MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN
 TILES = (
     (1, 256, 0), (2, 128, 0), (2, 192, 1), (2, 128, 1), (1, 256, 1), (1, 192, 1), (1, 128, 1),
-    (1, 128, 0), (1, 64, 0),
+    (1, 128, 0), (1, 64, 0), (1, 144, 0),
 )  # fmt: skip
 BK = 64
 BOX = 2048
@@ -99,7 +99,10 @@ class Wgmma:
         boxes = 0 if plain else 2 + (2 if operand(problem) else 0)
         # a split product has no epilogue: the reduction runs it
         cols = 0 if splits > 1 else (2 if pingpong else 1) * columns(problem) * bn * 4
-        return stages * (rows + bn) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
+        wide = bn if problem.trans_b else ceil(bn / 64) * 64
+        return (
+            stages * (rows + wide) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
+        )
 
     def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
         room = [s for s in range(2, 9) if self._smem(problem, config, s) <= hw.smem_per_block]
@@ -113,8 +116,11 @@ class Wgmma:
             bm = (64 if pingpong else 128) * mi
             tiles_m, tiles_n = ceil(problem.m / bm), ceil(problem.n / bn)
             tiles = tiles_m * tiles_n * problem.batches
-            for cluster in (2, 1) if tiles_m > 1 else (1,):
-                for splits in (1, 2, 3, 4, 6, 8):
+            whole = problem.text("rows") == "tiles"  # a row's tiles are on the chip at once
+            if whole and (tiles_n > hw.sm_count or not pingpong):
+                continue  # they wait for each other in the epilogue, which only pingpong hides
+            for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
+                for splits in (1, 2, 3, 4, 6, 8) if not whole else (1,):
                     per = ceil(steps / splits)
                     if splits > 1 and (
                         tiles * splits > 2 * hw.sm_count
@@ -139,8 +145,12 @@ class Wgmma:
         waves = ceil(units * splits / slots)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         # operand traffic bounds small tiles: 2 (bm + bn) bytes into smem for bm bn products
-        reach = min(1.0, 1.06 * bm * bn / (bm * bn + 10 * (bm + bn)))
-        products = 2 * bm * bn * problem.k * passes / splits / (per_sm * reach)
+        reach = (1.09 if pingpong else 1.06) * bm * bn / (bm * bn + 10 * (bm + bn))
+        # a tile that is no multiple of 64 wide takes nearly the time of the next that is
+        wide = bn if bn % 64 == 0 else 0.97 * 64 * ceil(bn / 64)
+        products = 2 * bm * wide * problem.k * passes / splits / (per_sm * min(1.0, reach))
+        if problem.text("rows") == "tiles":  # k-steps wait for their column sums
+            products *= 1 + 1.2 / ceil(problem.n / bn)
         tail = 1.5e-6 if pingpong else 2.5e-6
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * (0.1 if pingpong else 0.5)
         seconds = waves * (products + epilogue) + tail
@@ -154,6 +164,11 @@ class Wgmma:
         """The splits' partial sums."""
         splits = config.integer("splits")
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
+
+    def row_tiles(self, problem: Problem, config: Config) -> int:
+        """How many rows of "part" hold the column sums of a, with rows="tiles"."""
+        mi, _, pingpong = config.integers("tile")
+        return ceil(problem.m / ((64 if pingpong else 128) * mi))
 
     def parts(self, problem: Problem, config: Config) -> int:
         """How many [2, m] planes of "part" hold the row sums of dgamma and dbeta."""
@@ -197,7 +212,6 @@ class Wgmma:
             if problem.trans_b
             else load("b", n, k, step_b or dense_b, depth_b, (64, BK // cluster), ldb)
         )
-        late = bool(problem.attr("late_rows")) and splits == 1
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
 
@@ -220,13 +234,21 @@ class Wgmma:
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
-        tile |= {"LATE_ROWS": 1} if late else {}
+        blocks = min(hw.sm_count // cluster, units) * cluster
+        side, pairs = problem.text("rows") if splits == 1 else "", m
+        if side == "tiles":
+            pairs *= ceil(n / bn)
+            blocks -= blocks % ceil(n / bn)
+        if side:  # a warp has 2 KB of rows in flight: short rows, several at a time
+            lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
+            types |= {"SIDE": side.upper()}
+            types |= {"SIDE_LANES": str(lanes)} if side != "tiles" else {}
         epilogue = epilogue_defines(problem)
         row_type = {"TR": types["TR"]} if "TR" in types else {}
         gemm = Launch(
             self.source,
             "gemm_wgmma",
-            (min(hw.sm_count // cluster, units) * cluster, 1, 1),
+            (blocks, 1, 1),
             (384, 1, 1),
             (
                 map_a, map_b, stored("y", True), stored("z", problem.attr("save_z")),
@@ -235,10 +257,13 @@ class Wgmma:
                 Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", batches),
                 Num("i32", int(step_a != 0)), Num("i32", int(step_b != 0)), Num("i32", splits),
                 *vectors,
+                Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.number("epsilon")),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
             smem=self._smem(problem, config, self._stages(problem, config, hw)),
             cluster=cluster,
+            sync=32 + 16 * pairs if side else 0,
+            cooperative=side == "tiles",
         )  # fmt: skip
         if splits == 1:
             return (gemm,)

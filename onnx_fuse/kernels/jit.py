@@ -365,6 +365,23 @@ def _tensor_map(arg: TensorMap, address: int, launch: Launch) -> Any:
     return (ctypes.c_uint64 * 16)(*(int(word) for word in words))
 
 
+class _Zeroed:
+    """Device memory of a launch's own, zero at first; freed (after what runs) with its owner."""
+
+    def __init__(self, launch: Launch) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self.address = int(_check(driver.cuMemAlloc(launch.sync), launch))
+        _check(driver.cuMemsetD8(self.address, 0, launch.sync), launch)
+        # the memset is ordered with no other stream
+        _check(driver.cuStreamSynchronize(0), launch)
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._driver.cuMemFree(self.address)
+
+
 class Bound:
     """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
 
@@ -373,6 +390,9 @@ class Bound:
 
         self.launch = launch
         self._kernel = _kernel(launch, hw.arch)
+        self._sync = _Zeroed(launch) if launch.sync else None
+        if self._sync:
+            pointers = {**pointers, "sync": self._sync.address}
         self._values = [self._pack(arg, pointers) for arg in launch.args]
         self._params = (ctypes.c_void_p * max(1, len(self._values)))(
             *(ctypes.addressof(value) for value in self._values)
@@ -388,6 +408,11 @@ class Bound:
             attribute.value.clusterDim.x = launch.cluster
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
+            attributes.append(attribute)
+        if launch.cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
             attributes.append(attribute)
         if hw.cc >= 90 and waits(launch.source):
             attribute = driver.CUlaunchAttribute()

@@ -59,9 +59,16 @@ class Fold:
         return (*self.inner.sources(), "norm/row_stats.cu", "norm/fold.cu")
 
     def _gemm(self, problem: Problem) -> Problem:
-        # statistics and product overlap where nothing stands between the two launches
-        late = bool(problem.attr("folded")) and not problem.attr("stats")
-        return gemm_problem(problem, layernorm=True, **({"late_rows": True} if late else {}))
+        if problem.attr("stats") or isinstance(self.inner, Mma):
+            return gemm_problem(problem, layernorm=True)
+        rows = "rms" if problem.attr("rms") else "stats"
+        return gemm_problem(
+            problem, layernorm=True, rows=rows, epsilon=problem.number("epsilon", 1e-5)
+        )
+
+    def _side(self, problem: Problem, config: Config) -> bool:
+        """Whether the GEMM makes the statistics itself; a split one does not."""
+        return bool(self._gemm(problem).attr("rows")) and config.integer("splits", 1) == 1
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """None, or why not."""
@@ -77,7 +84,7 @@ class Fold:
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
         seconds = self.inner.cost(self._gemm(problem), config, hw)
-        if not problem.attr("stats"):
+        if not problem.attr("stats") and not self._side(problem, config):
             seconds += stats_seconds(problem, hw)
         if not problem.attr("folded"):
             moved = 2 * ITEMSIZE[problem.dtype] * problem.k * problem.n
@@ -107,7 +114,7 @@ class Fold:
             "workspace": Ptr("workspace", wq + 2 * cs),
         }  # fmt: skip
         calls: list[Launch] = []
-        if not problem.attr("stats"):
+        if not problem.attr("stats") and not self._side(problem, config):
             calls.append(
                 row_stats(
                     problem.m,

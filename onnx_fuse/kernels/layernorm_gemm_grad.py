@@ -12,7 +12,7 @@ Pointers: dy x gamma beta w c mean rstd z (wq cs cv) -> dx dgamma dbeta dw dc.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_skinny import Skinny
@@ -39,11 +39,13 @@ class TwoGemms:
         around = ("norm/fold.cu", "norm/row_dots.cu", "norm/sum_parts.cu")
         return (*self.inner.sources(), *Skinny().sources(), *around)
 
-    def _dx(self, problem: Problem) -> Problem:
+    def _dx(self, problem: Problem, kernel: str = "wgmma") -> Problem:
+        # short rows: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
+        own = not problem.attr("act") and problem.k <= 2048 and kernel == "wgmma"
         return Problem.of(
             "Gemm", m=problem.m, n=problem.k, k=problem.n, dtype=problem.dtype, trans_b=True,
-            dx=True, save_z=True,
-        )  # fmt: skip
+            dx=True, save_z=True, **({"rows": "tiles"} if own else {}),
+        )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
         return Problem.of(
@@ -74,17 +76,17 @@ class TwoGemms:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """The few best pairs of the two GEMMs' configurations: their choices are independent."""
 
-        def best(gemm: Problem, names: Sequence[str]) -> list[Config]:
+        def best(gemms: Mapping[str, Problem]) -> list[Config]:
             every = [
                 (how.having(kernel=name), self.for_dx[name].cost(gemm, how, hw))
-                for name in names
+                for name, gemm in gemms.items()
                 if self.for_dx[name].supports(gemm, hw) is None
                 for how in self.for_dx[name].configs(gemm, hw)
             ]
             return [how for how, _ in sorted(every, key=lambda pair: pair[1])][:6]
 
-        dx = best(self._dx(problem), tuple(self.for_dx))
-        dw = best(self._dw(problem), ("wgmma",))
+        dx = best({name: self._dx(problem, name) for name in self.for_dx})
+        dw = best({"wgmma": self._dw(problem)})
         pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
         return [
             Config.of(
@@ -98,11 +100,13 @@ class TwoGemms:
         """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
         dx, dw = self._split(config)
         size = ITEMSIZE[problem.dtype]
-        passes = 2 * problem.m * problem.n + 2 * problem.m * problem.k + problem.k * problem.n
+        gemm_dx = self._dx(problem, dx.text("kernel"))
+        passes = 2 * problem.m * problem.k + problem.k * problem.n
+        passes += 0 if gemm_dx.attr("rows") else 2 * problem.m * problem.n
         passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
         passes += problem.m * problem.n if problem.attr("act") else 0
         return (
-            self.for_dx[dx.text("kernel")].cost(self._dx(problem), dx, hw)
+            self.for_dx[dx.text("kernel")].cost(gemm_dx, dx, hw)
             + self.inner.cost(self._dw(problem), dw, hw)
             + passes * size / (0.85 * hw.bandwidth)
             + 5 * hw.launch_seconds
@@ -122,7 +126,8 @@ class TwoGemms:
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
         size, act = ITEMSIZE[dtype], problem.text("act")
         how_dx, how_dw = self._split(config)
-        gemm_dx, gemm_dw = self._dx(problem), self._dw(problem)
+        gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
+        own = bool(gemm_dx.attr("rows"))
         dots, rows = row_dots(m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0))
         arena = Arena()
         xh, dz = arena.take(size * m * k), arena.take(size * m * n) if act else Ptr("dy")
@@ -130,6 +135,8 @@ class TwoGemms:
         if not problem.attr("folded"):
             wq, cs, cv = arena.take(size * k * n), arena.take(4 * n), arena.take(4 * n)
         c1, c2 = arena.take(4 * m), arena.take(4 * m)
+        if own:
+            rows = self.inner.row_tiles(gemm_dx, how_dx)
         # partial sums of the fold, of dbias, of a split k: one after the other
         tiles = self.inner.parts(gemm_dw, how_dw)
         scratch = max(
@@ -139,20 +146,22 @@ class TwoGemms:
             self.inner.workspace(gemm_dw, how_dw, hw),
         )
         part, dots_part = arena.take(scratch), arena.take(8 * tiles * k)
+        first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
+        db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
         calls = [
             *(
                 rename(call, {"wq": wq, "cs": cs, "cv": cv, "workspace": part})
                 for call in (() if problem.attr("folded") else fold(k, n, dtype, False))
             ),
-            rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part}),
-            rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")}),
+            *(() if own else (first, db)),
             *(
                 rename(call, {
                     "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
-                    "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part,
+                    "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part, "part": part,
                 })
                 for call in self.for_dx[how_dx.text("kernel")].launch(gemm_dx, how_dx, hw)
             ),
+            *((db,) if own else ()),
             *(
                 rename(call, {
                     "a": xh, "b": dz, "y": Ptr("dw"), "c": Ptr("w"), "row0": Ptr("gamma"),

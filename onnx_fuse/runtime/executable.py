@@ -398,6 +398,7 @@ class Instance:
         if not config.GRAPH.value:
             return enqueue
         graph = owner.stream.capture(enqueue)
+        # the graph uses what `bound` owns: both live as long as this
         return lambda: owner.stream.launch(graph, f"a graph of {len(bound)} launches")
 
     def _bind(self, i: int, call: Call) -> list[tuple[str, jit.Bound]]:

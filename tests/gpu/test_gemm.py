@@ -43,10 +43,18 @@ class Memory:
         self.stream.wait("downloading")
         return out
 
-    def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
+    def write(self, name: str, array: np.ndarray) -> None:
+        self.stream.upload(self.buffers[name].address, array.ctypes.data, array.nbytes)
+        self.stream.wait("uploading")
+
+    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[jit.Bound]:
         self.buffers["workspace"] = device.Memory(kernel.workspace(problem, how, hw), "workspace")
         pointers = {name: buffer.address for name, buffer in self.buffers.items()}
-        jit.enqueue(kernel.launch(problem, how, hw), pointers, self.stream.handle, hw)
+        return [jit.Bound(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
+
+    def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
+        for call in self.bind(kernel, problem, how, hw):
+            call.enqueue(self.stream.handle)
         self.stream.wait(f"{kernel.name} {how}")
 
 
@@ -217,6 +225,30 @@ GRADIENTS = [
     )
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
+
+
+@pytest.mark.parametrize(("m", "k"), [(257, 264), (2000, 1032)])
+def test_bound_statistics_are_those_of_each_run(m: int, k: int, hw: Hardware) -> None:
+    # flags that a launch leaves behind must not pass for the next one's
+    rng, n, dtype = np.random.default_rng(9), 384, "bfloat16"
+    problem = Problem.of("LayerNormGemm", m=m, k=k, n=n, dtype=dtype, bias=True)
+    w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
+    given = {"gamma": random(rng, dtype, k), "beta": random(rng, dtype, k), "w": w,
+             "c": random(rng, dtype, n)}  # fmt: skip
+    for kernel, how in each(problem, hw):
+        blank = {"x": poison(dtype, m, k), "y": poison(dtype, m, n),
+                 "mean": poison("float32", m), "rstd": poison("float32", m)}  # fmt: skip
+        memory = Memory(given | blank)
+        bound = memory.bind(kernel, problem, how, hw)
+        for scale in (1.0, 30.0, 0.2):
+            x = (wide(random(rng, dtype, m, k)) * scale + scale).astype(TYPES[dtype])
+            memory.write("x", x)
+            for call in bound:
+                call.enqueue(memory.stream.handle)
+            mean, std = wide(x).mean(-1, keepdims=True), wide(x).std(-1, keepdims=True)
+            rows = (wide(x) - mean) / np.sqrt(std**2 + 1e-5) * wide(given["gamma"])
+            want = (rows + wide(given["beta"])) @ wide(w) + wide(given["c"])
+            assert error(memory.read("y"), want) <= TOLERANCE[dtype], f"{kernel.name} {how} {scale}"
 
 
 @pytest.mark.parametrize("problem", GRADIENTS, ids=str)
