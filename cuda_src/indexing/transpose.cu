@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(256)
               IDX x_2, IDX y_0, IDX y_1, IDX y_2) {
     // a padded row: columns of a tile lie in different banks
     __shared__ T tile[TILE][TILE + (sizeof(T) < 4 ? 4 / sizeof(T) : 1)];
+    after_previous_launch();
     const IDX across = (dp + TILE - 1) / TILE, down = (dq + TILE - 1) / TILE;
     IDX b = (IDX)blockIdx.x;
     const IDX p0 = b % across * TILE;
