@@ -267,3 +267,14 @@ def test_folding_is_skipped_only_where_it_has_no_rule() -> None:
     # these act on shapes that a Shape has made, or on constants alone
     shape_arithmetic = {"Abs", "Add", "Gather", "Squeeze"}
     assert {op for _, op in registry.op_evaluators} <= FOLDED | shape_arithmetic
+
+
+def test_attention_through_a_sliding_window_stays():
+    """Sdpa has no window: fused, the node would see every key."""
+    shape = "float[2,2,5,8]"
+    text = f"""agraph ({shape} q, {shape} k, {shape} v) => ({shape} y)
+    {{ y = Attention<left_window_size=2>(q, k, v) }}"""
+    model = fir.text_model(text)
+    report = passes.optimize(model)
+    assert [node.op_type for node in model.graph] == ["Attention"]
+    assert "sliding window" in report.not_fused[0].reason

@@ -380,7 +380,8 @@ class Instance:
         if segment.host:
             from onnx_fuse.runtime import ort
 
-            return partial(self._host, segment, ort.session(segment.host))
+            with ort.faults(f"{segment.calls[0].nodes[0]}, which has no kernel"):
+                return partial(self._host, segment, ort.session(segment.host))
         bound: list[tuple[str, jit.Bound]] = []
         for i, call in enumerate(segment.calls, segment.first):
             bound += self._bind(i, call)
@@ -576,7 +577,8 @@ class Instance:
         if self._tail is None:
             from onnx_fuse.runtime import ort
 
-            self._tail = ort.session(tail.model)
+            with ort.faults(f"what depends on {', '.join(n for n, _ in tail.inputs)}"):
+                self._tail = ort.session(tail.model)
         feeds = {n: self._array(t) if isinstance(t, Tensor) else t for n, t in tail.inputs}
         self.owner.stream.wait("before the tail")
         return list(zip(tail.outputs, self._tail.run(list(tail.outputs), feeds), strict=True))
