@@ -129,7 +129,7 @@ def training_model(
     if accumulate > 1:
         gradients = step.accumulate(gradients)
     if mode == "update":
-        step.check(gradients)
+        gradients = step.check(gradients)
         step.update(step.clip(gradients, clip_norm), optimizer)
     return step.finish()
 
@@ -173,7 +173,8 @@ class _Step:
         self.scalars: dict[str, onnx_ir.Value] = {}
         self.norm: onnx_ir.Value | None = None
         self.loss_scale: onnx_ir.Value | None = None
-        self.finite: onnx_ir.Value | None = None  # whether a scaled step counts
+        self.total: onnx_ir.Value | None = None  # Σ g², and whether a scaled step counts
+        self.finite: onnx_ir.Value | None = None
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -361,14 +362,19 @@ class _Step:
         """
         self.loss_scale = self.kept("loss_scale", "scaler", np.array(initial, np.float32))
 
-    def check(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> None:
-        """Whether all gradients are finite, and what follows for the scale."""
+    def check(
+        self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
+    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        """Whether all gradients are finite, and what follows for the scale; zeros if not.
+
+        So the update waits for the answer: else its moments would be worked out and stored before.
+        """
         if self.loss_scale is None:
-            return
+            return gradients
         op, scale = self.op, self.loss_scale
         good = self.kept("loss_scale.good_steps", "scaler", np.array(0))
         made = self.kept("loss_scale.updates", "scaler", np.array(0))
-        total = self.squares(gradients)
+        self.total = total = self.squares(gradients)
         self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
         one = op.constant(np.array(1))
         count = op.Add(good, one)
@@ -379,6 +385,8 @@ class _Step:
         self.next[good] = op.Where(self.finite, op.Where(full, zero, count), zero)
         self.scalars["step"] = op.Add(made, one)
         self.next[made] = op.Where(self.finite, self.scalars["step"], made)
+        none = op.constant(0.0, total.dtype)
+        return {w: typed(op.Where(self.finite, g, none), w, w.shape) for w, g in gradients.items()}
 
     def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
         """Σ g² over all gradients."""
@@ -408,7 +416,7 @@ class _Step:
         """Gradients scaled down so that the norm of all of them together is at most `clip_norm`."""
         if clip_norm is None:
             return gradients
-        total = self.squares(gradients)
+        total = self.squares(gradients) if self.total is None else self.total
         self.norm, factor = self.op.node(
             "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
         )
