@@ -268,6 +268,10 @@ def _norms() -> Iterator[Case]:
             yield Case("LayerNormGrad", given, {}, 3, dtype, FUSE)
             yield Case("RMSNormalizationGrad", (*given[:3], rstd), {}, 2, dtype, FUSE)
             yield Case("SkipLayerNormGrad", (rows, *given), {}, 3, dtype, FUSE)
+    for act, dtype in (("Gelu", F16), ("Gelu", BF16), ("Silu", BF16), ("LeakyRelu", F16)):
+        for m in (100, 1700):
+            given = ((m, 72), (m, 40), (40, 72), (m, 72))
+            yield Case(f"Gemm{act}Grad", given, {}, 3, dtype, FUSE)
     for dtype in (F32, F16):
         yield Case("GroupNormalization", ((2, 12, 5, 7), (12,), (12,)), {"num_groups": 3}, 1, dtype)
         yield Case("InstanceNormalization", ((2, 6, 8, 8), (6,), (6,)), {}, 1, dtype)

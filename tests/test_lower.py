@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx_ir
 import onnxruntime
 import pytest
 from interpret import interpret
 
-from onnx_fuse import ir, lower, optim, train
+from onnx_fuse import ir, lower, optim, passes, session, train
 from onnx_fuse.kernels import chains, pointwise, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
@@ -451,3 +453,18 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, act):
         assert [name for name, _ in calls[0].reads] == names
     else:  # no kernel for fp32: the op's body
         assert set(kinds) == {"Gemm"}
+
+
+def test_an_encoder_layer_moves_nothing():
+    """Heads split and merged by strides, positions by a view: in a layer only what computes."""
+    model = session.load(Path(__file__).parents[1] / "models/encoder.onnx")
+    passes.optimize(model)
+    lower_precision(model, ir.ir.DataType.FLOAT16)
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    program = program_of(model, {name: np.ones((1, 64), np.int64) for name in names})
+    layer = ["Gemm", "SdpaMask", "Gemm", "LayerNormalization", "GemmGelu", "Gemm"]
+    kernels = [c.kernel for c in program.calls if c.kernel != "CastFloat16+Sub+Mul"]
+    assert kernels[:3] == ["Gather", "Gather", "Add+Add"]
+    assert kernels[3:10] == ["LayerNormalization", *layer]
+    assert kernels[10:17] == ["LayerNormalization", *layer]
+    assert "Copy" not in kernels

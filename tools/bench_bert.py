@@ -15,6 +15,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -146,7 +147,9 @@ def main() -> None:
         profile = {name: [len(each), sum(each)] for name, each in kinds.items()}
         rows.append({"shape": [batch, tokens], "us": us, "launches": launches, "kernels": profile})
     if args.json:
-        args.json.write_text(json.dumps({"gpu": hw.name, "driver": hw.driver, "rows": rows}))
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        found = {"gpu": hw.name, "date": f"{date.today():%Y-%m-%d}", "torch": t.__version__}
+        args.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,55 @@
-"""Fused LayerNorm+Linear against cuBLAS and torch.compile, on one GPU, in one run.
+"""Fused LayerNorm+Linear and Linear+GELU against cuBLAS and torch.compile, on one GPU, in one run.
 
-    python tools/bench_fused.py [--json FILE] [--quick]
+    python tools/bench_fused.py [--shape M,K,N ...] [--json FILE] [--quick]
 
-For each shape (M,K,N): bare cuBLAS (torch's F.linear), this project's bare GEMM, torch.compile of
+For each shape, in bf16: bare cuBLAS (torch's F.linear), this project's bare GEMM, torch.compile of
 LayerNorm->Linear, and the candidate that `select` takes for LayerNormGemm (weights folded before,
 as in inference, statistics included). Then forward and backward, all five gradients, against
 F.linear's three: the better of folding the weights first (that included) and taking them as they
-are. CUDA-graph replays rotating over operands larger than
-L2, interleaved, medians. Ratios hold from run to run better than times.
+are. Linear+GELU: the forward that keeps z, what GELU is of; and the program of forward and
+backward. At last LayerNorm+Linear in fp16, and fp32 products as sums of bf16 ones against cuBLAS's
+IEEE fp32. CUDA-graph replays rotating over operands larger than L2, interleaved, medians. Ratios
+hold from run to run better than times.
+`python tools/performance_page.py` makes docs/performance.md of the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from datetime import date
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import onnx
 import torch as t
 from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
 
+from onnx_fuse import autodiff, passes
 from onnx_fuse.kernels import jit, select
 from onnx_fuse.kernels.rows import fold, fold_parts
-from onnx_fuse.problem import Hardware, Problem
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
+from onnx_fuse.session import load
 
 BF16 = {"dtype": "bfloat16"}
+LARGE = ((8192, 4096, 4096), (8192, 1024, 4096))  # where fp32 products are compared
+TARGETS = {  # ratio to bare cuBLAS: geometric mean, worst
+    "LayerNorm+Linear": (0.98, 1.06), "LayerNorm+Linear forward+backward": (1.00, 1.08),
+    "Linear+GELU": (1.03, None), "Linear+GELU forward+backward": (1.05, None),
+    "LayerNorm+Linear, torch.compile": (None, None), "Linear, our kernel": (None, None),
+    "fp32 as bf16x3": (0.30, None), "fp32 as bf16x6": (0.55, None),
+}  # fmt: skip
+ORT_FP16 = 600.0
+"""us of LayerNormalization->Gemm 8192,4096,4096 in fp16 on onnxruntime's CUDA EP, H200, 2026-11."""
+LINEAR_GELU = """<ir_version: 10, opset_import: ["": 21]>
+linear_gelu (bfloat16[M, K] x) => (bfloat16[M, N] y)
+{ h = MatMul(x, w)  z = Add(h, c)  y = Gelu(z) }"""
 
 
 class Bench:
@@ -111,6 +132,84 @@ class Bench:
         with t.no_grad():
             return interleaved(arms, sets, launches)
 
+    def gelu(self) -> dict[str, float]:
+        """Median us of y = gelu(x w + c) with z kept: cublas (bare), fused."""
+        m, k, n = self.shape
+        fused = Problem.of("Gemm", m=m, k=k, n=n, bias=True, act="gelu", save_z=True, **BF16)
+        sets, launches = rotation(fused, self.hw)
+        ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
+        for op in ops:
+            op.outputs["z"] = t.empty_like(op.outputs["y"])
+        arms = {"cublas": lambda i: ops[i].baseline(), "fused": self.ours(fused, ops, "gelu")}
+        return interleaved(arms, sets, launches)
+
+    def gelu_training(self) -> dict[str, float]:
+        """Median us of forward and backward of Linear+GELU, three gradients each: cublas, fused."""
+        m, k, n = self.shape
+        program = lower(
+            linear_gelu_gradient(k, n),
+            {name: (s, "bfloat16") for name, s in (("x", (m, k)), ("y.grad", (m, n)))},
+            self.hw,
+        )
+        grad = Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
+        sets, launches = rotation(grad, self.hw)
+        sets, launches = min(sets, 4), max(4, launches // 3)
+        ops = [make(grad, self.case, seed, oracle=False) for seed in range(sets)]
+        keep = []
+        bound: list[list[jit.Bound]] = []
+        for op in ops:
+            memory = {
+                b.id: t.zeros(max(16, b.nbytes), dtype=t.uint8, device="cuda")
+                for b in program.buffers
+            }
+            given = {"x": op.inputs["x"], "w": op.inputs["w"], "c": op.inputs["c"]}
+            given["y.grad"] = op.inputs["dy"]
+            for b in program.buffers:
+                if b.name in given:
+                    memory[b.id].copy_(given[b.name].reshape(-1).view(t.uint8))
+            for number, array in program.constants.items():
+                flat = t.frombuffer(bytearray(array.tobytes()), dtype=t.uint8)
+                memory[number][: flat.numel()] = flat.cuda()
+            calls = []
+            for call in program.calls:
+                pointers = {
+                    name: memory[v.buffer].data_ptr() + v.offset * ITEMSIZE[v.dtype]
+                    for name, v in (*call.reads, *call.writes)
+                }
+                space = t.empty(max(16, call.workspace), dtype=t.uint8, device="cuda")
+                keep.append(space)
+                pointers["workspace"] = space.data_ptr()
+                calls += [jit.Bound(x, pointers, self.hw) for x in call.launches]
+            keep += memory.values()
+            bound.append(calls)
+
+        def run(i: int) -> None:
+            for call in bound[i]:
+                call.enqueue(t.cuda.current_stream().cuda_stream)
+
+        return interleaved({"cublas": lambda i: ops[i].baseline(), "fused": run}, sets, launches)
+
+    def fp16(self) -> float:
+        """Median us of LayerNorm+Linear in fp16."""
+        m, k, n = self.shape
+        how = {"bias": True, "folded": True, "dtype": "float16"}
+        fused = Problem.of("LayerNormGemm", m=m, k=k, n=n, **how)
+        sets, launches = rotation(fused, self.hw)
+        ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
+        return interleaved({"fused": self.ours(fused, ops, "fp16")}, sets, launches)["fused"]
+
+    def fp32(self) -> dict[str, float]:
+        """Median us of an fp32 product: cublas (IEEE), bf16x3, bf16x6."""
+        m, k, n = self.shape
+        problems = {
+            how: Problem.of("Gemm", m=m, k=k, n=n, dtype="float32", math=how)
+            for how in ("bf16x3", "bf16x6")
+        }
+        ops = [make(problems["bf16x3"], self.case, seed, oracle=False) for seed in range(2)]
+        arms = {"cublas": lambda i: ops[i].baseline()}
+        arms |= {name: self.ours(problem, ops, name) for name, problem in problems.items()}
+        return interleaved(arms, 2, 2, rounds=5)
+
     def training(self) -> dict[str, float] | None:
         """Median us of forward and backward: cublas (three gradients), fused (five)."""
         m, k, n = self.shape
@@ -139,50 +238,88 @@ class Bench:
         if not ways:
             return None
         best = min(ways, key=us.__getitem__)
-        return us | {"fused": us[best], "forward": us[f"forward, {best}"], "fold": best == "folded"}
+        return us | {"fused": us[best], "forward": us[f"forward, {best}"]}
+
+
+def linear_gelu_gradient(k: int, n: int) -> Any:
+    """The fused graph of LINEAR_GELU and its gradients for x, w [k, n] and c [n]."""
+    model = onnx.parser.parse_model(LINEAR_GELU)
+    for name, shape in (("w", (k, n)), ("c", (n,))):
+        zeros = onnx.helper.make_tensor(
+            name, onnx.TensorProto.BFLOAT16, shape, bytes(2 * math.prod(shape)), raw=True
+        )
+        model.graph.initializer.append(zeros)
+    graph = load(model)
+    passes.optimize(graph)
+    return autodiff.gradient(graph, wrt=["x", "w", "c"])
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """What TARGETS names -> the ratio to bare cuBLAS at each shape where it was measured."""
+    where = {
+        "LayerNorm+Linear": ("forward", "fused"),
+        "LayerNorm+Linear, torch.compile": ("forward", "compile"),
+        "Linear, our kernel": ("forward", "gemm"),
+        "LayerNorm+Linear forward+backward": ("training", "fused"),
+        "Linear+GELU": ("gelu", "fused"),
+        "Linear+GELU forward+backward": ("gelu training", "fused"),
+        "fp32 as bf16x3": ("fp32", "bf16x3"),
+        "fp32 as bf16x6": ("fp32", "bf16x6"),
+    }
+    return {
+        name: [r[part][arm] / r[part]["cublas"] for r in rows if arm in r.get(part, {})]
+        for name, (part, arm) in where.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", help="M,K,N", default=SHAPES,
+                        type=lambda s: tuple(map(int, s.split(","))))  # fmt: skip
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
     args = parser.parse_args()
+    t.backends.cuda.matmul.allow_tf32 = False
     hw = Hardware.detect(0)
     print(f"{hw.name}, torch {t.__version__}, bf16; us, and ratios to bare cuBLAS in the same run")
     rows: list[dict[str, Any]] = []
-    for m, k, n in SHAPES:
+    for m, k, n in args.shape:
         bench = Bench(hw, m, k, n)
-        us = bench.forward(not args.quick)
-        base = us["cublas"]
-        row: dict[str, Any] = {"shape": [m, k, n], "forward": us, "chosen": bench.chosen}
-        line = f"{m},{k},{n}: cuBLAS {base:.1f} " + " ".join(
-            f"{name} {value:.1f} ({value / base:.2f})"
-            for name, value in us.items()
-            if name != "cublas"
-        )
-        t.cuda.empty_cache()
-        if (both := bench.training()) is not None:
-            row["training"] = both
-            line += (
-                f" | fwd+bwd cuBLAS {both['cublas']:.1f} fused {both['fused']:.1f}"
-                f" ({both['fused'] / both['cublas']:.2f}), weights"
-                f" {'folded first' if both['fold'] else 'as they are'},"
-                f" of it forward {both['forward']:.1f}"
-            )
+        row: dict[str, Any] = {"shape": [m, k, n], "forward": bench.forward(not args.quick)}
+        parts = {"training": bench.training, "gelu": bench.gelu}
+        parts["gelu training"] = bench.gelu_training
+        if (m, k, n) in LARGE:
+            parts["fp32"] = bench.fp32
+        for name, measure in parts.items():
+            t.cuda.empty_cache()
+            if (us := measure()) is not None:
+                row[name] = us
+        if (m, k, n) == LARGE[0]:
+            row["fp16"] = bench.fp16()
+        row["chosen"] = bench.chosen
         rows.append(row)
-        print(line)
+        print(f"{m},{k},{n}")
+        for name in ("forward", *parts):
+            if name in row:
+                base = row[name]["cublas"]
+                each = (f"{a} {us:.1f} ({us / base:.2f})" for a, us in row[name].items())
+                print(f"    {name}: {' '.join(each)}")
         for name, choice in bench.chosen.items():
-            print(f"    {name}: {choice}")
+            print(f"        {name}: {choice}")
+        if "fp16" in row:
+            part = row["fp16"] / ORT_FP16
+            print(f"    fp16: {row['fp16']:.1f}, {part:.2f} of onnxruntime's (target 0.65)")
         t.cuda.empty_cache()
-    for name in ("gemm", "fused", "compile"):
-        ratios = [r["forward"][name] / r["forward"]["cublas"] for r in rows if name in r["forward"]]
-        if ratios:
-            print(f"geomean forward {name}: {geometric_mean(ratios):.3f}, worst {max(ratios):.2f}")
-    ratios = [r["training"]["fused"] / r["training"]["cublas"] for r in rows if "training" in r]
-    if ratios:
-        print(f"geomean forward+backward: {geometric_mean(ratios):.3f}, worst {max(ratios):.2f}")
+    for name, found in ratios(rows).items():
+        if found:
+            mean, worst = TARGETS[name]
+            goal = f"  (target {mean:.2f}" if mean else ""
+            goal += f", worst {worst:.2f})" if worst else ")" if mean else ""
+            print(f"{name}: geomean {geometric_mean(found):.3f}, worst {max(found):.2f}{goal}")
     if args.json:
-        args.json.write_text(json.dumps({"gpu": hw.name, "driver": hw.driver, "rows": rows}))
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        found = {"gpu": hw.name, "date": f"{date.today():%Y-%m-%d}", "torch": t.__version__}
+        args.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

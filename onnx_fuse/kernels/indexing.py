@@ -33,8 +33,11 @@ def _unit(tensor: Tensor, inner: int) -> tuple[int, str]:
 
 def gather(ctx: Context, node: ir.Node) -> str | None:
     """y[o, index..., i] = x[o, index, i] along `axis`."""
-    if ctx.host(node, 1) is not None and ctx.host(node, 1).size == 1:  # type: ignore[union-attr]
+    known = ctx.host(node, 1)
+    if known is not None and known.size == 1:
         return _pick(ctx, node)
+    if known is not None and known.ndim == 1 and _run(ctx, node, known):
+        return None
     x, index = ctx.dense(node, 0), ctx.dense(node, 1)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
@@ -49,6 +52,19 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
         launch = Launch("indexing/gather.cu", "gather", _blocks(n), (THREADS, 1, 1), args, defines)
         ctx.call(node, launch, {"x": x, "index": index}, {"y": y})
     return None
+
+
+def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
+    """Neighbours in order (the positions of a sequence) are a view."""
+    x = ctx.view(node, 0)
+    axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
+    first, count = int(index[0]) if index.size else 0, index.size
+    if first < 0 or first + count > x.shape[axis] or (index != np.arange(count) + first).any():
+        return False
+    starts = [first if a == axis else 0 for a in range(rank)]
+    shape = [count if a == axis else d for a, d in enumerate(x.shape)]
+    ctx.alias(node, 0, x.slice(starts, [1] * rank, shape))
+    return True
 
 
 def _pick(ctx: Context, node: ir.Node) -> str | None:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
+from onnx_fuse.kernels.rows import row_dots, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.problem import ITEMSIZE, Problem
@@ -310,10 +311,43 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, problem, reads, writes)
 
 
+def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """Gemm<Act>Grad: dz = dy act'(z) and dc = sum_m dz in one pass, dx = dz wᵀ, dw = xᵀ dz."""
+    name, *exposed = node.op_type.split("_")
+    dy, w = ctx.view(node, 0), ctx.view(node, 2)
+    k, n = w.shape
+    if dy.dtype not in ("float16", "bfloat16") or n % 8 or exposed not in ([], ["dz"]):
+        return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
+    if dy.size // n < 1600:
+        return "16 rows a block: fewer than 1600 do not fill a GPU"
+    dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
+    rows, how = dy.size // n, activation(ctx, node, name.removeprefix("Gemm").removesuffix("Grad"))
+    act, alpha = str(how["act"]), float(how.get("act_alpha", 1.0))  # type: ignore[arg-type]
+    launch, parts = row_dots(rows, n, 1, dy.dtype, act=act, act_alpha=alpha, dots=False)
+    dz = ctx.output(node, 3, dy.shape, dy.dtype) if exposed else ctx.scratch(dy.dtype, dy.shape)
+    part = ctx.scratch("float32", (parts, n))
+    ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "part": part})
+    if ctx.wants(node, 2):
+        dc = ctx.output(node, 2, (n,), dy.dtype)
+        ctx.call(node, sum_parts(parts, n, 1, dy.dtype), {"part": part}, {"out0": dc})
+    flat_x, flat = x.reshape((rows, k)), dz.reshape((rows, n))
+    assert flat_x is not None
+    assert flat is not None
+    why = None
+    if ctx.wants(node, 0):
+        dx = ctx.output(node, 0, x.shape, x.dtype).reshape((rows, k))
+        assert dx is not None
+        why = product(ctx, node, flat, w.permute((1, 0)), dx)
+    if why is None and ctx.wants(node, 1):
+        why = product(ctx, node, flat_x.permute((1, 0)), flat, ctx.output(node, 1, (k, n), w.dtype))
+    return why
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "MatMul"): matmul,
     ("", "Gemm"): gemm,
     **{(FUSE, f"Gemm{suffix}"): fused_gemm for suffix in ACTIVATIONS},
+    **{(FUSE, f"Gemm{suffix}Grad"): activated_gemm_grad for suffix in ACTIVATIONS if suffix},
     **{
         (FUSE, f"{norm}Gemm{suffix}"): norm_gemm
         for norm in ("LayerNorm", "RMSNorm")

@@ -107,9 +107,12 @@ def fold(
 
 
 def row_dots(
-    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0
+    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0, dots: bool = True
 ) -> tuple[Launch, int]:
-    """Pointers dy, z, cs, cv -> c1, c2, part (and dz with `act`); and how many parts of dbias."""
+    """Pointers dy, z, cs, cv -> c1, c2, part (and dz with `act`); and how many parts of dbias.
+
+    Without `dots` neither cs, cv nor c1, c2.
+    """
     rpw = next(r for r in (4, 2, 1) if ceil(m / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
@@ -122,7 +125,10 @@ def row_dots(
             Num("f32", 1.0 / k), Num("f32", act_alpha), Ptr("dz"), Ptr("c1"), Ptr("c2"),
             Ptr("part"),
         ),
-        as_defines({"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw}),
+        as_defines(
+            {"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw}
+            | ({} if dots else {"DOTS": 0})
+        ),
     )  # fmt: skip
     return call, parts
 
