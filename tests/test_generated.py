@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_fuse import ir
-from onnx_fuse.kernels import chains, jit, pointwise
+from onnx_fuse.kernels import jit, pointwise
 from onnx_fuse.kernels.pointwise import COMPARES, FLOATS, STORAGE, TABLE, Code, launch_of
 from onnx_fuse.llir import Tensor
 from onnx_fuse.lower import lower
@@ -131,7 +131,7 @@ def test_batched_launches_compile() -> None:
 
 def test_bounds_are_taken_off_whatever_they_hold() -> None:
     text = "a __launch_bounds__(256) f(); __launch_bounds__(T, x ? (g(8) == 8 ? 2 : 3) : 1) h(int)"
-    assert chains._without_bounds(text) == "a  f();  h(int)"
+    assert jit.without_bounds(text) == "a  f();  h(int)"
 
 
 def test_table_names_are_onnx_or_steps() -> None:
