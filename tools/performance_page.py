@@ -64,12 +64,13 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str = "#ccc", dash:
     return f'<line {ends} stroke="{colour}"{style}/>'
 
 
-def legend(names: list[tuple[str, str]], y: float) -> list[str]:
-    parts, x = [], 130.0
-    for name, colour in names:
-        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" fill="{colour}"/>')
+def legend(names: list[tuple[str, str]]) -> list[str]:
+    """Rows of three at the top."""
+    parts = []
+    for i, (name, colour) in enumerate(names):
+        x, y = 130 + i % 3 * 220, 16 + i // 3 * 16
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(text(x + 14, y, name))
-        x += 30 + 6.6 * len(name)
     return parts
 
 
@@ -83,8 +84,8 @@ def ratio_plot(rows: list[Row]) -> str:
     def at(value: float) -> float:
         return left + (right - left) * value / top
 
-    parts = legend([ARMS[key] for key in shown], 20)
-    y = 40.0
+    parts = legend([ARMS[key] for key in shown])
+    y = 50.0
     for row in rows:
         parts.append(
             text(left - 8, y + bar * len(shown) / 2 + 4, ", ".join(map(str, row["shape"])), "end")
@@ -99,7 +100,7 @@ def ratio_plot(rows: list[Row]) -> str:
     for k in range(int(top * 4) + 1):
         if k % 2 == 0:
             parts.append(text(at(k / 4), y + 14, f"{k / 4:g}", "middle"))
-    parts += [line(at(1), 30, at(1), y, "#c00", "5,3"), line(left, y, right, y, "#888")]
+    parts += [line(at(1), 42, at(1), y, "#c00", "5,3"), line(left, y, right, y, "#888")]
     parts.append(
         text(
             (left + right) / 2, y + 30, "time / cuBLAS's bare product (shorter is faster)", "middle"
@@ -145,7 +146,7 @@ def roofline_plot(rows: list[Row], hw: Hardware) -> str:
             parts.append(
                 f'<circle {spot} r="5" fill="{filled}" stroke="{colour}" stroke-width="1.5"/>'
             )
-    parts += legend([(name, colour) for _, _, name, colour in points], 20)
+    parts += legend([(name, colour) for _, _, name, colour in points])
     parts.append(
         text((left + right) / 2, low + 34, "FLOP per byte of operands and result", "middle")
     )
