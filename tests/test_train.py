@@ -387,6 +387,17 @@ def test_float16_follows_float32(clip: float | None, accumulate: int) -> None:
     np.testing.assert_allclose(*losses, rtol=5e-3)  # float16 has 11 bits
 
 
+@pytest.mark.parametrize("name", ["mlp_ln__ts17", "bert__ts13", "resnet_train__ts17"])
+def test_float16_steps_are_typed(name: str) -> None:
+    """What CUDA lowers is ONNX whose types agree; onnxruntime's CPU lacks some of its operators."""
+    case = next(c for c in real_cases() if c.name == name)
+    graph, _ = train.training_model(
+        case.path, loss="mse", optimizer=optim.AdamW(), precision="fp16"
+    )
+    proto = ir.to_proto(graph)
+    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+
+
 def far(seed: int) -> dict[str, Array]:
     """A batch of large gradients."""
     feeds = batch(seed)

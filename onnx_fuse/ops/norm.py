@@ -132,7 +132,10 @@ def _per_channel(op: Any, value: ir.Value, n: int) -> Tensor:
 
 
 def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, scale, _, mean, variance = arguments(node, 5)
+    """In the type of scale, which is wider than that of x in mixed precision."""
+    given, scale, _, mean, variance = arguments(node, 5)
+    x = to_like(op, given, scale)
+    dys = [None if dy is None else to_like(op, dy, scale) for dy in dys]
     n, epsilon = rank(x), node.attributes.get_float("epsilon", 1e-5)
     momentum = node.attributes.get_float("momentum", 0.9)
     axes = _axes(op, [0, *range(2, n)])
@@ -150,14 +153,23 @@ def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
         dmean = op.Neg(op.Mul(dbias, factor))
         dvar = op.Mul(op.Mul(dscale, op.Mul(scale, op.Mul(rstd, rstd))), -0.5)
         dx = op.Mul(dy, _per_channel(op, factor, n))
-        return [dx, dscale, dbias, to_like(op, dmean, mean), to_like(op, dvar, variance)]
+        dx, dmean = to_like(op, dx, given), to_like(op, dmean, mean)
+        return [dx, dscale, dbias, dmean, to_like(op, dvar, variance)]
     xh, rstd = _moments(op, x, axes, epsilon)
     dx = dscale = dbias = dmean = dvar = None
     if dys[0] is not None:
         dy = dys[0]
         dscale = op.ReduceSum(op.Mul(dy, xh), axes, keepdims=0)
         dbias = op.ReduceSum(dy, axes, keepdims=0)
-        dx = normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes)
+        # dx = scale rstd (dy - mean(dy) - xh mean(dy xh)): the means are those sums over the count,
+        # which float16 may not hold
+        count = op.Cast(op.Div(op.Size(x), op.Size(scale)), to=ir.DataType.DOUBLE)
+        mean_dy, inner = (
+            _per_channel(op, to_like(op, op.Div(op.Cast(v, to=ir.DataType.DOUBLE), count), x), n)
+            for v in (dbias, dscale)
+        )
+        g = op.Sub(op.Sub(dy, mean_dy), op.Mul(xh, inner))
+        dx = op.Mul(g, op.Mul(_per_channel(op, scale, n), rstd))
     # running = momentum · old + (1 - momentum) · batch statistic (the biased variance)
     for k in (1, 2):
         dr = dys[k] if k < len(dys) else None
@@ -173,7 +185,7 @@ def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
         else:
             dmean = op.Mul(dr, momentum)
         dx = part if dx is None else op.Add(dx, part)
-    return [dx, dscale, dbias, dmean, dvar]
+    return [None if dx is None else to_like(op, dx, given), dscale, dbias, dmean, dvar]
 
 
 def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
