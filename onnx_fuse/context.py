@@ -181,6 +181,15 @@ class Values:
             self._copies[tensor] = y
         return self._copies[tensor]
 
+    def _mark(self) -> tuple[int, int]:
+        return len(self.calls), len(self._copies)
+
+    def _rewind(self, mark: tuple[int, int]) -> None:
+        """Forget the calls since `mark`, and the copies that they would have made."""
+        del self.calls[mark[0] :]
+        for tensor in list(self._copies)[mark[1] :]:
+            del self._copies[tensor]
+
     def has(self, node: ir.Node, i: int) -> bool:
         return i < len(node.inputs) and node.inputs[i] is not None
 

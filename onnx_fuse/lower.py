@@ -205,7 +205,7 @@ class Lowerer(Values):
 
     def _lower(self, node: ir.Node) -> None:
         lowering = lowerings().get((node.domain, _base(node)))
-        mark = len(self.calls)
+        mark = self._mark()
         self._owner = self._owner or self.label(node)
         own = self._owner == self.label(node)
         try:
@@ -221,7 +221,7 @@ class Lowerer(Values):
                 if why is None:
                     return
                 reason = why
-            del self.calls[mark:]
+            self._rewind(mark)
             if UNKNOWN in reason and (names := self._deciding(node)):
                 raise NeedsValues(names)
             if not self._expand(node):
@@ -391,12 +391,13 @@ class Lowerer(Values):
 
     def _control(self, node: ir.Node) -> bool:
         """If, Loop and Scan whose course is known, written out; False where it is not."""
-        marks = len(self.calls), len(self.tail), dict(self.fallbacks)
+        mark, tail, known = self._mark(), len(self.tail), dict(self.fallbacks)
         unroll = {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type]
-        if unroll(node) and len(self.tail) == marks[1]:
+        if unroll(node) and len(self.tail) == tail:
             return True
-        del self.calls[marks[0] :], self.tail[marks[1] :]
-        self.fallbacks = marks[2]
+        self._rewind(mark)
+        del self.tail[tail:]
+        self.fallbacks = known
         if names := self._deciding(node) if node.op_type != "Scan" else []:
             raise NeedsValues(names)
         return False
@@ -544,10 +545,11 @@ class Lowerer(Values):
         given = list(dict.fromkeys(v for v in node.inputs if v is not None))
         for value, outer in zip(body.inputs, given, strict=True):
             self.slots[value], self.origin[value] = self.slots[outer], outer
-        calls, tail, known = len(self.calls), len(self.tail), dict(self.fallbacks)
+        mark, tail, known = self._mark(), len(self.tail), dict(self.fallbacks)
         self._inner(body, [v for v in node.outputs if v.name])
         if len(self.tail) > tail:  # then the node goes to the tail whole
-            del self.calls[calls:], self.tail[tail:]
+            self._rewind(mark)
+            del self.tail[tail:]
             self.fallbacks = known
             return False
         return True

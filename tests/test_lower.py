@@ -221,6 +221,24 @@ def test_graph_gives_onnxruntimes_results(name, moves_only):
         np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=1e-6)
 
 
+def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
+    def refuses(ctx, node):
+        ctx.dense(node, 0)
+        return "not today"
+
+    table = {**pointwise.LOWERINGS, **views.LOWERINGS, ("", "Softmax"): refuses}
+    monkeypatch.setattr(lower, "lowerings", lambda: table)
+    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+    text = "agraph (float[3,4,6] x) => (float[6,4,3] y) "
+    model, feeds = (
+        ir.text_model(text + "{ t = Transpose<perm=[2,1,0]>(x) y = Softmax(t) }"),
+        {"x": X},
+    )
+    expected = np.exp(X.T) / np.exp(X.T).sum(-1, keepdims=True)
+    got = interpret(program_of(model, feeds), feeds, {})
+    np.testing.assert_allclose(got["y"], expected, rtol=1e-6)
+
+
 def test_feeds_that_decide_about_shapes_are_asked_for():
     text = """agraph (float[6] x, int64[2] s) => (float[A,B] y)
     { e = Exp(x) t = Identity(s) y = Reshape(e, t) }"""
