@@ -13,7 +13,16 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.ir import FUSE, Builder, Model, fused_function, infer_shapes, load, subgraphs
+from onnx_fuse.ir import (
+    FUSE,
+    Builder,
+    Model,
+    fused_function,
+    infer_shapes,
+    load,
+    one_line,
+    subgraphs,
+)
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, text, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
@@ -121,6 +130,8 @@ class Emitter(Builder):
             )
         except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
             return {}
+        except onnx.checker.ValidationError as error:  # what a wrongly typed model leads to
+            raise ModelError(f"the gradient needs {node.op_type}: {one_line(error)}") from error
 
     def _infer_body(
         self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
@@ -391,7 +402,10 @@ def _step(
     if rule is None or isinstance(rule, NoGrad):
         raise fail(node, "this operator has no gradient rule")
     op.stem = f"{node.name or node.outputs[0].name}.grad"
-    answers = rule(op, node, dys)
+    try:
+        answers = rule(op, node, dys)
+    except IndexError as error:  # ranks, axes and counts that no valid node has
+        raise fail(node, "its inputs and attributes contradict each other") from error
     if len(answers) > len(node.inputs):
         answers = answers[: len(node.inputs)]
     for x, dx in zip(node.inputs, answers, strict=False):

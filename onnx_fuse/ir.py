@@ -92,14 +92,14 @@ def _faults(name: str) -> Iterator[None]:
     except MemoryError as error:
         raise ModelError(f"{name}: out of memory") from error
     except Exception as error:
-        raise ModelError(f"{name}: {_one_line(_root(error))}") from error
+        raise ModelError(f"{name}: {one_line(_root(error))}") from error
 
 
 def _parse(data: bytes) -> onnx.ModelProto:
     try:
         proto: onnx.ModelProto = onnx.ModelProto.FromString(data)
     except DecodeError as error:
-        raise ModelError(f"not an ONNX file ({_one_line(error)})") from error
+        raise ModelError(f"not an ONNX file ({one_line(error)})") from error
     return proto
 
 
@@ -741,7 +741,8 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The first line that an error's text has."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

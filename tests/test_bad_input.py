@@ -435,6 +435,25 @@ def survives(cli: Cli, folder: Path, data: bytes) -> None:
     assert sorted(folder.iterdir()) == sorted([path, output] if result.code == 0 else [path])
     if result.code == 0:
         ir.read(output)
+    result = cli("gradient", path, "-o", output)
+    assert result.code in (0, 1), result
+    assert "internal error" not in result.err, result.err
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "complex128"])
+def test_the_gradient_of_a_wrongly_typed_model_is_refused(
+    cli: Cli, tmp_path: Path, dtype: str
+) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        f"g ({dtype}[N] i) => (float[N, 2] y)\n"
+        "<float[3, 2] t = {1, 2, 3, 4, 5, 6}> { y = Gather (t, i) }"
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    result = cli("gradient", tmp_path / "m.onnx", "-o", tmp_path / "g.onnx")
+    assert result.code == 1
+    assert "has unsupported type" in result.err
+    assert "internal error" not in result.err
 
 
 @HYPOTHESIS

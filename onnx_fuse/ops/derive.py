@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir import Builder, const_array
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
+from onnx_fuse.ops.rewrite import dim as dim  # rules take it from here
 
 Tensor: TypeAlias = Any
 """The ir.Value that a call of the (untyped) builder returns."""
@@ -135,12 +136,6 @@ def rank(value: ir.Value) -> int:
             raise ModelError(f"the gradient needs the rank of '{value.name}', which is unknown")
         raise fail(producer, f"the rank of '{value.name}' is unknown")
     return len(value.shape)
-
-
-def dim(value: ir.Value, axis: int) -> int | None:
-    """The static size of an axis, None where it is dynamic."""
-    size = value.shape[axis] if value.shape is not None else None
-    return size if isinstance(size, int) else None
 
 
 def dims(value: ir.Value) -> list[int] | None:
