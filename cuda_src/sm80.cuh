@@ -8,6 +8,9 @@ DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p)
 DEVICE void cp_async_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
+DEVICE void cp_async_4(u32 to, const void* from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
 

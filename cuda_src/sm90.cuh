@@ -1,6 +1,6 @@
 // sm90.cuh: Hopper's mbarrier, TMA, wgmma, stmatrix and cluster instructions, as PTX spells them.
 #pragma once
-#include "common.cuh"
+#include "cluster.cuh"
 
 // A TMA descriptor, built on the host; kernels take it as `const __grid_constant__ TensorMap`.
 struct alignas(64) TensorMap { u64 opaque[16]; };
@@ -35,16 +35,7 @@ DEVICE void mbarrier_arrive_remote(u32 bar, u32 rank) {
         : "memory");
 }
 
-// ---- clusters, named barriers, registers ----
-DEVICE u32 cluster_rank() {
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
-}
+// ---- named barriers, registers ----
 DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void bar_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_cluster import Cluster
-from onnx_fuse.kernels.gemm_portable import C_TYPES, Mma, Simt
+from onnx_fuse.kernels.gemm_portable import C_TYPES, Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 
@@ -40,5 +40,5 @@ if TYPE_CHECKING:
 __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Gemm": (Cluster(), Skinny(), Wgmma(), SplitWgmma(), Mma(), Simt()),
+    "Gemm": (Cluster(), Skinny(), Wgmma(), SplitWgmma(), Mma(), Fma(), Simt()),
 }

@@ -202,6 +202,84 @@ class Simt(_Portable):
         )
 
 
+# BM, BN -> teams of warps, microseconds a wave takes for 64 of k (H200, 2026-11)
+FMA_TILES: dict[tuple[int, ...], tuple[int, float]] = {
+    (64, 64): (2, 1.9),
+    (32, 64): (2, 1.2),
+    (32, 32): (4, 0.72),
+}
+
+
+class Fma(_Portable):
+    """gemm/fma_sm80.cu: IEEE fp32 with k shared out among warps and blocks, for few tiles."""
+
+    name = "fma"
+    source = "gemm/fma_sm80.cu"
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if hw.cc < 80:
+            return f"cp.async needs sm_80, this is {hw.arch}"
+        if {problem.dtype, problem.out} != {"float32"}:
+            return f"{problem.dtype} -> {problem.out}: fp32 alone"
+        return self._refusal(problem)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Tiles, with k in as many parts as it has 64s and as a cluster may have blocks."""
+        most = ceil(problem.k / 64) if hw.cc >= 90 else 1
+        splits = [split for split in (1, 2, 4, 8) if split <= most]
+        return [Config.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Waves of parts of k, a launch, and the sum of the parts."""
+        (bm, bn), split = config.integers("tile"), config.integer("split")
+        blocks = ceil(problem.m / bm) * ceil(problem.n / bn) * problem.batches * split
+        waves = ceil(blocks / hw.sm_count)
+        if split > 2 and 2 * blocks > hw.sm_count:
+            waves *= 2  # blocks of larger clusters share multiprocessors while others idle
+        slower = 50e12 / hw.rate("float32") * 132 / hw.sm_count
+        work = waves * ceil(ceil(problem.k / 64) / split) * FMA_TILES[bm, bn][1] * 1e-6 * slower
+        share = 0.8e-6 if split > 1 else 0.0
+        return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One call."""
+        (bm, bn), split = config.integers("tile"), config.integer("split")
+        groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
+        lying = (
+            problem.m if problem.trans_a else problem.k,
+            problem.k if problem.trans_b else problem.n,
+        )
+        macros = {
+            "TRANS_A": problem.trans_a,
+            "TRANS_B": problem.trans_b,
+            "BM": bm,
+            "BN": bn,
+            "GROUPS": groups,
+            "SPLIT": split,
+            "VEC": vec,
+            "WIDE": problem.n % 4 == 0,
+            "EVEN": all(size % vec == 0 for size in lying),
+            "TV": type_defines(problem)["TV"],
+        }
+        a = 64 * bm if problem.trans_a else bm * 68
+        b = bn * 68 if problem.trans_b else 64 * bn
+        floats = max(3 * (a + b), groups * bm * (bn + 8)) + (bm * bn if split > 1 else 0)
+        tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
+        return (
+            Launch(
+                self.source,
+                "gemm_fma",
+                (tiles * split, 1, problem.batches),
+                (groups * bm * bn // 32, 1, 1),
+                portable_args(problem),
+                as_defines(macros, epilogue_defines(problem)),
+                smem=4 * floats,
+                cluster=split,
+            ),
+        )
+
+
 # BM, BN, WM, WN -> share of the full rate that the tile reaches on Hopper
 MMA_TILES: dict[tuple[int, ...], float] = {
     (128, 128, 64, 32): 0.5,
