@@ -45,10 +45,16 @@ MATRIX = frozenset(("MatMul", "Gemm"))
 
 
 class Emitter(Builder):
-    """A Builder that names and types each node it makes, and makes one node of equal ones."""
+    """A Builder that names and types each node it makes, and makes one node of equal ones.
 
-    def __init__(self, model: ir.Model, taken: set[str | None] | None = None) -> None:
+    `fused`: rules may answer with operators of ours where kernels have them.
+    """
+
+    def __init__(
+        self, model: ir.Model, taken: set[str | None] | None = None, fused: bool = False
+    ) -> None:
         super().__init__()
+        self.fused = fused
         self.opset: int = model.graph.opset_imports[""]
         self.stem = "grad"
         self.active: set[ir.Value] = set()
@@ -266,6 +272,7 @@ def backward(
     wrt: Sequence[ir.Value],
     *,
     strict: bool = True,
+    fused: bool = False,
 ) -> dict[str, ir.Value]:
     """Append the backward to `model`; returns {name: d loss / d value} for each value of `wrt`.
 
@@ -273,11 +280,12 @@ def backward(
     does not reach any of them has gradient zero. Forward nodes may gain outputs, or be replaced by
     their function bodies, but compute what they did. Raises ModelError where the gradient would
     have to flow through a node that has none, naming the node, its operator and the reason; without
-    `strict`, a value all of whose paths end at such nodes is left out.
+    `strict`, a value all of whose paths end at such nodes is left out. `fused`
+    allows operators of ours in the backward.
     """
     if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
-    return _walk(Emitter(model), model.graph, dys, wrt, strict=strict)
+    return _walk(Emitter(model, fused=fused), model.graph, dys, wrt, strict=strict)
 
 
 def _walk(

@@ -275,6 +275,7 @@ class Values:
         flops: int = 0,
         why: str = "",
         inplace: Sequence[tuple[str, str]] = (),
+        suffix: str = "",
     ) -> None:
         launches = (launches,) if isinstance(launches, Launch) else tuple(launches)
         moved = sum(t.nbytes for t in (*reads.values(), *writes.values()))
@@ -291,6 +292,7 @@ class Values:
                 moved,
                 why,
                 tuple(inplace),
+                suffix,
             )
         )
 

@@ -96,6 +96,7 @@ def training_model(
     level: int = 0,
     precision: str = "fp32",
     loss_scale: float = 65536.0,
+    fused: bool = False,
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and what its ends mean.
 
@@ -104,8 +105,9 @@ def training_model(
     accumulators in place of the update; "evaluate" is the forward in inference mode, with the loss.
     A state has one name in all modes. `trainable` and `frozen` are globs over initializers; without
     `trainable`, all float weights that have an axis and reach the loss train. `free_batch` opens a
-    batch that was exported fixed. `level` is that of `passes.optimize`. In precision "fp16" the
-    backward is scaled, by `loss_scale` at first: see `_Step.scale`. Raises ModelError, UsageError.
+    batch that was exported fixed. `level` is that of `passes.optimize`; `fused` allows operators of
+    ours in the backward at any. In precision "fp16" the backward is scaled, by `loss_scale` at
+    first: see `_Step.scale`. Raises ModelError, UsageError.
     """
     original = ir.read(model)
     named, source = set(original.graph.initializers), ir.load(original)
@@ -125,7 +127,7 @@ def training_model(
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
-    gradients = step.differentiate(weights, accumulate, strict=trainable is not None)
+    gradients = step.differentiate(weights, accumulate, strict=trainable is not None, fused=fused)
     if accumulate > 1:
         gradients = step.accumulate(gradients)
     if mode == "update":
@@ -320,7 +322,12 @@ class _Step:
         return chosen
 
     def differentiate(
-        self, weights: Sequence[onnx_ir.Value], accumulate: int, *, strict: bool
+        self,
+        weights: Sequence[onnx_ir.Value],
+        accumulate: int,
+        *,
+        strict: bool,
+        fused: bool,
     ) -> dict[onnx_ir.Value, onnx_ir.Value]:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:
@@ -338,7 +345,7 @@ class _Step:
             dy = scale if dy is None else self.op.Mul(scale, dy)
             dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
-        found = autodiff.backward(self.model, {self.loss: dy}, weights, strict=strict)
+        found = autodiff.backward(self.model, {self.loss: dy}, weights, strict=strict, fused=fused)
         for w in weights:
             if w.name not in found:
                 w.const_value = kept[w]
@@ -729,6 +736,7 @@ class Trainer:
             "precision": precision,
             "loss_scale": loss_scale,
         }
+        self._fused = device == "cuda"
         self.seed, self.accumulate = seed, accumulate
         self._ignored = ignored_label(loss_options or {})
         self._unproved: bool = free_batch
@@ -752,7 +760,9 @@ class Trainer:
             # The same states as in "update", whichever those came to be.
             names = _weight_names(self._specs["update"])
             options |= {"trainable": [_literal(n) for n in names], "frozen": ()}
-        return training_model(self._source, optimizer=self.optimizer, mode=mode, **options)
+        return training_model(
+            self._source, optimizer=self.optimizer, mode=mode, fused=self._fused, **options
+        )
 
     def spec(self, mode: Mode = "update") -> Spec:
         """What the graph of this mode reads and gives; the graph is built at its first use."""

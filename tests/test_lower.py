@@ -486,3 +486,38 @@ def test_an_encoder_layer_moves_nothing():
     assert kernels[3:10] == ["LayerNormalization", *layer]
     assert kernels[10:17] == ["LayerNormalization", *layer]
     assert "Copy" not in kernels
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_an_activation_is_applied_in_the_product(read_again):
+    also = "t = Neg(z)" if read_again else "t = Neg(x)"
+    text = f"""agraph (float[4,64] x, float[64,64] w, float[64] c) => (float[4,64] y, float[4,64] t)
+    {{ z = Gemm(x, w, c) y = Gelu(z) {also} }}"""
+    feeds = {"x": np.ones((4, 64), np.float32), "w": np.ones((64, 64), np.float32)}
+    feeds["c"] = np.ones(64, np.float32)
+    calls = program_of(ir.text_model(text), feeds).calls
+    (product,) = [call for call in calls if call.problem is not None]
+    assert len(calls) == 2
+    assert product.problem is not None
+    assert product.problem.text("act") == "gelu"
+    assert bool(product.problem.attr("save_z")) == read_again == ("z" in dict(product.writes))
+
+
+def test_a_norms_backward_takes_in_what_follows_it():
+    """dx of a LayerNorm times act'(z): one launch writes the product alone."""
+    text = """agraph (float[6,64] dy, float[6,64] x, float[64] s, float[6,1] m, float[6,1] r,
+                     float[6,64] z) => (float[6,64] y, float[64] ds, float[64] db)
+    { dx, ds, db = onnx_fuse.LayerNormGrad(dy, x, s, m, r) e = Exp(z) h = Add(e, z)
+      y = Mul(dx, h) }"""
+    shapes = {"dy": (6, 64), "x": (6, 64), "s": (64,), "m": (6, 1), "r": (6, 1), "z": (6, 64)}
+    feeds = arrays(**shapes)
+    program = program_of(ir.text_model(text), feeds)
+    main, finish = program.calls
+    assert main.kernel == "LayerNormGrad+Exp+Add+Mul"
+    assert set(dict(main.writes)) == {"dx", "part"}
+    assert dict(main.writes)["dx"] == dict(program.outputs)["y"]
+    assert dict(main.reads)["e1"] == dict(program.inputs)["z"]
+    macros = dict(main.launches[0].defines)
+    assert macros["OPERANDS"] == "1"
+    assert "m_exp(v1)" in macros["SUFFIX(v0, v1, v2, v3)"]
+    assert finish.kernel == "LayerNormGrad"

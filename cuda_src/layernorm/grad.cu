@@ -4,17 +4,25 @@
 //            dy xh and dy over its rows stay there too, to end in part[block]; layernorm_dparams adds
 //            the parts up in order.
 // Inputs   : x, dy [rows, length] T aligned to VEC; scale P; mean (not RMS), rstd M [rows].
-// Outputs  : dx T; part ACC [blocks, 2, length]; dscale, dbias P [length] (dbias null: RMS).
-// Macros   : T P M ACC VEC ITEMS TEAM (threads a row: the block), RMS, SKIP (ds is there).
+//            e1, e2, e3 [rows, length] T: what SUFFIX takes.
+// Outputs  : dx T (null: not wanted); part ACC [blocks, 2, length]; dscale, dbias P [length] (dbias
+//            null: RMS).
+// Macros   : T P M ACC VEC ITEMS TEAM (threads a row: the block), RMS, SKIP (ds is there);
+//            SUFFIX(v0, v1, v2, v3) of dx and the first OPERANDS of e1, e2, e3.
 // Numerics : ACC; the order depends on rows, length and the grid, which is a function of rows.
 // Bound    : HBM, x, dy and dx once.
+#include "pointwise/math.cuh"
 #include "reduce/team.cuh"
+#ifndef SUFFIX
+#define OPERANDS 0
+#define SUFFIX(v0, v1, v2, v3) v0
+#endif
 
 struct Pair { ACC a, b; };
 
 extern "C" __global__ void __launch_bounds__(TEAM)
     layernorm_dx(const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds,
-                 T* dx, ACC* part, i64 rows, i64 length) {
+                 const T* e1, const T* e2, const T* e3, T* dx, ACC* part, i64 rows, i64 length) {
     after_previous_launch();
     __shared__ Pair scratch[TEAM > 32 ? TEAM / 32 : 1];
     constexpr int STEP = TEAM * VEC;
@@ -23,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
         const ACC mu = RMS ? (ACC)0 : (ACC)widen(mean[row]), rs = widen(rstd[row]);
         Vec<T, VEC> kept_x[ITEMS], kept_dy[ITEMS];
         Vec<P, VEC> w[ITEMS];
+        Vec<T, VEC> kept_s[ITEMS], e[3][ITEMS];
 #pragma unroll
         for (int u = 0; u < ITEMS; u++) {
             const int i = u * STEP + threadIdx.x * VEC;
@@ -30,6 +39,10 @@ extern "C" __global__ void __launch_bounds__(TEAM)
                 kept_x[u] = load<VEC>(x + row * length + i);
                 kept_dy[u] = load<VEC>(dy + row * length + i);
                 w[u] = load<VEC>(scale + i);
+                if (SKIP) kept_s[u] = load<VEC>(ds + row * length + i);
+                if (OPERANDS > 0) e[0][u] = load<VEC>(e1 + row * length + i);
+                if (OPERANDS > 1) e[1][u] = load<VEC>(e2 + row * length + i);
+                if (OPERANDS > 2) e[2][u] = load<VEC>(e3 + row * length + i);
             }
         }
         Pair s = {0, 0};
@@ -45,18 +58,18 @@ extern "C" __global__ void __launch_bounds__(TEAM)
                     if (!RMS) sum_dy[u * VEC + j] += d;
                 }
         s = team_merge<TEAM>(s, [](Pair a, Pair b) { return Pair{a.a + b.a, a.b + b.b}; }, scratch);
+        if (!dx) continue;
         const ACC c1 = RMS ? (ACC)0 : s.a / (ACC)length, c2 = s.b / (ACC)length;
 #pragma unroll
         for (int u = 0; u < ITEMS; u++) {
             const int i = u * STEP + threadIdx.x * VEC;
             Vec<T, VEC> t;
-            if (SKIP && i < length) t = load<VEC>(ds + row * length + i);
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
                 const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs;
                 const ACC g = (ACC)widen(kept_dy[u].at[j]) * (ACC)widen(w[u].at[j]);
-                const ACC d = rs * (g - c1 - xh * c2);
-                t.at[j] = narrow<T>(SKIP ? d + (ACC)widen(t.at[j]) : d);
+                const ACC d = rs * (g - c1 - xh * c2), s = SKIP ? d + (ACC)widen(kept_s[u].at[j]) : d;
+                t.at[j] = narrow<T>((ACC)SUFFIX(s, widen(e[0][u].at[j]), widen(e[1][u].at[j]), widen(e[2][u].at[j])));
             }
             if (i < length) store<VEC>(dx + row * length + i, t);
         }

@@ -17,7 +17,7 @@ from math import prod
 
 from onnx_fuse.kernels import Choice, select
 from onnx_fuse.kernels.jit import source_text, without_bounds
-from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, launch_many
+from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, inline, launch_many
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import Hardware, Launch, Num, Ptr, Table
 
@@ -37,9 +37,9 @@ def merge(
 ) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
-    alive = add_in_epilogue(alive, keep, hw, prefs)
+    alive = act_in_epilogue(add_in_epilogue(alive, keep, hw, prefs), hw, prefs)
     # twice: what a batch has moved to the end lets its producers wait as well
-    merged = batch(batch(fuse(alive, keep)))
+    merged = batch(batch(suffixed(fuse(alive, keep), keep)))
     return tuple(finish(c) if c.expression else c for c in merged)
 
 
@@ -143,6 +143,103 @@ def add_in_epilogue(
             )
             result[i], result[at[0]] = chosen(merged, choice, hw), None
             writers[total.buffer] = [i]
+            break
+    return [call for call in result if call is not None]
+
+
+ACTIVATIONS = {
+    "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
+    "Sigmoid": "sigmoid", "Tanh": "tanh",
+}  # fmt: skip
+"""Pointwise step -> the epilogue's activation."""
+
+
+def act_in_epilogue(
+    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
+) -> list[Call]:
+    """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it."""
+    writers: dict[int, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        for _, tensor in call.writes:
+            writers[tensor.buffer].append(i)
+    result: list[Call | None] = list(calls)
+    for i, call in enumerate(calls):
+        steps = call.expression.steps if call.expression is not None else ()
+        if len(steps) != 1 or steps[0].name not in ACTIVATIONS or len(call.reads) != 1:
+            continue
+        (_, z), (_, y) = call.reads[0], call.writes[0]
+        at = writers[z.buffer]
+        product = result[at[0]] if len(at) == 1 and len(writers[y.buffer]) == 1 else None
+        problem = product.problem if product is not None else None
+        if product is None or problem is None or problem.op != "Gemm" or len(product.writes) != 1:
+            continue
+        if any(problem.attr(a) for a in ("act", "dact", "residual", "save_z")):
+            continue
+        if product.writes[0][1] != z or not (y.dense and z.dense) or y.dtype != problem.out:
+            continue
+        read = any(t.buffer == z.buffer for c in calls if c is not call for _, t in c.reads)
+        problem = problem.having(
+            act=ACTIVATIONS[steps[0].name], **({"save_z": True} if read else {})
+        )
+        choice = select("Gemm", problem, hw, prefs)
+        if choice is None:
+            continue
+        merged = replace(
+            product,
+            nodes=tuple(dict.fromkeys((*product.nodes, *call.nodes))),
+            problem=problem,
+            writes=(("y", y), *([("z", z)] if read else [])),
+        )
+        result[at[0]], result[i] = chosen(merged, choice, hw), None
+    return [call for call in result if call is not None]
+
+
+def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """A pointwise call behind a kernel that takes a suffix becomes part of it."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    writers: dict[int, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        for _, tensor in call.reads:
+            readers[tensor.buffer].append(i)
+        for _, tensor in call.writes:
+            writers[tensor.buffer].append(i)
+    result: list[Call | None] = list(calls)
+    for i, call in enumerate(calls):
+        if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:
+            continue
+        (_, y), tensors = call.writes[0], [t for _, t in call.reads]
+        for k, v in enumerate(tensors):
+            at = writers[v.buffer]
+            before = result[at[0]] if len(at) == 1 else None
+            if before is None or not before.suffix or readers[v.buffer] != [i] or v.buffer in keep:
+                continue
+            name, others = before.suffix, [t for t in tensors if t is not v]
+            if dict(before.writes)[name].buffer != v.buffer or writers[y.buffer] != [i]:
+                continue
+            if any(not t.dense or t.offset or t.size != v.size for t in (y, *tensors)):
+                continue
+            if {t.dtype for t in (y, *tensors)} != {v.dtype}:
+                continue
+            if any(w > at[0] for t in others for w in writers[t.buffer]):
+                continue
+            names = {k: "v0"} | {j: f"v{n}" for n, j in enumerate(
+                (j for j in range(len(tensors)) if j != k), 1)}  # fmt: skip
+            text = inline(call.expression, [names[j] for j in range(len(tensors))])
+            if text is None:
+                continue
+            (launch,) = before.launches
+            macros = (("OPERANDS", str(len(others))), ("SUFFIX(v0, v1, v2, v3)", text))
+            result[at[0]] = replace(
+                before,
+                kernel=f"{before.kernel}+{call.expression.name}",
+                nodes=tuple(dict.fromkeys((*before.nodes, *call.nodes))),
+                launches=(replace(launch, defines=tuple(sorted((*launch.defines, *macros)))),),
+                reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
+                writes=tuple((n, y if n == name else t) for n, t in before.writes),
+                bytes=before.bytes + sum(t.nbytes for t in others),
+                suffix="",
+            )
+            result[i] = None
             break
     return [call for call in result if call is not None]
 

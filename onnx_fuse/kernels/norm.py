@@ -103,26 +103,30 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
         return "the scale does not have the shape of a row"
     rows, vec = x.size // length, min(vector(length, x.dtype), vector(length, scale.dtype))
     threads = min(1024, max(32, pow2(-(-length // (vec * (2 if ITEMSIZE[x.dtype] == 2 else 4))))))
+    if rows <= 2048:  # few rows: more threads each, or a block would wait for memory alone
+        threads = max(threads, min(128, pow2(-(-length // vec))))
     items = -(-length // (vec * threads))
     if items * vec > 16:
         return f"rows of {length} do not fit in registers"
     # enough blocks to fill a GPU, few enough that their parts weigh little beside x
-    parts = min(-(-rows // 8), _GRAD_THREADS // threads)
+    parts = min(-(-rows // min(8, max(1, rows // 256))), _GRAD_THREADS // threads)
     acc = accumulator(x.dtype)
     part = ctx.scratch("float64" if acc == "double" else "float32", (parts, 2, length))
-    dx = ctx.output(node, 0, x.shape, x.dtype)
+    dx = {"dx": ctx.output(node, 0, x.shape, x.dtype)} if ctx.wants(node, 0) else {}
     params = {n: ctx.output(node, i, scale.shape, scale.dtype)
               for i, n in enumerate(["dscale"] if rms else ["dscale", "dbias"], 1)}  # fmt: skip
     macros = defines(
         T=C_TYPES[x.dtype], P=C_TYPES[scale.dtype], M=C_TYPES[rstd.dtype], ACC=acc, VEC=vec,
         ITEMS=items, TEAM=threads, RMS=rms, SKIP=skip,
     )  # fmt: skip
-    pointers = map(Ptr, ("x", "dy", "scale", "mean", "rstd", "ds", "dx", "part"))
+    pointers = map(Ptr, ("x", "dy", "scale", "mean", "rstd", "ds", "e1", "e2", "e3", "dx", "part"))
     main = Launch(
         "layernorm/grad.cu", "layernorm_dx", (parts, 1, 1), (threads, 1, 1),
         (*pointers, Num("i64", rows), Num("i64", length)), macros,
     )  # fmt: skip
-    ctx.call(node, main, reads, {"dx": dx, "part": part}, inplace=[("dx", "dy"), ("dx", "x")])
+    writes = {**dx, "part": part}
+    inplace = [(w, r) for w in dx for r in ("dy", "x")]
+    ctx.call(node, main, reads, writes, inplace=inplace, suffix="dx" if dx else "")
     finish = Launch(
         "layernorm/grad.cu", "layernorm_dparams", (-(-length // 32), len(params), 1), (1024, 1, 1),
         (*map(Ptr, ("part", "dscale", "dbias")), Num("i32", parts), Num("i64", length)), macros,

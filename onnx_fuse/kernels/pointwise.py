@@ -208,17 +208,34 @@ def vector_width(dims: Sequence[int], tensors: Sequence[Tensor], strides: list[l
     return width
 
 
+def _steps(expression: Expression, values: list[str]) -> list[str]:
+    """A statement a step; `values` names the loads and scalars and is extended by the steps."""
+    body = []
+    for i, step in enumerate(expression.steps):
+        ctype = compute_type(step.dtype)
+        text = TABLE[step.name].format(*(values[a] for a in step.args), t=ctype)
+        body.append(f"const {ctype} t{i} = ({ctype})({text});")
+        values.append(f"t{i}")
+    return body
+
+
+def inline(expression: Expression, loads: Sequence[str]) -> str | None:
+    """The one stored value as a C++ expression of `loads`; None where a number can't be written."""
+    if not np.isfinite([value for _, value in expression.scalars]).all():
+        return None
+    numbers = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
+    values = [*loads, *numbers]
+    body = _steps(expression, values)
+    return f"[&] {{ {' '.join(body)} return {values[expression.stores[0]]}; }}()"
+
+
 def arithmetic(expression: Expression, stored: Sequence[str], width: int) -> list[str]:
     """The loop over a vector's elements: loads a<i>v in, stores y<i>v (of dtypes `stored`) out."""
     body = [f"#pragma unroll\n    for (int v = 0; v < {width}; v++) {{"]
     values = [f"x{i}" for i in range(expression.loads)]
     values += [f"s{i}" for i in range(len(expression.scalars))]
     body += [f"    const auto x{i} = widen(a{i}v.at[v]);" for i in range(expression.loads)]
-    for i, step in enumerate(expression.steps):
-        ctype = compute_type(step.dtype)
-        text = TABLE[step.name].format(*(values[a] for a in step.args), t=ctype)
-        body.append(f"    const {ctype} t{i} = ({ctype})({text});")
-        values.append(f"t{i}")
+    body += [f"    {line}" for line in _steps(expression, values)]
     for i, (source, dtype) in enumerate(zip(expression.stores, stored, strict=True)):
         text = f"({compute_type(dtype)})({values[source]})"
         if dtype in ("float16", "bfloat16"):

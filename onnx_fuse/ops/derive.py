@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import Builder, const_array
+from onnx_fuse.ir import FUSE, Builder, const_array
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 from onnx_fuse.ops.rewrite import dim as dim  # rules take it from here
 
@@ -112,6 +112,15 @@ def fail(node: ir.Node, why: str) -> ModelError:
     return ModelError(
         f"no gradient for node '{node.name or node.outputs[0].name}' ({node.op_type}): {why}"
     )
+
+
+def emit(op: Any, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
+    """A node of ours whose outputs have the types and shapes of `like`."""
+    values = op.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
+    values = (values,) if len(like) == 1 else values
+    for value, known in zip(values, like, strict=True):
+        value.dtype, value.shape = known.dtype, known.shape
+    return values
 
 
 def output(op: Any, node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> Tensor:

@@ -15,6 +15,7 @@ from onnx_fuse.ops.derive import (
     Values,
     arguments,
     dim,
+    emit,
     ints,
     norm_axis,
     output,
@@ -86,6 +87,10 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
         for value in (mean, rstd):
             if value.shape is None and x.shape is not None:
                 value.shape = ir.Shape([*x.shape[:axis], *[1] * (n - axis)])
+        last = axis == n - 1 and bias is not None and x.dtype == scale.dtype == bias.dtype
+        if op.fused and last and not any(dy is not None for dy in dys[1:]):
+            inputs = [dys[0], x, scale, mean, rstd]
+            return list(emit(op, "LayerNormGrad", inputs, [x, scale, bias], stash_type=int(wide)))
         xh = op.Mul(op.Sub(to_type(op, x, wide), mean), rstd)
     dy, dmean, drstd = (
         None if i >= len(dys) or dys[i] is None else to_type(op, dys[i], wide) for i in range(3)

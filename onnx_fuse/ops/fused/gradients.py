@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
 from onnx_fuse.ops.conv import conv_grad
-from onnx_fuse.ops.derive import Tensor, Values, arguments, dim, fail, reshape_like
+from onnx_fuse.ops.derive import Tensor, Values, arguments, dim, emit, fail, reshape_like
 from onnx_fuse.ops.fused.activations import Activation, act_grad, signature
 from onnx_fuse.ops.opdef import OpDef, lookup
 
@@ -54,15 +54,6 @@ def cotangents(node: ir.Node, dys: Values, outputs: int, handled: str = "") -> T
             raise fail(node, f"the gradient would have to flow through its inner value '{name}'")
         found = dy if name == handled else found
     return found
-
-
-def emit(op: Any, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
-    """A node of ours whose outputs have the types and shapes of `like`."""
-    values = op.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
-    values = (values,) if len(like) == 1 else values
-    for value, known in zip(values, like, strict=True):
-        value.dtype, value.shape = known.dtype, known.shape
-    return values
 
 
 # ---- Gemm ------------------------------------------------------------------------------------
