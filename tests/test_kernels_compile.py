@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import cuda.pathfinder
 import pytest
 from cuda.bindings import driver
 
-from onnx_fuse import config, ir
+from onnx_fuse import config, ir, optim, train
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Kernel, candidates, jit, refusals, select, tuning
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
@@ -38,6 +39,8 @@ PROBLEMS = (
     Problem.of("Gemm", m=512, n=768, k=768, residual=True, act="silu", save_z=True, **BF16),
     Problem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
     Problem.of("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
+    Problem.of("Gemm", m=256, n=512, k=512, trans_b=True, bias=True, act="gelu", save_z=True),
+    Problem.of("Gemm", m=512, n=784, k=256, trans_a=True),
     Problem.of("Gemm", m=100, n=76, k=32, trans_a=True, trans_b=True, dtype="float64"),
     Problem.of("Gemm", m=100, n=77, k=33, dtype="int32"),
     Problem.of("Gemm", m=512, n=768, k=768, math="tf32"),
@@ -236,6 +239,52 @@ def test_every_kernel_waits_for_the_launch_before() -> None:
     careless = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; }\n'
     assert not jit.waits(careless)  # launched when all before it is done
     assert jit.waits(careless.replace("*x", "after_previous_launch(); *x"))
+
+
+def test_kernels_that_do_something_before_they_wait_follow_one_launch_alone() -> None:
+    step = ("gemm/fma_sm80.cu", "gemm/simt.cu", "layernorm/row.cu", "layernorm/grad.cu",
+            "reduce/reduce.cu", "loss/cross_entropy.cu")  # fmt: skip
+    assert all(jit.waits_first(source) for source in step)
+    assert not jit.waits_first("gemm/cluster_sm90.cu")  # it reads weights ahead
+    late = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; y(); WAIT }\n'
+    late = late.replace("WAIT", "after_previous_launch();")
+    assert jit.waits(late)
+    assert not jit.waits_first(late)
+
+
+def test_the_step_of_a_perceptron_is_few_launches_without_spills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LayerNorm, Gemm and GELU forward: two launches a layer; three backward, dW besides."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "models"))
+    mlp = importlib.import_module("mlp")
+    model, spec = train.training_model(
+        mlp.build(mlp.Config((64, 64, 64, 64))),
+        loss="cross_entropy",
+        optimizer=optim.AdamW(),
+        fused=True,
+    )
+    shapes = {
+        v.name: (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
+        for v in model.graph.inputs
+    }
+    state = {s.next: s.name for s in spec.states if s.next}
+    calls = lower(model, shapes, H200, state=state).calls
+    names = [call.kernel for call in calls]
+    assert sum(name == "LayerNormalization" for name in names) == 3
+    assert not any(name.startswith("Gelu") for name in names)
+    assert sum(name.startswith("LayerNormGrad+") for name in names) == 2  # times gelu'
+    assert "LayerNormGrad x3" in names  # the sums of all, in one launch
+    assert sum(call.problem is not None for call in calls) == 9
+    assert len(names) <= 32
+    launches = {(x.source, x.defines) for call in calls for x in call.launches}
+    spilling = [
+        (source[:60], found)
+        for source, defines in sorted(launches)
+        for found in jit.resources(source, defines).values()
+        if found.spill_bytes or found.local_bytes
+    ]
+    assert spilling == []
 
 
 def test_a_compile_error_names_the_arch_and_the_line() -> None:

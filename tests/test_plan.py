@@ -9,8 +9,9 @@ from onnx_fuse import ir
 from onnx_fuse.llir import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import CHIPS
+from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
-from onnx_fuse.runtime.schedule import segments
+from onnx_fuse.runtime.schedule import by_data, in_line, segments
 
 H200 = CHIPS["H200"]
 
@@ -101,3 +102,49 @@ def test_segments_are_cut_at_host_calls() -> None:
     assert [bool(part.host) for part in parts] == [False, True, False]
     assert [part.first for part in parts] == [0, 1, 2]
     assert p.fallbacks == ("Det: no kernel",)
+
+
+def bits(calls: set[int]) -> int:
+    return sum(1 << i for i in calls)
+
+
+def test_calls_follow_what_the_data_asks_for_and_no_more() -> None:
+    # 1 and 2 read what 0 wrote; 3 reads both; 4 overwrites what 1 read; 5 is on its own
+    steps = [([0], [1]), ([1], [2]), ([1], [3]), ([2, 3], [4]), ([0], [1]), ([0], [5])]
+    p = program(steps, dict.fromkeys(range(6), 10))
+    order = by_data(p)
+    assert order.after == ((), (0,), (0,), (2, 1), (2, 1), ())
+    assert order.before[3] == order.before[4] == bits({0, 1, 2})
+    line = in_line(p)
+    assert line.after == ((), (0,), (1,), (2,), (3,), (4,))
+    assert line.before[5] == bits({0, 1, 2, 3, 4})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_may_run_side_by_side_does_not_overlap(seed: int) -> None:
+    p = random_program(seed)
+    layout = plan(p)
+    size = {b.id: b.nbytes for b in p.buffers}
+    users: dict[int, set[int]] = {}
+    for i, call in enumerate(p.calls):
+        for _, t in (*call.reads, *call.writes):
+            if t.buffer in layout.offsets:
+                users.setdefault(t.buffer, set()).add(i)
+    before = by_data(p).before
+    assert layout.order.before == before
+    for a in users:
+        for b in users:
+            (low, x), (high, _) = sorted((layout.offsets[c], c) for c in (a, b))
+            if a != b and low + size[x] > high:
+                done_a = bits(users[a]) & ~before[min(users[b])] == 0
+                done_b = bits(users[b]) & ~before[min(users[a])] == 0
+                assert done_a or done_b
+
+
+def test_where_that_takes_much_memory_calls_run_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = random_program(0)
+    free = plan(p)
+    monkeypatch.setattr(module, "SIDE_BY_SIDE", free.arena - 1)
+    line = plan(p)
+    assert line.order == in_line(p) != free.order
+    assert line.arena < free.arena

@@ -80,6 +80,14 @@ def waits(source: str) -> bool:
 
 
 @cache
+def waits_first(source: str) -> bool:
+    """Whether its kernels do nothing before they wait, and so may follow any launches early."""
+    kernels = source_text(source).split("__global__")[1:]
+    heads = [";".join(k.partition("{")[2].split(";")[:2]) for k in kernels]
+    return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", h) for h in heads)
+
+
+@cache
 def source_hash(source: str) -> str:
     """12 hex digits over the expanded text: part of the key of a tuning record."""
     return hashlib.sha256(source_text(source).encode()).hexdigest()[:12]
@@ -383,9 +391,15 @@ class _Zeroed:
 
 
 class Bound:
-    """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
+    """A Launch with its addresses: compiled, packed once, enqueued any number of times.
 
-    def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
+    In a stream it may start while the launch before it ends, where its kernel waits by itself; not
+    `early` where a graph's edges say what it follows.
+    """
+
+    def __init__(
+        self, launch: Launch, pointers: Mapping[str, int], hw: Hardware, early: bool = True
+    ) -> None:
         from cuda.bindings import driver
 
         self.launch = launch
@@ -414,7 +428,7 @@ class Bound:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
             attributes.append(attribute)
-        if hw.cc >= 90 and waits(launch.source):
+        if early and hw.cc >= 90 and waits(launch.source):
             attribute = driver.CUlaunchAttribute()
             attribute.id = (
                 driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

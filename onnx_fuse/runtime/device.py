@@ -222,6 +222,37 @@ class Stream:
         check(driver.cuGraphDestroy(graph), "graph capture")
         return Graph(executable)
 
+    def capture_steps(
+        self, steps: Sequence[Callable[[], None]], after: Sequence[Sequence[int]], *, waits: bool
+    ) -> Graph:
+        """A graph of kernels, one a step: step i follows the steps `after[i]`, all earlier ones.
+
+        `waits`: each kernel itself waits for those, and so may be launched before their end.
+        """
+        driver = bindings()
+        nodes: list[Any] = []
+        edge = driver.CUgraphEdgeData()
+        if waits:
+            kinds = driver.CUgraphDependencyType
+            edge.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
+            edge.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
+        flags = driver.CUstreamUpdateCaptureDependencies_flags
+        replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
+
+        def enqueue() -> None:
+            for step, before in zip(steps, after, strict=True):
+                heads = [nodes[k] for k in before]
+                set_to = driver.cuStreamUpdateCaptureDependencies(
+                    self.raw, heads, [edge] * len(heads), len(heads), replaced
+                )
+                check(set_to, "graph capture")
+                step()
+                found = driver.cuStreamGetCaptureInfo(self.raw)
+                check(found, "graph capture")
+                nodes.append(found[4][0])
+
+        return self.capture(enqueue)
+
     def launch(self, graph: Graph, what: str) -> None:
         """Launch an executable graph."""
         check(bindings().cuGraphLaunch(graph.raw, self.raw), what)

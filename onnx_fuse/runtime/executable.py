@@ -383,26 +383,48 @@ class Instance:
             with ort.faults(f"{segment.calls[0].nodes[0]}, which has no kernel"):
                 return partial(self._host, segment, ort.session(segment.host))
         bound: list[tuple[str, jit.Bound]] = []
+        after: list[list[int]] = []
+        last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
+        aside = bool(config.GRAPH.value) and self._aside(segment)
         for i, call in enumerate(segment.calls, segment.first):
-            bound += self._bind(i, call)
+            heads = [k for c in self.plan.order.after[i] for k in last.get(c, ())]
+            for entry in self._bind(i, call, early=not aside):
+                after.append(list(dict.fromkeys(heads)))
+                heads = [len(bound)]
+                bound.append(entry)
+            last[i] = heads
         if not bound:
             return lambda: None
 
-        def enqueue() -> None:
-            label = ""
+        def run(label: str, step: jit.Bound) -> None:
             try:
-                for label, step in bound:  # noqa: B007 - named in the fault
-                    step.enqueue(owner.stream.handle)
+                step.enqueue(owner.stream.handle)
             except DeviceError as error:
                 raise DeviceError(f"{label}: {error}") from error
 
+        steps = [partial(run, *entry) for entry in bound]
+
+        def enqueue() -> None:
+            for step in steps:
+                step()
+
         if not config.GRAPH.value:
             return enqueue
-        graph = owner.stream.capture(enqueue)
+        if aside:
+            graph = owner.stream.capture_steps(steps, after, waits=owner.hw.cc >= 90)
+        else:
+            graph = owner.stream.capture(enqueue)
         # the graph uses what `bound` owns: both live as long as this
         return lambda: owner.stream.launch(graph, f"a graph of {len(bound)} launches")
 
-    def _bind(self, i: int, call: Call) -> list[tuple[str, jit.Bound]]:
+    def _aside(self, segment: Segment) -> bool:
+        """Whether calls may run side by side, and no kernel counts on a single launch before it."""
+        after, first = self.plan.order.after, segment.first
+        free = any(i - 1 not in after[i] for i in range(first + 1, first + len(segment.calls)))
+        launches = [launch for call in segment.calls for launch in call.launches]
+        return free and all(jit.waits_first(x.source) and not x.cooperative for x in launches)
+
+    def _bind(self, i: int, call: Call, early: bool = True) -> list[tuple[str, jit.Bound]]:
         """The launches of call `i` with their addresses, and what messages call them."""
         pointers = {
             name: self.address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
@@ -412,7 +434,7 @@ class Instance:
             pointers["workspace"] = self._workspaces[i]
         label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
         try:
-            return [(label, jit.Bound(launch, pointers, self.owner.hw)) for launch in call.launches]
+            return [(label, jit.Bound(x, pointers, self.owner.hw, early)) for x in call.launches]
         except DeviceError as error:
             raise DeviceError(f"{label}: {error}") from error
 

@@ -1,4 +1,8 @@
-"""Program -> Plan: temporaries to arena offsets by lifetime, in place where a call allows it."""
+"""Program -> Plan: temporaries to arena offsets by lifetime, in place where a call allows it.
+
+Calls that the data leaves unordered may run side by side, so their temporaries share no memory;
+where that takes much of it, the calls run one after another.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.runtime.schedule import Order, by_data, in_line
 
 ALIGN = 256
+SIDE_BY_SIDE = 64 << 20
+"""Arena bytes up to which calls may run side by side: larger ones fill a GPU each by itself."""
+MOST_CALLS = 4000
+"""Calls up to which the order is looked for: its masks grow with the square."""
 
 
 def aligned(nbytes: int) -> int:
@@ -19,7 +28,8 @@ def aligned(nbytes: int) -> int:
 class Plan:
     """Where the temporaries stand. `offsets` maps buffer ids, `workspaces` call indices, to bytes.
 
-    `arena` is what they take, `naive` what they would if nothing shared memory.
+    `arena` is what they take, `naive` what they would if nothing shared memory; `order` is what the
+    calls must keep to.
     """
 
     offsets: Mapping[int, int]
@@ -27,6 +37,7 @@ class Plan:
     arena: int
     naive: int
     inplace: int
+    order: Order
 
     def __str__(self) -> str:
         share = f"{self.arena / self.naive:.0%}" if self.naive else "-"
@@ -37,69 +48,82 @@ class Plan:
 
 
 def plan(program: Program) -> Plan:
-    """Lay out the temporaries: largest first, each at the lowest offset free while it lives."""
+    """The layout under the order of the data, or in line where that takes much memory."""
+    line = _layout(program, in_line(program))
+    if len(program.calls) > MOST_CALLS:
+        return line
+    free = _layout(program, by_data(program))
+    return free if free.arena <= SIDE_BY_SIDE else line
+
+
+@dataclass
+class _Block:
+    """Memory that one temporary, or several in turn, take: bits of the calls that touch it."""
+
+    nbytes: int
+    first: int
+    users: int
+
+
+def _layout(program: Program, order: Order) -> Plan:
+    """Largest first, each at the lowest offset that is free whenever it lives."""
+    blocks: dict[int, _Block] = {}
     size = {b.id: b.nbytes for b in program.buffers if b.kind == "temp"}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
     for i, call in enumerate(program.calls):
         for _, tensor in (*call.reads, *call.writes):
             if tensor.buffer in size:
-                first.setdefault(tensor.buffer, i)
-                last[tensor.buffer] = i
+                block = blocks.setdefault(tensor.buffer, _Block(size[tensor.buffer], i, 0))
+                block.users |= 1 << i
     if program.tail is not None:
         for _, source in program.tail.inputs:
-            if isinstance(source, Tensor) and source.buffer in last:
-                last[source.buffer] = len(program.calls)
-    root = {b: b for b in first}
+            if isinstance(source, Tensor) and source.buffer in blocks:
+                blocks[source.buffer].users |= 1 << len(program.calls)
+    home = {b: b for b in blocks}
     inplace = 0
     for i, call in enumerate(program.calls):
         for write, read in call.inplace:
             y, x = dict(call.writes)[write], dict(call.reads)[read]
-            if _may_share(call, i, x, y, first, last, size):
-                home = root[x.buffer]
-                root[y.buffer] = home
-                last[home] = last[y.buffer]
-                # x is gone: no second output may take its place
-                last[x.buffer] = max(last[x.buffer], i + 1)
+            if not {x.buffer, y.buffer} <= blocks.keys() or not _may_share(call, x, y):
+                continue
+            into, taken = blocks[home[x.buffer]], blocks[y.buffer]
+            done = not into.users & ~(order.before[i] | 1 << i)
+            if done and taken.first == i and into.nbytes >= taken.nbytes:
+                home[y.buffer] = home[x.buffer]
+                into.users |= taken.users
                 inplace += 1
-    blocks = [(size[b], first[b], last[b], b) for b in first if root[b] == b]
-    blocks += [
-        (call.workspace, i, i, -1 - i) for i, call in enumerate(program.calls) if call.workspace
-    ]
-    placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
+    naive = sum(aligned(size[b]) for b in blocks)
+    for i, call in enumerate(program.calls):
+        if call.workspace:
+            blocks[-1 - i] = _Block(call.workspace, i, 1 << i)
+    own = [(b, block) for b, block in blocks.items() if home.get(b, b) == b]
+    placed: list[tuple[int, int, _Block]] = []  # offset, end
     offsets: dict[int, int] = {}
-    for nbytes, begin, end, key in sorted(blocks, key=lambda b: (-b[0], b[1])):
-        at = 0
-        for low, high, born, dead in placed:
-            if born <= end and begin <= dead and at < high and low < at + aligned(nbytes):
+    for key, block in sorted(own, key=lambda item: (-item[1].nbytes, item[1].first)):
+        at, nbytes = 0, aligned(block.nbytes)
+        for low, high, other in placed:
+            if at < high and low < at + nbytes and not _in_turn(block, other, order):
                 at = high
         offsets[key] = at
-        placed.append((at, at + aligned(nbytes), begin, end))
-        placed.sort()
+        placed.append((at, at + nbytes, block))
+        placed.sort(key=lambda item: item[:2])
     return Plan(
-        {b: offsets[root[b]] for b in first},
+        {b: offsets[home[b]] for b in home},
         {-1 - key: at for key, at in offsets.items() if key < 0},
-        max((high for _, high, _, _ in placed), default=0),
-        sum(aligned(size[b]) for b in first),
+        max((high for _, high, _ in placed), default=0),
+        naive,
         inplace,
+        order,
     )
 
 
-def _may_share(
-    call: Call,
-    i: int,
-    x: Tensor,
-    y: Tensor,
-    first: Mapping[int, int],
-    last: Mapping[int, int],
-    size: Mapping[int, int],
-) -> bool:
-    """Whether `y` may take the place of `x`, which nothing else reads any more."""
-    if x.buffer not in size or y.buffer not in size or x.buffer == y.buffer:
-        return False
-    if last[x.buffer] != i or first[y.buffer] != i or size[x.buffer] < size[y.buffer]:
-        return False
-    if x.offset or y.offset:
+def _in_turn(a: _Block, b: _Block, order: Order) -> bool:
+    """Whether one of the two is done with before the other is first written."""
+    return not (a.users & ~order.before[b.first] and b.users & ~order.before[a.first])
+
+
+def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
+    """Whether the call may write `y` where it reads `x`."""
+    if x.buffer == y.buffer or x.offset or y.offset:
         return False
     others = [t for _, t in call.reads if t.buffer == x.buffer and t.strides != x.strides]
     return not others and not any(t.buffer == x.buffer for _, t in call.writes)

@@ -1,7 +1,11 @@
-"""Program -> Segments: runs of kernel calls that one CUDA graph holds, between host calls."""
+"""Program -> Segments: runs of kernel calls that one CUDA graph holds, between host calls; and the
+Order among calls that the data asks for: what it leaves open, the graph runs side by side.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onnx_fuse.llir import Call, Program
@@ -36,3 +40,50 @@ def segments(program: Program) -> tuple[Segment, ...]:
     if run:
         found.append(Segment(start, tuple(run)))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Order:
+    """`after[i]`: the calls that call i directly follows; `before[i]`: bits of all it comes after.
+
+    No call of `after[i]` follows another of them.
+    """
+
+    after: tuple[tuple[int, ...], ...]
+    before: tuple[int, ...]
+
+
+def _order(wanted: Iterable[Iterable[int]]) -> Order:
+    """From the calls each must follow, which come earlier in the list; implied ones left out."""
+    after: list[tuple[int, ...]] = []
+    before: list[int] = []
+    for calls in wanted:
+        mask, direct = 0, []
+        for i in sorted(set(calls), reverse=True):
+            if not mask >> i & 1:
+                direct.append(i)
+                mask |= before[i] | 1 << i
+        after.append(tuple(direct))
+        before.append(mask)
+    return Order(tuple(after), tuple(before))
+
+
+def by_data(program: Program) -> Order:
+    """A call follows who wrote what it reads or writes, and who read what it writes."""
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    wanted: list[list[int]] = []
+    for i, call in enumerate(program.calls):
+        reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
+        wanted.append([writer[b] for b in reads | writes if b in writer])
+        wanted[-1] += [r for b in writes for r in readers[b]]
+        for b in reads - writes:
+            readers[b].append(i)
+        for b in writes:
+            writer[b], readers[b] = i, []
+    return _order(wanted)
+
+
+def in_line(program: Program) -> Order:
+    """Each call follows the one before."""
+    return _order([i - 1] if i else [] for i in range(len(program.calls)))
