@@ -146,7 +146,8 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
         assert site["seconds"] > 0
         assert site["floor"] > 0
         if site["op"] == "Gemm":
-            assert (site["kernel"], site["config"]) == ("simt", "tile=32")
+            assert site["kernel"] in ("fma", "simt")  # the two with fp32 products
+            assert "tile=" in site["config"]
             assert ["mma", "products asked for are ieee"] in site["refused"]
     for text in ("kernels on NVIDIA H200", "of floor", "for 16-bit operands, not float32"):
         assert text in result.out
