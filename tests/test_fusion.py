@@ -23,6 +23,15 @@ from onnx_fuse.passes.canonicalize import FOLDED
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
 
 
+def test_a_shape_of_another_rank_in_the_file_changes_nothing() -> None:
+    text = "g (float[N, 6] x) => (float[M] y) <int64[1] to = {-1}, float[Q, R] a>"
+    proto = fir.to_proto(fir.text_model(text + " { a = Reshape (x, to) y = Relu (a) }"))
+    model = fir.load(proto)
+    passes.optimize(model)
+    x = np.arange(-6, 6, dtype=np.float32).reshape(2, 6)
+    np.testing.assert_array_equal(run(model, {"x": x})["y"], np.maximum(x.reshape(-1), 0))
+
+
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3

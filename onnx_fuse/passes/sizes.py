@@ -62,6 +62,8 @@ def _reshape(node: ir.Node, meaning: dict[str, Size]) -> None:
         found[hole] = _quotient(given, found[:hole] + found[hole + 1 :])
     if y.shape is None:
         y.shape = ir.Shape([None] * len(found))
+    if len(y.shape) != len(found):  # the file declares another rank
+        return
     dims: list[int | str | None] = []
     for old, size in zip(y.shape, found, strict=True):
         symbol = old.value if isinstance(old, ir.SymbolicDim) else old
