@@ -386,6 +386,7 @@ class _Step:
         one = op.constant(np.array(1))
         count = op.Add(good, one)
         full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
+        full = op.And(full, op.Less(scale, 2.0**127))  # infinity would halve to itself
         larger = op.Where(full, op.Mul(scale, 2.0), scale)
         self.next[scale] = op.Where(self.finite, larger, op.Mul(scale, 0.5))
         zero = op.constant(np.array(0))
@@ -660,6 +661,24 @@ class Loss:
 
     __radd__, __rmul__ = __add__, __mul__
 
+    def __rsub__(self, other: SupportsFloat) -> float:
+        return float(other) - float(self)
+
+    def __rtruediv__(self, other: SupportsFloat) -> float:
+        return float(other) / float(self)
+
+    def __neg__(self) -> float:
+        return -float(self)
+
+    def __abs__(self) -> float:
+        return abs(float(self))
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(float(self), digits)
+
+    def __bool__(self) -> bool:
+        return bool(float(self))
+
     def __format__(self, form: str) -> str:
         return format(float(self), form)
 
@@ -822,8 +841,9 @@ class Trainer:
         Raises CheckFailed for one that was bad: neither it nor those after it have changed a state.
         """
         while len(self._runs) > ahead:
-            run = self._runs.pop(0)
-            found, spec = run.result(), run.spec
+            run = self._runs[0]
+            found, spec = run.result(), run.spec  # may raise: then the run is still to be looked at
+            del self._runs[0]
             ends = (spec.loss, spec.norm if spec.strict else "")
             if all(np.isfinite(found[name]) for name in ends if name):
                 self._device.commit(spec)

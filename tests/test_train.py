@@ -11,7 +11,14 @@ import onnxruntime as ort
 import pytest
 
 from onnx_fuse import fit, ir, optim, passes, train
-from onnx_fuse.errors import CheckFailed, DataError, ModelError, OnnxFuseError, UsageError
+from onnx_fuse.errors import (
+    CheckFailed,
+    DataError,
+    DeviceError,
+    ModelError,
+    OnnxFuseError,
+    UsageError,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("models", "tests", "tools")]
@@ -440,6 +447,16 @@ def test_float16_scale_doubles_after_good_steps(monkeypatch: pytest.MonkeyPatch)
     assert found == [(256, 1), (256, 2), (512, 0), (512, 1), (512, 2), (1024, 0), (1024, 1)]
 
 
+def test_float16_scale_stays_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of zero overflow at no scale."""
+    monkeypatch.setattr(train, "GROWTH", 1)
+    trainer = half(2.0**125)
+    exact = {"x": np.zeros((8, 3), np.float32), "labels": np.full((8, 2), [0.5, -0.5], np.float32)}
+    for scale in (2.0**126, 2.0**127, 2.0**127, 2.0**127):
+        trainer.step(exact)
+        assert trainer.state()["loss_scale"] == scale
+
+
 def test_float16_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """Between two batches of an update that overflows."""
     whole = half(2.0**127, accumulate=2)
@@ -564,6 +581,8 @@ def late_losses(device: str, accumulate: int) -> None:
     assert np.mean(late) == np.mean(early)
     a, b = late[0], early[0]
     assert (a + a, a - b, 2 * a, a * 2, a / 2) == (b + b, 0, 2 * b, 2 * b, b / 2)
+    assert (1 - a, 1 / a, -a, abs(-a), bool(a)) == (1 - b, 1 / b, -b, b, True)
+    assert (round(a), round(a, 2)) == (round(b), round(b, 2))
     assert (late[0] > late[8]) == (early[0] > early[8])
 
     bad = {**batch(9), "x": np.full((8, 3), np.inf, np.float32)}
@@ -589,6 +608,23 @@ def late_losses(device: str, accumulate: int) -> None:
     with pytest.raises(CheckFailed, match="step 13: "):
         made[0].step(batch())
     assert made[0].weights().keys() == made[1].weights().keys()
+
+
+def test_a_wait_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_Portable", Ahead)
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    loss, after = trainer.step(batch()), trainer.step(batch(1))
+    assert isinstance(loss, train.Loss)
+
+    def gone() -> dict[str, Array]:
+        raise DeviceError("gone")
+
+    arrived, loss._run.result = loss._run.result, gone
+    for late in (loss, after, loss):
+        with pytest.raises(DeviceError, match="gone"):
+            float(late)
+    loss._run.result = arrived
+    assert float(loss) != float(after)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
