@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,17 @@ agraph (float[N, 3] x, int64[N] i) => (float[N, 3] y, int64[N] z, float[N, 3] w)
 """
 X, IDS = np.array([[-1, 2, 3], [4, -5, 6]], np.float32), np.array([7, 8])
 FEEDS = {"x": X, "i": IDS}
+
+
+def test_an_exit_waits_for_the_context_that_is_being_made() -> None:
+    code = (
+        "import time\n"
+        "from onnx_fuse.runtime import device\n"
+        "device._context = lambda device_id: (time.sleep(0.3), print('made'))\n"
+        "device.begin()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "made\n"
 
 
 def model() -> onnx.ModelProto:

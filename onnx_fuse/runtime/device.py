@@ -58,7 +58,7 @@ def begin(device_id: int = 0) -> None:
         with contextlib.suppress(DeviceError):
             _context(device_id)
 
-    threading.Thread(target=retain, daemon=True).start()
+    threading.Thread(target=retain).start()  # no daemon: an exit must not cut off the driver
 
 
 def probe(device_id: int = 0) -> None:

@@ -189,6 +189,7 @@ class Executable:
         pointer = device_pointer(value)
         if pointer is None:
             return np.asarray(value)
+        device.start(self.device_id)
         shape, dtype = signature(value)
         array = np.empty(shape, dtype_of(dtype))
         self.stream.download(array.ctypes.data, pointer, array.nbytes)
