@@ -40,6 +40,10 @@ _MODULES = ("backend", "optim", "validate")
 __all__ = [*_NAMES, *_MODULES, "__version__"]
 
 
+_TABLE = frozenset(("Max", "Min", "Mod", "floor", "sqrt"))
+"""Functions that onnx_ir puts into a table when it is imported."""
+
+
 class _Sympy(ModuleType):
     """sympy until something of it is used: then the real one takes its place.
 
@@ -50,8 +54,8 @@ class _Sympy(ModuleType):
     def __getattr__(self, name: str) -> Any:
         caller = sys._getframe(1)
         module = str(caller.f_globals.get("__name__"))
-        if caller.f_code.co_name == "<module>" and module.startswith("onnx_ir."):
-            # a table of functions that onnx_ir makes at import: they need sympy when called
+        at_import = caller.f_code.co_name == "<module>" and module.startswith("onnx_ir.")
+        if at_import and name in _TABLE:  # they need sympy when called
             return lambda *args: getattr(self, name)(*args)
         if sys.modules.get("sympy") is self:
             del sys.modules["sympy"]

@@ -117,6 +117,7 @@ def test_sympy_comes_when_it_is_used() -> None:
         "import sys, onnx_fuse, onnx_ir\n"
         "early = 'sympy.core' in sys.modules\n"
         "d = onnx_ir.SymbolicDim('max(N, 3) + M') * 2\n"
+        "exec('import sympy\\nclass C(sympy.Symbol): pass', {'__name__': 'onnx_ir.later'})\n"
         "import sympy\n"
         "from sympy.core import Expr\n"
         "k = onnx_ir.SymbolicDim(sympy.Symbol('k'))\n"
