@@ -535,7 +535,7 @@ def train(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
     precision: Annotated[
-        str, typer.Option(help="fp32, tf32, bf16 or fp16; on the CPU fp32.")
+        str, typer.Option(help="fp32, tf32, bf16 or fp16; on the CPU fp32 or fp16.")
     ] = "fp32",
     device: Device = "cpu",
     checkpoint: Annotated[

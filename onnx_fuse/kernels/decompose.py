@@ -188,7 +188,8 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
     assert shape is not None
     assert x is not None
     assert step is not None
-    n = int(length.reshape(-1)[0]) if length is not None else (shapes[2] or (0,))[0]
+    given = () if window is None else shapes[2] or ()
+    n = int(length.reshape(-1)[0]) if length is not None else (*given, 0)[0]
     every = int(step.reshape(-1)[0])
     starts = np.arange(0, shape[1] - n + 1, every)
     if n < 1 or every < 1 or not len(starts) or len(shape) != 3:

@@ -115,7 +115,7 @@ def recurrent(
     names = list(attributes.get_strings("activations", DEFAULT[kind] * directions))
     each = len(DEFAULT[kind])
     listed = any(a in attributes for a in ("activation_alpha", "activation_beta"))
-    if steps > MAX_STEPS or listed or attributes.get_int("input_forget", 0) == 1:
+    if not 0 < steps <= MAX_STEPS or listed or attributes.get_int("input_forget", 0) == 1:
         return None
     if len(names) != each * directions or any(n not in PLAIN for n in names):
         return None
