@@ -37,7 +37,7 @@ def merge(
 ) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
-    alive = act_in_epilogue(add_in_epilogue(alive, keep, hw, prefs), hw, prefs)
+    alive = act_in_epilogue(add_in_epilogue(alive, keep, hw, prefs), keep, hw, prefs)
     # twice: what a batch has moved to the end lets its producers wait as well
     merged = batch(batch(suffixed(fuse(alive, keep), keep)))
     return tuple(finish(c) if c.expression else c for c in merged)
@@ -155,7 +155,10 @@ ACTIVATIONS = {
 
 
 def act_in_epilogue(
-    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
 ) -> list[Call]:
     """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it."""
     writers: dict[int, list[int]] = defaultdict(list)
@@ -177,7 +180,8 @@ def act_in_epilogue(
             continue
         if product.writes[0][1] != z or not (y.dense and z.dense) or y.dtype != problem.out:
             continue
-        read = any(t.buffer == z.buffer for c in calls if c is not call for _, t in c.reads)
+        read = z.buffer in keep
+        read = read or any(t.buffer == z.buffer for c in calls if c is not call for _, t in c.reads)
         problem = problem.having(
             act=ACTIVATIONS[steps[0].name], **({"save_z": True} if read else {})
         )
@@ -220,7 +224,9 @@ def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 continue
             if {t.dtype for t in (y, *tensors)} != {v.dtype}:
                 continue
-            if any(w > at[0] for t in others for w in writers[t.buffer]):
+            if any(w >= at[0] for t in others for w in writers[t.buffer]):
+                continue
+            if any(at[0] <= r < i for r in readers[y.buffer]):  # of a state's value before this
                 continue
             names = {k: "v0"} | {j: f"v{n}" for n, j in enumerate(
                 (j for j in range(len(tensors)) if j != k), 1)}  # fmt: skip
