@@ -347,17 +347,18 @@ def test_records_are_frozen_and_picklable() -> None:
             value.name = "other"  # type: ignore[union-attr,misc]
 
 
+@pytest.mark.parametrize("hw", [H200, CHIPS["L4"]], ids=lambda hw: hw.arch)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_launches_stay_within_the_block_limits(problem: Problem) -> None:
+def test_launches_stay_within_the_block_limits(problem: Problem, hw: Hardware) -> None:
     for kernel in candidates(problem.op):
-        if kernel.supports(problem, H200):
+        if kernel.supports(problem, hw):
             continue
-        for how in kernel.configs(problem, H200):
-            assert kernel.cost(problem, how, H200) > 0
+        for how in kernel.configs(problem, hw):
+            assert kernel.cost(problem, how, hw) > 0
             assert isinstance(how, Config)
-            for call in kernel.launch(problem, how, H200):
+            for call in kernel.launch(problem, how, hw):
                 assert isinstance(call, Launch)
-                assert call.smem <= H200.smem_per_block
+                assert call.smem <= hw.smem_per_block
                 assert call.block[0] <= 1024
                 assert all(0 < size < 2**31 for size in call.grid)
                 assert all(size < 65536 for size in call.grid[1:])

@@ -228,7 +228,16 @@ class Fma(_Portable):
         """Tiles, with k in as many parts as it has 64s and as a cluster may have blocks."""
         most = ceil(problem.k / 64) if hw.cc >= 90 else 1
         splits = [split for split in (1, 2, 4, 8) if split <= most]
-        return [Config.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
+        found = [Config.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
+        return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
+
+    def _smem(self, problem: Problem, config: Config) -> int:
+        """Three stages of both tiles, or the teams' sums; the cluster's sums behind them."""
+        (bm, bn), split = config.integers("tile"), config.integer("split")
+        a = 64 * bm if problem.trans_a else bm * 68
+        b = bn * 68 if problem.trans_b else 64 * bn
+        rest = bm * bn if split > 1 else 0
+        return 4 * (max(3 * (a + b), FMA_TILES[bm, bn][0] * bm * (bn + 8)) + rest)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of parts of k, a launch, and the sum of the parts."""
@@ -262,9 +271,6 @@ class Fma(_Portable):
             "EVEN": all(size % vec == 0 for size in lying),
             "TV": type_defines(problem)["TV"],
         }
-        a = 64 * bm if problem.trans_a else bm * 68
-        b = bn * 68 if problem.trans_b else 64 * bn
-        floats = max(3 * (a + b), groups * bm * (bn + 8)) + (bm * bn if split > 1 else 0)
         tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
         return (
             Launch(
@@ -274,7 +280,7 @@ class Fma(_Portable):
                 (groups * bm * bn // 32, 1, 1),
                 portable_args(problem),
                 as_defines(macros, epilogue_defines(problem)),
-                smem=4 * floats,
+                smem=self._smem(problem, config),
                 cluster=split,
             ),
         )

@@ -99,6 +99,8 @@ class FewRows:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"for 16-bit operands, not {problem.dtype}"
+        if min(problem.m, problem.n, problem.k) < 1:
+            return "empty"
         if problem.m > 4096:
             return f"{problem.m} rows (at most 4096): the parts of g would be too large"
         if problem.trans_b:

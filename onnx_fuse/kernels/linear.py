@@ -290,6 +290,8 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     k, n = w.shape
     if {t.dtype for key, t in given.items() if key not in ("mean", "rstd")} != {x.dtype}:
         return "operands of several types"
+    if {given["mean"].dtype, given["rstd"].dtype} != {"float32"}:
+        return "mean and rstd are not float32"
     if len(x.shape) < 2 or c.size != n or c.shape[-1:] != (n,):
         return "x is a vector, or the bias is not one row"
     suffix = name.removeprefix("LayerNormGemm").removesuffix("Grad")
@@ -316,7 +318,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     name, *exposed = node.op_type.split("_")
     dy, w = ctx.view(node, 0), ctx.view(node, 2)
     k, n = w.shape
-    if dy.dtype not in ("float16", "bfloat16") or n % 8 or exposed not in ([], ["dz"]):
+    if dy.dtype not in ("float16", "bfloat16") or n % 8 or not n or exposed not in ([], ["dz"]):
         return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
     if dy.size // n < 1600:
         return "16 rows a block: fewer than 1600 do not fill a GPU"
