@@ -652,15 +652,14 @@ def bench(
 ) -> None:
     """Time MODEL as it is and fused, under onnxruntime, taking turns; print the ratio."""
     from onnx_fuse import bench as timing
-    from onnx_fuse import ir
     from onnx_fuse import validate as checks
 
     printer = _printer()
     graph = _load(model, str(model))
     feeds = checks.read_feeds(inputs, graph) if inputs else None
-    ir.fix_shapes(graph, _shapes(input_shapes))
+    shapes = _shapes(input_shapes)
     result = _guarded(
-        lambda: timing.compare(model, graph, feeds, repeat=repeat, threads=threads),
+        lambda: timing.compare(model, graph, feeds, shapes=shapes, repeat=repeat, threads=threads),
         str(model),
         "cpu",
     )
