@@ -18,6 +18,9 @@ from support import ENCODER
 
 import onnx_fuse as of
 from onnx_fuse import ir, session
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.tensor import DeviceTensor
 
 TEXT = """
 agraph (float[N, 3] x, int64[N] i) => (float[N, 3] y, int64[N] z, float[N, 3] w)
@@ -36,6 +39,23 @@ def test_an_exit_waits_for_the_context_that_is_being_made() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "made\n"
+
+
+def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def download(self, target: int, address: int, nbytes: int) -> None:
+            calls.append(f"{nbytes} bytes from {address}")
+
+        def wait(self, what: str) -> None:
+            calls.append(what)
+
+    monkeypatch.setattr(device, "start", lambda device_id: calls.append(f"context {device_id}"))
+    runner = object.__new__(Executable)
+    runner.device_id, runner.stream = 1, Stream()  # type: ignore[assignment]
+    runner._host_value(DeviceTensor(256, (2,), "int64", 1, None))
+    assert calls == ["context 1", "16 bytes from 256", "reading a feed"]
 
 
 def model() -> onnx.ModelProto:
