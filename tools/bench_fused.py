@@ -21,7 +21,6 @@ import math
 import sys
 from datetime import date
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import onnx
 import torch as t
 from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
+from performance_page import ARMS, GOALS, verdict
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.kernels import jit, select
@@ -39,12 +39,6 @@ from onnx_fuse.session import load
 
 BF16 = {"dtype": "bfloat16"}
 LARGE = ((8192, 4096, 4096), (8192, 1024, 4096))  # where fp32 products are compared
-TARGETS = {  # ratio to bare cuBLAS: geometric mean, worst
-    "LayerNorm+Linear": (0.98, 1.06), "LayerNorm+Linear forward+backward": (1.00, 1.08),
-    "Linear+GELU": (1.03, None), "Linear+GELU forward+backward": (1.05, None),
-    "LayerNorm+Linear, torch.compile": (None, None), "Linear, our kernel": (None, None),
-    "fp32 as bf16x3": (0.30, None), "fp32 as bf16x6": (0.55, None),
-}  # fmt: skip
 ORT_FP16 = 600.0
 """us of LayerNormalization->Gemm 8192,4096,4096 in fp16 on onnxruntime's CUDA EP, H200, 2026-11."""
 LINEAR_GELU = """<ir_version: 10, opset_import: ["": 21]>
@@ -254,24 +248,6 @@ def linear_gelu_gradient(k: int, n: int) -> Any:
     return autodiff.gradient(graph, wrt=["x", "w", "c"])
 
 
-def ratios(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """What TARGETS names -> the ratio to bare cuBLAS at each shape where it was measured."""
-    where = {
-        "LayerNorm+Linear": ("forward", "fused"),
-        "LayerNorm+Linear, torch.compile": ("forward", "compile"),
-        "Linear, our kernel": ("forward", "gemm"),
-        "LayerNorm+Linear forward+backward": ("training", "fused"),
-        "Linear+GELU": ("gelu", "fused"),
-        "Linear+GELU forward+backward": ("gelu training", "fused"),
-        "fp32 as bf16x3": ("fp32", "bf16x3"),
-        "fp32 as bf16x6": ("fp32", "bf16x6"),
-    }
-    return {
-        name: [r[part][arm] / r[part]["cublas"] for r in rows if arm in r.get(part, {})]
-        for name, (part, arm) in where.items()
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", help="M,K,N", default=SHAPES,
@@ -310,12 +286,9 @@ def main() -> None:
             part = row["fp16"] / ORT_FP16
             print(f"    fp16: {row['fp16']:.1f}, {part:.2f} of onnxruntime's (target 0.65)")
         t.cuda.empty_cache()
-    for name, found in ratios(rows).items():
-        if found:
-            mean, worst = TARGETS[name]
-            goal = f"  (target {mean:.2f}" if mean else ""
-            goal += f", worst {worst:.2f})" if worst else ")" if mean else ""
-            print(f"{name}: geomean {geometric_mean(found):.3f}, worst {max(found):.2f}{goal}")
+    for key in ARMS | GOALS:
+        for line in verdict(rows, *key):
+            print(line)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         found = {"gpu": hw.name, "date": f"{date.today():%Y-%m-%d}", "torch": t.__version__}
