@@ -160,7 +160,9 @@ class Lowerer(Values):
         how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
         name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
         kept = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
-        if name not in kept:
+        value = self.model.graph.initializers[source.name].const_value
+        # a clone that was given other weights still has this one's
+        if name not in kept or kept[name][0] is not value:
             wide = weights.astype(np.float32)
             with np.errstate(over="ignore"):
                 wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
@@ -170,10 +172,11 @@ class Lowerer(Values):
             if b:
                 cv = cv + b[0].astype(np.float64) @ wide
             cs = wq.astype(np.float32).sum(0, dtype=np.float64)
-            kept[name] = {"wq": np.ascontiguousarray(wq.T if trans else wq),
-                          "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
+            found = {"wq": np.ascontiguousarray(wq.T if trans else wq),
+                     "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
+            kept[name] = value, found
         tensors = {}
-        for key, array in kept[name].items():
+        for key, array in kept[name][1].items():
             tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
             self.constants[tensors[key].buffer] = array
         return tensors

@@ -447,6 +447,9 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
     again = found(40)[1]
     assert all(again[name][0] == reads[name][0] for name in ("wq", "cs", "cv"))
     assert not found(64, state={"y": "w"})[0].attr("folded"), "w is replaced"
+    model = model.clone()
+    model.graph.initializers["w"].const_value = onnx_ir.tensor(-values["w"], name="w")
+    np.testing.assert_array_equal(found(3)[1]["wq"][1], -wq)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float"])

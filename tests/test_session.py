@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +59,33 @@ def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch
     runner.device_id, runner.stream = 1, Stream()  # type: ignore[assignment]
     runner._host_value(DeviceTensor(256, (2,), "int64", 1, None))
     assert calls == ["context 1", "16 bytes from 256", "reading a feed"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """What the collector frees on the way, device memory too, would spoil the capture."""
+    calls: list[str] = []
+
+    class Driver:
+        CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+
+        def __getattr__(self, name: str) -> Callable[..., tuple[int, int]]:
+            return lambda *arguments: calls.append(name) or (0, 1)
+
+    def enqueue() -> None:
+        calls.append(f"collects: {gc.isenabled()}")
+        if fails:
+            raise ValueError("a launch")
+
+    monkeypatch.setattr(device, "bindings", Driver)
+    stream = object.__new__(device.Stream)
+    stream.raw = 0
+    with pytest.raises(ValueError, match="a launch") if fails else contextlib.nullcontext():
+        stream.capture(enqueue)
+    assert calls[:3] == ["cuStreamBeginCapture", "collects: False", "cuStreamEndCapture"]
+    assert gc.isenabled()
 
 
 def model() -> onnx.ModelProto:

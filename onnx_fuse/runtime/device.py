@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -212,11 +213,16 @@ class Stream:
         driver = bindings()
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
+        collects = gc.isenabled()
+        gc.disable()  # memory that is freed while this thread captures would spoil the graph
         try:
             enqueue()
         except BaseException:
             driver.cuStreamEndCapture(self.raw)
             raise
+        finally:
+            if collects:
+                gc.enable()
         graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
         executable = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
         check(driver.cuGraphDestroy(graph), "graph capture")
