@@ -645,7 +645,9 @@ def bench(
     inputs: Inputs = None,
     input_shapes: Shapes = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
-    threads: Annotated[int, typer.Option(min=0, help="0: all; 1: CPU time.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="0: as onnxruntime likes; 1 is timed by CPU time.")
+    ] = 0,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,

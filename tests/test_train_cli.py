@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp
 
 Array = np.ndarray[Any, Any]
-CLASSES = 10
 
 
 @pytest.fixture(scope="module")
