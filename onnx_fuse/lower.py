@@ -308,9 +308,15 @@ class Lowerer(Values):
                 self.buffers[tensor.buffer] = replace(buffer, kind="output", name=name)
             taken.add(tensor.buffer)
             outputs.append((name, tensor))
-        for name, source, target in late:
-            if source.buffer != target.buffer:
-                self._copy(name, source, target)
+        replaced = {target.buffer for _, _, target in late}
+        moved = [(name, source, target) for name, source, target in late if source != target]
+        for i, (name, source, target) in enumerate(moved):
+            if source.buffer in replaced:  # a view of a state: of its value before
+                own = self.scratch(source.dtype, source.shape)
+                self._copy(name, source, own)
+                moved[i] = name, own, target
+        for name, source, target in moved:
+            self._copy(name, source, target)
         return outputs, writes
 
     # ---- host ----

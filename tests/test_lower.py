@@ -363,6 +363,23 @@ def test_state_is_written_in_place():
     assert call.writes[0][1].buffer == dict(program.inputs)["w"].buffer
 
 
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "a1 = Identity(b) b1 = Identity(a)",
+        "a1 = Exp(b) b1 = Identity(a)",
+        "a1 = Transpose(a) b1 = Add(a, b)",
+    ],
+)
+def test_states_made_of_states_take_their_values_before(nodes):
+    text = f"agraph (float[4,4] a, float[4,4] b) => (float[4,4] a1, float[4,4] b1) {{ {nodes} }}"
+    model, feeds = ir.text_model(text), arrays(a=(4, 4), b=(4, 4))
+    want = session.InferenceSession(model, device="cpu").run(None, feeds)
+    got = interpret(program_of(model, feeds, state={"a1": "a", "b1": "b"}), feeds, {})
+    for name, value in zip(("a1", "b1"), want, strict=True):
+        np.testing.assert_allclose(got[name], value, rtol=1e-6)
+
+
 RESHAPES = [
     ((2, 3, 4), (12, 4, 1), (6, 4), (4, 1)),
     ((3, 2, 4), (4, 12, 1), (6, 4), None),
