@@ -23,9 +23,14 @@ from onnx_fuse.passes.canonicalize import FOLDED
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
 
 
-def test_a_shape_of_another_rank_in_the_file_changes_nothing() -> None:
-    text = "g (float[N, 6] x) => (float[M] y) <int64[1] to = {-1}, float[Q, R] a>"
-    proto = fir.to_proto(fir.text_model(text + " { a = Reshape (x, to) y = Relu (a) }"))
+@pytest.mark.parametrize("stale", ["Q, R", "5"])
+@pytest.mark.parametrize("last", ["y = Relu (a)", "b = Identity (a) y = Relu (b)"])
+def test_a_wrong_shape_in_the_file_changes_nothing(stale: str, last: str) -> None:
+    """onnxruntime warns, and runs it."""
+    text = (
+        f"g (float[N, 6] x) => (float[M] y) <int64[1] to = {{-1}}, float[{stale}] a, float[12] b>"
+    )
+    proto = fir.to_proto(fir.text_model(f"{text} {{ a = Reshape (x, to) {last} }}"))
     model = fir.load(proto)
     passes.optimize(model)
     x = np.arange(-6, 6, dtype=np.float32).reshape(2, 6)
