@@ -383,7 +383,7 @@ def _expose(op: Emitter, node: ir.Node, definition: OpDef, exposed: Sequence[str
     """Let a fused node return the inner values its gradient needs, besides those it returns."""
     labels = [name for name in definition.saves if name not in exposed]
     first = len(node.outputs)
-    node.op_type = definition.op_type([*exposed, *labels])
+    node.op_type, node.overload = definition.op_type([*exposed, *labels]), ""
     node.resize_outputs(first + len(labels))
     for value, label in zip(node.outputs[first:], labels, strict=True):
         value.name = op.fresh(f"{node.outputs[0].name}.{label}")

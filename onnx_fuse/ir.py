@@ -28,8 +28,8 @@ FUSE = "onnx_fuse"
 CANONICAL_OPSET = 21
 """Opset that older models are brought up to: the newest that onnxruntime 1.22 implements whole.
 Newer models stay at theirs; what this project emits means the same in all of them."""
-BODIES: dict[str, Callable[[Sequence[str], int], ir.Function]] = {}
-"""`BODIES[name](exposed, opset)`: the body of a fused op as a function; `ops` fills the table."""
+BODIES: dict[str, Callable[[Sequence[str], int, str], ir.Function]] = {}
+"""`BODIES[name](exposed, opset, overload)`: a fused op's body as a function; `ops` fills it."""
 MAX_PROTOBUF = 2**31 - 1
 _STREAMED = 1 << 16  # bytes from which save() writes an initializer on its own
 
@@ -307,7 +307,8 @@ def _is_own(function: ir.Function) -> bool:
     """
     if function.domain != FUSE or function.name.split("_")[0] not in BODIES:
         return False
-    ours = fused_function(function.name, function.opset_imports.get("", CANONICAL_OPSET))
+    opset = function.opset_imports.get("", CANONICAL_OPSET)
+    ours = fused_function(function.name, opset, function.overload)
     theirs, expected = (ir.serde.serialize_function(f) for f in (function, ours))
     for proto in (theirs, expected):
         del proto.value_info[:], proto.metadata_props[:]
@@ -595,7 +596,7 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         key = node.op_identifier()
         if node.domain == FUSE and key not in model.functions and key not in added:
-            added[key] = fused_function(node.op_type, opset)
+            added[key] = fused_function(node.op_type, opset, node.overload)
     model.functions.update(added)
     imported = FUSE in model.graph.opset_imports
     if added:
@@ -611,12 +612,12 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
             model.graph.opset_imports[FUSE] = 1
 
 
-def fused_function(op_type: str, opset: int) -> ir.Function:
+def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
     """The body of `LayerNormGemm`; that of `LayerNormGemm_mean_rstd` returns inner values too."""
     name, *exposed = op_type.split("_")
     if name not in BODIES:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
-    return BODIES[name](exposed, opset)
+    return BODIES[name](exposed, opset, overload)
 
 
 def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:

@@ -715,7 +715,7 @@ def _with_bodies(model: onnx_ir.Model, outputs: set[str]) -> onnx_ir.Model:
             if key not in model.functions:
                 opset = model.graph.opset_imports[""]
                 body = model.functions.get(node.op_identifier()) or ir.fused_function(
-                    node.op_type, opset
+                    node.op_type, opset, node.overload
                 )
                 body = body.clone()
                 body.overload = "body"

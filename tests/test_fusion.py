@@ -158,6 +158,21 @@ def test_fused_file_loads_with_its_ops_and_a_forged_body_is_inlined(tmp_path) ->
     assert_close(run(forged, feeds), {"y": session.run(None, feeds)[0]})
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_an_attention_node_stays_the_body_of_its_sdpa(tmp_path, training) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+    agraph (float[2,4,5,8] q, float[2,2,6,8] k, float[2,2,6,8] v, bool[2,1,5,6] mask)
+    => (float[2,4,5,8] y) { y = Attention(q, k, v, mask) }"""
+    model = fir.text_model(text)
+    passes.optimize(model, training=training)
+    fir.save(model, tmp_path / "fused.onnx")
+    model = fir.load(tmp_path / "fused.onnx")
+    assert fused_ops(model) == ["GroupedSdpaMaskGuard"]
+    (body,) = fir.to_proto(model).functions
+    assert [node.op_type for node in body.node] == ["Attention"]
+    assert "Attention" in {node.op_type for node in fir.inline(model).graph}
+
+
 def test_skip_and_fuse_select_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
     model = fir.load(case.model())

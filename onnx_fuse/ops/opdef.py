@@ -31,11 +31,14 @@ class OpDef:
     `body` is the text of one ONNX function without header imports. Attributes are by reference and
     every input is bound at a call. `saves` names values inside the body that the gradient wants:
     in a training graph the node becomes `exposed(saves)`, the same body with more outputs.
+    `newer` is the same function by an operator of a later opset, which a node asks for with the
+    overload "newer": for graphs that had that operator, which onnxruntime runs in fewer passes.
     """
 
     name: str
     domain: str = ""
     body: str = ""
+    newer: str = ""
     grad: GradRule | NoGrad | None = None
     saves: tuple[str, ...] = ()
     problem: Callable[..., Any] | None = None
@@ -44,12 +47,15 @@ class OpDef:
         """Name of the op whose body also returns the inner values `exposed`, in that order."""
         return "_".join((self.name, *exposed))
 
-    def function(self, exposed: Sequence[str] = (), opset: int = CANONICAL_OPSET) -> ir.Function:
+    def function(
+        self, exposed: Sequence[str] = (), opset: int = CANONICAL_OPSET, overload: str = ""
+    ) -> ir.Function:
         """The body as an ONNX function; `exposed` inner values become further outputs."""
+        text = self.newer if overload == "newer" else self.body
         proto = onnx.parser.parse_function(
-            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n{self.body}'
+            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n{text}'
         )
-        proto.name = self.op_type(exposed)
+        proto.name, proto.overload = self.op_type(exposed), overload
         proto.output.extend(exposed)
         _prune(proto)
         return ir.serde.deserialize_function(proto)

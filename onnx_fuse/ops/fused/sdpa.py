@@ -122,6 +122,14 @@ def _body(grouped: bool, kind: str) -> str:
     return head + "\n  ".join(lines) + "\n}"
 
 
+def _attention_body(grouped: bool, kind: str) -> str:
+    """The Attention node of opset 23, which gives 0 too where a row is masked whole."""
+    mask = ", mask" if kind == "MaskGuard" else ""
+    causal = ", is_causal: int = 1" if kind == "Causal" else ""
+    head = f"{'Grouped' if grouped else ''}Sdpa{kind} {_attributes(grouped)}(q, k, v{mask}) => (y)"
+    return f"{head} {{\n  y = Attention <scale: float = @scale{causal}> (q, k, v{mask})\n}}"
+
+
 def _attributes(grouped: bool) -> str:
     return signature("kv_rows, q_rows" if grouped else "", "scale: float = 1.0")
 
@@ -214,7 +222,14 @@ def _repeated(op: Any, x: ir.Value, q: ir.Value) -> Any:
 for _g, _kind in product((False, True), KINDS):
     _name = f"{'Grouped' if _g else ''}Sdpa{_kind}"
     register(
-        OpDef(_name, FUSE, body=_body(_g, _kind), saves=("lse",), grad=_grad),
+        OpDef(
+            _name,
+            FUSE,
+            body=_body(_g, _kind),
+            newer="" if _kind == "Mask" else _attention_body(_g, _kind),
+            saves=("lse",),
+            grad=_grad,
+        ),
         OpDef(f"{_name}Grad", FUSE, body=_grad_body(_g, _kind)),
     )
 
@@ -586,6 +601,9 @@ def _attention(rw: Rewriter, node: ir.Node) -> bool:
     kind = "Causal" if causal else "" if mask is None else "MaskGuard"
     k, v, grouped = _grouping(q, k, v)
     y = _emit(op, kind, grouped, [q, k, v], mask, scale)
+    made = y.producer()
+    assert made is not None
+    made.overload = "newer"
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     return rw.replace(node, op, [node.outputs[0]], [y])
