@@ -173,6 +173,20 @@ def test_an_attention_node_stays_the_body_of_its_sdpa(tmp_path, training) -> Non
     assert "Attention" in {node.op_type for node in fir.inline(model).graph}
 
 
+def test_an_op_without_a_newer_body_keeps_its_own_under_that_overload() -> None:
+    case = FUSION_CASES[0]
+    model = fir.load(case.model())
+    passes.optimize(model)
+    proto = fir.to_proto(model)
+    for called in (*proto.graph.node, *proto.functions):
+        if called.domain == fir.FUSE:
+            called.overload = "newer"
+    feeds = case.feeds(**SIZES[0])
+    loaded = fir.load(proto)
+    assert fused_ops(loaded) == ["LayerNormGemm"]
+    assert_close(run(loaded, feeds), run(model, feeds))
+
+
 def test_skip_and_fuse_select_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
     model = fir.load(case.model())

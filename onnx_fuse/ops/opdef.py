@@ -51,9 +51,10 @@ class OpDef:
         self, exposed: Sequence[str] = (), opset: int = CANONICAL_OPSET, overload: str = ""
     ) -> ir.Function:
         """The body as an ONNX function; `exposed` inner values become further outputs."""
-        text = self.newer if overload == "newer" else self.body
+        # a file may put the overload on any op of ours; inner values are the first body's alone
+        newer = self.newer if overload == "newer" and not exposed else ""
         proto = onnx.parser.parse_function(
-            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n{text}'
+            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n{newer or self.body}'
         )
         proto.name, proto.overload = self.op_type(exposed), overload
         proto.output.extend(exposed)
