@@ -40,7 +40,7 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=folder))
-        data = save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+        data = save({name: np.asarray(array, order="C") for name, array in tensors.items()})
         _write(draft / _TENSORS, data)
         digest = hashlib.sha256(data).hexdigest()
         text = json.dumps({"format": FORMAT, **manifest, "sha256": digest}, indent=1)

@@ -24,10 +24,10 @@ import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
 from onnx_fuse import context, ir
 from onnx_fuse.ir import FUSE
-from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.kernels import Choice, candidates, select
 from onnx_fuse.llir import Program
 from onnx_fuse.lower import lower
-from onnx_fuse.problem import CHIPS, Hardware, Launch
+from onnx_fuse.problem import CHIPS, Hardware, Launch, Problem
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
@@ -160,8 +160,16 @@ class Case:
 
 @contextmanager
 def only(choice: Choice) -> Iterator[None]:
-    """Within the block every registry operator takes this kernel and configuration."""
-    with patch.object(context, "select", lambda *_: choice):
+    """Within the block every problem that this kernel and configuration serve takes them."""
+
+    def chosen(op: str, problem: Problem, hw: Hardware, *prefs: Any) -> Choice | None:
+        kernel = choice.kernel
+        serves = kernel in candidates(op) and kernel.supports(problem, hw) is None
+        if serves and choice.config in kernel.configs(problem, hw):
+            return choice
+        return select(op, problem, hw, *prefs)
+
+    with patch.object(context, "select", chosen):
         yield
 
 
