@@ -121,10 +121,10 @@ DEVICE void store_pair(TO* p, int count, float2 v) {
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    TO* __restrict__ y, TO* __restrict__ z, const TO* __restrict__ c, int M, int N, int K,
-    float epsilon, float* __restrict__ mean, float* __restrict__ rstd, const TR* __restrict__ row0,
-    const TR* __restrict__ row1, const TR* __restrict__ row2, const TR* __restrict__ row3,
-    const TV* __restrict__ col0, const TV* __restrict__ col1, float alpha, float beta,
+    TO* y, TO* z, const TO* c, int M, int N, int K,
+    float epsilon, float* mean, float* rstd, const TR* row0,
+    const TR* row1, const TR* row2, const TR* row3,
+    const TV* col0, const TV* col1, float alpha, float beta,
     float act_alpha) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem), full = base + BAR_AT, empty = full + STAGES * 8;

@@ -4,13 +4,10 @@
 #pragma once
 #include "gemm/epilogue.cuh"
 #define GEMM_PARAMS                                                                                \
-    const T *__restrict__ a, const T *__restrict__ b, TO *__restrict__ y, int M, int N, int K,     \
-        i64 lda, i64 ldb, int nb1, int nb2, i64 a0, i64 a1, i64 a2, i64 b0, i64 b1, i64 b2,        \
-        const TO *__restrict__ c, i64 c0, i64 c1, i64 c2, i64 crow, i64 ccol,                      \
-        TO *__restrict__ z, const TR *__restrict__ row0, const TR *__restrict__ row1,              \
-        const TR *__restrict__ row2, const TR *__restrict__ row3,                                  \
-        const TV *__restrict__ col0, const TV *__restrict__ col1, float alpha, float beta,         \
-        float act_alpha, float *__restrict__ part
+    const T *a, const T *b, TO *y, int M, int N, int K, i64 lda, i64 ldb, int nb1, int nb2, i64 a0,\
+        i64 a1, i64 a2, i64 b0, i64 b1, i64 b2, const TO *c, i64 c0, i64 c1, i64 c2, i64 crow,     \
+        i64 ccol, TO *z, const TR *row0, const TR *row1, const TR *row2, const TR *row3,           \
+        const TV *col0, const TV *col1, float alpha, float beta, float act_alpha, float *part
 
 // The batch's operands: advances a, b, c, y and z to matrix blockIdx.z.
 #define GEMM_BATCH                                                                                 \

@@ -62,8 +62,8 @@ DEVICE void side_done(u32* sync, int warps) {
 
 // `limit`: the first row that is too far ahead yet, kept by the producer.
 template <int SIDE_, int LANES, class E>
-DEVICE void side_rows(u32* sync, const E* __restrict__ x, i64 ld, int M, int K, float epsilon,
-                      float* __restrict__ rstd, float* __restrict__ mean, volatile int* limit) {
+DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon,
+                      float* rstd, float* mean, volatile int* limit) {
     constexpr int HELD = 4, ROWS = 32 / LANES;  // 16-byte loads in flight a lane, rows a ticket
     Pairs pairs(sync, M);
     int lane = threadIdx.x % 32, vectors = K / 8;

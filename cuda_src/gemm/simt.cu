@@ -41,7 +41,8 @@ DEVICE void stash(S (*tile)[ROWS + 4], const Vec<T, VEC>& v, int i) {
         (CONTIG_K ? tile[k + j][r] : tile[k][r + j]) = widen(v.at[j]);
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (sizeof(S) == 8 ? 2 : 3) : VEC > 1 ? 2 : 1) void gemm_simt(GEMM_PARAMS) {
+constexpr bool WIDE = sizeof(S) == 8 || EPI_DACT || (SAVE_Z && EPI_OPERAND);
+extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (WIDE ? 2 : 3) : VEC > 1 ? 2 : 1) void gemm_simt(GEMM_PARAMS) {
     after_previous_launch();
     __shared__ __align__(16) S as[2][BK][BM + 4], bs[2][BK][BN + 4];
     GEMM_BATCH

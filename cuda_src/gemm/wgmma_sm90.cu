@@ -87,12 +87,12 @@ struct Work {
 extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
-    const __grid_constant__ TensorMap map_c, TO* __restrict__ y, TO* __restrict__ z,
-    const TO* __restrict__ c, int M, int N, int K, int batches, int batch_a, int batch_b,
-    int splits, TR* __restrict__ row0, TR* __restrict__ row1, const TR* __restrict__ row2,
-    const TR* __restrict__ row3, const TV* __restrict__ col0, const TV* __restrict__ col1, float alpha,
-    float beta, float act_alpha, float* __restrict__ part, u32* __restrict__ sync,
-    const T* __restrict__ side_a, i64 side_ld, float epsilon) {
+    const __grid_constant__ TensorMap map_c, TO* y, TO* z,
+    const TO* c, int M, int N, int K, int batches, int batch_a, int batch_b,
+    int splits, TR* row0, TR* row1, const TR* row2,
+    const TR* row3, const TV* col0, const TV* col1, float alpha,
+    float beta, float act_alpha, float* part, u32* sync,
+    const T* side_a, i64 side_ld, float epsilon) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;

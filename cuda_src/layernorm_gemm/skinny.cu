@@ -60,12 +60,12 @@ DEVICE float remote(const float* p, u32) { return *p; }
 #endif
 
 extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
-    const T* __restrict__ x, const T* __restrict__ w, TO* __restrict__ y, TO* __restrict__ z,
-    const TO* __restrict__ c, int M, int N, int K, i64 ldx, i64 ldw, float epsilon,
-    float* __restrict__ mean, float* __restrict__ rstd, const TP* __restrict__ gamma,
-    const TP* __restrict__ beta_k, const TR* __restrict__ row0, const TR* __restrict__ row1,
-    const TR* __restrict__ row2, const TR* __restrict__ row3, const TV* __restrict__ col0,
-    const TV* __restrict__ col1, float alpha, float beta, float act_alpha) {
+    const T* x, const T* w, TO* y, TO* z,
+    const TO* c, int M, int N, int K, i64 ldx, i64 ldw, float epsilon,
+    float* mean, float* rstd, const TP* gamma,
+    const TP* beta_k, const TR* row0, const TR* row1,
+    const TR* row2, const TR* row3, const TV* col0,
+    const TV* col1, float alpha, float beta, float act_alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) float sums[];  // [WK][ROWS][COLS], then the block's [ROWS][COLS]
     __shared__ float moments[LN ? WK : 1][ROWS][3], shared_moments[3][ROWS];

@@ -18,9 +18,9 @@ DEVICE void fold_one(T w, float g, float b, TO& q, float& cs, float& cv) {
 }
 
 extern "C" __global__ __launch_bounds__(128) void fold_rows(
-    const T* __restrict__ w, const TP* __restrict__ gamma, const TP* __restrict__ beta,
-    const TP* __restrict__ c, int K, int N, TO* __restrict__ wq, float* __restrict__ cs,
-    float* __restrict__ cv) {
+    const T* w, const TP* gamma, const TP* beta,
+    const TP* c, int K, int N, TO* wq, float* cs,
+    float* cv) {
     after_previous_launch();
     __shared__ float scratch[4];
     i64 row = (i64)blockIdx.x * K;
@@ -43,8 +43,8 @@ extern "C" __global__ __launch_bounds__(128) void fold_rows(
 }
 
 extern "C" __global__ __launch_bounds__(256) void fold_columns(
-    const T* __restrict__ w, const TP* __restrict__ gamma, const TP* __restrict__ beta, int K, int N,
-    TO* __restrict__ wq, float* __restrict__ part) {
+    const T* w, const TP* gamma, const TP* beta, int K, int N,
+    TO* wq, float* part) {
     after_previous_launch();
     constexpr int LANES = 256 / VEC < 256 ? 256 / VEC : 256, DEEP = 256 / LANES;
     __shared__ float sums[2][DEEP][256];
@@ -89,8 +89,8 @@ extern "C" __global__ __launch_bounds__(256) void fold_columns(
 }
 
 extern "C" __global__ __launch_bounds__(256) void fold_finish(
-    const float* __restrict__ part, const TP* __restrict__ c, int parts, int N,
-    float* __restrict__ cs, float* __restrict__ cv) {
+    const float* part, const TP* c, int parts, int N,
+    float* cs, float* cv) {
     after_previous_launch();
     __shared__ float sums[2][8][32];
     int lane = threadIdx.x % 32, strip = threadIdx.x / 32, n = blockIdx.x * 32 + lane;

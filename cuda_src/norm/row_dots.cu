@@ -14,9 +14,9 @@
 constexpr int ROWS = 16 * RPW;
 
 extern "C" __global__ __launch_bounds__(512) void row_dots(
-    const T* __restrict__ dy, const T* __restrict__ z, const float* __restrict__ cs,
-    const float* __restrict__ cv, int M, int N, float inv_k, float act_alpha, T* __restrict__ dz,
-    float* __restrict__ c1, float* __restrict__ c2, float* __restrict__ part) {
+    const T* dy, const T* z, const float* cs,
+    const float* cv, int M, int N, float inv_k, float act_alpha, T* dz,
+    float* c1, float* c2, float* part) {
     after_previous_launch();
     __shared__ float sums[2][16][256];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m0 = blockIdx.x * ROWS + warp * RPW;

@@ -47,9 +47,9 @@ template <class E> struct Line<E, false> {
 };
 
 extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR * ROWS)) void row_stats(
-    const T* __restrict__ x, int M, int K, i64 ldx, float epsilon, float* __restrict__ mean,
-    float* __restrict__ rstd, const TP* __restrict__ gamma, const TP* __restrict__ beta,
-    TO* __restrict__ out) {
+    const T* x, int M, int K, i64 ldx, float epsilon, float* mean,
+    float* rstd, const TP* gamma, const TP* beta,
+    TO* out) {
     after_previous_launch();
     __shared__ float scratch[2][TPR / 32];
     int t = threadIdx.x % TPR, step = gridDim.x * ROWS, turn = 0;
