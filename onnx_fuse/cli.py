@@ -641,22 +641,47 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> Non
 
 @app.command()
 def bench(
-    model: ModelArg,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="An .onnx file; with --tune also an operator.")
+    ],
     inputs: Inputs = None,
     input_shapes: Shapes = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
     threads: Annotated[
         int, typer.Option(min=0, help="0: as onnxruntime likes; 1 is timed by CPU time.")
     ] = 0,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Time the GPU's kernels instead, and keep the fastest in use."),
+    ] = False,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="M,K,N", help="Of an operator to tune.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="To tune in: fp32, tf32, bf16, fp16.")] = "fp32",
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that tuning may take.")] = 120,
+    top: Annotated[int, typer.Option(min=1, help="Configurations tried of each kernel.")] = 6,
+    records: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep what is tuned there, not in the cache.")
+    ] = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Time MODEL as it is and fused, under onnxruntime, taking turns; print the ratio."""
+    """Time MODEL as it is and fused, under onnxruntime, taking turns; print the ratio.
+
+    With --tune: time the kernels that serve MODEL (or an operator) on this GPU.
+    """
     from onnx_fuse import bench as timing
     from onnx_fuse import validate as checks
 
     printer = _printer()
+    if tune:
+        calls, hw = _to_tune(model, inputs, input_shapes, shape or [], precision)
+        data = _tune(printer, calls, hw, limit, top, records)
+        _write_reports(printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html)
+        return
+    if shape:
+        raise UsageError("--shape is an operator's, and operators are timed with --tune")
     graph = _load(model, str(model))
     feeds = checks.read_feeds(inputs, graph) if inputs else None
     shapes = _shapes(input_shapes)
@@ -675,6 +700,73 @@ def bench(
         f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
     )
     _write_reports(printer, {"model": str(model)} | result.to_dict(), json, html)
+
+
+def _to_tune(
+    model: Path, inputs: Path | None, input_shapes: list[str] | None, shape: list[str], how: str
+) -> tuple[list[Any], Any]:
+    """The calls to tune, of a model or of an operator at each of `shape`, and the Hardware."""
+    from onnx_fuse import ir, tune
+    from onnx_fuse import validate as checks
+    from onnx_fuse.session import ELEMENT, InferenceSession
+
+    if how not in ELEMENT:
+        raise UsageError(f"--precision {how}: choose one of {', '.join(ELEMENT)}")
+    if not model.exists() and str(model) in tune.OPS:
+        op, math = str(model), "tf32" if how == "tf32" else "ieee"
+        sizes = [_mkn(text) for text in shape]
+        if not sizes:
+            raise UsageError(f"{op} is tuned at --shape M,K,N")
+        hw = _hardware("cuda")
+        programs = [tune.program_of(op, size, ELEMENT[how], hw, math) for size in sizes]
+        return [call for p in programs for call in tune.calls_of(p, op)], hw
+    graph = _load(model, str(model))
+    ir.fix_shapes(graph, _shapes(input_shapes) or {})
+    session = InferenceSession(graph, device="cuda", precision=how)
+    feeds = checks.read_feeds(inputs, graph) if inputs else None
+    feeds = feeds or checks.generate(graph, lambda f: session.run(None, f))[0][0]
+    program, hw = session.program(feeds)
+    return tune.calls_of(program), hw
+
+
+def _mkn(text: str) -> tuple[int, int, int]:
+    try:
+        m, k, n = (int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--shape {text}: give M,K,N") from None
+    return m, k, n
+
+
+def _tune(
+    printer: report.Printer, calls: list[Any], hw: Any, limit: float, top: int, folder: Path | None
+) -> list[dict[str, Any]]:
+    """Tune with a bar; the table of what won, and the same as JSON."""
+    from dataclasses import asdict
+
+    from onnx_fuse import report, tune
+
+    with report.bar(printer, len(calls)) as watch:
+        work = tune.tune(calls, hw, top=top, seconds=limit, folder=folder, watch=watch)
+        found = list(work)
+    rows = [
+        [
+            str(t.problem),
+            f"{t.kernel} {t.config}",
+            f"{t.us:.1f}",
+            f"{t.before_us:.1f}",
+            f"{t.floor:.0%}",
+            f"{t.tried}",
+        ]
+        for t in found
+    ]
+    head = ["problem", "fastest", "µs", "before", "of floor", "tried"]
+    printer.table(f"kernels on {hw.name}", head, rows, left=2)
+    for t in found:
+        for name in t.refused:
+            printer.text(f"left out, another result: {name} at {t.problem}")
+    if len(found) < len(calls):
+        printer.text(f"{len(calls) - len(found)} of {len(calls)} problems not reached: --limit")
+    return [asdict(t) | {"problem": str(t.problem)} for t in found]
 
 
 @app.command()

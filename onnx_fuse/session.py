@@ -16,6 +16,8 @@ from onnx_fuse.runtime import ort
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+ELEMENT = {"fp32": "float", "tf32": "float", "bf16": "bfloat16", "fp16": "float16"}
+"""Precision -> ONNX element type that products read."""
 HALF = {"bf16": onnx_ir.DataType.BFLOAT16, "fp16": onnx_ir.DataType.FLOAT16}
 
 

@@ -30,7 +30,7 @@ LAYERS = (
     ("fit",),
     ("nn",),
     ("validate",),
-    ("bench", "report"),
+    ("bench", "report", "tune"),
     ("cli",),
 )
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -15,6 +15,7 @@ import test_train
 from onnx_fuse import InferenceSession, ir, train
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.kernels import pointwise
+from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
@@ -358,3 +359,24 @@ def test_calls_side_by_side_give_the_bits_of_calls_in_line(monkeypatch: pytest.M
     for name, value in aside.items():
         assert value.tobytes() == again[name].tobytes() == line[name].tobytes(), name
         np.testing.assert_allclose(value, portable[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp_path) -> None:
+    from onnx_fuse import config, tune
+    from onnx_fuse.kernels import select
+    from onnx_fuse.kernels.gemm_skinny import Skinny
+
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    hw = Hardware.detect()
+    program = tune.program_of("LayerNormGemm", (64, 512, 768), "bfloat16", hw)
+    launch = Skinny.launch
+    monkeypatch.setattr(  # a kernel that does another thing
+        Skinny, "launch", lambda self, p, how, hw: launch(self, p.having(act="relu"), how, hw)
+    )
+    (found,) = tune.tune(tune.calls_of(program), hw, top=3)
+    assert found.refused
+    assert all(name.startswith("skinny") for name in found.refused)
+    assert 0 < found.us <= found.before_us
+    choice = select("LayerNormGemm", found.problem, hw)
+    assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
+    assert choice.why == "tuning record"

@@ -1,0 +1,271 @@
+"""Tuning: which kernel and configuration serves each problem of a program best on this GPU.
+
+Every candidate's likeliest configurations, by the cost model, run on random operands of the call's
+shapes and strides. Those whose results are not the present choice's are left out; the others are
+timed as CUDA-graph replays over operands that rotate through more than the L2 cache, taking turns.
+The winners are tuning records, which `select` reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf, nan, prod
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+
+from onnx_fuse import autodiff, config, passes
+from onnx_fuse.kernels import Choice, candidates, jit, select, tuning
+from onnx_fuse.kernels.chains import chosen
+from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.lower import lower
+from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.session import load
+
+SETS = 16  # of operands at most
+SAMPLE = 1 << 19  # elements compared at either end of a result
+# Relative Frobenius difference of two kernels' results: each rounds once, and sums in its order.
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+OPS = {
+    "Gemm": "y = Gemm (x, w, c)",
+    "LayerNormGemm": "h = LayerNormalization <axis = -1> (x, gamma, beta)\n y = Gemm (h, w, c)",
+}
+OPS["LayerNormGemmGrad"] = OPS["LayerNormGemm"]
+"""Operators that are tuned by name: the graph whose fusion, or gradient, has them."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One problem: what was chosen before and what is now, in microseconds a call."""
+
+    problem: Problem
+    before: str
+    before_us: float
+    kernel: str
+    config: str
+    us: float
+    floor: float
+    """The part of `us` that no kernel goes below."""
+    tried: int
+    refused: tuple[str, ...]
+    """Configurations whose results differed from the present choice's."""
+
+
+def program_of(
+    op: str, shape: tuple[int, int, int], dtype: str, hw: Hardware, math: str = "ieee"
+) -> Program:
+    """The program of one of OPS at [M,K,N]: x [M,K], w [K,N], c [N]; weights are constants."""
+    m, k, n = shape
+    text = (
+        f'<ir_version: 9, opset_import: ["" : 17]>\n'
+        f"g ({dtype}[{m},{k}] x) => ({dtype}[{m},{n}] y) {{ {OPS[op]} }}"
+    )
+    proto = onnx.parser.parse_model(text)
+    kind = proto.graph.input[0].type.tensor_type.elem_type
+    for name, dims in {"w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,)}.items():
+        if f"{name})" in OPS[op] or f"{name}," in OPS[op]:
+            size = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize * prod(dims)
+            tensor = onnx.helper.make_tensor(name, kind, dims, bytes(size), raw=True)
+            proto.graph.initializer.append(tensor)
+    graph = load(proto)
+    passes.optimize(graph)
+    numpy_type = onnx_ir.DataType(kind).numpy().name
+    shapes = {"x": ((m, k), numpy_type)}
+    if op.endswith("Grad"):
+        graph = autodiff.gradient(graph)
+        shapes["y.grad"] = ((m, n), numpy_type)
+    return lower(graph, shapes, hw, math=math)
+
+
+def calls_of(program: Program, op: str = "") -> list[Call]:
+    """One call for each problem (of `op`, if given) that has a registry of kernels."""
+    found = {tuning.key(c.problem.op, c.problem): c for c in program.calls if c.problem}
+    return [c for c in found.values() if c.problem and op in ("", c.problem.op)]
+
+
+def tune(
+    calls: Sequence[Call],
+    hw: Hardware,
+    *,
+    top: int = 6,
+    seconds: float = 120,
+    folder: Path | None = None,
+    watch: Callable[[str], None] = lambda _: None,
+) -> Iterator[Tuned]:
+    """Tune each call's problem and keep the winners in `folder` (None: the user's own records).
+
+    `top` configurations of each candidate are tried; none is begun after `seconds`. `watch` is told
+    each problem before it is begun.
+    """
+    folder = folder or config.CACHE_DIR.value / "tuning"
+    until = time.monotonic() + seconds
+    for call in calls:
+        if time.monotonic() > until:
+            return
+        assert call.problem is not None
+        watch(str(call.problem))
+        found = _tune(call, call.problem, hw, top, until)
+        if found is not None:
+            result, entry = found
+            tuning.save([(call.problem.op, call.problem, entry)], hw, folder)
+            yield result
+
+
+def _tune(
+    call: Call, problem: Problem, hw: Hardware, top: int, until: float
+) -> tuple[Tuned, dict[str, object]] | None:
+    present = select(problem.op, problem, hw)
+    assert present is not None
+    choices = [present]
+    for kernel in candidates(problem.op):
+        if kernel.supports(problem, hw) is None:
+            hows = kernel.configs(problem, hw)
+            ranked = sorted(hows, key=lambda how: kernel.cost(problem, how, hw))[:top]
+            choices += [Choice(kernel, how, 0.0, "tuned") for how in ranked]
+    seen = [(c.kernel.name, c.config) for c in choices]
+    choices = [c for i, c in enumerate(choices) if seen.index(seen[i]) == i]
+    tries = [chosen(call, choice, hw) for choice in choices]
+    jit.compile_all((launch for t in tries for launch in t.launches), hw.arch)
+    operands = _Operands(call, max(t.workspace for t in tries), hw)
+    runs: list[Callable[[], float]] = []
+    kept: list[Choice] = []
+    refused: list[str] = []
+    truth = operands.results(tries[0])
+    for choice, attempt in zip(choices, tries, strict=True):
+        if time.monotonic() > until and kept:
+            break
+        if not operands.agree(operands.results(attempt), truth):
+            refused.append(f"{choice.kernel.name} {choice.config}")
+            continue
+        kept.append(choice)
+        runs.append(operands.graph(attempt))
+    if not kept:
+        return None
+    times: list[list[float]] = [[] for _ in kept]
+    best = inf
+    for turn in range(5):
+        for i, run in enumerate(runs):
+            if turn == 0 or statistics.median(times[i]) < 1.15 * best:  # others are far behind
+                times[i].append(run())
+        best = min(statistics.median(t) for t in times)
+    medians = [statistics.median(t) * 1e6 for t in times]
+    winner = min(range(len(kept)), key=medians.__getitem__)
+    choice, us = kept[winner], medians[winner]
+    before = medians[kept.index(present)] if present in kept else nan
+    tuned = Tuned(
+        problem,
+        f"{present.kernel.name} {present.config}",
+        before,
+        choice.kernel.name,
+        str(choice.config),
+        us,
+        1e6 * problem.floor(hw, call.bytes) / us,
+        len(kept),
+        tuple(refused),
+    )
+    return tuned, tuning.record(choice.kernel, choice.config, us, hw)
+
+
+class _Operands:
+    """Device memory of a call's operands, several sets over: more than twice the L2 cache."""
+
+    def __init__(self, call: Call, workspace: int, hw: Hardware) -> None:
+        device.start()
+        self.hw, self.stream = hw, device.Stream()
+        self.written = list(call.writes)
+        tensors = dict([*call.reads, *call.writes])
+        total = sum(_span(t) * ITEMSIZE[t.dtype] for t in tensors.values())
+        self.sets: list[dict[str, int]] = []
+        self._memory: list[device.Memory] = []
+        rng = np.random.default_rng(0)
+        filled = {name: _random(rng, name, t) for name, t in call.reads}
+        for _ in range(max(2, min(SETS, 2 * hw.l2_bytes // max(1, total) + 1))):
+            places = {}
+            for name, tensor in tensors.items():
+                array = filled.get(name)
+                places[name] = self._place(_span(tensor) * ITEMSIZE[tensor.dtype], name)
+                if array is not None:
+                    self.stream.upload(places[name], array.ctypes.data, array.nbytes)
+            places["workspace"] = self._place(workspace, "workspace")
+            self.sets.append(places)
+        self.stream.wait("uploading operands")
+
+    def _place(self, nbytes: int, what: str) -> int:
+        self._memory.append(device.Memory(max(16, nbytes), what))
+        return self._memory[-1].address
+
+    def _bound(self, call: Call, places: dict[str, int]) -> list[jit.Bound]:
+        return [jit.Bound(launch, places, self.hw) for launch in call.launches]
+
+    def results(self, call: Call) -> list[np.ndarray]:
+        """Both ends of everything the call writes, on the first set."""
+        places = self.sets[0]
+        for name, tensor in self.written:
+            self.stream.clear(places[name], _span(tensor) * ITEMSIZE[tensor.dtype])
+        bound = self._bound(call, places)
+        for step in bound:
+            step.enqueue(self.stream.handle)
+        found = []
+        for name, tensor in self.written:
+            size, item = _span(tensor), ITEMSIZE[tensor.dtype]
+            for at in {0, max(0, size - SAMPLE)}:
+                array = np.empty(min(size, SAMPLE), dtype_of(tensor.dtype))
+                self.stream.download(array.ctypes.data, places[name] + at * item, array.nbytes)
+                found.append(array)
+        self.stream.wait(f"{call.kernel}")
+        return found
+
+    def agree(self, got: list[np.ndarray], want: list[np.ndarray]) -> bool:
+        """Whether two runs differ by their roundings alone."""
+        for a, b in zip(got, want, strict=True):
+            x, y = a.astype(np.float64), b.astype(np.float64)
+            bound = TOLERANCE.get(b.dtype.name, 0.0) * np.linalg.norm(y)
+            if not np.linalg.norm(x - y) <= bound:
+                return False
+        return True
+
+    def graph(self, call: Call) -> Callable[[], float]:
+        """Seconds of one call, by one replay of a graph of some ten milliseconds at most."""
+        bound = [self._bound(call, places) for places in self.sets]
+        least = max(call.bytes / self.hw.bandwidth, 3e-6)
+        count = max(len(bound), min(200, int(4e-3 / least)))
+
+        def enqueue() -> None:
+            for i in range(count):
+                for step in bound[i % len(bound)]:
+                    step.enqueue(self.stream.handle)
+
+        graph = self.stream.capture(enqueue)
+        launch = partial(self.stream.launch, graph, "a graph")
+
+        def run(_alive: object = bound) -> float:
+            return self.stream.timed(launch, 2) / count
+
+        return run
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from a tensor's first to its last."""
+    if 0 in tensor.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+
+
+def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:
+    dtype = dtype_of(tensor.dtype)
+    if tensor.dtype not in TOLERANCE:
+        return np.zeros(_span(tensor), dtype)
+    # a large operand repeats a part of odd length: no two rows are alike
+    part = rng.standard_normal(min(_span(tensor), 1_000_003))
+    if name == "rstd":
+        part = 0.5 + np.abs(part)
+    return np.resize(part.astype(dtype), _span(tensor))

@@ -1,0 +1,110 @@
+"""Tuning: what is tried, what is left out, what is kept; the GPU's part is played by the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from support import Cli
+
+from onnx_fuse import config, tune
+from onnx_fuse.kernels import select, tuning
+from onnx_fuse.llir import Call
+from onnx_fuse.problem import CHIPS
+
+H200 = CHIPS["H200"]
+SHAPE = (512, 768, 3072)
+
+
+class Played:
+    """Operands of no GPU: the later a configuration is tried the faster, the last one is wrong."""
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self, call: Call, workspace: int, hw: object) -> None:
+        self.made.clear()
+
+    def results(self, call: Call) -> list[np.ndarray]:
+        return [np.array([float(len(self.made))])]
+
+    def agree(self, got: list[np.ndarray], want: list[np.ndarray]) -> bool:
+        return len(self.made) < 5
+
+    def graph(self, call: Call) -> Callable[[], float]:
+        self.made.append(call.why)
+        seconds = 1e-3 / len(self.made)
+        return lambda: seconds
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(tune, "_Operands", Played)
+    monkeypatch.setattr(tune.jit, "compile_all", lambda *_: None)
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", ["float", "bfloat16", "float16"])
+@pytest.mark.parametrize("op", ["Gemm", "LayerNormGemm"])
+def test_an_operator_by_name_is_the_problem_a_model_has(op: str, dtype: str) -> None:
+    (call,) = tune.calls_of(tune.program_of(op, SHAPE, dtype, H200), op)
+    assert call.problem is not None
+    assert (call.problem.m, call.problem.k, call.problem.n) == SHAPE
+    folded = op == "LayerNormGemm" and dtype != "float"
+    assert bool(call.problem.attr("folded")) == folded  # as inference has it
+
+
+def test_the_gradient_is_tuned_by_name() -> None:
+    program = tune.program_of("LayerNormGemmGrad", SHAPE, "bfloat16", H200)
+    assert [c.problem.op for c in tune.calls_of(program, "LayerNormGemmGrad") if c.problem] == [
+        "LayerNormGemmGrad"
+    ]
+
+
+def test_the_fastest_that_agrees_is_kept_and_selected(played: Path) -> None:
+    calls = tune.calls_of(tune.program_of("LayerNormGemm", SHAPE, "bfloat16", H200))
+    (found,) = tune.tune(calls, H200)
+    assert found.tried == 5
+    assert len(found.refused) > 1
+    assert found.us == pytest.approx(200.0)
+    assert found.before_us == pytest.approx(1000.0)
+    choice = select("LayerNormGemm", found.problem, H200)
+    assert choice is not None
+    assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
+    assert choice.why == "tuning record"
+    assert found.before != f"{found.kernel} {found.config}"
+
+
+def test_records_go_where_they_are_asked_to(played: Path) -> None:
+    calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "float16", H200))
+    (found,) = tune.tune(calls, H200, folder=played / "mine")
+    (path,) = (played / "mine").iterdir()
+    records = json.loads(path.read_text())
+    assert list(records) == [tuning.key("Gemm", found.problem)]
+    assert not (played / "tuning").exists()
+
+
+def test_no_problem_is_begun_after_the_limit(played: Path) -> None:
+    calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "float16", H200))
+    told: list[str] = []
+    assert list(tune.tune(calls, H200, seconds=-1, watch=told.append)) == []
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["Gemm", "--tune", "--shape", "8,8", "--precision", "fp16"], "M,K,N"),
+        (["Gemm", "--tune", "--precision", "int8"], "choose one of"),
+        (["Gem", "--tune"], "Gem"),
+        (["model.onnx", "--shape", "8,8,8"], "--tune"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said(cli: Cli, arguments: list[str], says: str) -> None:
+    result = cli("bench", *arguments)
+    assert result.code != 0
+    assert says in result.err
