@@ -200,7 +200,8 @@ class Launch:
 
     `sync`: bytes bound under "sync", this call's own, zero at first; what the kernel leaves there
     the next run finds (counters and flags that it resets itself). `cooperative`: all blocks are on
-    the chip at once, so they may wait for each other.
+    the chip at once, so they may wait for each other. `product`: no kernel, but cuBLASLt's call for
+    this problem; `source` is empty then.
     """
 
     source: str
@@ -213,6 +214,7 @@ class Launch:
     cluster: int = 1
     sync: int = 0
     cooperative: bool = False
+    product: Problem | None = None
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,8 @@ class _Operands:
         self._memory.append(device.Memory(max(16, nbytes), what))
         return self._memory[-1].address
 
-    def _bound(self, call: Call, places: dict[str, int]) -> list[jit.Bound]:
-        return [jit.Bound(launch, places, self.hw) for launch in call.launches]
+    def _bound(self, call: Call, places: dict[str, int]) -> list[jit.Step]:
+        return [jit.bind(launch, places, self.hw) for launch in call.launches]
 
     def results(self, call: Call) -> list[np.ndarray]:
         """Both ends of everything the call writes, on the first set."""

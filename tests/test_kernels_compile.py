@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from cuda.bindings import driver
 
 from onnx_fuse import config, ir, optim, train
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Kernel, candidates, jit, refusals, select, tuning
+from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit, refusals, select, tuning
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
@@ -70,6 +71,8 @@ def _launches(hw: Hardware) -> dict[tuple[str, jit.Defines], str]:
             )
             for how in ranked[:PER_KERNEL]:
                 for call in kernel.launch(problem, how, hw):
+                    if call.product is not None:
+                        continue  # cuBLASLt's
                     found.setdefault((call.source, call.defines), f"{kernel.name} {how} {problem}")
     return found
 
@@ -181,6 +184,63 @@ def test_select_prefers_force_then_record_then_cost(
         select("Gemm", problem, A100, {"Gemm": "wgmma"})
     with pytest.raises(UsageError, match="no kernel 'nothing'"):
         select("Gemm", problem, H200, {"Gemm": "nothing"})
+
+
+def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    problem = Problem.of("Gemm", m=4096, n=4096, k=4096, trans_b=True, math="tf32")
+    norm = Problem.of("LayerNormGemm", m=4096, n=4096, k=4096, bias=True, math="tf32")
+    monkeypatch.setattr(cublaslt, "find_spec", lambda name: None)
+    cublaslt.version.cache_clear()
+    assert "pip install 'onnx-fuse[cublaslt]'" in refusals("Gemm", problem, H200)["cublaslt"]
+    assert getattr(select("Gemm", problem, H200), "kernel", None) is not None
+
+    monkeypatch.setattr(cublaslt, "version", lambda: 130100)
+    for of in (problem, norm, problem.having(act="relu", beta=2.0), problem.having(batch=(8,))):
+        choice = select(of.op, of, H200)
+        assert choice is not None
+        assert choice.kernel.name.endswith("cublaslt")
+        call = choice.launch(of, H200)[-1]
+        assert call.product is not None
+        assert call.product.op == "Gemm"
+        assert choice.workspace(of, H200) >= 32 << 20
+    # forced, it still takes only the epilogues that it has
+    for act, calls in (("Relu", 1), ("Tanh", 2)):
+        text = (
+            "agraph (float[8,4] x, float[4,6] w) => (float[8,6] y) { p = MatMul(x, w) y = ACT(p) }"
+        )
+        model = ir.text_model(text.replace("ACT", act))
+        shapes = {"x": ((8, 4), "float32"), "w": ((4, 6), "float32")}
+        assert len(lower(model, shapes, H200, prefs={"Gemm": "cublaslt"}).calls) == calls
+    hashed = tuning.kernel_hash(cublaslt.CublasLt())
+    monkeypatch.setattr(cublaslt, "version", lambda: 130200)
+    assert tuning.kernel_hash(cublaslt.CublasLt()) != hashed  # records are of one version
+    bf16 = problem.having(dtype="bfloat16", m=8192)
+    assert getattr(select("Gemm", bf16, H200), "kernel", None).name == "wgmma"
+
+
+@pytest.mark.parametrize(
+    ("attrs", "reason"),
+    [
+        ({"act": "gelu"}, "epilogue: gelu"),  # theirs is the tanh form
+        ({"act": "relu", "residual": True}, r"epilogue: relu \+ c"),
+        ({"save_z": True, "act": "relu"}, "epilogue: save_z"),
+        ({"dtype": "float64", "bias": True}, "bias of float64"),
+        ({"dtype": "float16", "out_dtype": "float32", "bias": True}, "bias of float16"),
+        ({"dtype": "float64", "out_dtype": "float32"}, "float64 -> float32"),
+        ({"dtype": "int32"}, "int32 -> int32"),
+        ({"beta": 1.0, "c_rows": 0}, "broadcast"),
+        ({"batch": (2, 3)}, "2 batch dims"),
+    ],
+)
+def test_cublaslt_refuses_what_it_would_do_otherwise(
+    monkeypatch: pytest.MonkeyPatch, attrs: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr(cublaslt, "version", lambda: 130100)
+    problem = Problem.of("Gemm", m=64, n=64, k=64).having(**attrs)  # type: ignore[arg-type]
+    assert re.search(reason, cublaslt.CublasLt().supports(problem, H200) or "")
 
 
 def test_a_torn_record_file_reads_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

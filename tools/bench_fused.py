@@ -68,7 +68,7 @@ class Bench:
             pointers["workspace"] = pointers[f"workspace {name}"]
             if problem.attr("folded"):
                 prepare(problem, pointers, self.hw)
-            bound.append([jit.Bound(c, pointers, self.hw) for c in choice.launch(problem, self.hw)])
+            bound.append([jit.bind(c, pointers, self.hw) for c in choice.launch(problem, self.hw)])
 
         def run(i: int) -> None:
             for call in bound[i]:
@@ -85,7 +85,7 @@ class Bench:
             pointers = {key: v.data_ptr() for key, v in op.inputs.items()}
             pointers["workspace"] = scratch.data_ptr()
             calls = fold(k, n, "bfloat16", False)
-            bound.append([jit.Bound(call, pointers, self.hw) for call in calls])
+            bound.append([jit.bind(call, pointers, self.hw) for call in calls])
 
         def run(i: int) -> None:
             for call in bound[i]:
@@ -150,7 +150,7 @@ class Bench:
         sets, launches = min(sets, 4), max(4, launches // 3)
         ops = [make(grad, self.case, seed, oracle=False) for seed in range(sets)]
         keep = []
-        bound: list[list[jit.Bound]] = []
+        bound: list[list[jit.Step]] = []
         for op in ops:
             memory = {
                 b.id: t.zeros(max(16, b.nbytes), dtype=t.uint8, device="cuda")
@@ -173,7 +173,7 @@ class Bench:
                 space = t.empty(max(16, call.workspace), dtype=t.uint8, device="cuda")
                 keep.append(space)
                 pointers["workspace"] = space.data_ptr()
-                calls += [jit.Bound(x, pointers, self.hw) for x in call.launches]
+                calls += [jit.bind(x, pointers, self.hw) for x in call.launches]
             keep += memory.values()
             bound.append(calls)
 

@@ -253,7 +253,7 @@ class Runner:
         self.config: Config = job["config"]
         self.hw = hw
 
-    def bind(self, problem: Problem, op: Op) -> list[jit.Bound]:
+    def bind(self, problem: Problem, op: Op) -> list[jit.Step]:
         import torch as t
 
         size = self.kernel.workspace(problem, self.config, self.hw)
@@ -262,7 +262,7 @@ class Runner:
         calls = self.kernel.launch(problem, self.config, self.hw)
         if problem.attr("folded"):
             prepare(problem, pointers, self.hw)
-        return [jit.Bound(call, pointers, self.hw) for call in calls]
+        return [jit.bind(call, pointers, self.hw) for call in calls]
 
     def check(self, case: Case) -> dict[str, float] | None:
         """Output -> relative error (None: not legal for this case); raises on a broken promise."""

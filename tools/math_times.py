@@ -122,7 +122,7 @@ def seconds(program: Program, hw: Hardware, stream: device.Stream) -> float:
         )
     work = device.Memory(max(call.workspace for call in program.calls), "workspace")
     bound = [
-        jit.Bound(
+        jit.bind(
             launch,
             {n: memory[t.buffer].address for n, t in (*call.reads, *call.writes)}
             | {"workspace": work.address},

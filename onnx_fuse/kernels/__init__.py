@@ -3,7 +3,7 @@
 A candidate is an object with the methods of `Kernel`; `MODULES` says which module under
 onnx_fuse/kernels holds the candidates of an op, best first, the plain one that serves every problem
 last. `launch` is pure: it returns Launch records that name their arguments ("a", "y", "workspace");
-`jit.enqueue` (or `jit.Bound` for repeated use) binds addresses and enqueues into a stream.
+`jit.enqueue` (or `jit.bind` for repeated use) binds addresses and enqueues into a stream.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 
-from onnx_fuse.kernels import Choice, select
+from onnx_fuse.kernels import Choice, forced, refusals, select
 from onnx_fuse.kernels.jit import source_text, without_bounds
 from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, inline, launch_many
 from onnx_fuse.llir import Call, Tensor
-from onnx_fuse.problem import Hardware, Launch, Num, Ptr, Table
+from onnx_fuse.problem import Hardware, Launch, Num, Problem, Ptr, Table
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
@@ -97,6 +97,13 @@ def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     )
 
 
+def _epilogue(problem: Problem, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice | None:
+    """The kernel for a Gemm with more of an epilogue; None where the one asked for has no such."""
+    if forced(prefs).get("Gemm") in refusals("Gemm", problem, hw):
+        return None
+    return select("Gemm", problem, hw, prefs)
+
+
 def add_in_epilogue(
     calls: Sequence[Call],
     keep: Collection[int],
@@ -131,7 +138,7 @@ def add_in_epilogue(
             if {y.dtype, r.dtype, total.dtype} != {problem.out} or y.size != total.size:
                 continue
             problem = problem.having(residual=True)
-            choice = select("Gemm", problem, hw, prefs)
+            choice = _epilogue(problem, hw, prefs)
             if choice is None:
                 continue
             merged = replace(
@@ -185,7 +192,7 @@ def act_in_epilogue(
         problem = problem.having(
             act=ACTIVATIONS[steps[0].name], **({"save_z": True} if read else {})
         )
-        choice = select("Gemm", problem, hw, prefs)
+        choice = _epilogue(problem, hw, prefs)
         if choice is None:
             continue
         merged = replace(

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import C_TYPES, Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
@@ -40,5 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Gemm": (Cluster(), Skinny(), Wgmma(), SplitWgmma(), Mma(), Fma(), Simt()),
-}
+    "Gemm": (
+        Cluster(), Skinny(), Wgmma(), SplitWgmma(), CublasLt(), Mma(), Fma(), Simt(),
+    ),
+}  # fmt: skip

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from onnx_fuse import config
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
@@ -277,7 +277,7 @@ def compile_all(
     launches: Iterable[Launch], arch: str, workers: int = 8, progress: bool = True
 ) -> None:
     """Compile every distinct module of `launches` in threads; later binds find them cached."""
-    wanted = sorted({(launch.source, launch.defines) for launch in launches})
+    wanted = sorted({(x.source, x.defines) for x in launches if x.product is None})
     started, told = time.monotonic(), False
     with ThreadPoolExecutor(max_workers=workers) as pool:
         jobs = [pool.submit(compile, source, defines, arch) for source, defines in wanted]
@@ -390,6 +390,13 @@ class _Zeroed:
             self._driver.cuMemFree(self.address)
 
 
+class Step(Protocol):
+    """A Launch with its addresses."""
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue into the CUstream whose handle is `stream` (one under capture records it)."""
+
+
 class Bound:
     """A Launch with its addresses: compiled, packed once, enqueued any number of times.
 
@@ -463,12 +470,21 @@ class Bound:
         )
 
 
+def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware, early: bool = True) -> Step:
+    """`launch` with its addresses: a kernel of ours, or a library's call."""
+    if launch.product is None:
+        return Bound(launch, pointers, hw, early)
+    from onnx_fuse.kernels import cublaslt
+
+    return cublaslt.Bound(launch, pointers, hw)
+
+
 def enqueue(
     launches: Iterable[Launch], pointers: Mapping[str, int], stream: int, hw: Hardware
 ) -> None:
     """Bind and enqueue `launches` in order; `pointers` maps argument names to device addresses."""
     for launch in launches:
-        Bound(launch, pointers, hw).enqueue(stream)
+        bind(launch, pointers, hw).enqueue(stream)
 
 
 def contiguous(shape: Sequence[int], dtype: str) -> tuple[int, ...]:

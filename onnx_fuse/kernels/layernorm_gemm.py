@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
+from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
@@ -147,7 +148,7 @@ class Apply:
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
     """
 
-    def __init__(self, inner: Wgmma | SplitWgmma | Mma | Simt) -> None:
+    def __init__(self, inner: Wgmma | SplitWgmma | CublasLt | Mma | Simt) -> None:
         self.inner = inner
         self.name = f"apply_{inner.name}"
 
@@ -214,6 +215,6 @@ class Apply:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
         Cluster(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
-        Apply(Wgmma()), Apply(Mma()), Apply(Simt()),
+        Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Simt()),
     ),
 }  # fmt: skip

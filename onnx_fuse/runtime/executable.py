@@ -383,7 +383,7 @@ class Instance:
 
             with ort.faults(f"{segment.calls[0].nodes[0]}, which has no kernel"):
                 return partial(self._host, segment, ort.session(segment.host))
-        bound: list[tuple[str, jit.Bound]] = []
+        bound: list[tuple[str, jit.Step]] = []
         after: list[list[int]] = []
         last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
         aside = bool(config.GRAPH.value) and self._aside(segment)
@@ -397,7 +397,7 @@ class Instance:
         if not bound:
             return lambda: None
 
-        def run(label: str, step: jit.Bound) -> None:
+        def run(label: str, step: jit.Step) -> None:
             try:
                 step.enqueue(owner.stream.handle)
             except DeviceError as error:
@@ -423,9 +423,10 @@ class Instance:
         after, first = self.plan.order.after, segment.first
         free = any(i - 1 not in after[i] for i in range(first + 1, first + len(segment.calls)))
         launches = [launch for call in segment.calls for launch in call.launches]
-        return free and all(jit.waits_first(x.source) and not x.cooperative for x in launches)
+        plain = all(x.product is None and not x.cooperative for x in launches)
+        return free and plain and all(jit.waits_first(x.source) for x in launches)
 
-    def _bind(self, i: int, call: Call, early: bool = True) -> list[tuple[str, jit.Bound]]:
+    def _bind(self, i: int, call: Call, early: bool = True) -> list[tuple[str, jit.Step]]:
         """The launches of call `i` with their addresses, and what messages call them."""
         pointers = {
             name: self.address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
@@ -435,7 +436,7 @@ class Instance:
             pointers["workspace"] = self._workspaces[i]
         label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
         try:
-            return [(label, jit.Bound(x, pointers, self.owner.hw, early)) for x in call.launches]
+            return [(label, jit.bind(x, pointers, self.owner.hw, early)) for x in call.launches]
         except DeviceError as error:
             raise DeviceError(f"{label}: {error}") from error
 
@@ -504,7 +505,7 @@ class Instance:
             if call.launches:
                 bound = [step for _, step in self._bind(i, call)]
 
-                def enqueue(steps: list[jit.Bound] = bound) -> None:
+                def enqueue(steps: list[jit.Step] = bound) -> None:
                     for _ in range(20):
                         for step in steps:
                             step.enqueue(self.owner.stream.handle)

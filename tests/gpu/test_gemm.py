@@ -9,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnx_fuse.kernels import Kernel, candidates, jit
+from onnx_fuse import ir
+from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Problem
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.executable import Executable
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32,
          "float64": np.float64, "int32": np.int32}  # fmt: skip
@@ -47,10 +49,10 @@ class Memory:
         self.stream.upload(self.buffers[name].address, array.ctypes.data, array.nbytes)
         self.stream.wait("uploading")
 
-    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[jit.Bound]:
+    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[jit.Step]:
         self.buffers["workspace"] = device.Memory(kernel.workspace(problem, how, hw), "workspace")
         pointers = {name: buffer.address for name, buffer in self.buffers.items()}
-        return [jit.Bound(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
+        return [jit.bind(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
 
     def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
         for call in self.bind(kernel, problem, how, hw):
@@ -164,6 +166,35 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
                 assert error(memory.read("z"), z) <= TOLERANCE[kind], f"{kernel.name} {how}: z"
         assert error(results[0], want) <= TOLERANCE[kind], f"{kernel.name} {how}"
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
+
+
+@pytest.mark.skipif(isinstance(cublaslt.version(), str), reason=str(cublaslt.version()))
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_cublaslt_is_a_call_of_the_captured_graph(dtype: str, layout: str) -> None:
+    m, k, n, rng = 200, 264, 136, np.random.default_rng(1)
+    a, b = random(rng, dtype, m, k), random(rng, dtype, k, n)
+    want = np.tanh(2 / 16 * (wide(a) @ wide(b)))
+    feeds = {"a": np.ascontiguousarray(a.T) if layout[0] == "T" else a,
+             "b": np.ascontiguousarray(b.T) if layout[1] == "T" else b}  # fmt: skip
+    shapes = {name: "{}[{},{}]".format({"float32": "float"}.get(dtype, dtype), *v.shape)
+              for name, v in feeds.items()}  # fmt: skip
+    transposed = {"a": layout[0] == "T", "b": layout[1] == "T"}
+    flags = ", ".join(f"trans{name.upper()} = {on:d}" for name, on in transposed.items())
+    kind = shapes["a"].partition("[")[0]
+    model = ir.text_model(
+        f"agraph ({shapes['a']} a, {shapes['b']} b) => ({kind}[{m},{n}] y) {{"
+        f" twice = Add(a, a) p = Gemm <alpha = 0.0625, {flags}> (twice, b) y = Tanh(p) }}"
+    )
+    runs = []
+    for _ in range(2):  # two graphs, each replayed
+        executable = Executable(model, prefs={"Gemm": "cublaslt"})
+        runs += [executable.run(None, feeds)[0] for _ in range(2)]
+        calls = executable.programs()[0].calls
+        assert sum(x.product is not None for call in calls for x in call.launches) == 1
+        assert len(calls) == 3  # a kernel of ours before it and, since it has no tanh, one after
+    assert error(runs[0], want) <= TOLERANCE[dtype if dtype != "float32" else "ieee"]
+    assert {run.tobytes() for run in runs} == {runs[0].tobytes()}
 
 
 NORMS = [
