@@ -11,7 +11,7 @@ import pytest
 from interpret import interpret
 
 from onnx_fuse import ir, lower, optim, passes, session, train
-from onnx_fuse.kernels import chains, pointwise, views
+from onnx_fuse.kernels import chains, jit, pointwise, reduce, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
@@ -308,6 +308,35 @@ def test_small_equal_calls_share_a_launch():
     feeds = {name: np.ones((7, 96), np.float32) for name in "xz"}
     (call,) = program_of(ir.text_model(text), feeds).calls
     assert call.launches[0].entry == "twins"
+
+
+def norm_graph(sizes: list[int], dtype: str = "float") -> str:
+    """y = Σ g² over tensors of these sizes."""
+    inputs = ", ".join(f"{dtype}[{n}] g{i}" for i, n in enumerate(sizes))
+    squares = " ".join(f"s{i} = ReduceSumSquare <keepdims = 0> (g{i})" for i in range(len(sizes)))
+    terms = ", ".join(f"s{i}" for i in range(len(sizes)))
+    return f"agraph ({inputs}) => ({dtype}[] y) {{ {squares} y = Sum({terms}) }}"
+
+
+def test_a_global_norm_is_two_launches(monkeypatch):
+    sizes = [1, 8192, 8193, 0, 20000]
+    feeds = {f"g{i}": np.zeros(n, np.float32) for i, n in enumerate(sizes)}
+    (call,) = program_of(ir.text_model(norm_graph(sizes)), feeds).calls
+    assert [(x.entry, x.grid[0]) for x in call.launches] == [
+        ("sum_squares", 1 + 1 + 2 + 0 + 3),
+        ("sum_squares_total", 1),
+    ]
+    for arch in ("sm_80", "sm_90a", "sm_100a"):
+        found = jit.resources(call.launches[0].source, call.launches[0].defines, arch)
+        assert all(entry.clean for entry in found.values())
+    monkeypatch.setattr(reduce, "ROWS", 2)  # a table holds so many: more take more launches
+    (call,) = program_of(ir.text_model(norm_graph(sizes)), feeds).calls
+    assert [x.grid[0] for x in call.launches] == [2, 2, 3, 1]
+    parts = [x.args[-1].offset for x in call.launches[:3]]
+    assert parts == [0, 8, 16]
+    # a sum of other things stays one expression
+    other = norm_graph(sizes[:3]).replace("s0 = ReduceSumSquare", "s0 = ReduceSum")
+    assert len(program_of(ir.text_model(other), feeds).calls) > 1
 
 
 def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):

@@ -8,15 +8,17 @@ alone, never on the GPU: the bits are the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.kernels import pointwise
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.pointwise import Code, emit
 from onnx_fuse.llir import Context, Lowering, Tensor
-from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
+from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr, Table
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 REDUCERS = {
@@ -27,6 +29,7 @@ REDUCERS = {
 _STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
 _BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
 BLOCK = 256
+CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
 
 
 def accumulator(dtype: str, reducer: str = "Sum") -> str:
@@ -207,8 +210,53 @@ def arg(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
+    """Sum of ReduceSumSquares over whole tensors (a global norm): two launches for all of them.
+
+    What the ReduceSumSquares themselves emitted is dropped, as nothing reads it any more.
+    """
+    tensors: list[Tensor] = []
+    for i, value in enumerate(node.inputs):
+        made = value.producer() if value is not None else None
+        whole = made is not None and made.op_type == "ReduceSumSquare" and made.domain == ""
+        if made is None or not whole or ctx.view(node, i).shape or ctx.has(made, 1):
+            return folded(ctx, node)
+        tensors.append(ctx.dense(made, 0))
+    dtype = tensors[0].dtype
+    firsts = list(accumulate((-(-t.size // CHUNK) for t in tensors), initial=0))
+    if len(tensors) < 2 or dtype not in FLOATS or any(t.dtype != dtype for t in tensors):
+        return folded(ctx, node)
+    if not firsts[-1]:
+        return folded(ctx, node)
+    acc, y = accumulator(dtype), ctx.output(node, 0)
+    size = 8 if acc == "double" else 4
+    launches: list[Launch] = []
+    for k in range(0, len(tensors), ROWS):
+        few = tensors[k : k + ROWS]
+        rows = pow2(len(few))  # few distinct sources for many counts
+        words: list[Ptr | int] = []
+        for i, (t, first) in enumerate(zip(few, firsts[k:], strict=False), k):
+            words += [Ptr(f"x.{i}"), t.size, first - firsts[k]]
+        words += [0] * (3 * (rows - len(few)))
+        launches.append(Launch(
+            "reduce/sum_squares.cu", "sum_squares", (firsts[k + len(few)] - firsts[k], 1, 1),
+            (256, 1, 1),
+            (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", firsts[k] * size)),
+            defines(T=C_TYPES[dtype], U=C_TYPES[dtype], ACC=acc, CHUNK=CHUNK, ROWS=rows),
+        ))  # fmt: skip
+    launches.append(Launch(
+        "reduce/sum_squares.cu", "sum_squares_total", (1, 1, 1), (1024, 1, 1),
+        (Ptr("workspace"), Num("i64", firsts[-1]), Ptr("y")), launches[-1].defines,
+    ))  # fmt: skip
+    reads = {f"x.{i}": t for i, t in enumerate(tensors)}
+    ctx.call(node, launches, reads, {"y": y}, workspace=firsts[-1] * size)
+    return None
+
+
+folded = pointwise.LOWERINGS["", "Sum"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     **{("", name): reduce for name in REDUCERS},
+    ("", "Sum"): sum_of_squares,
     ("", "ArgMax"): arg,
     ("", "ArgMin"): arg,
 }

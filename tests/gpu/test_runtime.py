@@ -14,7 +14,7 @@ import test_train
 
 from onnx_fuse import InferenceSession, ir, train
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.kernels import pointwise
+from onnx_fuse.kernels import pointwise, reduce
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
@@ -209,6 +209,22 @@ RANDOM = """agraph () => (float[100000] u, float[100000] n, float[100000] f, int
     n = RandomNormal<mean=2.0, scale=0.5, shape=[100000]>()
     f = RandomUniform<seed=7.0, shape=[100000]>()
     q = Expand(p, size) b = Bernoulli<dtype=7>(q) }"""
+
+
+@pytest.mark.launches("reduce/sum_squares.cu", "sum_squares")
+@pytest.mark.launches("reduce/sum_squares.cu", "sum_squares_total")
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "ROWS", 8)  # several tables
+    sizes, rng = [1, 7, 8192, 8193, 0, 100_003, 40, 65536, 3, 12, 20000], np.random.default_rng(2)
+    kind = {"float": np.float32, "double": np.float64, "float16": np.float16}[dtype]
+    feeds = {f"g{i}": (rng.standard_normal(n) / 16).astype(kind) for i, n in enumerate(sizes)}
+    want = sum(float((g.astype(np.float64) ** 2).sum()) for g in feeds.values())
+    model = ir.text_model(test_lower.norm_graph(sizes, dtype))
+    found = [Executable(model).run(None, feeds)[0] for _ in range(2)]
+    rounding = {"float": 1e-6, "double": 1e-13, "float16": 5e-4}[dtype]
+    np.testing.assert_allclose(found[0], want, rtol=rounding)
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 @pytest.mark.launches("random/philox.cu", "philox_fill")
