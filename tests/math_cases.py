@@ -81,7 +81,8 @@ class Case:
         names = [f"x{i}" if a is not None else "" for i, a in enumerate(arrays)]
         outs = [f"y{i}" for i in range(self.outputs)]
         # the statistics of truth are in float64 as well
-        stash = {"stash_type": 11} if wide and "RMS" in self.op else {}
+        stashes = "RMS" in self.op or self.op == "BatchNormGrad"
+        stash = {"stash_type": 11} if wide and stashes else {}
         node = helper.make_node(self.op, names, outs, domain=self.domain, **self.attrs, **stash)
         inputs, constants = [], []
         for i, (spec, a) in enumerate(zip(self.inputs, arrays, strict=True)):
@@ -291,6 +292,12 @@ def _norms() -> Iterator[Case]:
         yield Case(
             "BatchNormalization", stats, {"training_mode": 1}, 3, note="training", offset=5.0
         )
+
+    for dtype in (F32, F16, BF16, F64):
+        for shape in ((3, 6, 4, 5), (70, 6), (4, 5, 7, 7), (9, 3, 2, 3), (40, 8, 24, 16)):
+            scale = np.linspace(0.5, 2, shape[1]).astype(dtype_of(F64 if dtype == F64 else F32))
+            dy = np.random.default_rng(5).standard_normal(shape).astype(dtype_of(dtype))
+            yield Case("BatchNormGrad", (dy, shape, scale), {}, 3, dtype, FUSE, offset=3.0)
 
 
 def _windows() -> Iterator[Case]:

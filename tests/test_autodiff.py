@@ -444,6 +444,28 @@ def test_skip_norm_with_one_output_read():
     assert "LayerNormGrad" in ops_of(found)
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 5, 2), (6, 4)], ids=str)
+def test_batch_norm_in_training_has_one_gradient_operator(shape):
+    results = []
+    for fused in (False, True):
+        model = ir.text_model(
+            f"agraph (float{list(shape)} x, float[4] s, float[4] b, float[4] m, float[4] v)"
+            " => (float loss) {"
+            " y, rm, rv = BatchNormalization <training_mode = 1, epsilon = 0.01> (x, s, b, m, v)"
+            " z = Sin(y) loss = ReduceSum <keepdims = 0> (z) }"
+        )
+        inputs = model.graph.inputs[:3]
+        found = autodiff.backward(model, {model.graph.outputs[0]: None}, inputs, fused=fused)
+        model.graph.outputs.extend(found.values())
+        assert ("BatchNormGrad" in ops_of(model)) == fused
+        arrays = {v.name: rng(i).standard_normal(v.shape, "f") for i, v in
+                  enumerate(model.graph.inputs)}  # fmt: skip
+        got = run(model, {**arrays, "x": arrays["x"] + 3})
+        results.append([got[v.name] for v in found.values()])
+    for plain, ours in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, plain, atol=2e-5)
+
+
 def test_large_mean_keeps_its_digits():
     """|mean| / std = 100: the row sums come from z, where they are no small differences."""
     model, arrays = fused(

@@ -310,6 +310,17 @@ def test_small_equal_calls_share_a_launch():
     assert call.launches[0].entry == "twins"
 
 
+def test_the_gradient_of_a_batch_norm_takes_the_forwards_statistics():
+    text = """agraph (float[8,4,6,6] x, float[4] s, float[4] b, float[4] m, float[4] v,
+        float[8,4,6,6] dy) => (float[8,4,6,6] y, float[8,4,6,6] dx, float[4] ds, float[4] db) {
+        y, rm, rv = BatchNormalization <training_mode = 1> (x, s, b, m, v)
+        dx, ds, db = onnx_fuse.BatchNormGrad (dy, x, s) }"""
+    feeds = arrays(x=(8, 4, 6, 6), s=(4,), b=(4,), m=(4,), v=(4,), dy=(8, 4, 6, 6))
+    entries = [x.entry for c in program_of(ir.text_model(text), feeds).calls for x in c.launches]
+    assert sum(entry.startswith("reduce_") for entry in entries) == 2  # once, in two passes
+    assert {"channel_sums", "channel_params", "channel_dx"} <= set(entries)
+
+
 def norm_graph(sizes: list[int], dtype: str = "float") -> str:
     """y = Σ g² over tensors of these sizes."""
     inputs = ", ".join(f"{dtype}[{n}] g{i}" for i, n in enumerate(sizes))

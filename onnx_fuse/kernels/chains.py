@@ -70,7 +70,7 @@ def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
         pure = pure and all(writers[t.buffer] <= 1 for _, t in call.reads)
         pure = pure and not any(t.buffer in keep for _, t in call.reads)
         outputs = tuple((n, replace(t, buffer=-1)) for n, t in call.writes)
-        key = (call.kernel, call.launches, call.expression, call.host, call.reads, outputs)
+        key = (call.launches, call.expression, call.host, call.reads, outputs)
         if pure and key in seen:
             for (_, a), (_, b) in zip(call.writes, seen[key].writes, strict=True):
                 same[a.buffer] = b.buffer

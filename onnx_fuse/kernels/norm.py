@@ -27,6 +27,7 @@ from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
 _GRAD_THREADS = 202752  # of a gradient's row loops: fixed, so that its sums are the shape's alone
+_CHANNEL_BLOCKS = 1024  # of a channel's sums, likewise
 _KEPT = 40  # elements of a row a thread may hold in registers
 
 
@@ -195,6 +196,55 @@ def batch_norm(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """BatchNormGrad: dx, dscale, dbias; the forward's mean and variance are the same calls."""
+    dy, x, scale = (ctx.dense(node, i) for i in range(3))
+    if x.dtype not in FLOATS or dy.dtype != x.dtype:
+        return f"no kernel for {x.dtype}"
+    batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
+    if not x.size or x.size >= 2**32:
+        return "nothing to reduce, or 32-bit indices do not reach"
+    stat, columns, vec = _stat(x), inner < 16, vector(inner, x.dtype)
+    mean, variance = (ctx.scratch(stat, (channels,)) for _ in range(2))
+    reduction(ctx, node, x, mean, "Moments", [0, 2], variance, (batch, channels, inner))
+    if columns:
+        tiles, length, least = -(-channels * inner // 32), batch, 32
+    else:
+        tiles, length, least = channels, batch * inner // vec, 1024
+    splits = max(1, min(length // least, -(-_CHANNEL_BLOCKS // tiles)))
+    chunk = -(-length // splits)
+    splits, per = -(-length // chunk), inner if columns else 1
+    part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (2, channels))
+    source, epsilon = "layernorm/channel_grad.cu", Num("f32", ctx.attr(node, "epsilon", 1e-5))
+    macros = defines(
+        T=C_TYPES[x.dtype], P=C_TYPES[scale.dtype], ACC=accumulator(x.dtype), VEC=vec,
+        COLUMNS=columns,
+    )  # fmt: skip
+    given = {"x": x, "dy": dy, "mean": mean, "variance": variance}
+    ctx.call(node, Launch(
+        source, "channel_sums", (tiles * splits, 1, 1), (256, 1, 1),
+        (*map(Ptr, given), Ptr("part"),
+         *(Num("u32", n) for n in (batch, channels, inner, chunk)), epsilon), macros,
+    ), given, {"part": part})  # fmt: skip
+    params = {name: ctx.output(node, i, scale.shape, scale.dtype)
+              for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
+    ctx.call(node, Launch(
+        source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
+        (*map(Ptr, ("part", "dscale", "dbias", "sums")),
+         *(Num("u32", n) for n in (splits, channels, per))), macros,
+    ), {"part": part}, {**params, "sums": sums})  # fmt: skip
+    if not ctx.wants(node, 0):
+        return None
+    reads = {"x": x, "dy": dy, "scale": scale, "mean": mean, "variance": variance, "sums": sums}
+    numbers = (x.size, channels, inner, batch * inner)
+    ctx.call(node, Launch(
+        source, "channel_dx", (-(-x.size // (256 * vec)), 1, 1), (256, 1, 1),
+        (*map(Ptr, reads), Ptr("dx"), *(Num("i64", n) for n in numbers), epsilon), macros,
+    ), reads, {"dx": ctx.output(node, 0, x.shape, x.dtype)},
+       inplace=[("dx", "dy"), ("dx", "x")])  # fmt: skip
+    return None
+
+
 def _stat(x: Tensor) -> str:
     return "float64" if x.dtype == "float64" else "float32"
 
@@ -240,4 +290,5 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "GroupNormalization"): group_norm,
     ("", "InstanceNormalization"): group_norm,
     ("", "BatchNormalization"): batch_norm,
+    (FUSE, "BatchNormGrad"): batch_norm_grad,
 }

@@ -136,11 +136,11 @@ def _per_channel(op: Any, value: ir.Value, n: int) -> Tensor:
     return op.Unsqueeze(value, op.constant(list(range(1, n - 1)))) if n > 2 else value
 
 
-def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     """In the type of scale, which is wider than that of x in mixed precision."""
     given, scale, _, mean, variance = arguments(node, 5)
     x = to_like(op, given, scale)
-    dys = [None if dy is None else to_like(op, dy, scale) for dy in dys]
+    dys = [None if dy is None else to_like(op, dy, scale) for dy in grads]
     n, epsilon = rank(x), node.attributes.get_float("epsilon", 1e-5)
     momentum = node.attributes.get_float("momentum", 0.9)
     axes = _axes(op, [0, *range(2, n)])
@@ -160,6 +160,11 @@ def _batch_norm(op: Any, node: ir.Node, dys: Values) -> Values:
         dx = op.Mul(dy, _per_channel(op, factor, n))
         dx, dmean = to_like(op, dx, given), to_like(op, dmean, mean)
         return [dx, dscale, dbias, dmean, to_like(op, dvar, variance)]
+    if op.fused and n > 1 and not any(dy is not None for dy in grads[1:]):
+        stash = x.dtype if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+        how = {"epsilon": epsilon, "stash_type": int(stash)}
+        inputs = [grads[0], given, scale]
+        return [*emit(op, "BatchNormGrad", inputs, [given, scale, scale], **how), None, None]
     xh, rstd = _moments(op, x, axes, epsilon)
     dx = dscale = dbias = dmean = dvar = None
     if dys[0] is not None:

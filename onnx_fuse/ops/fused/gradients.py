@@ -235,6 +235,43 @@ _NORM = """
 """
 
 
+_BATCH_NORM = """
+    planes = Constant <value_ints: ints = [0, 0, -1]> ()
+    column = Constant <value_ints: ints = [-1, 1]> ()
+    axes = Constant <value_ints: ints = [0, 2]> ()
+    x3 = Reshape (x, planes)
+    xs = Cast <to: int = @stash_type> (x3)
+    dy3 = Reshape (dy, planes)
+    dys = Cast <to: int = @stash_type> (dy3)
+    mean = ReduceMean <keepdims: int = 1> (xs, axes)
+    xm = Sub (xs, mean)
+    squares = Mul (xm, xm)
+    variance = ReduceMean <keepdims: int = 1> (squares, axes)
+    eps_f = Constant <value_float: float = @epsilon> ()
+    eps = CastLike (eps_f, xs)
+    padded = Add (variance, eps)
+    std = Sqrt (padded)
+    xh = Div (xm, std)
+    p = Mul (dys, xh)
+    m1 = ReduceMean <keepdims: int = 1> (dys, axes)
+    m2 = ReduceMean <keepdims: int = 1> (p, axes)
+    d0 = Sub (dys, m1)
+    xm2 = Mul (xh, m2)
+    d1 = Sub (d0, xm2)
+    rows = Reshape (scale, column)
+    scales = Cast <to: int = @stash_type> (rows)
+    factor = Div (scales, std)
+    d2 = Mul (d1, factor)
+    x_shape = Shape (x)
+    d3 = Reshape (d2, x_shape)
+    dx = CastLike (d3, x)
+    ps = ReduceSum <keepdims: int = 0> (p, axes)
+    dscale = CastLike (ps, scale)
+    bs = ReduceSum <keepdims: int = 0> (dys, axes)
+    dbias = CastLike (bs, scale)
+"""
+
+
 def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
     text = _NORM.format(
         centre="xs = Cast <to: int = @stash_type> (x)\n"
@@ -262,7 +299,13 @@ NORM_GRADS = (
     _norm_def("RMSNormalizationGrad", False, False),
     _norm_def("SkipLayerNormGrad", True, True),
     _norm_def("SkipRMSNormGrad", False, True),
-)
+    OpDef(
+        "BatchNormGrad",
+        FUSE,
+        body=body("BatchNormGrad", f"epsilon: float = 1e-05, {STASH}", "dy, x, scale",
+                  "dx, dscale, dbias", _BATCH_NORM),
+    ),
+)  # fmt: skip
 
 
 def norm_grad(
