@@ -248,6 +248,9 @@ class Context(Protocol):
     def constant(self, array: np.ndarray) -> Tensor:
         """An array known at lowering, in device memory."""
 
+    def known(self, tensor: Tensor) -> np.ndarray | None:
+        """What a tensor holds that nothing in the program writes to, None for any other."""
+
     def folded(
         self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
     ) -> dict[str, Tensor] | None:

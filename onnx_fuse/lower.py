@@ -22,6 +22,7 @@ from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, d
 from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, subgraphs, to_proto
 from onnx_fuse.kernels.chains import merge
 from onnx_fuse.kernels.decompose import DECOMPOSED
+from onnx_fuse.kernels.deferred import defer
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tail, Tensor
 from onnx_fuse.problem import ITEMSIZE, Hardware
@@ -134,7 +135,7 @@ class Lowerer(Values):
             after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
             self.calls.append(call_of(code.expression(after), code.reads, [draw], ["random"]))
             keep.add(self._random.buffer)
-        calls = merge(self.calls, keep, self.hw, self.prefs)
+        calls = defer(merge(self.calls, keep, self.hw, self.prefs), keep, self, self.prefs)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
         return Program(
             calls,
@@ -153,9 +154,11 @@ class Lowerer(Values):
         source = self.buffers[w.buffer]
         if w.dtype not in ("float16", "bfloat16") or source.kind != "weight":
             return None
-        if not all(map(self._lasting, parameters)):
+        values = [self.known(t) for t in parameters]
+        arrays = [v for v in values if v is not None]
+        if len(arrays) < len(values):
             return None
-        g, *b, weights, row = map(self._value, parameters)
+        g, *b, weights, row = arrays
         small = b"".join(np.ascontiguousarray(v).tobytes() for v in (g, *b, row))
         how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
         name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
@@ -181,10 +184,11 @@ class Lowerer(Values):
             self.constants[tensors[key].buffer] = array
         return tensors
 
-    def _value(self, tensor: Tensor) -> np.ndarray:
-        """What a tensor holds that nothing writes to."""
+    def known(self, tensor: Tensor) -> np.ndarray | None:
+        if not self._lasting(tensor):
+            return None
         buffer = self.buffers[tensor.buffer]
-        if buffer.kind == "constant":
+        if tensor.buffer in self.constants:
             array = self.constants[tensor.buffer]
         else:
             value = self.model.graph.initializers[buffer.name].const_value

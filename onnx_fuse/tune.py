@@ -266,6 +266,6 @@ def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:
         return np.zeros(_span(tensor), dtype)
     # a large operand repeats a part of odd length: no two rows are alike
     part = rng.standard_normal(min(_span(tensor), 1_000_003))
-    if name == "rstd":
+    if name in ("rstd", "part"):
         part = 0.5 + np.abs(part)
     return np.resize(part.astype(dtype), _span(tensor))

@@ -1,4 +1,4 @@
-"""A Program run by NumPy: pointwise calls step by step, every other call as its ONNX node.
+"""A Program run by NumPy: pointwise calls step by step, products by their Problem, others as nodes.
 
 Lowered with a table of the families under test alone, all other nodes of a model become host calls,
 so lowering, views, chain merging and the plan are checked against onnxruntime without a GPU.
@@ -15,6 +15,7 @@ import onnxruntime
 
 from onnx_fuse.kernels.pointwise import Expression
 from onnx_fuse.llir import Program, Tensor
+from onnx_fuse.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -98,7 +99,7 @@ def interpret(
     for name, tensor in program.inputs:
         memory.view(tensor)[...] = feeds[name]
     for b in program.buffers:
-        if b.kind == "weight":
+        if b.kind == "weight" and b.id not in program.constants:
             memory.parts[b.id][...] = (
                 np.ascontiguousarray(weights[b.name]).reshape(-1).view(np.uint8)
             )
@@ -108,6 +109,10 @@ def interpret(
         if call.expression is not None:
             results = _evaluate(call.expression, [memory.view(t).copy() for _, t in call.reads],
                                 [t for _, t in call.writes])  # fmt: skip
+        elif call.problem is not None or call.kernel == "LayerNormalization":
+            read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
+            found = _product(call.problem, read) if call.problem is not None else {"y": _norm(read)}
+            results = [found[name].reshape(t.shape) for name, t in call.writes]
         else:
             assert call.host, f"no interpreter for {call.kernel}"
             session = onnxruntime.InferenceSession(call.host)
@@ -125,6 +130,49 @@ def interpret(
         names = list(program.tail.outputs)
         known.update(zip(names, session.run(names, inputs), strict=True))
     return known
+
+
+def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:
+    x = read["x"]
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * read["scale"] + read["bias"]
+
+
+def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A Gemm, or a LayerNormGemm with folded weights, as their modules define them; no batch."""
+    assert p.op in ("Gemm", "LayerNormGemm"), p
+    assert not p.batch, p
+    assert not p.trans_a, p
+    known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
+    assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
+    a, b = (
+        read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
+        read["b" if p.op == "Gemm" else "wq"],
+    )
+    v, out = a @ b.reshape(p.k, p.n), {}
+    if p.op == "LayerNormGemm":
+        assert p.attr("folded")
+        mean, square = a.mean(-1), a.var(-1) * p.k
+        if p.attr("parts"):
+            means, squares = np.moveaxis(read["part"], 2, 0)
+            mean = means.mean(0)
+            square = squares.sum(0) + ((means - mean) ** 2).sum(0) * (p.k / p.integer("parts"))
+        out["mean"], out["rstd"] = mean, 1 / np.sqrt(square / p.k + p.number("epsilon"))
+        v = out["rstd"][:, None] * (v - np.outer(out["mean"], read["cs"])) + read["cv"]
+    elif p.attr("bias"):
+        v = v + read["col1"]
+    if p.attr("act"):
+        v = STEPS[{"gelu": "Gelu", "relu": "Relu"}[p.text("act")]](v)
+    if p.attr("residual"):
+        c = read["c"].reshape(p.m, p.n)
+        if p.attr("residual") == "norm":
+            c = (c - read["row1"].reshape(-1, 1)) * read["row0"].reshape(-1, 1) * read["col0"]
+        v = v + c
+    if p.attr("moments"):
+        tiles = v.astype(dtype_of(p.out)).astype(np.float64)
+        tiles = tiles.reshape(p.m, p.integer("moments"), -1)
+        out["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
+    return out | {"y": v}
 
 
 def _evaluate(

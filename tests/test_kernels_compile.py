@@ -38,6 +38,9 @@ PROBLEMS = (
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, **BF16),  # split k, row sums
     Problem.of("Gemm", m=512, n=768, k=768, trans_b=True, dx=True, save_z=True, **BF16),
     Problem.of("Gemm", m=512, n=768, k=768, residual=True, act="silu", save_z=True, **BF16),
+    Problem.of("Gemm", m=128, n=768, k=768, bias=True, residual="norm", dtype="float16"),
+    Problem.of("Gemm", m=4096, n=768, k=768, bias=True, residual="norm", moments=4, **BF16),
+    Problem.of("LayerNormGemm", m=4096, n=2304, k=768, bias=True, folded=True, parts=4, **BF16),
     Problem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
     Problem.of("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
     Problem.of("Gemm", m=256, n=512, k=512, trans_b=True, bias=True, act="gelu", save_z=True),

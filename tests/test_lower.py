@@ -474,6 +474,102 @@ def test_a_residual_is_added_in_the_product():
     assert dict(call.reads)["c"] == dict(program.inputs)["r"]
 
 
+def post_norm_model(text: str, dtype=np.float16, width: int = 768, rows: int = 256, batch: int = 1):
+    """A graph over x [batch, rows / batch, width]; its other names are weights."""
+    model = ir.text_model(f"agraph ({text}")
+    shapes = {"g": (width,), "b": (width,), "c": (width,), "w": (width,) * 2, "v": (width,) * 2}
+    for node in model.graph:
+        for value in node.inputs:
+            made = value.producer() is not None or value.is_graph_input() or value.is_initializer()
+            if not made:
+                array = RNG.standard_normal(shapes[value.name[0]]) / len(shapes[value.name[0]]) ** 4
+                value.const_value = onnx_ir.tensor(array.astype(dtype), name=value.name)
+                model.graph.register_initializer(value)
+    x = RNG.standard_normal((batch, rows // batch, width)) * 2 + 1
+    return model, {"x": x.astype(dtype)}
+
+
+POST_NORM = """float16[B,M,768] x) => (float16[B,M,768] y)
+{ p = onnx_fuse.Gemm (x, w0, c0) q = onnx_fuse.Gemm (p, v0, b0) s = Add (q, x)
+  h = LayerNormalization (s, g, b1)
+  f = onnx_fuse.GemmRelu (h, w1, c1) o = onnx_fuse.Gemm (f, v1, b2) t = Add (h, o)
+  y = LayerNormalization (t, g2, b3) }"""
+
+
+def post_norm_value(given: dict[str, np.ndarray]) -> np.ndarray:
+    """y of POST_NORM in float64."""
+    wide = {k: v.astype(np.float64) for k, v in given.items()}
+
+    def norm(s, g, b):
+        centred = s - s.mean(-1, keepdims=True)
+        return centred / np.sqrt(s.var(-1, keepdims=True) + 1e-5) * wide[g] + wide[b]
+
+    def product(a, w, c):
+        return a @ wide[w] + wide[c]
+
+    x = wide["x"]
+    h = norm(product(product(x, "w0", "c0"), "v0", "b0") + x, "g", "b1")
+    t = product(np.maximum(product(h, "w1", "c1"), 0), "v1", "b2") + h
+    return norm(t, "g2", "b3")
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 8), (4, 256), (1, 256), (2, 4096)])
+def test_a_norm_is_left_to_the_products_that_read_it(batch, rows):
+    model, feeds = post_norm_model(POST_NORM, rows=rows, batch=batch)
+    program = program_of(model, feeds)
+    first, maker, reader, after, last = program.calls
+    assert reader.problem.op == "LayerNormGemm"
+    assert after.problem.attr("residual") == "norm"
+    assert last.kernel == "LayerNormalization", "an output"
+    many = rows > 1000
+    assert bool(maker.problem.attr("moments")) == bool(reader.problem.attr("parts")) == many
+    assert not first.problem.attr("moments")
+    got = interpret(program, feeds, weights_of(model))["y"]
+    want = post_norm_value(weights_of(model) | feeds)
+    assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+
+
+KEPT_NORMS = {
+    "read by more than products": POST_NORM.replace(
+        "y = LayerNormalization (t,", "e = Exp (h) d = Mul (e, t) y = LayerNormalization (d,"
+    ),
+    "an output": POST_NORM.replace("768] y)", "768] y, float16[B,M,768] h)"),
+    "the residual first": """float16[B,M,768] x, float16[B,M,768] f)
+    => (float16[B,M,768] t, float16[B,M,768] y)
+{ h = LayerNormalization (x, g, b1) o = onnx_fuse.Gemm (f, v1, b2) t = Add (h, o)
+  y = onnx_fuse.GemmRelu (h, w1, c1) }""",
+    "an activation before": POST_NORM.replace("o = onnx_fuse.Gemm", "o = onnx_fuse.GemmRelu"),
+    "transposed": POST_NORM.replace(
+        "f = onnx_fuse.GemmRelu (h,",
+        "k = Transpose <perm = [0, 2, 1]> (h) f = onnx_fuse.GemmRelu (k,",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT_NORMS)
+def test_a_norm_that_something_else_reads_stays(name):
+    square = name == "transposed"
+    model, feeds = post_norm_model(KEPT_NORMS[name], rows=768 if square else 128)
+    if name == "the residual first":
+        feeds["f"] = np.ones((1, 128, 768), np.float16)
+    calls = program_of(model, feeds).calls
+    assert sum(c.kernel == "LayerNormalization" for c in calls) == (1 if "first" in name else 2)
+    assert {c.problem.op for c in calls if c.problem} == {"Gemm"}
+
+
+def test_a_norm_whose_parameters_are_trained_stays():
+    model, feeds = post_norm_model(POST_NORM)
+    for state in ({"y": "g"}, {"y": "b2"}, {"y": "w1"}):
+        calls = program_of(model, feeds, state=state).calls
+        assert sum(c.kernel == "LayerNormalization" for c in calls) == 2
+
+
+def test_a_forced_kernel_that_takes_no_norm_keeps_it():
+    model, feeds = post_norm_model(POST_NORM)
+    calls = program_of(model, feeds, prefs={"LayerNormGemm": "apply_mma"}).calls
+    assert sum(c.kernel == "LayerNormalization" for c in calls) == 2
+
+
 def norm_model(norm: str):
     """<norm>Gemm of x [B, 64] in float16, and the values of its weights."""
     shapes = {"gamma": (64,), "beta": (64,), "w": (64, 32), "c": (32,)}
@@ -550,11 +646,10 @@ def test_an_encoder_layer_moves_nothing():
     lower_precision(model, ir.ir.DataType.FLOAT16)
     names = ("input_ids", "attention_mask", "token_type_ids")
     program = program_of(model, {name: np.ones((1, 64), np.int64) for name in names})
-    layer = ["Gemm", "SdpaMask", "Gemm", "LayerNormalization", "GemmGelu", "Gemm"]
+    layer = ["LayerNormGemm", "SdpaMask", "Gemm", "LayerNormGemmGelu", "Gemm"]
     kernels = [c.kernel for c in program.calls if c.kernel != "CastFloat16+Sub+Mul"]
     assert kernels[:3] == ["Gather", "Gather", "Add+Add"]
-    assert kernels[3:10] == ["LayerNormalization", *layer]
-    assert kernels[10:17] == ["LayerNormalization", *layer]
+    assert kernels[3:13] == [*layer, *layer]
     assert "Copy" not in kernels
 
 

@@ -199,7 +199,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
     f32 = t.float32
     for name in ("row0", "row1", "row2", "row3"):
         given[name] = normal(m, dtype=dt if problem.attr("dw") else f32)
-    bias_dtype = f32 if problem.attr("layernorm") or problem.attr("dw") else dt
+    normed = problem.attr("residual") == "norm"
+    bias_dtype = f32 if problem.attr("layernorm") or problem.attr("dw") or normed else dt
     given |= {"col0": normal(n, dtype=bias_dtype), "col1": normal(n, dtype=bias_dtype)}
     given["c"] = normal(*problem.batch, m, n, dtype=out)
     truth = {}
@@ -232,7 +233,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             truth["part"] = t.stack([(v * c).sum(-1), (c * k1).sum(-1)])
             v = r0 * v + r1 * k1
         if problem.attr("residual"):
-            v = v + c
+            v = v + ((c - r1) * r0 * k0 if normed else c)
         truth["y"] = v
     left, right = (
         (stored_x.mT if problem.trans_a else x),

@@ -11,6 +11,7 @@
 //   EPI_DW   v = gamma v + beta dbias               r0 = gamma, r1 = beta, col1 = dbias, c = W
 //            dots = c v before that, c dbias         summed over n: dgamma, LayerNorm's dbeta
 //   EPI_RES  v = v + c                               after everything
+//   EPI_RES 2  v = v + (c - mean) rstd gamma         r0 = rstd, r1 = mean, col0 = gamma; beta is in the bias
 #pragma once
 #include "common.cuh"
 #ifndef ALPHA
@@ -43,8 +44,8 @@
 #ifndef EPI_RES
 #define EPI_RES 0
 #endif
-#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW ? 2 : 0)
-#define EPI_COLS (EPI_LN ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
+#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : 0)
+#define EPI_COLS (EPI_LN || EPI_RES == 2 ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
 
 #ifndef TR
@@ -83,6 +84,7 @@ DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float b
         dots.beta += c * col1;
         v = row.r0 * v + row.r1 * col1;
     }
-    if (EPI_RES) v += c;
+    if (EPI_RES == 1) v += c;
+    if (EPI_RES == 2) v += (c - row.r1) * row.r0 * col0;
     return v;
 }

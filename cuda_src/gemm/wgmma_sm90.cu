@@ -9,11 +9,13 @@
 //            PASSES 3 or 6: a and b are stacks of 2 or 3 bf16 planes whose sum is the fp32 operand; the
 //            passes multiply plane by plane, the smallest products first.
 // Outputs  : y [M,N] TO; DIRECT 0: 16-bit by TMA, DIRECT 1: any type and N by plain stores.
-//            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile.
+//            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile. MOMENTS: part [N / BN, M] pairs
+//            of f32, (mean, sum of squared deviations) of y's rows in each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
-//            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh).
+//            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh); PARTS:
+//            made from part [PARTS, M], the moments that the product before left of a's rows.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
-//            SIDE_LANES; the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
+//            SIDE_LANES, MOMENTS, PARTS; the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
 // Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
 #include "gemm/epilogue.cuh"
@@ -24,6 +26,12 @@
 #endif
 #ifndef SIDE
 #define SIDE 0
+#endif
+#ifndef MOMENTS
+#define MOMENTS 0
+#endif
+#ifndef PARTS
+#define PARTS 0
 #endif
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
@@ -37,7 +45,7 @@ constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX
 constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
 constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : 0);
-constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for rows
+constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for columns
 constexpr bool EARLY = SIDE == STATS || SIDE == RMS, TWICE = SIDE == TILES;
 constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
 
@@ -56,6 +64,11 @@ DEVICE bool elect() {
     u32 chosen;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
     return chosen;
+}
+
+DEVICE float quad_sum(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
 }
 
 // Planes of pass p: smallest products first, hi . hi last.
@@ -234,30 +247,41 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
             };
             if (!BIG) load_columns();
-            Row rows[MI][2];
-            auto load_rows = [&](int i) {
+            // until the epilogue each lane keeps one of the warp's rows, `mine`
+            Row rows[MI][2], mine = {};
+            int rm = t.m + wrow + lane % (16 * MI) / 16 * 64 + lane % 16;
+            if (rm < M) {
+#if PARTS  // of equal counts, so the means are averaged
+                float2 of[PARTS];
+                float mu = 0, m2 = 0;
+#pragma unroll
+                for (int u = 0; u < PARTS; u++) of[u] = ((const float2*)part)[(i64)u * M + rm];
+#pragma unroll
+                for (int u = 0; u < PARTS; u++) mu += of[u].x * (1.0f / PARTS);
+#pragma unroll
+                for (int u = 0; u < PARTS; u++) m2 += of[u].y + (of[u].x - mu) * (of[u].x - mu) * (K / PARTS);
+                mine = {rsqrtf(m2 / K + epsilon), mu};
+                if (t.n == 0) row0[rm] = mine.r0, row1[rm] = mu;
+#else
+                if (EPI_ROWS > 0 && !EARLY) mine.r0 = to_float(row0[rm]), mine.r1 = to_float(row1[rm]);
+                if (EPI_ROWS > 2 && !TWICE) mine.r2 = to_float(row2[rm]), mine.r3 = to_float(row3[rm]);
+                if (EARLY) pairs.get(rm, mine.r0, mine.r1);
+#endif
+            }
+            auto need_rows = [&](int i) {
+                if (EARLY)  // what a side warp had not written then
+                    while (rm < M && !(__float_as_uint(mine.r0) | __float_as_uint(mine.r1)))
+                        pairs.get(rm, mine.r0, mine.r1);
+                if (EARLY) __syncwarp();
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
-                    bool in = m < M;
-                    rows[i][h] = {EPI_ROWS > 0 && !EARLY && in ? to_float(row0[m]) : 0.0f,
-                                  EPI_ROWS > 1 && !EARLY && in ? to_float(row1[m]) : 0.0f,
-                                  EPI_ROWS > 2 && !TWICE && in ? to_float(row2[m]) : 0.0f,
-                                  EPI_ROWS > 3 && !TWICE && in ? to_float(row3[m]) : 0.0f};
-                    if (EARLY && in) pairs.get(m, rows[i][h].r0, rows[i][h].r1);
+                    int from = i * 16 + h * 8 + lane / 4;
+                    rows[i][h] = {EPI_ROWS > 0 ? __shfl_sync(~0u, mine.r0, from) : 0.0f,
+                                  EPI_ROWS > 1 ? __shfl_sync(~0u, mine.r1, from) : 0.0f,
+                                  EPI_ROWS > 2 && !TWICE ? __shfl_sync(~0u, mine.r2, from) : 0.0f,
+                                  EPI_ROWS > 3 && !TWICE ? __shfl_sync(~0u, mine.r3, from) : 0.0f};
                 }
             };
-            auto need_rows = [&](int i) {  // what a side warp had not written then
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    int m = t.m + wrow + i * 64 + h * 8 + lane / 4;
-                    while (m < M && !(__float_as_uint(rows[i][h].r0) | __float_as_uint(rows[i][h].r1)))
-                        pairs.get(m, rows[i][h].r0, rows[i][h].r1);
-                }
-            };
-            if (!BIG)
-#pragma unroll
-                for (int i = 0; i < MI; i++) load_rows(i);
             // this tile's sums to the row's other tiles, theirs (and these) added up: r2, r3
             auto exchange = [&](float2 (&sums)[MI][2]) {
 #pragma unroll
@@ -375,9 +399,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             for (int pass = TWICE ? 0 : 1; pass < 2; pass++) {
 #pragma unroll
             for (int i = 0; i < MI; i++) {
-                if (BIG && (pass == 0 || !TWICE)) load_rows(i);
-                if (EARLY) need_rows(i);
+                if (EPI_ROWS && (pass == 0 || !TWICE)) need_rows(i);
                 Dots dots[2] = {};
+                struct { float shift, sum, square; } of[2] = {};  // MOMENTS, of two rows
                 int m = t.m + wrow + i * 64;
 #pragma unroll
                 for (int j = 0; j < BOXES; j++) {
@@ -446,6 +470,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             packed[e] = pack2<TO>(v.x, v.y);
                             if (SAVE_Z && !TWICE) packed_z[e] = pack2<TO>(zz.x, zz.y);
 #endif
+#if MOMENTS  // of the values as they are stored, about the row's first
+                            v = unpack2<TO>(packed[e]);
+                            if (j == 0 && q == 0 && e < 2)
+                                of[h].shift = __shfl_sync(~0u, v.x, lane & ~3);
+                            v.x -= of[h].shift, v.y -= of[h].shift;
+                            of[h].sum += v.x + v.y;
+                            of[h].square += v.x * v.x + v.y * v.y;
+#endif
                         }
                         if (!plain) {
                             stmatrix_x4(to + swizzled, packed[0], packed[1], packed[2], packed[3]);
@@ -472,6 +504,16 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             if (lane == 0) load_c(next);
                             c_load = (c_load + 1) % (C_BOXES ? C_BOXES : 1);
                         }
+                    }
+                }
+                if (MOMENTS) {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float sum = quad_sum(of[h].sum), over = sum * (1.0f / BN);
+                        float m2 = fmaxf(quad_sum(of[h].square) - sum * over, 0.0f);
+                        int gm = m + h * 8 + lane / 4;
+                        if (lane % 4 == 0 && gm < M)
+                            ((float2*)part)[(i64)(t.n / BN) * M + gm] = {of[h].shift + over, m2};
                     }
                 }
                 if (EPI_DW) {

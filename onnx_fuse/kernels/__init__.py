@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,7 +90,12 @@ def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def select(
-    op: str, problem: Problem, hw: Hardware, prefs: Mapping[str, str] | None = None
+    op: str,
+    problem: Problem,
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+    *,
+    records: bool = True,
 ) -> Choice | None:
     """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
 
@@ -106,14 +112,14 @@ def select(
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
         if reason := kernel.supports(problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
-        return _cheapest([kernel], problem, hw, "forced")
+        return _cheapest((kernel,), problem, hw, "forced")
     legal = [kernel for kernel in kernels if kernel.supports(problem, hw) is None]
     if not legal:
         return None
-    if record := tuning.lookup(op, problem, hw, legal):
+    if records and (record := tuning.lookup(op, problem, hw, legal)):
         kernel, best, seconds = record
         return Choice(kernel, best, seconds, "tuning record")
-    return _cheapest(legal, problem, hw, "cost model")
+    return _cheapest(tuple(legal), problem, hw, "cost model")
 
 
 def refusals(op: str, problem: Problem, hw: Hardware) -> dict[str, str]:
@@ -151,7 +157,7 @@ def site(call: Call, hw: Hardware, prefs: Mapping[str, str] | None = None) -> Si
         return Site(call.nodes, call.kernel, "", "-", seconds, floor, call.why or "the only one")
     refused = refusals(problem.op, problem, hw)
     rest = [
-        _cheapest([kernel], problem, hw, "")
+        _cheapest((kernel,), problem, hw, "")
         for kernel in candidates(problem.op)
         if kernel.name not in refused and kernel.name != choice.kernel.name
     ]
@@ -171,7 +177,8 @@ def site(call: Call, hw: Hardware, prefs: Mapping[str, str] | None = None) -> Si
     )
 
 
-def _cheapest(kernels: Sequence[Kernel], problem: Problem, hw: Hardware, why: str) -> Choice:
+@lru_cache(4096)
+def _cheapest(kernels: tuple[Kernel, ...], problem: Problem, hw: Hardware, why: str) -> Choice:
     priced = [
         Choice(kernel, how, kernel.cost(problem, how, hw), why)
         for kernel in kernels

@@ -110,7 +110,10 @@ def add_in_epilogue(
     hw: Hardware,
     prefs: Mapping[str, str] | None = None,
 ) -> list[Call]:
-    """y = a · b, s = y + r becomes one Gemm with the residual r, if nothing else reads y."""
+    """y = a · b, s = y + r becomes one Gemm with the residual r, if nothing else reads y.
+
+    Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
+    """
     readers: dict[int, int] = defaultdict(int)
     writers: dict[int, list[int]] = defaultdict(list)
     for i, call in enumerate(calls):
@@ -118,16 +121,20 @@ def add_in_epilogue(
             readers[tensor.buffer] += 1
         for _, tensor in call.writes:
             writers[tensor.buffer].append(i)
-    result: list[Call | None] = list(calls)
+    result: list[tuple[Call, ...]] = [(call,) for call in calls]
     for i, call in enumerate(calls):
-        if call.expression is None or [s.name for s in call.expression.steps] != ["Add"]:
+        norm = call if call.kernel == "SkipLayerNorm" else None
+        added = call.expression is not None and [s.name for s in call.expression.steps] == ["Add"]
+        if not (norm or (added and len(call.reads) == 2)):
             continue
-        if len(call.reads) != 2 or not all(t.dense for _, t in (*call.reads, *call.writes)):
+        if not all(t.dense for _, t in (*call.reads, *call.writes)):
             continue
-        (_, total), pair = call.writes[0], [t for _, t in call.reads]
+        total, pair = dict(call.writes).get("sum", call.writes[0][1]), [t for _, t in call.reads]
+        if norm:
+            pair = [dict(call.reads)[name] for name in ("x", "residual")]
         for y, r in (pair, pair[::-1]):
             at = writers[y.buffer]
-            product = result[at[0]] if len(at) == 1 else None
+            product = next(iter(result[at[0]]), None) if len(at) == 1 else None
             if product is None or readers[y.buffer] != 1 or y.buffer in keep or r.offset:
                 continue
             problem = product.problem
@@ -148,10 +155,26 @@ def add_in_epilogue(
                 reads=(*product.reads, ("c", r)),
                 writes=(("y", total),),
             )
-            result[i], result[at[0]] = chosen(merged, choice, hw), None
+            result[at[0]] = ()
+            result[i] = (chosen(merged, choice, hw), *([_norm_of(norm, total)] if norm else []))
             writers[total.buffer] = [i]
             break
-    return [call for call in result if call is not None]
+    return [call for entry in result for call in entry]
+
+
+def _norm_of(call: Call, total: Tensor) -> Call:
+    """The LayerNormalization of a SkipLayerNorm whose sum stands elsewhere."""
+    (launch,) = call.launches
+    defines = tuple((name, "0" if name == "RESIDUAL" else text) for name, text in launch.defines)
+    reads = {"x": total} | {n: t for n, t in call.reads if n not in ("x", "residual")}
+    return replace(
+        call,
+        kernel="LayerNormalization",
+        launches=(replace(launch, defines=defines),),
+        reads=tuple(reads.items()),
+        writes=tuple((n, t) for n, t in call.writes if n != "sum"),
+        bytes=sum(t.nbytes for _, t in (*reads.items(), *call.writes)) - total.nbytes,
+    )
 
 
 ACTIVATIONS = {

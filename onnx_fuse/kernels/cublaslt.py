@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.kernels.gemm_portable import batch_strides, ld, operand
+from onnx_fuse.kernels.gemm_portable import batch_strides, ld, normed, operand
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
 INSTALL = "pip install 'onnx-fuse[cublaslt]'"
@@ -54,8 +54,9 @@ class CublasLt:
         if (problem.dtype, problem.out) == ("float64", "float32"):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its stored ReLU input a mask
-        own = ("layernorm", "rows", "save_z", "dact", "dx", "dw")
-        if found := [name for name in own if problem.attr(name)]:
+        own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts")
+        found = [name for name in own if problem.attr(name)]
+        if found := [*found, *(["residual=norm"] if normed(problem) else [])]:
             return f"no such epilogue: {', '.join(found)}"
         act = problem.text("act")
         if act not in ("", "relu") or (act and problem.attr("residual")):

@@ -18,7 +18,13 @@ The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order
   dw                          weight gradient: rows gamma, beta (of the operands' type), col1 dbias
                               (float32); c is W; "part" [tiles of n, 2, m] takes the row sums of
                               dgamma and dbeta
-  residual                    + c, after everything
+  residual                    + c, after everything; "norm": + (c - mean) rstd gamma, rows "row0"
+                              rstd, "row1" mean, column "col0" gamma; columns are float32 then,
+                              and beta is in the bias
+  moments                     wgmma: how many tiles n has; "part" [moments, m] takes (mean, sum of
+                              squared deviations) of y's rows in each
+  parts                       wgmma, with layernorm: how many moments of a row of a "part" holds;
+                              row0 and row1 are written from them
 and the operands: lda, ldb (row strides; default dense), a_strides, b_strides, c_strides (one a
 batch dim, 0 broadcasts; default dense), align (what addresses are multiples of; 16 bytes).
 Types: a, b `dtype`; y, z, c `out`. Pointers: a b y c z row0..row3 col0 col1 part workspace.

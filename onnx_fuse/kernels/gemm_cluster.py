@@ -43,8 +43,8 @@ class Cluster:
             return "gamma and beta must be folded into the weights"
         if norm and (problem.k % 8 or problem.trans_a):
             return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
-        if problem.attr("dw"):
-            return "no row sums of the result"
+        if problem.attr("dw") or problem.attr("moments") or problem.attr("parts"):
+            return "no row sums of the result, none of parts"
         extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"

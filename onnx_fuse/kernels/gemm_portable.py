@@ -23,6 +23,11 @@ def operand(problem: Problem) -> bool:
     return any(problem.attr(name) for name in ("beta", "dact", "dx", "dw", "residual"))
 
 
+def normed(problem: Problem) -> bool:
+    """Whether the residual is a LayerNormalization of c."""
+    return problem.attr("residual") == "norm"
+
+
 def epilogue_defines(problem: Problem) -> dict[str, object]:
     """The epilogue's macros; defaults are left out, so that equal code has one key."""
     flags = {
@@ -34,9 +39,10 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "EPI_DACT": problem.attr("dact"),
         "EPI_DX": problem.attr("dx"),
         "EPI_DW": problem.attr("dw"),
-        "EPI_RES": problem.attr("residual"),
     }
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
+    if problem.attr("residual"):
+        defines["EPI_RES"] = 2 if normed(problem) else 1
     if act := problem.text("act"):
         defines["ACT"] = act.upper()
     return defines
@@ -44,7 +50,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
 
 def type_defines(problem: Problem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
-    fp32_columns = problem.attr("layernorm") or problem.attr("dw")
+    fp32_columns = problem.attr("layernorm") or problem.attr("dw") or normed(problem)
     column = "float32" if fp32_columns else problem.text("bias_dtype", problem.dtype)
     return {
         "T": C_TYPES[problem.dtype],
@@ -134,8 +140,8 @@ class _Portable:
         return 0
 
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.attr("dw"):
-            return "dgamma's row sums need a block that owns whole rows of its tile"
+        if problem.attr("dw") or problem.attr("moments"):
+            return "sums over a row need a block that owns whole rows of its tile"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"
         if problem.batches > 65535:

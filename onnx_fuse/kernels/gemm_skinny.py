@@ -41,8 +41,8 @@ class Skinny:
             return f"{problem.m} rows (at most 512): w would be read too often"
         if problem.k % 8 or not aligned(problem):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
-        if problem.attr("dw"):
-            return "no row sums of the result"
+        if problem.attr("dw") or problem.attr("moments") or problem.attr("parts"):
+            return "no row sums of the result, none of parts"
         extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"

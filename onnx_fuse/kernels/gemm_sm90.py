@@ -11,6 +11,7 @@ from onnx_fuse.kernels.gemm_portable import (
     batch_strides,
     epilogue_defines,
     ld,
+    normed,
     operand,
     type_defines,
 )
@@ -30,7 +31,7 @@ from onnx_fuse.problem import (
 # MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN
 TILES = (
     (1, 256, 0), (2, 128, 0), (2, 192, 1), (2, 128, 1), (1, 256, 1), (1, 192, 1), (1, 128, 1),
-    (1, 128, 0), (1, 64, 0), (1, 144, 0),
+    (1, 128, 0), (1, 64, 0), (1, 144, 0), (1, 192, 0),
 )  # fmt: skip
 BK = 64
 BOX = 2048
@@ -38,7 +39,9 @@ BOX = 2048
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    return 2 if problem.attr("layernorm") else int(bool(problem.attr("bias") or problem.attr("dw")))
+    if problem.attr("layernorm") or normed(problem):
+        return 2
+    return int(bool(problem.attr("bias") or problem.attr("dw")))
 
 
 def direct(problem: Problem, splits: int = 1) -> bool:
@@ -85,6 +88,11 @@ class Wgmma:
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
+        parts = problem.integer("moments")
+        if parts and (planes or problem.batch or direct(problem)):
+            return "moments are of a single product's 16-bit rows of whole 16 bytes"
+        if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
+            return f"no tile is a row of {problem.n} in {parts}"
         if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
         if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
@@ -117,10 +125,13 @@ class Wgmma:
             tiles_m, tiles_n = ceil(problem.m / bm), ceil(problem.n / bn)
             tiles = tiles_m * tiles_n * problem.batches
             whole = problem.text("rows") == "tiles"  # a row's tiles are on the chip at once
+            if problem.attr("moments") and problem.n != problem.integer("moments") * bn:
+                continue
+            alone = whole or problem.attr("moments") or problem.attr("parts")
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
-                for splits in (1, 2, 3, 4, 6, 8) if not whole else (1,):
+                for splits in (1, 2, 3, 4, 6, 8) if not alone else (1,):
                     per = ceil(steps / splits)
                     if splits > 1 and (
                         tiles * splits > 2 * hw.sm_count
@@ -145,14 +156,20 @@ class Wgmma:
         waves = ceil(units * splits / slots)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         # operand traffic bounds small tiles: 2 (bm + bn) bytes into smem for bm bn products
-        reach = (1.09 if pingpong else 1.06) * bm * bn / (bm * bn + 10 * (bm + bn))
+        # an SM's only tile: nothing would hide its epilogue, which here two warpgroups share
+        alone = waves == 1 and (mi, bn, pingpong) == (1, 192, 0)
+        reach = (1.09 if pingpong or alone else 1.06) * bm * bn / (bm * bn + 10 * (bm + bn))
         # a tile that is no multiple of 64 wide takes nearly the time of the next that is
         wide = bn if bn % 64 == 0 else 0.97 * 64 * ceil(bn / 64)
         products = 2 * bm * wide * problem.k * passes / splits / (per_sm * min(1.0, reach))
         if problem.text("rows") == "tiles":  # k-steps wait for their column sums
             products *= 1 + 1.2 / ceil(problem.n / bn)
-        tail = 1.5e-6 if pingpong else 2.5e-6
-        epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * (0.1 if pingpong else 0.5)
+        tail, share = (1.5e-6, 0.1) if pingpong else (2.5e-6, 0.5)
+        if alone:
+            tail, share = 1.2e-6, 0.0
+        epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
+        if problem.attr("moments") or problem.attr("parts"):
+            tail += 0.5e-6
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
@@ -243,6 +260,10 @@ class Wgmma:
             lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
             types |= {"SIDE": side.upper()}
             types |= {"SIDE_LANES": str(lanes)} if side != "tiles" else {}
+        if problem.attr("moments"):
+            types |= {"MOMENTS": "1"}
+        if parts := problem.integer("parts"):
+            types |= {"PARTS": str(parts)}
         epilogue = epilogue_defines(problem)
         row_type = {"TR": types["TR"]} if "TR" in types else {}
         gemm = Launch(

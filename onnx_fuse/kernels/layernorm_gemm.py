@@ -3,7 +3,7 @@
 Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; attrs epsilon, act, act_alpha, save_z,
 residual, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given: made once by
 `rows.fold`), static_b (they are the same throughout a graph), stats (mean, rstd are given: their
-producer wrote them).
+producer wrote them), parts (x's producer left as many "moments" of each row in "part").
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 """
@@ -48,6 +48,10 @@ def stats_seconds(problem: Problem, hw: Hardware) -> float:
     return hw.launch_seconds + size / hw.bandwidth
 
 
+SIDE_SECONDS = 3e-6
+"""What the first tiles wait for statistics made beside them (H200, 2026-11, 512 to 8192 rows)."""
+
+
 class Fold:
     """LayerNorm folded into the weights and the epilogue of a 16-bit GEMM; x is never rewritten."""
 
@@ -62,20 +66,25 @@ class Fold:
     def _gemm(self, problem: Problem) -> Problem:
         if problem.attr("stats") or isinstance(self.inner, Mma):
             return gemm_problem(problem, layernorm=True)
-        rows = "rms" if problem.attr("rms") else "stats"
-        return gemm_problem(
-            problem, layernorm=True, rows=rows, epsilon=problem.number("epsilon", 1e-5)
-        )
+        how: dict[str, Value] = {"rows": "rms" if problem.attr("rms") else "stats"}
+        if parts := problem.integer("parts"):
+            how = {"parts": parts}
+        epsilon = problem.number("epsilon", 1e-5)
+        return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
     def _side(self, problem: Problem, config: Config) -> bool:
         """Whether the GEMM makes the statistics itself; a split one does not."""
-        return bool(self._gemm(problem).attr("rows")) and config.integer("splits", 1) == 1
+        gemm = self._gemm(problem)
+        made = gemm.attr("rows") or gemm.attr("parts")
+        return bool(made) and config.integer("splits", 1) == 1
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """None, or why not."""
         if problem.dtype not in ("bfloat16", "float16"):
             # the tensor core would round x, and the error would grow with |mean| / std
             return f"the fold is exact for 16-bit x only, not {problem.dtype}"
+        if problem.attr("parts") and isinstance(self.inner, Mma):
+            return "no statistics of parts"
         return self.inner.supports(self._gemm(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
@@ -87,6 +96,8 @@ class Fold:
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         if not problem.attr("stats") and not self._side(problem, config):
             seconds += stats_seconds(problem, hw)
+        if self._side(problem, config) and problem.attr("folded") and not problem.attr("parts"):
+            seconds += SIDE_SECONDS
         if not problem.attr("folded"):
             moved = 2 * ITEMSIZE[problem.dtype] * problem.k * problem.n
             seconds += moved / hw.bandwidth + hw.launch_seconds * (1 if problem.trans_b else 2)

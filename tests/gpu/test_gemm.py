@@ -119,6 +119,11 @@ GEMMS = (
         for dtype in ("bfloat16", "float32")
         for attrs in ({"residual": True, "act": "gelu"}, {"dact": True, "act": "gelu"})
     ]
+    + [
+        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, residual="norm", static_b=True)
+        for m, n in ((5, 256), (128, 768), (257, 264))
+        for dtype in ("float16", "bfloat16")
+    ]
 )
 
 
@@ -137,8 +142,9 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
         a[1:] = a[:1]
     full = problem.attr("residual") or problem.attr("dact")
     bias, c = random(rng, dtype, n), random(rng, dtype, *((m, n) if full else (n,)))
+    gamma = bias
     want = wide(a) @ wide(b) * problem.number("alpha", 1.0)
-    if problem.attr("bias"):
+    if problem.attr("bias") and problem.attr("residual") != "norm":
         want = want + wide(bias)
     want = want + problem.number("beta") * wide(c) * bool(problem.attr("beta"))
     z = want
@@ -146,12 +152,16 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
         want = z * gelu(wide(c))[1]
     elif problem.text("act") == "gelu":
         want = gelu(z)[0]
-    if problem.attr("residual"):
+    row0, row1 = (random(rng, "float32", m) for _ in range(2))
+    if problem.attr("residual") == "norm":
+        bias, gamma = (random(rng, "float32", n) for _ in range(2))
+        want = z + wide(bias) + (wide(c) - wide(row1)[:, None]) * wide(row0)[:, None] * wide(gamma)
+    elif problem.attr("residual"):
         want = want + wide(c)
     stored = {
         "a": np.ascontiguousarray(np.swapaxes(a, -1, -2)) if problem.trans_a else a,
         "b": np.ascontiguousarray(np.swapaxes(b, -1, -2)) if problem.trans_b else b,
-        "col1": bias, "c": c,
+        "col0": gamma, "col1": bias, "c": c, "row0": row0, "row1": row1,
     }  # fmt: skip
     kind = dtype if dtype != "float32" else problem.math
     for kernel, how in each(problem, hw):
@@ -245,6 +255,55 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
         assert np.all(np.abs(memory.read("mean") - mean[:, 0]) <= 2e-6 * spread)
         assert error(memory.read("rstd")[:-1], rstd[:-1, 0]) <= 1e-5
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
+
+
+MOMENTS = [
+    Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, moments=moments, **attrs)
+    for m, n, moments in ((300, 768, 4), (300, 768, 12), (64, 256, 1), (40, 1152, 8))
+    for dtype, attrs in (("float16", {"residual": "norm"}), ("bfloat16", {"residual": True}))
+]
+
+
+@pytest.mark.parametrize("ratio", [0, 10, 1000])
+@pytest.mark.parametrize("problem", MOMENTS, ids=str)
+def test_moments_of_a_product_are_the_statistics_of_the_next(
+    problem: Problem, ratio: int, hw: Hardware
+) -> None:
+    m, n, dtype = problem.m, problem.n, problem.dtype
+    rng, width = np.random.default_rng(11), 384
+    bound = TOLERANCE[dtype] + 6e-8 * ratio
+    c, beta = random(rng, dtype, m, n), np.full(n, ratio, "float32")
+    normed = problem.attr("residual") == "norm"
+    given = {
+        "a": random(rng, dtype, m, 264), "b": random(rng, dtype, 264, n), "c": c,
+        "row0": random(rng, "float32", m), "row1": random(rng, "float32", m),
+        "col0": random(rng, "float32", n), "col1": beta if normed else beta.astype(TYPES[dtype]),
+    }  # fmt: skip
+    w = (random(rng, "float64", n, width) * n**-0.5).astype(TYPES[dtype])
+    after = {"wq": w, "cs": wide(w).sum(0).astype(np.float32), "cv": random(rng, "float32", width)}
+    for kernel, how in each(problem, hw):
+        parts = problem.integer("moments")
+        blank = {"y": poison(dtype, m, n), "part": poison("float32", parts, m, 2)}
+        memory = Memory(given | blank)
+        memory.run(kernel, problem, how, hw)
+        x, part = memory.read("y"), memory.read("part")
+        tiles = wide(x).reshape(m, parts, -1)
+        mean, rstd = wide(x).mean(-1), (wide(x).var(-1) + 1e-5) ** -0.5
+        scale = np.sqrt((tiles**2).mean(-1)).T
+        assert np.all(np.abs(part[..., 0] - tiles.mean(-1).T) <= 2e-6 * scale), f"{how}"
+        assert error(part[..., 1], tiles.var(-1).T * tiles.shape[-1]) <= 1e-5, f"{how}"
+        want = (wide(x) - mean[:, None]) * rstd[:, None] @ wide(w) + wide(after["cv"])
+        norm = Problem.of(
+            "LayerNormGemm", m=m, k=n, n=width, dtype=dtype, bias=True, folded=True, parts=parts
+        )
+        for reader, config in each(norm, hw):
+            blank = {"y": poison(dtype, m, width), "mean": poison("float32", m),
+                     "rstd": poison("float32", m)}  # fmt: skip
+            memory = Memory({"x": x, "part": part} | after | blank)
+            memory.run(reader, norm, config, hw)
+            assert error(memory.read("y"), want) <= bound, f"{reader.name} {config}"
+            assert np.all(np.abs(memory.read("mean") - mean) <= 2e-6 * np.sqrt(mean**2 + rstd**-2))
+            assert error(memory.read("rstd"), rstd) <= 1e-5, f"{reader.name} {config}"
 
 
 GRADIENTS = [

@@ -324,6 +324,21 @@ def test_a_norm_folded_into_the_weights(norm: str) -> None:
     assert "w" not in executable.resident, "only the folded weights take memory"
 
 
+@pytest.mark.parametrize(("batch", "rows"), [(1, 8), (1, 128), (4, 512), (2, 4096)])
+def test_a_norm_left_to_the_products_that_read_it(batch: int, rows: int) -> None:
+    model, feeds = test_lower.post_norm_model(test_lower.POST_NORM, rows=rows, batch=batch)
+    executable = Executable(model)
+    (got,) = executable.run(None, feeds)
+    kernels = [call.kernel for call in executable.instance(feeds).program.calls]
+    if executable.hw.cc == 90:  # elsewhere it depends on the cost models
+        assert kernels.count("LayerNormalization") == 1, "the output's"
+    if executable.hw.cc == 90:  # elsewhere it depends on the cost models
+        assert kernels.count("LayerNormalization") == 1, "the output's"
+    want = test_lower.post_norm_value(test_lower.weights_of(model) | feeds)
+    # float16 rounds weights, sums and the result, twice each: 1e-3 as in test_gemm
+    assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+
+
 def test_out_of_memory_says_what_asked_for_how_much() -> None:
     text = "agraph (float[1,N] x, float[M,1] z) => (float[M,N] y) { y = Add(x, z) }"
     size = 1 << 20
