@@ -94,6 +94,11 @@ template <int V, class E> DEVICE Vec<E, V> load(const E* p) { return *(const Vec
 template <int V, class E> DEVICE void store(E* p, const Vec<E, V>& v) { *(Vec<E, V>*)p = v; }
 
 // ---- reductions whose order depends on the thread count alone ----
+// Of a quad of lanes, which hold a row of a product's accumulators.
+DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
 template <class S> DEVICE S warp_sum(S x) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);

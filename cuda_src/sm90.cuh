@@ -46,6 +46,13 @@ DEVICE void bar_arrive(int id, int threads) {
 template <int N> DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
+// One lane of a whole warp: the compiler knows it is one, and issues its copies without a loop over lanes.
+DEVICE bool elect() {
+    u32 chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen;
+}
+
 // ---- TMA: boxes of a 3-D tensor; x is the innermost coordinate ----
 DEVICE void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map));
@@ -70,6 +77,19 @@ DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
                  "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
+// Boxes of a 4-D tensor.
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Wait until at most N stores still read their shared memory.
 template <int N> DEVICE void tma_store_wait_read() {
@@ -90,16 +110,21 @@ DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
                  : "memory");
 }
 
-// ---- wgmma: d[64, BN] += a[64, 16] b[16, BN], both from 128-byte-swizzled shared memory ----
+// ---- wgmma: d[64, BN] += a[64, 16] b[16, BN] from 128-byte-swizzled shared memory, or a from registers ----
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
+// No arithmetic on d moves across: what is in flight is touched by the wgmma alone.
+template <int N> DEVICE void wgmma_hold(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
+}
 // Operand descriptor. k contiguous: 8-row groups lie 1024 bytes apart. m or n contiguous: 8-k groups
-// lie 1024 bytes apart and 64-wide blocks of m or n 8192 (64 k of 128 bytes each).
-template <bool CONTIG_K> DEVICE u64 wgmma_descriptor(u32 address) {
-    u64 lead = CONTIG_K ? 1 : 8192 >> 4;
+// lie 1024 bytes apart and 64-wide blocks of m or n BLOCK (its k of 128 bytes each).
+template <bool CONTIG_K, int BLOCK = 8192> DEVICE u64 wgmma_descriptor(u32 address) {
+    u64 lead = CONTIG_K ? 1 : BLOCK >> 4;
     return (u64)((address & 0x3ffff) >> 4) | lead << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
@@ -120,6 +145,14 @@ template <bool CONTIG_K> DEVICE u64 wgmma_descriptor(u32 address) {
                  : __VA_ARGS__                                                                     \
                  : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB))
 
+// a in registers, in the layout of an accumulator's 16 columns
+#define WGMMA_A_(n, type, regs, a0, a1, a2, a3, db, sc, tb, ...)                                   \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, "   \
+                 "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #db ", p, 1, 1, %" #tb ";\n}"       \
+                 : __VA_ARGS__                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TB))
+
 // `add` 0 starts the sum; TA, TB: 1 where m or n is the contiguous dimension.
 template <class E, int WIDTH, int TA, int TB> struct Wgmma;
 #define WGMMA_TYPE_(E_, type)                                                                      \
@@ -127,10 +160,17 @@ template <class E, int WIDTH, int TA, int TB> struct Wgmma;
         DEVICE static void run(float (&d)[32], u64 a, u64 b, int add) {                            \
             WGMMA_(64, type, R30_ "%30,%31", 32, 33, 34, 35, 36, F32_(0));                         \
         }                                                                                          \
+        DEVICE static void run(float (&d)[32], const u32* a, u64 b, int add) {                     \
+            WGMMA_A_(64, type, R30_ "%30,%31", 32, 33, 34, 35, 36, 37, 38, F32_(0));               \
+        }                                                                                          \
     };                                                                                             \
     template <int TA, int TB> struct Wgmma<E_, 128, TA, TB> {                                      \
         DEVICE static void run(float (&d)[64], u64 a, u64 b, int add) {                            \
             WGMMA_(128, type, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, F32_(0), F32_(32));      \
+        }                                                                                          \
+        DEVICE static void run(float (&d)[64], const u32* a, u64 b, int add) {                     \
+            WGMMA_A_(128, type, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, 69, 70, F32_(0),       \
+                     F32_(32));                                                                    \
         }                                                                                          \
     };                                                                                             \
     template <int TA, int TB> struct Wgmma<E_, 192, TA, TB> {                                      \
@@ -138,11 +178,19 @@ template <class E, int WIDTH, int TA, int TB> struct Wgmma;
             WGMMA_(192, type, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100, F32_(0),        \
                    F32_(32), F32_(64));                                                            \
         }                                                                                          \
+        DEVICE static void run(float (&d)[96], const u32* a, u64 b, int add) {                     \
+            WGMMA_A_(192, type, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100,               \
+                     101, 102, F32_(0), F32_(32), F32_(64));                                       \
+        }                                                                                          \
     };                                                                                             \
     template <int TA, int TB> struct Wgmma<E_, 256, TA, TB> {                                      \
         DEVICE static void run(float (&d)[128], u64 a, u64 b, int add) {                           \
             WGMMA_(256, type, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131, \
                    132, F32_(0), F32_(32), F32_(64), F32_(96));                                    \
+        }                                                                                          \
+        DEVICE static void run(float (&d)[128], const u32* a, u64 b, int add) {                    \
+            WGMMA_A_(256, type, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131, 132,\
+                     133, 134, F32_(0), F32_(32), F32_(64), F32_(96));                             \
         }                                                                                          \
     };
 WGMMA_TYPE_(bf16, "bf16")

@@ -38,7 +38,7 @@ def test_every_case_has_a_kernel(programs):
 
 
 def test_modules_compile_without_spills(programs):
-    """Of each source the first module for three architectures, the middle and last for one more."""
+    """Of each source the first module for its architectures, the middle and last for one more."""
     by_source = defaultdict(set)
     for program in programs.values():
         for call in program.calls:
@@ -48,7 +48,8 @@ def test_modules_compile_without_spills(programs):
     assert len(by_source) >= 15
     for source, found in by_source.items():
         modules = sorted(found)
-        wanted = [(modules[0], arch) for arch in ("sm_80", "sm_90a", "sm_100a")]
+        archs = ("sm_90a",) if "sm90" in source else ("sm_80", "sm_90a", "sm_100a")
+        wanted = [(modules[0], arch) for arch in archs]
         wanted += [(modules[i], "sm_90a") for i in {len(modules) // 2, len(modules) - 1} - {0}]
         for defines, arch in wanted:
             for entry in jit.resources(source, defines, arch).values():
@@ -174,24 +175,57 @@ def test_attention_always_has_a_legal_kernel(op, width, chip):
             widest = 128 if op == "SdpaGrad" else 256
             if chip == "H200":
                 half = dtype == "bfloat16" and width % 8 == 0 and width <= widest
-                assert choice.kernel.name == ("mma" if half else "simt")
+                assert choice.kernel.name in (("wgmma", "mma") if half else ("simt",))
             for launch in choice.launch(problem, hw):
                 assert launch.smem <= hw.smem_per_block
 
 
 def test_every_attention_configuration_compiles_without_spills():
-    kernel = sdpa.Mma()
     rows = (
-        ("Sdpa", 64, ()),
-        ("Sdpa", 64, (8, 8, 8, 1)),
-        ("Sdpa", 128, ()),
-        ("Sdpa", 128, (0, 0, 0, 1)),
-        ("SdpaGrad", 64, (8, 8, 8, 1)),
-        ("SdpaGrad", 128, ()),
+        ("Sdpa", 64, (), 104),
+        ("Sdpa", 64, (8, 8, 8, 1), 104),
+        ("Sdpa", 64, (8, 8, 8, 1), 200),
+        ("Sdpa", 64, (8, 8, 0, 1), 40),
+        ("Sdpa", 128, (), 200),
+        ("Sdpa", 128, (0, 0, 0, 1), 104),
+        ("Sdpa", 128, (8, 8, 8, 1), 200),
+        ("Sdpa", 256, (), 200),
+        ("Sdpa", 256, (0, 0, 0, 1), 200),
+        ("SdpaGrad", 64, (8, 8, 8, 1), 104),
+        ("SdpaGrad", 128, (), 104),
     )
-    for op, width, mask in rows:
-        problem = attention(op, width, "bfloat16", mask=mask)
-        for config in kernel.configs(problem, H200):
-            macros = sdpa.defines(**kernel.macros(problem, config))
-            for entry in jit.resources(kernel.source, macros, "sm_90a").values():
-                assert entry.clean, (op, width, config, entry)
+    launches = {}
+    for op, width, mask, keys in rows:
+        for causal in (False, True):
+            problem = attention(op, width, "bfloat16", mask=mask, causal=causal).having(n=keys)
+            for kernel in (sdpa.Mma(), sdpa.Wgmma()):
+                if op == "SdpaGrad" and kernel.name == "wgmma":
+                    continue
+                assert kernel.supports(problem, H200) is None
+                for config in kernel.configs(problem, H200):
+                    for call in kernel.launch(problem, config, H200):
+                        launches[call.source, call.defines] = problem, config
+    for (source, defines), who in launches.items():
+        for entry in jit.resources(source, defines, "sm_90a").values():
+            assert entry.clean, (who, entry)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"scale": -1.0}, "positive scales"),
+        ({"mask": (0, 0, 5, 1)}, "16-byte pieces"),
+        ({"k_strides": (512, 0, 64)}, "broadcast"),
+        ({"dv": 512}, "too large"),
+    ],
+)
+def test_attention_by_tma_says_why_not(more, reason):
+    problem = attention("Sdpa", 64, "float16").having(**more)
+    assert reason in str(sdpa.Wgmma().supports(problem, H200))
+    assert sdpa.Wgmma().supports(attention("Sdpa", 64, "float16"), CHIPS["A100"])
+
+
+def test_attention_takes_the_hopper_kernel_where_it_was_faster():
+    for batch, tokens, width in ((32, 128, 64), (8, 128, 64), (8, 512, 64), (4, 2048, 128)):
+        problem = attention("Sdpa", width, "float16").having(batch=(batch, 12), m=tokens, n=tokens)
+        assert select("Sdpa", problem, H200).kernel.name == "wgmma"

@@ -59,18 +59,6 @@ constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
 WGMMA_144_(bf16, "bf16")
 WGMMA_144_(f16, "f16")
 
-// One lane of a whole warp: the compiler knows it is one, and issues its copies without a loop over lanes.
-DEVICE bool elect() {
-    u32 chosen;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-    return chosen;
-}
-
-DEVICE float quad_sum(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
-}
-
 // Planes of pass p: smallest products first, hi . hi last.
 DEVICE int plane_a(int p) {
     if (PASSES == 3) return p == 0;

@@ -138,26 +138,7 @@ DEVICE void write(T* to, const float (&acc)[MT][PADDED / 8][4], int row, int las
                 pack2<T>(acc[m / 2][n][m % 2 * 2] * factor[m / 2][m % 2], acc[m / 2][n][m % 2 * 2 + 1] * factor[m / 2][m % 2]);
     }
 }
-DEVICE float power2(float x) {  // exp2f without its care for denormals
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-DEVICE float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 #if FORWARD
-// A mask's element in units of log 2; a finite one stays finite.
-DEVICE float mask_power(float x) {
-    constexpr float MOST = 3.4e38f;
-    return x == NEGATIVE_INFINITY ? x : fminf(fmaxf(x * LOG2E, -MOST), MOST);
-}
 DEVICE void team_sync() {
     if (SPLIT) __syncwarp();
     else __syncthreads();
@@ -212,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
                     const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
                     const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
                     float &a = p[m][n][2 * i], &z = p[m][n][2 * i + 1];
-                    a = MASK ? a * scale + mask_power(add.x) : a * scale;
-                    z = MASK ? z * scale + mask_power(add.y) : z * scale;
+                    a = MASK ? a * scale + mask_power<T>(add.x) : a * scale;
+                    z = MASK ? z * scale + mask_power<T>(add.y) : z * scale;
                     if (!whole) {
                         if (t + c >= o.keys || (CAUSAL && t + c > r)) a = NEGATIVE_INFINITY;
                         if (t + c + 1 >= o.keys || (CAUSAL && t + c + 1 > r)) z = NEGATIVE_INFINITY;

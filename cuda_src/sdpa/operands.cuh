@@ -39,3 +39,21 @@ DEVICE const T* mask_row(const Operands& o, int b, int h, int query) {
 }
 // Largest finite-safe reference point of a row: exp(z - top) is 0, not NaN, for a row all -inf.
 template <class S> DEVICE S safe(S top) { return top == (S)NEGATIVE_INFINITY ? (S)0 : top; }
+
+// ---- softmax in powers of two; rows spread over quads of lanes, as products leave them ----
+DEVICE float power2(float x) {  // exp2f without its care for denormals
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+// A mask's element in units of log 2; a finite one stays finite (no float16 leaves the range).
+template <class E> DEVICE float mask_power(float x);
+template <> DEVICE float mask_power<f16>(float x) { return x * LOG2E; }
+template <> DEVICE float mask_power<bf16>(float x) {
+    constexpr float MOST = 3.4e38f;
+    return x == NEGATIVE_INFINITY ? x : fminf(fmaxf(x * LOG2E, -MOST), MOST);
+}

@@ -20,7 +20,7 @@ from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm_portable import C_TYPES
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor, dense_strides
-from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
 
 ROWS, TILE = 64, 32  # of simt.cu
 
@@ -176,7 +176,7 @@ class Mma(_Attention):
         mt, split, rows = config.integer("mt"), config.integer("split"), self.rows(config)
         width, tiles = p.k + p.integer("dv"), -(-p.m // rows)
         steps = p.n / (config.integer("warps") if split else 1)
-        alone = (0.6e-6 if split else 0.0) + steps * 15e-9 * mt * width / 128
+        alone = (0.6e-6 if split else 1.3e-6) + steps * 17e-9 * mt * width / 128
         share = 0.105 if split else (0.23 if width <= 128 else 0.28 + 0.03 * mt)
         cut = 1 + rows / p.n if p.attr("causal") else 1.0  # what the diagonal's blocks do in vain
         read = 2 * p.batches * width * (p.m + p.n * tiles)
@@ -212,6 +212,124 @@ class Mma(_Attention):
         pieces = strides[-1:] == (1,) and p.n % 8 == 0 and all(s % 8 == 0 for s in strides[:3])
         more = {"FORWARD": p.op == "Sdpa", "MASK": self.mask(p), "MASK_PIECES": pieces}
         return {**_macros(p), **how, **more}
+
+
+# largest head size -> ((fewest, most keys), (warpgroups, rounds, tile, stages, pingpong, blocks an
+# SM)): what registers hold without a spill, and what was fastest on an H200
+_ANY = 1 << 40
+_HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
+    64: (
+        *(((low, most), (wgs, rounds, most, 1, 0, blocks)) for low, most in ((1, 64), (65, 128))
+          for wgs, rounds, blocks in ((2, 1, 2), (1, 2, 3), (1, 1, 4))),
+        ((129, _ANY), (1, 1, 128, 2, 0, 3)),
+    ),
+    128: (((1, 128), (1, 1, 128, 1, 0, 2)), ((129, _ANY), (2, 1, 128, 2, 1, 1))),
+    256: (((65, _ANY), (2, 1, 64, 2, 1, 1)),),
+}  # fmt: skip
+
+
+class Wgmma:
+    """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
+
+    name, source = "wgmma", "sdpa/wgmma_sm90.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        p = problem
+        if reason := MMA.supports(p, hw):
+            return reason
+        if hw.cc != 90:
+            return "wgmma is sm_90's"
+        if p.number("scale", 1.0) <= 0:
+            return "the largest product is the largest logit for positive scales only"
+        sizes = (*p.batch, p.m)
+        key_sizes = (p.batch[0], p.batch[1] // p.integer("group", 1), p.n)
+        for x, shape in (("q", sizes), ("k", key_sizes), ("v", key_sizes), ("y", sizes)):
+            strides = p.integers(f"{x}_strides", (8, 8, 8))
+            if any(n > 1 and not 0 < s < 2**39 for s, n in zip(strides, shape, strict=True)):
+                return f"{x} is broadcast, or too large for TMA"
+        if MMA.mask(p) == 1 and not MMA.macros(p, Config())["MASK_PIECES"]:
+            return "the mask's rows are not of aligned 16-byte pieces"
+        return None if self.configs(p, hw) else "the head size is too large, or the keys too few"
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        p, wide = problem, max(problem.k, problem.integer("dv"))
+        names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
+        tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
+        found = [
+            Config.of(**dict(zip(names, tile, strict=True)))
+            for (fewest, most), tile in tiles
+            if fewest <= p.n <= most
+        ]
+        return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
+        p, tile, most = problem, config.integer("tile"), config.integer("blocks")
+        own = config.integer("wgs") * config.integer("rounds")
+        high = -(-p.m // (64 * own))
+        blocks, width = p.batches * high, p.k + p.integer("dv")
+        # a tile's products, and its exponentials at 16 a clock
+        boxes = sum(-(-n // 64) for n in (p.k, p.integer("dv")))
+        one = 64 * tile * (128 * boxes * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
+        one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.attr("causal") else 1.0
+        keys = (p.n + 64 * own) / 2 if p.attr("causal") else p.n
+        waves = blocks / (hw.sm_count * most)
+        waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
+        tiles = max(1.0, keys / tile)
+        chain = config.integer("rounds") * (1.5 * tiles - 0.7) * one  # of one warpgroup
+        products = max(chain, waves * most * own * tiles * one)
+        once, again = (2 * p.batches * width * (p.m + p.n * n) / hw.bandwidth for n in (1, high))
+        return hw.launch_seconds + 1e-7 + products + 0.8 * once + 0.05 * again
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        return 0
+
+    def smem(self, p: Problem, config: Config) -> int:
+        """Queries (results leave from there), then stages of keys, values and mask, barriers."""
+        d, v = (-(-n // 64) for n in (p.k, p.integer("dv")))
+        tile, stages = config.integer("tile"), config.integer("stages")
+        tiles = config.integer("wgs") * config.integer("rounds")
+        mask = (0, tiles * tile * 128, tile * 4)[MMA.mask(p)]
+        return tiles * max(d, v) * 8192 + stages * ((d + v) * tile * 128 + mask + 32) + tiles * 8
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        p, size = problem, ITEMSIZE[problem.dtype]
+        (batch, heads), group, dv = p.batch, p.integer("group", 1), p.integer("dv")
+        wgs, tile = config.integer("wgs"), config.integer("tile")
+        tiles, one = wgs * config.integer("rounds"), p.n <= tile
+
+        def boxes(
+            name: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
+        ) -> TensorMap:
+            """Boxes of 64 columns of `name`; shape and strides outermost first, 0 a broadcast."""
+            sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
+            steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
+            box = (64, rows, 1, 1)
+            return TensorMap(Ptr(name), p.dtype, (shape[3], *sizes[::-1]), steps[::-1], box)
+
+        over_keys = (batch, heads // group, p.n)
+        dense = dense_strides((batch, heads, p.m, dv))[:3]
+        mask = MMA.mask(p)
+        strides = p.integers("mask") or (0, 0, 0, 0)
+        args: tuple[Arg, ...] = (
+            boxes("q", (batch, heads, p.m, p.k), p.integers("q_strides"), 64),
+            boxes("k", (*over_keys, p.k), p.integers("k_strides"), tile),
+            boxes("v", (*over_keys, dv), p.integers("v_strides"), tile),
+            boxes("y", (batch, heads, p.m, dv), p.integers("y_strides", dense), 16),
+            boxes("mask" if mask == 1 else "none", (batch, heads, p.m, p.n), strides[:3], 64),
+            Ptr("mask"), *(Num("i64", strides[i]) for i in (0, 1, 3)),
+            Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
+            Num("f32", p.number("scale", 1.0)),
+        )  # fmt: skip
+        how = {name.upper(): value for name, value in config.attrs}
+        macros = defines(**{**_macros(p), "MASK": mask, "ONE": one, **how})
+        grid = (-(-p.m // (64 * tiles)), heads, batch)
+        loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
+        block = (128 * wgs + loaders, 1, 1)
+        return (Launch(self.source, "sdpa_wgmma", grid, block, args, macros, self.smem(p, config)),)
 
 
 class Simt(_Attention):
@@ -254,7 +372,8 @@ class Simt(_Attention):
         return {**_macros(p), "ACC": accumulator(p.dtype)}
 
 
-KERNELS = {"Sdpa": (Mma(), Simt()), "SdpaGrad": (Mma(), Simt())}
+MMA, SIMT = Mma(), Simt()
+KERNELS = {"Sdpa": (Wgmma(), MMA, SIMT), "SdpaGrad": (MMA, SIMT)}
 
 
 # ---- lowering ---------------------------------------------------------------------------------

@@ -1,0 +1,338 @@
+// sdpa/wgmma_sm90.cu: y = softmax(scale q k^T + mask) v in 16-bit floats on Hopper: TMA, wgmma.
+// Idea     : WGS warpgroups of 64 queries each against tiles of TILE keys; one more warp keeps STAGES
+//            tiles of k and of v in flight by TMA. Logits and probabilities stay in registers, where
+//            they are the second product's operand: while it runs with the next tile's first product,
+//            the softmax between them waits for neither. PINGPONG: one warpgroup's products run
+//            during another's softmax. ROUNDS: a warpgroup goes through so many tiles of queries one
+//            after the other against keys that stay (keys <= TILE STAGES): more blocks on an SM have
+//            their loads in flight at once. ONE: all keys are one tile: nothing is
+//            rescaled.
+// Inputs   : q, k, v by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
+//            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
+// Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S] (or null).
+// Macros   : T, D, DV, MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0); WGS, ROUNDS, TILE
+//            (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's).
+// Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads, 128
+//            more unless INLINE.
+// Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
+// Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
+#include "sdpa/operands.cuh"
+#include "sm90.cuh"
+
+constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
+constexpr int BOX = 64 * 128, TILES = WGS * ROUNDS;     // a box of 64 rows; tiles of 64 queries
+// a tile's results leave from where its queries were
+constexpr int Q_BYTES = KD * BOX, Q_PITCH = (KD > VD ? KD : VD) * BOX;
+constexpr int K_BYTES = KD * TILE * 128, V_BYTES = VD * TILE * 128;
+constexpr int MASK_BYTES = MASK == 1 ? TILES * TILE * 128 : MASK == 2 ? TILE * 4 : 0;
+constexpr int K_AT = TILES * Q_PITCH, V_AT = K_AT + STAGES * K_BYTES, MASK_AT = V_AT + STAGES * V_BYTES;
+constexpr int BAR_AT = MASK_AT + STAGES * MASK_BYTES;
+// A single warpgroup loads for itself. Others have four warps for it, which give their registers away
+// (an SM's lie in four parts: beside a fifth warp alone the others would have a quarter less).
+constexpr bool INLINE = ONE || WGS == 1, GROW = !INLINE && BLOCKS == 1;
+constexpr int THREADS = WGS * 128 + (INLINE ? 0 : 128), LOADER = INLINE ? 0 : WGS * 4;  // a warp
+static_assert(ONE || STAGES > 1, "the next tile of keys is awaited before this one's values are free");
+
+// s[64, TILE] = q . k^T
+DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < (D + 15) / 16; i++)
+        Wgmma<T, TILE, 0, 0>::run(s, wgmma_descriptor<true>(q + i / 4 * BOX + i % 4 * 32),
+                                  wgmma_descriptor<true>(k + i / 4 * (TILE * 128) + i % 4 * 32), i);
+    wgmma_commit();
+}
+// acc[64, DV] (+)= p . v
+DEVICE void gather(float (&acc)[VD * 32], const u32 (&p)[TILE / 4], u32 v, int add) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < TILE / 16; i++)
+        Wgmma<T, VD * 64, 0, 1>::run(acc, p + 4 * i, wgmma_descriptor<false, TILE * 128>(v + i * 2048), add | i);
+    wgmma_commit();
+}
+// Logits in units of log 2 from products and the mask's tile; MASK 0: products as they are.
+DEVICE void add_mask(float (&s)[TILE / 2], const u8* mask, float scale) {
+    const int lane = threadIdx.x % 32;
+#if MASK == 1
+    const u32 from = smem_address(mask) + threadIdx.x / 32 % 4 * 2048 + lane % 16 * 128;
+#pragma unroll
+    for (int q = 0; q < TILE / 16; q++) {
+        u32 r[4];
+        ldmatrix_x4(r, from + q / 4 * BOX + ((q % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float2 add = unpack2<T>(r[e]);
+            s[8 * q + 2 * e] = s[8 * q + 2 * e] * scale + mask_power<T>(add.x);
+            s[8 * q + 2 * e + 1] = s[8 * q + 2 * e + 1] * scale + mask_power<T>(add.y);
+        }
+    }
+#elif MASK == 2
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++) {
+        const float2 add = *(const float2*)(mask + n * 32 + lane % 4 * 8);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            s[4 * n + 2 * i] = s[4 * n + 2 * i] * scale + add.x;
+            s[4 * n + 2 * i + 1] = s[4 * n + 2 * i + 1] * scale + add.y;
+        }
+    }
+#endif
+}
+// -inf where the tile's column is none of the keys that the row (or that 8 below) sees.
+DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int end = (CAUSAL ? min(keys, row + 8 * i + 1) : keys) - key - threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (n * 8 + e >= end) s[4 * n + 2 * i + e] = NEGATIVE_INFINITY;
+    }
+}
+// Logits to probabilities under the rows' new tops; fade: what the sums so far shrink by.
+DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], float (&fade)[2], float scale) {
+    float now[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) now[i / 2][i % 2] = s[i];
+#pragma unroll
+    for (int i = 4; i < TILE / 2; i++) now[i / 2 % 2][i % 2] = fmaxf(now[i / 2 % 2][i % 2], s[i]);
+    float zero[2], part[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float best = fmaxf(top[i], quad_max(fmaxf(now[i][0], now[i][1])));
+        zero[i] = (MASK ? safe(best) : best) * scale;
+        fade[i] = power2(top[i] * scale - zero[i]);
+        top[i] = best;
+    }
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i++)
+        part[i / 2 % 2][i % 2] += s[i] = power2(s[i] * scale - zero[i / 2 % 2]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) sum[i] = sum[i] * fade[i] + (part[i][0] + part[i][1]);
+}
+DEVICE void pack(u32 (&p)[TILE / 4], const float (&s)[TILE / 2]) {
+#pragma unroll
+    for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
+    const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
+    i64 mask_column, float* lse, int group, int queries, int keys, float scale) {
+    extern __shared__ __align__(1024) u8 smem[];
+    const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
+    const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < TILES; i++) mbarrier_init(q_full + i * 8, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(k_full + i * 8, MASK == 2 ? 33 : 1);
+            mbarrier_init(v_full + i * 8, 1);
+            mbarrier_init(k_empty + i * 8, WGS * 4);
+            mbarrier_init(v_empty + i * 8, WGS * 4);
+        }
+        fence_barrier_init();
+    }
+    if (warp == LOADER && elect()) {
+        tma_prefetch(map_q);
+        tma_prefetch(map_k);
+        tma_prefetch(map_v);
+        tma_prefetch(map_y);
+        if (MASK == 1) tma_prefetch(map_mask);
+    }
+    __syncthreads();
+    after_previous_launch();
+
+    // the last rows of a causal problem have the most keys: they start first
+    const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int first = block * (TILES * 64), h = blockIdx.y, b = blockIdx.z, kv = h / group;
+    const int end = CAUSAL ? min(keys, first + TILES * 64) : keys;
+    const int tiles = ONE ? 1 : (end + TILE - 1) / TILE;
+
+    const bool loader = warp == LOADER;
+    // by all lanes of the loading warp: tile j of the keys or values to its stage
+    auto load_keys = [&](int j, int s) {
+        const u32 bar = k_full + s * 8, to = base + K_AT + s * K_BYTES;
+        if (!elect()) return;
+        mbarrier_expect(bar, K_BYTES + (MASK == 1 ? MASK_BYTES : 0));
+        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_k, bar, c * 64, j * TILE, kv, b);
+        if (MASK == 1)
+            for (int i = 0; i < TILES * (TILE / 64); i++)
+                tma_load(base + MASK_AT + s * MASK_BYTES + i * BOX, map_mask, bar, j * TILE + i % (TILE / 64) * 64,
+                         first + i / (TILE / 64) * 64, mask_head ? h : 0, mask_batch ? b : 0);
+    };
+    auto load_values = [&](int j, int s) {
+        const u32 bar = v_full + s * 8, to = base + V_AT + s * V_BYTES;
+        if (!elect()) return;
+        mbarrier_expect(bar, V_BYTES);
+        for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, j * TILE, kv, b);
+    };
+    // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
+    T row_mask[TILE / 32];
+    auto read_mask = [&](int j) {
+#pragma unroll
+        for (int i = 0; MASK == 2 && i < TILE / 32; i++)
+            row_mask[i] = mask[b * mask_batch + h * mask_head + min(j * TILE + i * 32 + lane, keys - 1) * mask_column];
+    };
+    auto write_mask = [&](int j, int s) {
+        if (MASK != 2) return;
+#pragma unroll
+        for (int i = 0; i < TILE / 32; i++)
+            *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
+                j * TILE + i * 32 + lane < keys ? mask_power<T>(to_float(row_mask[i])) : NEGATIVE_INFINITY;
+        mbarrier_arrive(k_full + s * 8);
+    };
+    if (loader) {
+        if (elect())
+            for (int i = 0; i < TILES; i++) {
+                mbarrier_expect(q_full + i * 8, Q_BYTES);
+                for (int c = 0; c < KD; c++)
+                    tma_load(base + i * Q_PITCH + c * BOX, map_q, q_full + i * 8, c * 64, first + i * 64, h, b);
+            }
+        for (int j = 0; j < STAGES && j < tiles; j++) {
+            load_keys(j, j);
+            load_values(j, j);
+        }
+        for (int j = 0; j < STAGES && j < tiles; j++) {
+            read_mask(j);
+            write_mask(j, j);
+        }
+        __syncwarp();
+    }
+    auto fetch = [&] {  // a warp of its own: what has no stage yet
+        u32 phase = 0;
+        for (int j = STAGES, s = 0; j < tiles; j++) {
+            read_mask(j);
+            mbarrier_wait(k_empty + s * 8, phase);
+            load_keys(j, s);
+            write_mask(j, s);  // the keys are awaited before the values' stage is free
+            mbarrier_wait(v_empty + s * 8, phase);
+            load_values(j, s);
+            if (++s == STAGES) s = 0, phase ^= 1;
+        }
+    };
+    auto multiply = [&] {
+        const int wg = warp / 4;
+        const float power = scale * LOG2E;  // logits in units of log 2: exp needs no product
+        if (PINGPONG && wg == WGS - 1) bar_arrive(1, 256);  // group 0 multiplies first
+        for (int round = 0; round < ROUNDS; round++) {
+            const int tile = round * WGS + wg, row = first + tile * 64 + warp % 4 * 16 + lane / 4;
+            if (ROUNDS > 1 && first + tile * 64 >= queries) break;
+            const u32 q = base + tile * Q_PITCH;
+            float s[TILE / 2], acc[VD * 32], sum[2] = {}, fade[2];
+            float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+            u32 p[TILE / 4];
+            // logits of tile j, which lies in a stage: then the stage is free
+            auto probabilities = [&](int j, int stage) {
+                wgmma_hold(s);
+                const u8* from = smem + MASK_AT + stage * MASK_BYTES + (MASK == 1 ? tile * TILE * 128 : 0);
+                add_mask(s, from, power);
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(k_empty + stage * 8);
+                const int key = j * TILE;
+                if ((MASK != 2 && key + TILE > keys) || (CAUSAL && key + TILE > first + tile * 64 + 1))
+                    hide(s, key, row, keys);
+                softmax(s, top, sum, fade, MASK ? 1.0f : power);
+                wgmma_hold(s);  // done before what is waited for next
+            };
+            int stage = 0;  // of the keys of tile j
+            u32 phase = 0;
+            mbarrier_wait(q_full + tile * 8, 0);
+            mbarrier_wait(k_full, 0);
+            dots(s, q, base + K_AT);
+            wgmma_wait<0>();
+            probabilities(0, 0);
+            pack(p, s);
+            if (!ONE && INLINE && loader && STAGES < tiles) {
+                read_mask(STAGES);
+                mbarrier_wait(k_empty, 0);
+                load_keys(STAGES, 0);
+                write_mask(STAGES, 0);
+                __syncwarp();
+            }
+            if (!ONE && tiles > 1) mbarrier_wait(k_full + 8, 0);
+            for (int j = 1; !ONE && j < tiles; j++) {
+                const int before = stage;
+                const u32 before_phase = phase;
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+                if (INLINE && loader && j + STAGES < tiles) read_mask(j + STAGES);
+                if (PINGPONG) bar_sync(1 + wg, 256);
+                dots(s, q, base + K_AT + stage * K_BYTES);
+                mbarrier_wait(v_full + before * 8, before_phase);
+                gather(acc, p, base + V_AT + before * V_BYTES, j > 1);
+                if (PINGPONG) bar_arrive(1 + (wg + 1) % WGS, 256);
+                wgmma_wait<1>();
+                probabilities(j, stage);
+                // the next tile of keys; its branch keeps the compiler from waiting for the second
+                // product before the softmax
+                const int next = stage + 1 == STAGES ? 0 : stage + 1;
+                if (j + 1 < tiles) mbarrier_wait(k_full + next * 8, next ? phase : phase ^ 1);
+                wgmma_wait<0>();
+                if (lane == 0) mbarrier_arrive(v_empty + before * 8);
+                wgmma_hold(acc);
+#pragma unroll
+                for (int i = 0; i < VD * 32; i++) acc[i] *= fade[i / 2 % 2];
+                pack(p, s);
+                if (INLINE && loader) {  // by now the other warps are done with them too
+                    if (j + STAGES < tiles) {
+                        mbarrier_wait(k_empty + stage * 8, phase);
+                        load_keys(j + STAGES, stage);
+                        write_mask(j + STAGES, stage);
+                    }
+                    if (j - 1 + STAGES < tiles) {
+                        mbarrier_wait(v_empty + before * 8, before_phase);
+                        load_values(j - 1 + STAGES, before);
+                    }
+                    __syncwarp();
+                }
+            }
+            mbarrier_wait(v_full + stage * 8, phase);
+            gather(acc, p, base + V_AT + stage * V_BYTES, tiles > 1);
+            float factor[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float total = quad_sum(sum[i]);
+                factor[i] = GUARD && total == 0 ? 0.0f : 1 / total;
+                if (lse && lane % 4 == 0 && row + 8 * i < queries)
+                    lse[((i64)b * gridDim.y + h) * queries + row + 8 * i] =
+                        top[i] * (MASK ? 1 / LOG2E : scale) + logf(total);
+            }
+            wgmma_wait<0>();
+            wgmma_hold(acc);
+            bar_sync(5 + wg, 128);  // all have read this tile's queries
+            const u32 to = q + warp % 4 * 2048, swizzled = to + lane % 16 * 128;
+#pragma unroll
+            for (int c = 0; c < VD; c++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 out[4];
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const float* from = acc + c * 32 + i * 8 + e * 2;
+                        out[e] = pack2<T>(from[0] * factor[e % 2], from[1] * factor[e % 2]);
+                    }
+                    stmatrix_x4(swizzled + c * BOX + ((i * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
+                }
+            }
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) {
+                for (int c = 0; c < VD; c++)
+                    tma_store(map_y, to + c * BOX, c * 64, first + tile * 64 + warp % 4 * 16, h, b);
+                tma_store_commit();
+            }
+        }
+        if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
+    };
+    if (INLINE) {
+        multiply();
+    } else if (warp >= LOADER) {
+        if (GROW) registers_shrink<(WGS == 2 ? 24 : 32)>();
+        if (loader) fetch();
+    } else {
+        if (GROW) registers_grow<(WGS == 2 ? 240 : 160)>();
+        multiply();
+    }
+}
