@@ -689,6 +689,24 @@ def test_a_norms_backward_takes_in_what_follows_it():
     assert finish.kernel == "LayerNormGrad"
 
 
+def test_large_tensors_that_are_ready_last_are_updated_apart():
+    """w - g for several w: the large ones do not wait for what makes the others' gradients."""
+    text = """agraph (float[256,256] g, float[256,256] u, float[256,256] v, float[256,256] w,
+                      float[4] s, float[5] t, float[4] h, float[5] k)
+    => (float[256,256] u1, float[256,256] v1, float[256,256] w1, float[4] s1, float[5] t1)
+    { a = Softmax(g) b = Softmax(a) c = Softmax(b)
+      h1 = Softmax(h) h2 = Softmax(h1) h3 = Softmax(h2) h4 = Softmax(h3) k1 = Softmax(k)
+      u1 = Sub(u, a) v1 = Sub(v, b) w1 = Sub(w, c) s1 = Sub(s, h4) t1 = Sub(t, k1) }"""
+    big = dict.fromkeys("guvw", (256, 256))
+    feeds = arrays(**big, s=(4,), t=(5,), h=(4,), k=(5,))
+    state = {f"{name}1": name for name in "uvwst"}
+    program = program_of(ir.text_model(text), feeds, state=state)
+    name = {t.buffer: name for name, t in program.inputs}
+    updates = [{name[t.buffer] for _, t in call.writes} for call in program.calls
+               if call.kernel.startswith("Sub")]  # fmt: skip
+    assert updates == [{"u", "v"}, {"w"}, {"s", "t"}]
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
     """h' = dx z replaces h, and so waits for what reads h."""

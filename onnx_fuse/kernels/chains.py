@@ -25,6 +25,8 @@ MAX_OPERANDS = 24
 MAX_STEPS = 96
 MAX_WAIT = 2 << 20
 """Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
+LARGE = 1 << 16
+"""Elements from which a tensor's update is worth a launch apart from those that are ready later."""
 MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 
@@ -433,8 +435,15 @@ def batch(calls: Sequence[Call]) -> list[Call]:
     """Equal expressions over many flat tensors, an optimizer's updates, become one launch.
 
     A call may wait for a later one of its kind if nothing in between reads what it writes or
-    writes what it touches.
+    writes what it touches. Of large tensors those that are ready last have a launch of their own:
+    the others' may run beside what makes them.
     """
+    depth: dict[int, int] = defaultdict(int)  # of a buffer: the longest chain of calls to it
+    depths = []
+    for call in calls:
+        depths.append(1 + max((depth[t.buffer] for _, t in call.reads), default=0))
+        for _, tensor in call.writes:
+            depth[tensor.buffer] = depths[-1]
     kinds: dict[object, list[int]] = defaultdict(list)
     for i, call in enumerate(calls):
         if (kind := _kind(call)) is not None:
@@ -446,10 +455,10 @@ def batch(calls: Sequence[Call]) -> list[Call]:
         for i in reversed(members):
             # `run` starts at its last member; earlier ones join as long as they may wait for it
             if run and not _may_wait(calls, i, run[0]):
-                _place(calls, run, gone, placed)
+                _place(calls, run, depths, gone, placed)
                 run = []
             run.append(i)
-        _place(calls, run, gone, placed)
+        _place(calls, run, depths, gone, placed)
     result = []
     for i, call in enumerate(calls):
         if i not in gone:
@@ -459,16 +468,28 @@ def batch(calls: Sequence[Call]) -> list[Call]:
 
 
 def _place(
-    calls: Sequence[Call], run: Sequence[int], gone: set[int], placed: dict[int, list[Call]]
+    calls: Sequence[Call],
+    run: Sequence[int],
+    depths: Sequence[int],
+    gone: set[int],
+    placed: dict[int, list[Call]],
 ) -> None:
-    """Put the members of a run as one call where its last member stood."""
+    """Put the members of a run as one call, or a few, where its last member stood."""
     if len(run) < 2:
         return
-    members = [calls[i] for i in reversed(run)]
-    columns = len(members[0].reads) + len(members[0].writes) + 2
+    members = list(reversed(run))
+    large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
+    last = max((depths[i] for i in large), default=0)
+    early = [i for i in large if depths[i] < last]
+    then = [i for i in large if depths[i] == last < max(depths[j] for j in members)]
+    apart = {*early, *then}
+    rest = [i for i in members if i not in apart]
+    columns = len(calls[run[0]].reads) + len(calls[run[0]].writes) + 2
     most = MAX_TABLE // (8 * columns)
     most = 1 << (most.bit_length() - 1)
-    placed[run[0]] += [_many(members[k : k + most]) for k in range(0, len(members), most)]
+    for some in (early, then, rest):
+        parts = [[calls[i] for i in some[k : k + most]] for k in range(0, len(some), most)]
+        placed[run[0]] += [_many(part) if len(part) > 1 else part[0] for part in parts]
     gone.update(run)
 
 
