@@ -1,6 +1,6 @@
 // gemm/fma_sm80.cu: y = epilogue(op(a) . op(b)) in IEEE fp32 for matrices too small to fill a GPU by tiles.
 // Idea     : k is shared out as well: a BM x BN tile belongs to a cluster of SPLIT blocks, each with a
-//            span of k, and in a block GROUPS teams of warps take their part of every 64 k. A warp
+//            span of k, and in a block GROUPS teams of warps take 16 of every 16 GROUPS k. A warp
 //            owns 32 x 32, a thread 8 x 4. Both operands come by cp.async as they stand in memory: the
 //            one whose k is contiguous is read 4 k at a time, the other 4 neighbours at a time.
 //            Partial tiles meet in shared memory; each block finishes BM / SPLIT rows of them.
@@ -17,7 +17,7 @@
 #include "gemm/portable.cuh"
 #include "sm80.cuh"
 
-constexpr int BK = 64, STAGES = 3, PITCH = BK + 4;
+constexpr int BK = 16 * GROUPS, STAGES = 192 / BK, PITCH = BK + 4;  // 192 k on their way
 constexpr int WARPS = BM / 32 * (BN / 32), THREADS = 32 * WARPS * GROUPS;
 constexpr int A_SIZE = TRANS_A ? BK * BM : BM * PITCH, B_SIZE = TRANS_B ? BN * PITCH : BK * BN;
 constexpr int PART = BM * (BN + 8);  // a team's partial tile

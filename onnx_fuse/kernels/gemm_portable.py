@@ -238,12 +238,14 @@ class Fma(_Portable):
         return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
 
     def _smem(self, problem: Problem, config: Config) -> int:
-        """Three stages of both tiles, or the teams' sums; the cluster's sums behind them."""
+        """Stages of both tiles, or the teams' sums; the cluster's sums behind them."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
-        a = 64 * bm if problem.trans_a else bm * 68
-        b = bn * 68 if problem.trans_b else 64 * bn
+        groups = FMA_TILES[bm, bn][0]
+        bk = 16 * groups
+        a = bk * bm if problem.trans_a else bm * (bk + 4)
+        b = bn * (bk + 4) if problem.trans_b else bk * bn
         rest = bm * bn if split > 1 else 0
-        return 4 * (max(3 * (a + b), FMA_TILES[bm, bn][0] * bm * (bn + 8)) + rest)
+        return 4 * (max(192 // bk * (a + b), groups * bm * (bn + 8)) + rest)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of parts of k, a launch, and the sum of the parts."""
