@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
-from onnx_fuse.kernels.gemm_portable import Mma, Simt
+from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_stats
@@ -159,7 +159,7 @@ class Apply:
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
     """
 
-    def __init__(self, inner: Wgmma | SplitWgmma | CublasLt | Mma | Simt) -> None:
+    def __init__(self, inner: Wgmma | SplitWgmma | CublasLt | Mma | Fma | Simt) -> None:
         self.inner = inner
         self.name = f"apply_{inner.name}"
 
@@ -226,6 +226,6 @@ class Apply:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
         Cluster(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
-        Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Simt()),
+        Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Fma()), Apply(Simt()),
     ),
 }  # fmt: skip
