@@ -3,23 +3,22 @@
 // Idea     : one pass over w. fold_rows: w is [N,K], a block a row. fold_columns: w is [K,N], a block
 //            sums 64 rows of 256 columns into part[K/64][2][N]; fold_finish adds those in order, 8 strips
 //            a column.
-// Inputs   : w T, gamma, beta [K] TP or null, c [N] TP or null.   Outputs: wq TO, cs, cv [N] f32.
-// Macros   : T, TO, TP, VEC (elements an access: 8 where rows are 16-byte aligned, else 1).
+// Inputs   : w T (bf16 or f16), gamma, beta [K] T or null, c [N] T or null.   Outputs: wq T, cs, cv [N] f32.
+// Macros   : T, VEC (elements an access: 8 where rows are 16-byte aligned, else 1).
 // Launch   : fold_rows N x 128; fold_columns (ceil(N/256), ceil(K/64)) x 256; fold_finish ceil(N/32) x 256.
 // Numerics : f32 sums in an order that depends on the shape alone.
 // Bound    : bytes, w read and wq written.
 #include "common.cuh"
 
-DEVICE void fold_one(T w, float g, float b, TO& q, float& cs, float& cv) {
+DEVICE void fold_one(T w, float g, float b, T& q, float& cs, float& cv) {
     float x = to_float(w);
-    q = from_float<TO>(g * x);
+    q = from_float<T>(g * x);
     cs += to_float(q);
     cv += b * x;
 }
 
 extern "C" __global__ __launch_bounds__(128) void fold_rows(
-    const T* w, const TP* gamma, const TP* beta,
-    const TP* c, int K, int N, TO* wq, float* cs,
+    const T* w, const T* gamma, const T* beta, const T* c, int K, int N, T* wq, float* cs,
     float* cv) {
     after_previous_launch();
     __shared__ float scratch[4];
@@ -27,7 +26,7 @@ extern "C" __global__ __launch_bounds__(128) void fold_rows(
     float s = 0, v = 0;
     for (int k = threadIdx.x * VEC; k < K; k += 128 * VEC) {
         auto in = load<VEC>(w + row + k);
-        Vec<TO, VEC> q;
+        Vec<T, VEC> q;
 #pragma unroll
         for (int j = 0; j < VEC; j++)
             fold_one(in.at[j], gamma ? to_float(gamma[k + j]) : 1.0f,
@@ -42,33 +41,46 @@ extern "C" __global__ __launch_bounds__(128) void fold_rows(
     }
 }
 
-extern "C" __global__ __launch_bounds__(256) void fold_columns(
-    const T* w, const TP* gamma, const TP* beta, int K, int N,
-    TO* wq, float* part) {
+// VEC neighbours as pairs in 32-bit words: an array of 16-bit values would take a register each.
+constexpr int WORDS = (VEC + 1) / 2;
+
+extern "C" __global__ __launch_bounds__(256, 4) void fold_columns(
+    const T* w, const T* gamma, const T* beta, int K, int N, T* wq, float* part) {
     after_previous_launch();
-    constexpr int LANES = 256 / VEC < 256 ? 256 / VEC : 256, DEEP = 256 / LANES;
+    constexpr int LANES = 256 / VEC, DEEP = VEC, HELD = 4;  // HELD loads in flight a thread
     __shared__ float sums[2][DEEP][256];
-    int lane = threadIdx.x % LANES, deep = threadIdx.x / LANES;
-    int n = blockIdx.x * 256 + lane * VEC;
-    float s[VEC] = {}, v[VEC] = {};
+    int lane = threadIdx.x % LANES, deep = threadIdx.x / LANES, n = blockIdx.x * 256 + lane * VEC;
+    float s[2 * WORDS] = {}, v[2 * WORDS] = {};
     if (n < N)
+#pragma unroll 1
+        for (int i = 0; i < 64 / DEEP; i += HELD) {
+            Vec<u32, WORDS> in[HELD];
+            float g[HELD], b[HELD];
 #pragma unroll
-        for (int i = 0; i < 64 / DEEP; i += 8) {  // 8 loads in flight: no branch between them
-            Vec<T, VEC> in[8];
-#pragma unroll
-            for (int u = 0; u < 8; u++) {
+            for (int u = 0; u < HELD; u++) {  // no branch between the loads
                 int k = blockIdx.y * 64 + deep + (i + u) * DEEP;
-                in[u] = k < K ? load<VEC>(w + (i64)k * N + n) : Vec<T, VEC>{};
+                k = k < K ? k : K - 1;
+                const T* from = w + (i64)k * N + n;
+                if (VEC > 1) in[u] = load<WORDS>((const u32*)from);
+                else in[u].at[0] = from->bits;
+                g[u] = gamma ? to_float(gamma[k]) : 1.0f;
+                b[u] = beta ? to_float(beta[k]) : 0.0f;
             }
 #pragma unroll
-            for (int u = 0; u < 8; u++) {
+            for (int u = 0; u < HELD; u++) {
                 int k = blockIdx.y * 64 + deep + (i + u) * DEEP;
                 if (k >= K) continue;
-                float g = gamma ? to_float(gamma[k]) : 1.0f, b = beta ? to_float(beta[k]) : 0.0f;
-                Vec<TO, VEC> q;
 #pragma unroll
-                for (int j = 0; j < VEC; j++) fold_one(in[u].at[j], g, b, q.at[j], s[j], v[j]);
-                store<VEC>(wq + (i64)k * N + n, q);
+                for (int j = 0; j < WORDS; j++) {
+                    float2 x = unpack2<T>(in[u].at[j]);
+                    in[u].at[j] = pack2<T>(g[u] * x.x, g[u] * x.y);
+                    float2 q = unpack2<T>(in[u].at[j]);
+                    s[2 * j] += q.x, s[2 * j + 1] += q.y;
+                    v[2 * j] += b[u] * x.x, v[2 * j + 1] += b[u] * x.y;
+                }
+                T* to = wq + (i64)k * N + n;
+                if (VEC > 1) store<WORDS>((u32*)to, in[u]);
+                else to->bits = (u16)in[u].at[0];
             }
         }
 #pragma unroll
@@ -89,8 +101,7 @@ extern "C" __global__ __launch_bounds__(256) void fold_columns(
 }
 
 extern "C" __global__ __launch_bounds__(256) void fold_finish(
-    const float* part, const TP* c, int parts, int N,
-    float* cs, float* cv) {
+    const float* part, const T* c, int parts, int N, float* cs, float* cv) {
     after_previous_launch();
     __shared__ float sums[2][8][32];
     int lane = threadIdx.x % 32, strip = threadIdx.x / 32, n = blockIdx.x * 32 + lane;

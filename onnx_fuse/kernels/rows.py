@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from onnx_fuse.kernels.gemm_portable import C_TYPES, as_defines
-from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, TensorMap
+from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, TensorMap
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
@@ -73,23 +73,24 @@ def fold_parts(k: int, trans_b: bool) -> int:
     return 0 if trans_b else ceil(k / 64)
 
 
+def fold_seconds(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware) -> float:
+    """What `fold` takes: w read, wq written."""
+    moved = 2 * ITEMSIZE[dtype] * k * n
+    return moved / (0.85 * hw.bandwidth) + hw.launch_seconds * (1 if trans_b else 2)
+
+
 def fold(
     k: int,
     n: int,
     dtype: str,
     trans_b: bool,
     *,
-    out_dtype: str = "",
-    param_dtype: str = "",
     align: int = 16,
 ) -> tuple[Launch, ...]:
     """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv; "workspace" unless trans_b."""
     line = k if trans_b else n
     vec = 8 if line % 8 == 0 and align % 16 == 0 else 1
-    defines = as_defines({
-        "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype or dtype],
-        "TP": C_TYPES[param_dtype or dtype], "VEC": vec,
-    })  # fmt: skip
+    defines = as_defines({"T": C_TYPES[dtype], "VEC": vec})
     source, shape = "norm/fold.cu", (Num("i32", k), Num("i32", n))
     weights = (Ptr("w"), Ptr("gamma"), Ptr("beta"))
     if trans_b:
