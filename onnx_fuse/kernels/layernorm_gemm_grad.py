@@ -32,7 +32,10 @@ class TwoGemms:
 
     def __init__(self) -> None:
         self.inner = Wgmma()
-        self.for_dx: dict[str, Wgmma | Skinny] = {"wgmma": self.inner, "skinny": Skinny()}
+        # tiles: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
+        self.for_dx: dict[str, Wgmma | Skinny] = {
+            "tiles": self.inner, "wgmma": self.inner, "skinny": Skinny(),
+        }  # fmt: skip
 
     def sources(self) -> tuple[str, ...]:
         """The GEMM's, and the three passes around it."""
@@ -40,11 +43,9 @@ class TwoGemms:
         return (*self.inner.sources(), *Skinny().sources(), *around)
 
     def _dx(self, problem: Problem, kernel: str = "wgmma") -> Problem:
-        # short rows: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
-        own = not problem.attr("act") and problem.k <= 2048 and kernel == "wgmma"
         return Problem.of(
             "Gemm", m=problem.m, n=problem.k, k=problem.n, dtype=problem.dtype, trans_b=True,
-            dx=True, save_z=True, **({"rows": "tiles"} if own else {}),
+            dx=True, save_z=True, **({"rows": "tiles"} if kernel == "tiles" else {}),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
@@ -78,14 +79,15 @@ class TwoGemms:
 
         def best(gemms: Mapping[str, Problem]) -> list[Config]:
             every = [
-                (how.having(kernel=name), self.for_dx[name].cost(gemm, how, hw))
+                (how.having(kernel=name), self._cost(gemm, how.having(kernel=name), hw))
                 for name, gemm in gemms.items()
                 if self.for_dx[name].supports(gemm, hw) is None
                 for how in self.for_dx[name].configs(gemm, hw)
             ]
             return [how for how, _ in sorted(every, key=lambda pair: pair[1])][:6]
 
-        dx = best({name: self._dx(problem, name) for name in self.for_dx})
+        names = [name for name in self.for_dx if name != "tiles" or not problem.attr("act")]
+        dx = best({name: self._dx(problem, name) for name in names})
         dw = best({"wgmma": self._dw(problem)})
         pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
         return [
@@ -96,20 +98,26 @@ class TwoGemms:
             for first, second in pairs
         ]
 
+    def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
+        """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
+        seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
+        if gemm.attr("dw") or gemm.attr("rows"):
+            return seconds
+        moved = 2 * ITEMSIZE[gemm.dtype] * gemm.m * gemm.k
+        return seconds + moved / (0.7 * hw.bandwidth) + hw.launch_seconds
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
         dx, dw = self._split(config)
         size = ITEMSIZE[problem.dtype]
-        gemm_dx = self._dx(problem, dx.text("kernel"))
         passes = 2 * problem.m * problem.k + problem.k * problem.n
-        passes += 0 if gemm_dx.attr("rows") else 2 * problem.m * problem.n
         passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
         passes += problem.m * problem.n if problem.attr("act") else 0
         return (
-            self.for_dx[dx.text("kernel")].cost(gemm_dx, dx, hw)
-            + self.inner.cost(self._dw(problem), dw, hw)
+            self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
+            + self._cost(self._dw(problem), dw, hw)
             + passes * size / (0.85 * hw.bandwidth)
-            + 5 * hw.launch_seconds
+            + 4 * hw.launch_seconds
         )
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
