@@ -50,6 +50,8 @@ PROBLEMS = (
     Problem.of("Gemm", m=512, n=768, k=768, math="tf32"),
     Problem.of("Gemm", m=512, n=768, k=768, math="bf16x6"),
     Problem.of("LayerNormGemm", m=8192, n=768, k=768, folded=True, bias=True, **BF16),
+    Problem.of("LayerNormGemm", m=512, n=3072, k=768, folded=True, static_b=True, **BF16),  # a tile
+    Problem.of("LayerNormGemm", m=512, n=768, k=768, folded=True, rms=True, **BF16),
     Problem.of("LayerNormGemm", m=16, n=768, k=768, bias=True, act="gelu", **BF16),
     Problem.of("LayerNormGemm", m=8, n=768, k=768, trans_b=True, folded=True, **BF16),
     Problem.of("LayerNormGemm", m=128, n=768, k=768, folded=True, static_b=True, **BF16),
@@ -59,6 +61,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),
     Problem.of("LayerNormGemmGrad", m=16, n=3072, k=768, dtype="float16", folded=True),
     Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, folded=True, **BF16),  # rows of tiles
+    Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=4096, folded=True, **BF16),
 )
 PER_KERNEL = 3  # configurations, the likeliest by cost
 

@@ -1,5 +1,6 @@
 // gemm/side.cuh: what a GEMM's idle producer warps make of the rows, while the others multiply.
 //   SIDE STATS, RMS  (rstd, mean) of a's rows [M,K]; also written to row0, row1
+//   SIDE OWN, OWN_RMS  the same where a CTA has one tile: by the other warpgroup, from the tile in smem
 //   SIDE TILES       sums over a row of the product, exchanged between the tiles of the row (EPI_DX's
 //                    c1, c2), and part [ceil(M / BM), K]: column sums of a, from the tiles in smem
 // Idea     : a warp takes the next rows by a ticket, LANES lanes a row, reads them from L2 (the main loop
@@ -18,6 +19,8 @@
 #define STATS 1
 #define RMS 2
 #define TILES 3
+#define OWN 4
+#define OWN_RMS 5
 enum { PARITY, DONE, TICKET, HEADER = 8 };  // words of sync
 
 DEVICE u64 load_relaxed(const u64* p) {
@@ -133,6 +136,53 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
         }
         first = following;
     }
+}
+
+// Sums over a lane's four chunks of (v - shift) and its square; `left` of their elements exist.
+template <bool RAGGED, class E>
+DEVICE void own_sums(const uint4 (&v)[4], float shift, int left, float& sum, float& square) {
+    float sums[4] = {}, squares[4] = {};
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        if (RAGGED && c * 8 >= left) continue;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float2 both = unpack2<E>(((const u32*)&v[c])[j]);
+            both.x -= shift, both.y -= shift;
+            sums[c] += both.x + both.y;
+            squares[c] += both.x * both.x;
+            squares[c] += both.y * both.y;
+        }
+    }
+    sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    square += (squares[0] + squares[1]) + (squares[2] + squares[3]);
+}
+// (rstd, mean) of a tile's 64 rows by 128 threads, two a row, from its swizzled steps [64][64] in shared
+// memory: step(i) waits for one and gives it, done(i) frees it. The shift is the mean of the first.
+template <bool RMS_, class E, class Step, class Done>
+DEVICE float2 side_own(int K, float epsilon, Step step, Done done) {
+    int row = threadIdx.x % 128 / 2, half = threadIdx.x % 2;
+    float shift = 0, sum = 0, square = 0;
+    for (int i = 0; i * 64 < K; i++) {
+        const u8* line = step(i) + row * 128;
+        int left = K - i * 64 - half * 32;
+        uint4 v[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) v[c] = *(const uint4*)(line + ((half * 4 + c ^ row & 7) << 4));
+        if (!RMS_ && i == 0) {  // (zeros follow the last column)
+            float unused = 0;
+            own_sums<false, E>(v, 0.0f, 32, shift, unused);
+            shift += __shfl_xor_sync(~0u, shift, 1);
+            shift /= K < 64 ? K : 64;
+        }
+        if (K - i * 64 >= 64) own_sums<false, E>(v, shift, 32, sum, square);
+        else own_sums<true, E>(v, shift, left, sum, square);
+        done(i);
+    }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    square += __shfl_xor_sync(~0u, square, 1);
+    float off = RMS_ ? 0.0f : sum / K;
+    return make_float2(rsqrtf(fmaxf(square / K - off * off, 0.0f) + epsilon), shift + off);
 }
 
 // Column sums of a swizzled tile [ROWS_][64] in shared memory, to[0..64) of which `left` exist.

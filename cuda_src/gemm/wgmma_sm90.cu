@@ -14,8 +14,10 @@
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
 //            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
+//            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
-//            SIDE_LANES, MOMENTS, PARTS; the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
+//            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead);
+//            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
 // Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
 #include "gemm/epilogue.cuh"
@@ -33,6 +35,9 @@
 #ifndef PARTS
 #define PARTS 0
 #endif
+#ifndef STATIC_B
+#define STATIC_B 0
+#endif
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = (TRANS_B ? BN : BOXES * 64) * BK * 2;
@@ -40,11 +45,12 @@ constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int BOX = 16 * 128;                      // a warp's store: 16 rows of 64 16-bit columns
 constexpr int OUT_BOXES = DIRECT ? 0 : 2;          // boxes a warp keeps in flight
 constexpr int C_BOXES = !EPI_OPERAND || DIRECT ? 0 : MI * FULL > 1 ? 2 : 1;
-constexpr int COL_SETS = PINGPONG ? 2 : 1;         // cooperative warpgroups share their columns
+constexpr bool ALONE = SIDE == OWN || SIDE == OWN_RMS;  // a CTA has one tile, of 64 rows
+constexpr int COL_SETS = PINGPONG && !ALONE ? 2 : 1;  // cooperative warpgroups share their columns
 constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX;
 constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
-constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : 0);
+constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : ALONE ? 4 : 0);
 constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for columns
 constexpr bool EARLY = SIDE == STATS || SIDE == RMS, TWICE = SIDE == TILES;
 constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
@@ -98,6 +104,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
     volatile int* limit = (int*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8);
+    float2* own = (float2*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8 + 16);  // ALONE: rstd, mean
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
 
@@ -112,7 +119,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     }
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
-    after_previous_launch();
+    if (!STATIC_B) after_previous_launch();
 
     Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
     int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
@@ -126,6 +133,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     if (warp < 4) {  // ---- producer ----
         registers_shrink<(BIG ? 40 : 56)>();  // (40 + 2 * 232) * 128 registers are all there are
         if (warp > 0) {
+            if (STATIC_B) after_previous_launch();
 #if SIDE == TILES
             int s = 0, turn = warp - 1;
             u32 phase = 0;
@@ -147,7 +155,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
             }
             side_done(sync, gridDim.x * 11);
-#elif SIDE
+#elif SIDE == STATS || SIDE == RMS
             side_rows<SIDE, SIDE_LANES>(sync, side_a, side_ld, M, K, epsilon, row0, row1, limit);
             side_done(sync, gridDim.x * 11);
 #endif
@@ -156,6 +164,29 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             tma_prefetch(map_b);
             int s = 0;
             u32 phase = 1;
+            auto load_b = [&](u32 b, u32 bar, int k, int n, int zb) {
+                mbarrier_expect(bar, STAGE_BYTES);
+                if (CLUSTER == 1 && TRANS_B)
+                    tma_load(b, map_b, bar, k, n, zb);
+                else if (CLUSTER == 1)
+#pragma unroll
+                    for (int i = 0; i < BOXES; i++) tma_load(b + i * 8192, map_b, bar, n + i * 64, k, zb);
+                else if (TRANS_B)  // this CTA's half, to both
+                    tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k, n + rank * (BN / 2), zb,
+                                       3);
+                else
+#pragma unroll
+                    for (int i = 0; i < BOXES; i++)
+                        tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar, n + i * 64,
+                                           k + rank * 32, zb, 3);
+            };
+            if (STATIC_B) {
+                Tile t = work.at(start, rank);
+                for (int step = 0; step < STAGES && step < steps_of(t.split); step++)
+                    load_b(base + step * STAGE_BYTES + A_BYTES, full + step * 8,
+                           (t.split * per_split + step) * BK, t.n, t.batch * batch_b);
+                after_previous_launch();
+            }
             for (int id = start; id < count; id += stride) {
                 Tile t = work.at(id, rank);
                 int steps = steps_of(t.split);
@@ -167,30 +198,13 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     int zb = PASSES > 1 ? plane_b(pass) : t.batch * batch_b;
                     u32 a = base + s * STAGE_BYTES, b = a + A_BYTES, bar = full + s * 8;
                     mbarrier_wait(empty + s * 8, phase);
-                    mbarrier_expect(bar, STAGE_BYTES);
+                    if (!STATIC_B || id > start || step >= STAGES) load_b(b, bar, k, t.n, zb);
                     if (TRANS_A)
 #pragma unroll
                         for (int i = 0; i < BM / 64; i++)
                             tma_load(a + i * 8192, map_a, bar, t.m + i * 64, k, za);
                     else
                         tma_load(a, map_a, bar, k, t.m, za);
-                    if (CLUSTER == 1) {
-                        if (TRANS_B)
-                            tma_load(b, map_b, bar, k, t.n, zb);
-                        else
-#pragma unroll
-                            for (int i = 0; i < BOXES; i++)
-                                tma_load(b + i * 8192, map_b, bar, t.n + i * 64, k, zb);
-                    } else {  // this CTA's half, to both
-                        if (TRANS_B)
-                            tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k,
-                                               t.n + rank * (BN / 2), zb, 3);
-                        else
-#pragma unroll
-                            for (int i = 0; i < BOXES; i++)
-                                tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar,
-                                                   t.n + i * 64, k + rank * 32, zb, 3);
-                    }
                     if (++s == STAGES) s = 0, phase ^= 1;
                 }
             }
@@ -198,9 +212,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         }
     } else {  // ---- consumers ----
         registers_grow<(BIG ? 232 : 224)>();
+        if (STATIC_B) after_previous_launch();
         int group = warp / 4 - 1, me = threadIdx.x - 128;
         int wrow = (PINGPONG ? 0 : group * MI * 64) + warp % 4 * 16;  // this warp's rows, + 64 a block
-        float* columns = (float*)(smem + COL_AT) + (PINGPONG ? group * EPI_COLS * BN : 0);
+        float* columns = (float*)(smem + COL_AT) + (PINGPONG && !ALONE ? group * EPI_COLS * BN : 0);
         constexpr int SHARERS = PINGPONG ? 128 : 256;  // threads that share `columns`
         int column = PINGPONG ? me % 128 : me;
         u32 out = base + OUT_AT + (warp - 4) * OUT_BOXES * BOX;
@@ -211,8 +226,36 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         u32 phase = 0, c_phase = 0;
         float acc[MI][BN / 2];
         if (PINGPONG && group == 1) bar_arrive(2, 256);  // group 0 multiplies first
+#if SIDE == OWN || SIDE == OWN_RMS
+        if (group == 1) {  // it has no tile
+            Tile t = work.at(start, rank);
+            int row = me % 128 / 2, m = t.m + row;
+            for (int at = column; at < BN; at += 128) {
+                bool in = t.n + at < N;
+                columns[at] = EPI_COLS > 0 && in ? to_float(col1[t.n + at]) : 0.0f;
+                columns[BN + at] = EPI_COLS > 1 && in ? to_float(col0[t.n + at]) : 0.0f;
+            }
+            float2 found = side_own<SIDE == OWN_RMS, T>(
+                K, epsilon,
+                [&](int step) {
+                    mbarrier_wait(full + step % STAGES * 8, step / STAGES & 1);
+                    return (const u8*)smem + step % STAGES * STAGE_BYTES;
+                },
+                [&](int step) {
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(empty + step % STAGES * 8);
+                });
+            if (lane % 2 == 0) own[row] = found;
+            bar_arrive(6, 256);
+            if (t.n == 0 && lane % 2 == 0 && m < M) {
+                row0[m] = found.x;
+                if (row1) row1[m] = found.y;
+            }
+            count = 0;
+        }
+#endif
         Pairs pairs = {};
-        if (SIDE) pairs = Pairs(sync, SIDE == TILES ? M * work.tiles_n : M);
+        if (EARLY || TWICE) pairs = Pairs(sync, SIDE == TILES ? M * work.tiles_n : M);
 
         for (int id = start; id < count; id += stride, turn++) {
             Tile t = work.at(id, rank);
@@ -234,7 +277,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     cv[1][i] = EPI_COLS > 0 && in ? to_float(col1[n]) : 0.0f;
                 }
             };
-            if (!BIG) load_columns();
+            if (!BIG && !ALONE) load_columns();
             // until the epilogue each lane keeps one of the warp's rows, `mine`
             Row rows[MI][2], mine = {};
             int rm = t.m + wrow + lane % (16 * MI) / 16 * 64 + lane % 16;
@@ -251,7 +294,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 mine = {rsqrtf(m2 / K + epsilon), mu};
                 if (t.n == 0) row0[rm] = mine.r0, row1[rm] = mu;
 #else
-                if (EPI_ROWS > 0 && !EARLY) mine.r0 = to_float(row0[rm]), mine.r1 = to_float(row1[rm]);
+                if (EPI_ROWS > 0 && !EARLY && !ALONE) mine.r0 = to_float(row0[rm]), mine.r1 = to_float(row1[rm]);
                 if (EPI_ROWS > 2 && !TWICE) mine.r2 = to_float(row2[rm]), mine.r3 = to_float(row3[rm]);
                 if (EARLY) pairs.get(rm, mine.r0, mine.r1);
 #endif
@@ -261,6 +304,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     while (rm < M && !(__float_as_uint(mine.r0) | __float_as_uint(mine.r1)))
                         pairs.get(rm, mine.r0, mine.r1);
                 if (EARLY) __syncwarp();
+                if (ALONE) {
+                    bar_sync(6, 256);
+                    mine.r0 = own[wrow + lane % 16].x, mine.r1 = own[wrow + lane % 16].y;
+                }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     int from = i * 16 + h * 8 + lane / 4;
@@ -369,7 +416,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
             }
 
-            if (EPI_COLS) {
+            if (EPI_COLS && !ALONE) {
                 if (BIG) load_columns();
                 bar_sync(4 + (PINGPONG ? group : 0), SHARERS);  // the last tile's readers are done
 #pragma unroll
@@ -522,7 +569,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (pass == 0) exchange(sums);
             }
         }
-        if (SIDE) side_done(sync, gridDim.x * 11);
+        if (EARLY || TWICE) side_done(sync, gridDim.x * 11);
     }
     // a CTA's barriers and tiles are the other's too, until both are through
     if (CLUSTER > 1) cluster_sync();

@@ -151,7 +151,7 @@ class Cluster:
         waves = 4e-6 * (ceil(ctas / slots) - 1)
         # where all SMs are taken the next launch cannot read its weights ahead
         crowd = 0.26 * min(1.0, ctas / (room * hw.sm_count)) * problem.bytes / hw.bandwidth
-        start = 1.12 * hw.launch_seconds + 0.3e-6 * (wgm - 1)
+        start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:

@@ -99,21 +99,31 @@ class Wgmma:
             return "empty or too large"
         return None
 
-    def _smem(self, problem: Problem, config: Config, stages: int) -> int:
+    def _own(self, problem: Problem, config: Config, hw: Hardware) -> bool:
+        """Whether the statistics of rows come from the one tile that each CTA has."""
         mi, bn, pingpong = config.integers("tile")
+        tiles = ceil(problem.m / 64) * ceil(problem.n / bn) * problem.batches
+        single = config.integer("splits") == 1 and config.integer("cluster") == 1
+        shape = mi == 1 and pingpong == 1 and single and tiles <= hw.sm_count
+        return shape and problem.text("rows") in ("stats", "rms")
+
+    def _smem(self, problem: Problem, config: Config, stages: int, hw: Hardware) -> int:
+        mi, bn, pingpong = config.integers("tile")
+        own = self._own(problem, config, hw)
         rows = (64 if pingpong else 128) * mi
         splits = config.integer("splits")
         plain = direct(problem, splits)
         boxes = 0 if plain else 2 + (2 if operand(problem) else 0)
         # a split product has no epilogue: the reduction runs it
-        cols = 0 if splits > 1 else (2 if pingpong else 1) * columns(problem) * bn * 4
+        sets = 2 if pingpong and not own else 1
+        cols = 0 if splits > 1 else sets * columns(problem) * bn * 4 + (512 if own else 0)
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
         return (
             stages * (rows + wide) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
         )
 
     def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        room = [s for s in range(2, 9) if self._smem(problem, config, s) <= hw.smem_per_block]
+        room = [s for s in range(2, 9) if self._smem(problem, config, s, hw) <= hw.smem_per_block]
         return max(room, default=0)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
@@ -153,6 +163,8 @@ class Wgmma:
         passes = {0: 1, 2: 3, 3: 6}[problem.integer("planes")]
         units = ceil(ceil(problem.m / bm) / cluster) * ceil(problem.n / bn) * problem.batches
         slots = hw.sm_count // cluster
+        if problem.text("rows") == "tiles":  # whole rows of tiles
+            slots -= slots % ceil(problem.n / bn)
         waves = ceil(units * splits / slots)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         # operand traffic bounds small tiles: 2 (bm + bn) bytes into smem for bm bn products
@@ -170,6 +182,8 @@ class Wgmma:
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         if problem.attr("moments") or problem.attr("parts"):
             tail += 0.5e-6
+        if problem.text("rows") in ("stats", "rms") and splits == 1:  # the last rows are late
+            tail += 0.6e-6 if self._own(problem, config, hw) else 3.3e-6
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
@@ -250,12 +264,16 @@ class Wgmma:
             "STAGES": self._stages(problem, config, hw), "GROUP": config.integer("group"),
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
+        tile |= {"STATIC_B": 1} if problem.attr("static_b") and cluster == 1 else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
         if side == "tiles":
             pairs *= ceil(n / bn)
             blocks -= blocks % ceil(n / bn)
+        if self._own(problem, config, hw):
+            types |= {"SIDE": "OWN_RMS" if side == "rms" else "OWN"}
+            side = ""
         if side:  # a warp has 2 KB of rows in flight: short rows, several at a time
             lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
             types |= {"SIDE": side.upper()}
@@ -281,7 +299,7 @@ class Wgmma:
                 Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.number("epsilon")),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
-            smem=self._smem(problem, config, self._stages(problem, config, hw)),
+            smem=self._smem(problem, config, self._stages(problem, config, hw), hw),
             cluster=cluster,
             sync=32 + 16 * pairs if side else 0,
             cooperative=side == "tiles",
@@ -322,7 +340,7 @@ class SplitWgmma:
         return 2 if problem.math == "bf16x3" else 3
 
     def _gemm(self, problem: Problem) -> Problem:
-        own = {"lda", "ldb"}
+        own = {"lda", "ldb", "static_b"}  # the planes are made just before
         attrs = {name: value for name, value in problem.attrs if name not in own}
         if problem.attr("bias"):
             attrs["bias_dtype"] = problem.text("bias_dtype", problem.dtype)

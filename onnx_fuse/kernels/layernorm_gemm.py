@@ -19,7 +19,7 @@ from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
-from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_stats
+from onnx_fuse.kernels.rows import fold, fold_parts, fold_seconds, rename, row_stats
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def _pad(size: int) -> int:
 def gemm_problem(problem: Problem, **values: Value) -> Problem:
     """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
     kept = {name: problem.attr(name) for name in KEPT if problem.attr(name)}
+    kept |= {"static_b": True} if problem.attr("static_b") and problem.attr("folded") else {}
     return Problem.of(
         "Gemm",
         m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, out_dtype=problem.out,
@@ -99,8 +100,8 @@ class Fold:
         if self._side(problem, config) and problem.attr("folded") and not problem.attr("parts"):
             seconds += SIDE_SECONDS
         if not problem.attr("folded"):
-            moved = 2 * ITEMSIZE[problem.dtype] * problem.k * problem.n
-            seconds += moved / hw.bandwidth + hw.launch_seconds * (1 if problem.trans_b else 2)
+            shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
+            seconds += fold_seconds(*shape, hw)
         return seconds
 
     def _sizes(self, problem: Problem) -> tuple[int, int, int]:
@@ -159,7 +160,7 @@ class Apply:
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
     """
 
-    def __init__(self, inner: Wgmma | SplitWgmma | CublasLt | Mma | Fma | Simt) -> None:
+    def __init__(self, inner: Cluster | Wgmma | SplitWgmma | CublasLt | Mma | Fma | Simt) -> None:
         self.inner = inner
         self.name = f"apply_{inner.name}"
 
@@ -168,7 +169,9 @@ class Apply:
         return (*self.inner.sources(), "norm/row_stats.cu")
 
     def _gemm(self, problem: Problem) -> Problem:
-        return gemm_problem(problem, bias=bool(problem.attr("bias")))
+        # the weights are older than the launch before, the normalisation: they may be read ahead
+        ahead = {"static_b": True} if isinstance(self.inner, Cluster | Wgmma) else {}
+        return gemm_problem(problem, bias=bool(problem.attr("bias")), **ahead)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """None, or why not."""
@@ -183,8 +186,9 @@ class Apply:
         return self.inner.configs(self._gemm(problem), hw)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """The GEMM, and x read and written once."""
+        """The GEMM, and x read and written once; meanwhile a cluster has all its weights coming."""
         seconds = self.inner.cost(self._gemm(problem), config, hw)
+        seconds += 0.0 if isinstance(self.inner, Cluster) else 0.5e-6
         return seconds + 2 * stats_seconds(problem, hw) - hw.launch_seconds
 
     def _copy(self, problem: Problem) -> int:
@@ -226,6 +230,7 @@ class Apply:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
         Cluster(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
-        Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Fma()), Apply(Simt()),
+        Apply(Cluster()), Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Fma()),
+        Apply(Simt()),
     ),
 }  # fmt: skip

@@ -219,6 +219,11 @@ NORMS = [
     for dtype in ("bfloat16", "float32")
 ]
 NORMS += [p.having(folded=True, static_b=True) for p in NORMS if p.dtype != "float32"]
+NORMS += [
+    Problem.of("LayerNormGemm", m=m, k=136, n=264, dtype="bfloat16", bias=True, **attrs)
+    for m in (200, 4500)  # a tile a block, and more
+    for attrs in ({"folded": True}, {"folded": True, "rms": True}, {"rms": True})
+]
 
 
 @pytest.mark.parametrize("ratio", [0, 10, 1000])
@@ -232,6 +237,8 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
     gamma[::5] = 0
     w, c = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype]), random(rng, dtype, n)
     mean = wide(x).mean(-1, keepdims=True)
+    if problem.attr("rms"):
+        mean, beta = np.zeros_like(mean), np.zeros_like(beta)
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
     want = ((wide(x) - mean) * rstd * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
     # a float32 mean is off by 2^-24 of itself, which is ratio standard deviations
@@ -313,11 +320,14 @@ GRADIENTS = [
         (33, "bfloat16", "gelu"), (32, "float16", ""), (16, "bfloat16", ""),
         (5, "float16", "gelu"), (1, "bfloat16", ""),
     )
+] + [
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype="bfloat16", folded=True)
+    for m, k in ((260, 4104), (40, 520))
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
 
-@pytest.mark.parametrize(("m", "k"), [(257, 264), (2000, 1032)])
+@pytest.mark.parametrize(("m", "k"), [(257, 264), (5000, 1032)])
 def test_bound_statistics_are_those_of_each_run(m: int, k: int, hw: Hardware) -> None:
     # flags that a launch leaves behind must not pass for the next one's
     rng, n, dtype = np.random.default_rng(9), 384, "bfloat16"
@@ -372,6 +382,9 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     given = {"x": x, "dy": dy, "gamma": gamma, "beta": beta, "w": w, "c": c,
              "mean": mean[:, 0].astype(np.float32), "rstd": rstd[:, 0].astype(np.float32),
              "z": z.astype(TYPES[dtype])}  # fmt: skip
+    wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
+    given |= {"wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
+              "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
     for kernel, how in found:
         bits = []
         for _ in range(2):
