@@ -53,6 +53,8 @@ class Values:
         self.constants: dict[int, np.ndarray] = {}
         self._copies: dict[Tensor, Tensor] = {}
         self._known_constants: dict[Any, Tensor] = {}
+        self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
+        self.fold_pays: dict[Problem, bool] = {}
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names = 0
         self._random: Tensor | None = None

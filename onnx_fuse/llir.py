@@ -212,6 +212,10 @@ class Context(Protocol):
     opset: int
     math: str
     """Which fp32 products are allowed: "ieee", "tf32", "bf16x3", "bf16x6"."""
+    prefs: Mapping[str, str] | None
+    folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]]
+    """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs, cv."""
+    fold_pays: dict[Problem, bool]
 
     def view(self, node: ir.Node, i: int) -> Tensor:
         """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from interpret import interpret
 
-from onnx_fuse import ir, lower, optim, passes, session, train
+from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
 from onnx_fuse.kernels import chains, jit, pointwise, reduce, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
@@ -637,6 +637,27 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, act):
         assert [name for name, _ in calls[0].reads] == names
     else:  # no kernel for fp32: the op's body
         assert set(kinds) == {"Gemm"}
+
+
+@pytest.mark.parametrize(("rows", "folds"), [(8192, 1), (64, 0)])
+def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
+    sizes = {"gamma": (2048,), "beta": (2048,), "w": (2048, 2048), "c": (2048,)}
+    model = ir.text_model(
+        """agraph (bfloat16[M,2048] x, bfloat16[2048] gamma, bfloat16[2048] beta,
+        bfloat16[2048,2048] w, bfloat16[2048] c) => (bfloat16[M,2048] y)
+        { h = LayerNormalization (x, gamma, beta)  p = MatMul (h, w)  y = Add (p, c) }"""
+    )
+    passes.optimize(model)
+    graph = autodiff.gradient(model, wrt=["x", *sizes])
+    shapes = dict.fromkeys(("x", "y.grad"), (rows, 2048)) | sizes
+    program = lower.lower(graph, {name: (s, "bfloat16") for name, s in shapes.items()}, H200)
+    entries = [launch.entry for call in program.calls for launch in call.launches]
+    assert entries.count("fold_columns") == folds
+    forward, backward = (call for call in program.calls if call.problem is not None)
+    assert bool(forward.problem.attr("folded")) == bool(backward.problem.attr("folded")) == folds
+    if folds:
+        names = ("wq", "cs", "cv")
+        assert all(dict(forward.reads)[name] == dict(backward.reads)[name] for name in names)
 
 
 def test_an_encoder_layer_moves_nothing():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
-from onnx_fuse.kernels.rows import row_dots, sum_parts
+from onnx_fuse.kernels.rows import fold, fold_parts, fold_seconds, row_dots, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.problem import ITEMSIZE, Problem
@@ -262,12 +262,15 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     beta = None if rms else ctx.view(node, 2)
     folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
     made = problem.having(folded=True, align=16)
+    reads = {"x": x, "gamma": scale, "w": right.tensor, "c": ctx.contiguous(row)}
+    if beta is not None:
+        reads["beta"] = ctx.contiguous(beta)
+    if exposed and beta is not None and problem not in ctx.fold_pays:
+        ctx.fold_pays[problem] = _fold_pays(ctx, problem)
+    if exposed and beta is not None and ctx.fold_pays[problem]:
+        folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
         problem, reads = made, {"x": x, **folded}
-    else:
-        reads = {"x": x, "gamma": scale, "w": right.tensor, "c": ctx.contiguous(row)}
-        if beta is not None:
-            reads["beta"] = ctx.contiguous(beta)
     writes = {"y": ctx.output(node, 0, (*x.shape[:-1], n), x.dtype)}
     stat = (*x.shape[:-1], 1)
     for i, extra in enumerate(exposed, 1):
@@ -277,6 +280,38 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
         if extra not in writes:
             writes[extra] = ctx.scratch("float32", stat)
     return ctx.select(node, problem, reads, writes)
+
+
+def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
+    parameters = (reads[name] for name in ("gamma", "beta", "w", "c"))
+    return tuple((t.buffer, t.offset) for t in parameters)
+
+
+def _fold_pays(ctx: Context, problem: Problem) -> bool:
+    """Whether forward and gradient together gain by weights that are folded for both."""
+    if problem.trans_b or problem.dtype not in ("float16", "bfloat16"):
+        return False
+    act = {key: problem.attr(key) for key in ("act", "act_alpha") if problem.attr(key)}
+    m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+    pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **act))
+    apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
+    shared = [select(p.op, p.having(folded=True), ctx.hw, ctx.prefs) for p in pair]
+    if None in apart or None in shared:
+        return False
+    seconds = [sum(c.seconds for c in choices if c) for choices in (apart, shared)]
+    return seconds[1] + fold_seconds(k, n, dtype, False, ctx.hw) < seconds[0]
+
+
+def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A call that folds the weights; what it writes is the gradient's too."""
+    given = {name: reads[name] for name in ("w", "gamma", "beta", "c")}
+    k, n = given["w"].shape
+    made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
+    made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
+    calls = fold(k, n, given["w"].dtype, False)
+    ctx.call(node, calls, given, made, workspace=8 * fold_parts(k, False) * n)
+    ctx.folds[_places(reads)] = made
+    return made
 
 
 def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -306,6 +341,8 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     if select("LayerNormGemmGrad", problem, ctx.hw) is None:
         return f"no kernel serves {problem}"
     reads = {key: ctx.dense(node, i) for i, key in enumerate(names)}
+    if (made := ctx.folds.get(_places(reads))) is not None:
+        problem, reads = problem.having(folded=True), reads | made
     shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
     writes = {
         key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
