@@ -49,10 +49,6 @@ def stats_seconds(problem: Problem, hw: Hardware) -> float:
     return hw.launch_seconds + size / hw.bandwidth
 
 
-SIDE_SECONDS = 3e-6
-"""What the first tiles wait for statistics made beside them (H200, 2026-11, 512 to 8192 rows)."""
-
-
 class Fold:
     """LayerNorm folded into the weights and the epilogue of a 16-bit GEMM; x is never rewritten."""
 
@@ -97,8 +93,6 @@ class Fold:
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         if not problem.attr("stats") and not self._side(problem, config):
             seconds += stats_seconds(problem, hw)
-        if self._side(problem, config) and problem.attr("folded") and not problem.attr("parts"):
-            seconds += SIDE_SECONDS
         if not problem.attr("folded"):
             shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
             seconds += fold_seconds(*shape, hw)
