@@ -1,19 +1,18 @@
 // sdpa/wgmma_sm90.cu: y = softmax(scale q k^T + mask) v in 16-bit floats on Hopper: TMA, wgmma.
-// Idea     : WGS warpgroups of 64 queries each against tiles of TILE keys; one more warp keeps STAGES
+// Idea     : WGS warpgroups of 64 queries each against tiles of TILE keys; one warp keeps STAGES
 //            tiles of k and of v in flight by TMA. Logits and probabilities stay in registers, where
 //            they are the second product's operand: while it runs with the next tile's first product,
 //            the softmax between them waits for neither. PINGPONG: one warpgroup's products run
 //            during another's softmax. ROUNDS: a warpgroup goes through so many tiles of queries one
 //            after the other against keys that stay (keys <= TILE STAGES): more blocks on an SM have
 //            their loads in flight at once. ONE: all keys are one tile: nothing is
-//            rescaled.
+//            rescaled. A single warpgroup (or ONE) loads for itself: INLINE.
 // Inputs   : q, k, v by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S] (or null).
 // Macros   : T, D, DV, MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0); WGS, ROUNDS, TILE
 //            (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's).
-// Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads, 128
-//            more unless INLINE.
+// Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
 #include "sdpa/operands.cuh"
@@ -169,19 +168,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         mbarrier_expect(bar, V_BYTES);
         for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, j * TILE, kv, b);
     };
-    // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
-    T row_mask[TILE / 32];
+    // the mask's row of tile j through registers, in units of log 2, -inf behind the last key
+    float row_mask[TILE / 32];
     auto read_mask = [&](int j) {
 #pragma unroll
-        for (int i = 0; MASK == 2 && i < TILE / 32; i++)
-            row_mask[i] = mask[b * mask_batch + h * mask_head + min(j * TILE + i * 32 + lane, keys - 1) * mask_column];
+        for (int i = 0; MASK == 2 && i < TILE / 32; i++) {
+            const int key = j * TILE + i * 32 + lane;
+            row_mask[i] = NEGATIVE_INFINITY;
+            if (key < keys) row_mask[i] = mask_power<T>(to_float(mask[b * mask_batch + h * mask_head + key * mask_column]));
+        }
     };
-    auto write_mask = [&](int j, int s) {
+    auto write_mask = [&](int s) {
         if (MASK != 2) return;
 #pragma unroll
         for (int i = 0; i < TILE / 32; i++)
-            *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
-                j * TILE + i * 32 + lane < keys ? mask_power<T>(to_float(row_mask[i])) : NEGATIVE_INFINITY;
+            *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) = row_mask[i];
         mbarrier_arrive(k_full + s * 8);
     };
     if (loader) {
@@ -197,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         }
         for (int j = 0; j < STAGES && j < tiles; j++) {
             read_mask(j);
-            write_mask(j, j);
+            write_mask(j);
         }
         __syncwarp();
     }
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             read_mask(j);
             mbarrier_wait(k_empty + s * 8, phase);
             load_keys(j, s);
-            write_mask(j, s);  // the keys are awaited before the values' stage is free
+            write_mask(s);  // the keys are awaited before the values' stage is free
             mbarrier_wait(v_empty + s * 8, phase);
             load_values(j, s);
             if (++s == STAGES) s = 0, phase ^= 1;
@@ -249,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 read_mask(STAGES);
                 mbarrier_wait(k_empty, 0);
                 load_keys(STAGES, 0);
-                write_mask(STAGES, 0);
+                write_mask(0);
                 __syncwarp();
             }
             if (!ONE && tiles > 1) mbarrier_wait(k_full + 8, 0);
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                     if (j + STAGES < tiles) {
                         mbarrier_wait(k_empty + stage * 8, phase);
                         load_keys(j + STAGES, stage);
-                        write_mask(j + STAGES, stage);
+                        write_mask(stage);
                     }
                     if (j - 1 + STAGES < tiles) {
                         mbarrier_wait(v_empty + before * 8, before_phase);
