@@ -351,7 +351,8 @@ def _mark(
         if isinstance(rule, NoGrad):
             stops.append((node, rule.reason))
             continue
-        if rule is None and not _captures(node) and (made := expand(graph, op, node)) is not None:
+        apart = rule is None or (op.fused and _split(node))
+        if apart and not _captures(node) and (made := expand(graph, op, node)) is not None:
             todo.extend(reversed(made))
             continue
         if definition is not None and not set(definition.saves) <= set(exposed):
@@ -362,6 +363,13 @@ def _mark(
         active.update(reached)
         nodes.append(node)
     return nodes, active, stops
+
+
+def _split(node: ir.Node) -> bool:
+    """Whether kernels serve the gradients of a fused node's parts better than its own: in fp32."""
+    base = node.op_type.split("_")[0]
+    product = node.domain == FUSE and "Gemm" in base and not base.endswith("Grad")
+    return product and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
 
 
 def _captures(node: ir.Node) -> bool:

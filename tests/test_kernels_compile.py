@@ -322,8 +322,9 @@ def test_kernels_that_do_something_before_they_wait_follow_one_launch_alone() ->
     assert not jit.waits_first(late)
 
 
+@pytest.mark.parametrize("level", [0, 2])
 def test_the_step_of_a_perceptron_is_few_launches_without_spills(
-    monkeypatch: pytest.MonkeyPatch,
+    level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LayerNorm, Gemm and GELU forward: two launches a layer; three backward, dW besides."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "models"))
@@ -332,6 +333,7 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(
         mlp.build(mlp.Config((64, 64, 64, 64))),
         loss="cross_entropy",
         optimizer=optim.AdamW(),
+        level=level,
         fused=True,
     )
     shapes = {

@@ -710,6 +710,18 @@ def test_a_norms_backward_takes_in_what_follows_it():
     assert finish.kernel == "LayerNormGrad"
 
 
+@pytest.mark.parametrize(("row", "column"), [("4", "bias"), ("5,1", ""), ("2,5,4", "residual")])
+def test_a_row_added_to_a_product_is_its_bias(row, column):
+    text = f"""agraph (float[2,5,3] x, float[3,4] w, float[{row}] c) => (float[2,5,4] y)
+    {{ z = MatMul(x, w) y = Add(c, z) }}"""
+    shape = tuple(map(int, row.split(",")))
+    calls = program_of(ir.text_model(text), arrays(x=(2, 5, 3), w=(3, 4), c=shape)).calls
+    (product,) = [call for call in calls if call.problem is not None]
+    assert len(calls) == (1 if column else 2)
+    assert {name for name in ("bias", "residual") if product.problem.attr(name)} == {column} - {""}
+    assert ("col1" in dict(product.reads)) == (column == "bias")
+
+
 def test_large_tensors_that_are_ready_last_are_updated_apart():
     """w - g for several w: the large ones do not wait for what makes the others' gradients."""
     text = """agraph (float[256,256] g, float[256,256] u, float[256,256] v, float[256,256] w,

@@ -17,7 +17,15 @@ from math import prod
 
 from onnx_fuse.kernels import Choice, forced, refusals, select
 from onnx_fuse.kernels.jit import source_text, without_bounds
-from onnx_fuse.kernels.pointwise import SCALAR, Expression, Step, finish, inline, launch_many
+from onnx_fuse.kernels.pointwise import (
+    FLOATS,
+    SCALAR,
+    Expression,
+    Step,
+    finish,
+    inline,
+    launch_many,
+)
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import Hardware, Launch, Num, Problem, Ptr, Table
 
@@ -112,7 +120,7 @@ def add_in_epilogue(
     hw: Hardware,
     prefs: Mapping[str, str] | None = None,
 ) -> list[Call]:
-    """y = a · b, s = y + r becomes one Gemm with the residual r, if nothing else reads y.
+    """y = a · b, s = y + r becomes one Gemm with the residual or bias r, if nothing else reads y.
 
     Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
     """
@@ -129,7 +137,7 @@ def add_in_epilogue(
         added = call.expression is not None and [s.name for s in call.expression.steps] == ["Add"]
         if not (norm or (added and len(call.reads) == 2)):
             continue
-        if not all(t.dense for _, t in (*call.reads, *call.writes)):
+        if not all(t.dense or _row(t) for _, t in (*call.reads, *call.writes)):
             continue
         total, pair = dict(call.writes).get("sum", call.writes[0][1]), [t for _, t in call.reads]
         if norm:
@@ -139,6 +147,7 @@ def add_in_epilogue(
             product = next(iter(result[at[0]]), None) if len(at) == 1 else None
             if product is None or readers[y.buffer] != 1 or y.buffer in keep or r.offset:
                 continue
+            bias = not r.dense
             problem = product.problem
             if problem is None or problem.op != "Gemm" or len(product.writes) != 1:
                 continue
@@ -146,7 +155,9 @@ def add_in_epilogue(
                 continue
             if {y.dtype, r.dtype, total.dtype} != {problem.out} or y.size != total.size:
                 continue
-            problem = problem.having(residual=True)
+            if not y.dense or (bias and (norm or problem.attr("bias") or r.dtype not in FLOATS)):
+                continue
+            problem = problem.having(**{"bias" if bias else "residual": True})
             choice = _epilogue(problem, hw, prefs)
             if choice is None:
                 continue
@@ -154,7 +165,7 @@ def add_in_epilogue(
                 product,
                 nodes=tuple(dict.fromkeys((*product.nodes, *call.nodes))),
                 problem=problem,
-                reads=(*product.reads, ("c", r)),
+                reads=(*product.reads, ("col1" if bias else "c", r)),
                 writes=(("y", total),),
             )
             result[at[0]] = ()
@@ -162,6 +173,12 @@ def add_in_epilogue(
             writers[total.buffer] = [i]
             break
     return [call for entry in result for call in entry]
+
+
+def _row(tensor: Tensor) -> bool:
+    """Whether it is one row, broadcast over the axes before the last."""
+    axes = [s for d, s in zip(tensor.shape[:-1], tensor.strides[:-1], strict=True) if d > 1]
+    return bool(axes) and not any(axes) and tensor.strides[-1] == 1
 
 
 def _norm_of(call: Call, total: Tensor) -> Call:
