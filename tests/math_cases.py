@@ -278,7 +278,7 @@ def _norms() -> Iterator[Case]:
             yield Case("RMSNormalizationGrad", (*given[:3], rstd), {}, 2, dtype, FUSE)
             yield Case("SkipLayerNormGrad", (rows, *given), {}, 3, dtype, FUSE)
     for act, dtype in (("Gelu", F16), ("Gelu", BF16), ("Silu", BF16), ("LeakyRelu", F16)):
-        for m in (100, 1700):
+        for m in (1, 100, 1700):
             given = ((m, 72), (m, 40), (40, 72), (m, 72))
             yield Case(f"Gemm{act}Grad", given, {}, 3, dtype, FUSE)
     for dtype in (F32, F16):

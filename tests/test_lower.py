@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import math_cases
 import numpy as np
 import onnx_ir
 import onnxruntime
@@ -759,6 +760,21 @@ def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
     (reader,) = [i for i, c in enumerate(program.calls) for _, t in c.reads if t.buffer == state]
     assert reader < wrote
     assert (program.calls[wrote].kernel == "LayerNormGrad+Mul") == first
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(1, 0), (33, 1)])
+def test_an_activations_gradient_is_one_pass_and_two_products_at_any_rows(rows, sums):
+    case = math_cases.Case(
+        "GemmGeluGrad", ((rows, 72), (rows, 40), (40, 72), (rows, 72)), {}, 3, "bfloat16",
+        math_cases.FUSE,
+    )  # fmt: skip
+    calls = case.program().calls
+    entries = [call.launches[0].entry for call in calls if call.problem is None]
+    assert entries == ["act_grad_rows"] + ["sum_parts"] * sums
+    dx, dw = (call.problem for call in calls if call.problem is not None)
+    assert (dx.m, dx.n, dx.k) == (rows, 40, 72)
+    # of one row, too, x is a transpose whose rows TMA can read
+    assert (dw.m, dw.n, dw.k, dw.trans_a, dw.integer("lda")) == (40, 72, rows, True, 40)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 128), (32, 0)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
 from collections import defaultdict
 from math import prod
 
@@ -54,6 +57,45 @@ def test_modules_compile_without_spills(programs):
         for defines, arch in wanted:
             for entry in jit.resources(source, defines, arch).values():
                 assert entry.clean, (source, arch, dict(defines), entry)
+
+
+# ---- activations --------------------------------------------------------------------------------
+
+
+def normal_tail(x: np.ndarray, terms: str) -> tuple[np.ndarray, np.ndarray]:
+    """|x| and P(X < -|x|) as cuda_src/common.cuh computes it in float32 from its table `terms`."""
+    text = (jit.source_root() / "common.cuh").read_text()
+    table = re.search(rf"float {terms}\[5\] = {{([^}}]*)}}", text)
+    assert table is not None
+    p = [np.float32(c.strip().rstrip("f")) for c in table[1].split(",")]
+    a = np.minimum(np.abs(x), np.float32(16)).astype(np.float32)
+    e = np.full_like(a, p[-1])
+    for c in p[-2::-1]:  # fused: rounded once
+        e = (e.astype(np.float64) * a + c).astype(np.float32)
+    return a.astype(np.float64), np.exp2(e.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("terms", "value", "relative", "slope"),
+    [("five", 2.4e-5, 3.2e-4, 5e-5), ("four", 1.9e-4, 2.8e-3, 4e-4)],
+)
+def test_gelu_for_16_bits_is_as_near_as_its_comment_says(terms, value, relative, slope):
+    """The largest error of GELU and GELU' anywhere, and of itself above x = -2."""
+    x = np.concatenate([np.linspace(-14, 14, 20001), np.geomspace(1e-7, 6e4, 2001)])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    tail, phi = (
+        np.vectorize(f) for f in (lambda v: math.erfc(v / 2**0.5) / 2, statistics.NormalDist().pdf)
+    )
+    wide = x.astype(np.float64)
+    a, e = normal_tail(x, terms)
+    y, truth = np.maximum(wide, 0) - a * e, wide * tail(-wide)
+    assert np.abs(y - truth).max() <= value
+    near = wide > -2
+    assert (np.abs(y - truth)[near] <= relative * np.abs(truth[near])).all()
+    assert (np.abs(y[wide < -14]) < 1e-20).all()
+    cdf = np.where(wide < 0, e, 1 - e)
+    bell = wide * phi(np.clip(wide, -40, 40))
+    assert np.abs(cdf + bell - (tail(-wide) + bell)).max() <= slope
 
 
 # ---- reductions ---------------------------------------------------------------------------------

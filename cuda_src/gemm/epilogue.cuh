@@ -64,16 +64,21 @@ template <> struct Activate<float> {
     DEVICE static float grad(float z, float alpha) { return act_grad<ACT, TO>(z, alpha); }
 };
 
+// Up to the activation; the activation of N elements, each hiding another's latency; what follows it.
 template <class S>
-DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float beta,
-                  float act_alpha, S& z, Dots& dots) {
+DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float beta, S& z) {
     if (ALPHA) v *= alpha;
     if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;
     if (EPI_BIAS) v += col1;
     if (EPI_C) v += beta * c;
     if (SAVE_Z && !EPI_DX) z = v;
-    if (ACT != NONE && !EPI_DACT) v = Activate<S>::value(v, act_alpha);
-    if (EPI_DACT) v *= Activate<S>::grad(c, act_alpha);
+    return v;
+}
+template <int N> DEVICE void activate_all(float (&v)[N], const float (&c)[N], float act_alpha) {
+    if (EPI_DACT) times_slope<ACT, TO>(v, c, act_alpha);
+    else if (ACT != NONE) activate<ACT, TO>(v, act_alpha);
+}
+template <class S> DEVICE S after_act(S v, const Row& row, S col0, S col1, S c, S& z, Dots& dots) {
     if (EPI_DX) {
         S xh = (c - row.r1) * row.r0;
         if (SAVE_Z) z = xh;
@@ -87,4 +92,13 @@ DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float b
     if (EPI_RES == 1) v += c;
     if (EPI_RES == 2) v += (c - row.r1) * row.r0 * col0;
     return v;
+}
+
+template <class S>
+DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float beta,
+                  float act_alpha, S& z, Dots& dots) {
+    v = before_act(v, row, col0, col1, c, alpha, beta, z);
+    if (ACT != NONE && !EPI_DACT) v = Activate<S>::value(v, act_alpha);
+    if (EPI_DACT) v *= Activate<S>::grad(c, act_alpha);
+    return after_act(v, row, col0, col1, c, z, dots);
 }

@@ -43,7 +43,13 @@ constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = (TRANS_B ? BN : BOXES * 64) * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int BOX = 16 * 128;                      // a warp's store: 16 rows of 64 16-bit columns
-constexpr int OUT_BOXES = DIRECT ? 0 : 2;          // boxes a warp keeps in flight
+#ifndef BOXES_OUT
+#define BOXES_OUT 2
+#endif
+constexpr int OUT_BOXES = DIRECT ? 0 : BOXES_OUT;  // boxes a warp keeps in flight
+constexpr bool BOTH = SAVE_Z && SIDE != TILES;     // a box of y and one of z are stored together,
+constexpr bool PAIRED = !BOTH && OUT_BOXES == 4 && MI * FULL % 2 == 0;  // or two of y
+constexpr int OUT_SLOTS = OUT_BOXES / (BOTH || PAIRED ? 2 : 1);
 constexpr int C_BOXES = !EPI_OPERAND || DIRECT ? 0 : MI * FULL > 1 ? 2 : 1;
 constexpr bool ALONE = SIDE == OWN || SIDE == OWN_RMS;  // a CTA has one tile, of 64 rows
 constexpr int COL_SETS = PINGPONG && !ALONE ? 2 : 1;  // cooperative warpgroups share their columns
@@ -224,7 +230,6 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         int brow = lane % 16, bchunk = lane / 16;
         int s = 0, turn = 0, out_slot = 0, c_slot = 0, c_load = 0;
         u32 phase = 0, c_phase = 0;
-        float acc[MI][BN / 2];
         if (PINGPONG && group == 1) bar_arrive(2, 256);  // group 0 multiplies first
 #if SIDE == OWN || SIDE == OWN_RMS
         if (group == 1) {  // it has no tile
@@ -377,8 +382,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
             }
 
-            if (PINGPONG) bar_sync(2 + group, 256);
-            for (int step = 0; step < steps; step++) {
+            float acc[MI][BN / 2];
+            auto multiply = [&](bool more, bool first) {
                 u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
                 u32 b = base + s * STAGE_BYTES + A_BYTES;
                 mbarrier_wait(full + s * 8, phase);
@@ -391,10 +396,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
                             acc[i],
                             wgmma_descriptor<!TRANS_A>(a + i * 8192 + q * (TRANS_A ? 2048 : 32)), db,
-                            step | q);
+                            first ? q : more || q);
                 }
                 wgmma_commit();
-                if (step > 0) {  // the step before is done: its stage is free
+                if (!first && more) {  // the step before is done: its stage is free
                     wgmma_wait<1>();
                     int before = s == 0 ? STAGES - 1 : s - 1;
                     if (CLUSTER == 1) {
@@ -404,7 +409,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     }
                 }
                 if (++s == STAGES) s = 0, phase ^= 1;
-            }
+            };
+            if (PINGPONG) bar_sync(2 + group, 256);
+            // BIG: the first step apart, ptxas sees that it needs no sums of the tile before, whose
+            // registers are then free as its epilogue goes on
+            if (BIG) multiply(false, true);
+            for (int step = BIG; step < steps; step++) multiply(step > 0, false);
             if (PINGPONG) bar_arrive(3 - group, 256);
             wgmma_wait<0>();
             {
@@ -442,16 +452,22 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 for (int j = 0; j < BOXES; j++) {
                     bool plain = DIRECT || j >= FULL;  // a narrow block goes by plain stores
                     if (C_BOXES && !plain) mbarrier_wait(cbar + c_slot * 8, c_phase);
-                    u32 to = out + out_slot * BOX, toz = 0;
-                    if (!plain) {  // the store that last used this box has read it
-                        if (SAVE_Z && !TWICE) {
-                            toz = out + (out_slot ^ 1) * BOX;
-                            if (lane == 0) tma_store_wait_read<0>();
-                        } else {
-                            if (lane == 0) tma_store_wait_read<1>();
-                        }
+                    int half = PAIRED ? (i * FULL + j) % 2 : 0;
+                    u32 to = out + (out_slot * (BOTH || PAIRED ? 2 : 1) + half) * BOX, toz = to + BOX;
+                    if (!plain && !half) {  // the store that last used this slot has read it
+                        if (lane == 0) tma_store_wait_read<OUT_SLOTS - 1>();
                         __syncwarp();
                     }
+                    float2 k0[4][2] = {}, k1[4][2] = {};
+                    auto read_columns = [&](int q) {
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            int nn = j * 64 + q * 16 + lane % 4 * 2 + e * 8;
+                            if (EPI_COLS > 0) k1[q][e] = *(float2*)&columns[nn];
+                            if (EPI_COLS > 1) k0[q][e] = *(float2*)&columns[BN + nn];
+                        }
+                    };
+                    read_columns(0);
 #pragma unroll
                     for (int q = 0; q < 4 && j * 64 + q * 16 < BN; q++) {
                         int n = j * 64 + q * 16 + lane % 4 * 2;  // and n + 8, in the tile
@@ -459,14 +475,15 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         u32 cr[4];
                         if (C_BOXES && !plain) ldmatrix_x4(cr, cin + c_slot * BOX + swizzled);
                         u32 packed[4], packed_z[4];
+                        float2 cs[4] = {}, zs[4] = {};
+                        float vs[8], slope[8];
+                        // e: row lane/4 + 8 (e%2), columns + 8 (e/2)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) {  // row lane/4 + 8 (e%2), columns + 8 (e/2)
+                        for (int e = 0; e < 4; e++) {
                             int h = e % 2, nn = n + e / 2 * 8;
                             float2 v = {acc[i][j * 32 + q * 8 + e / 2 * 4 + h * 2],
                                         acc[i][j * 32 + q * 8 + e / 2 * 4 + h * 2 + 1]};
-                            float2 k0 = {}, k1 = {}, cc = {}, zz = {};
-                            if (EPI_COLS > 0) k1 = *(float2*)&columns[nn];
-                            if (EPI_COLS > 1) k0 = *(float2*)&columns[BN + nn];
+                            float2 &cc = cs[e], &zz = zs[e];
                             int gm = m + h * 8 + lane / 4, gn = t.n + nn;
                             i64 at = ((i64)t.batch * M + gm) * N + gn;
                             bool in = gm < M && gn < N, both = in && gn + 1 < N;
@@ -484,10 +501,29 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                 sums[i][h].y += v.x * zz.x + v.y * zz.y;
                                 v = zz;
                             } else {
-                                v.x = epilogue<float>(v.x, rows[i][h], k0.x, k1.x, cc.x, alpha, beta,
-                                                      act_alpha, zz.x, dots[h]);
-                                v.y = epilogue<float>(v.y, rows[i][h], k0.y, k1.y, cc.y, alpha, beta,
-                                                      act_alpha, zz.y, dots[h]);
+                                v.x = before_act(v.x, rows[i][h], k0[q][e / 2].x, k1[q][e / 2].x, cc.x, alpha,
+                                                 beta, zz.x);
+                                v.y = before_act(v.y, rows[i][h], k0[q][e / 2].y, k1[q][e / 2].y, cc.y, alpha,
+                                                 beta, zz.y);
+                            }
+                            vs[e * 2] = v.x, vs[e * 2 + 1] = v.y;
+                            slope[e * 2] = cc.x, slope[e * 2 + 1] = cc.y;
+                        }
+                        // before stmatrix, which no read of shared memory passes
+                        if (q < 3 && j * 64 + q * 16 + 16 < BN) read_columns(q + 1);
+                        activate_all(vs, slope, act_alpha);
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            int h = e % 2, nn = n + e / 2 * 8;
+                            int gm = m + h * 8 + lane / 4, gn = t.n + nn;
+                            i64 at = ((i64)t.batch * M + gm) * N + gn;
+                            bool in = gm < M && gn < N, both = in && gn + 1 < N;
+                            float2 v = {vs[e * 2], vs[e * 2 + 1]}, &zz = zs[e];
+                            if (pass > 0) {
+                                v.x = after_act(v.x, rows[i][h], k0[q][e / 2].x, k1[q][e / 2].x, cs[e].x,
+                                                zz.x, dots[h]);
+                                v.y = after_act(v.y, rows[i][h], k0[q][e / 2].y, k1[q][e / 2].y, cs[e].y,
+                                                zz.y, dots[h]);
                             }
                             if (plain) {
                                 at += (i64)t.split * M * N;
@@ -521,15 +557,18 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                             packed_z[3]);
                         }
                     }
-                    if (!plain) {
+                    if (!plain && (!PAIRED || half)) {
                         fence_proxy_async();
                         __syncwarp();
                         if (lane == 0) {
+                            if (PAIRED)
+                                tma_store(map_y, to - BOX, t.n + (j ? j - 1 : FULL - 1) * 64,
+                                          j ? m : m - 64, t.batch);
                             tma_store(pass == 0 ? map_z : map_y, to, t.n + j * 64, m, t.batch);
                             if (SAVE_Z && !TWICE) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
                             tma_store_commit();
                         }
-                        out_slot ^= 1;
+                        out_slot = (out_slot + 1) % OUT_SLOTS;
                     }
                     if (C_BOXES && !plain) {
                         __syncwarp();

@@ -5,12 +5,9 @@
 //            16 warps' column sums meet in smem, in warp order. One pass over dy and z.
 // Inputs   : dy, z [M,N] T; cs, cv [N] f32.   Outputs: c1, c2 [M] f32, part [ceil(M/ROWS), N] f32,
 //            dz [M,N] T (ACT other than NONE).   N a multiple of 8, rows 16-byte aligned.
-// Macros   : T, ACT, RPW; DOTS 0: no c1, c2, of a product without a norm.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
+// Macros   : T, ACT, RPW.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
 // Bound    : bytes of dy and z (and dz).
 #include "common.cuh"
-#ifndef DOTS
-#define DOTS 1
-#endif
 constexpr int ROWS = 16 * RPW;
 
 extern "C" __global__ __launch_bounds__(512) void row_dots(
@@ -32,8 +29,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
                     g[r] = load<8>(dy + (i64)(m0 + r) * N + n);
                     v[r] = load<8>(z + (i64)(m0 + r) * N + n);
                 }
-            Vec<float, 8> k1, k2;
-            if (DOTS) k1 = load<8>(cs + n), k2 = load<8>(cv + n);
+            Vec<float, 8> k1 = load<8>(cs + n), k2 = load<8>(cv + n);
 #pragma unroll
             for (int r = 0; r < RPW; r++) {
                 if (m0 + r >= M) continue;
@@ -45,7 +41,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
                         out.at[j] = from_float<T>(d * act_grad<ACT, T>(zz, act_alpha));
                         d = to_float(out.at[j]);  // what the products will see
                     }
-                    if (DOTS) s1[r] += d * k1.at[j], s2[r] += d * (zz - k2.at[j]);
+                    s1[r] += d * k1.at[j], s2[r] += d * (zz - k2.at[j]);
                     column[j] += d;
                 }
                 if (ACT != NONE) store<8>(dz + (i64)(m0 + r) * N + n, out);
@@ -62,7 +58,6 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
             if (at < N) part[(i64)blockIdx.x * N + at] = total;
         }
     }
-    if (!DOTS) return;
 #pragma unroll
     for (int r = 0; r < RPW; r++) {
         float a = warp_sum(s1[r]), b = warp_sum(s2[r]);

@@ -109,13 +109,15 @@ class Wgmma:
         shape = mi == 1 and pingpong == 1 and single and tiles <= hw.sm_count
         return shape and problem.text("rows") in ("stats", "rms")
 
-    def _smem(self, problem: Problem, config: Config, stages: int, hw: Hardware) -> int:
+    def _smem(
+        self, problem: Problem, config: Config, stages: int, boxes_out: int, hw: Hardware
+    ) -> int:
         mi, bn, pingpong = config.integers("tile")
         own = self._own(problem, config, hw)
         rows = (64 if pingpong else 128) * mi
         splits = config.integer("splits")
         plain = direct(problem, splits)
-        boxes = 0 if plain else 2 + (2 if operand(problem) else 0)
+        boxes = 0 if plain else boxes_out + (2 if operand(problem) else 0)
         # a split product has no epilogue: the reduction runs it
         sets = 2 if pingpong and not own else 1
         cols = 0 if splits > 1 else sets * columns(problem) * bn * 4 + (512 if own else 0)
@@ -124,9 +126,16 @@ class Wgmma:
             stages * (rows + wide) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
         )
 
-    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        room = [s for s in range(2, 9) if self._smem(problem, config, s, hw) <= hw.smem_per_block]
-        return max(room, default=0)
+    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int]:
+        """Stages of the ring, and boxes of the result that a warp keeps in flight."""
+        limit = hw.smem_per_block
+
+        def fit(boxes: int) -> int:
+            room = [s for s in range(2, 9) if self._smem(problem, config, s, boxes, hw) <= limit]
+            return max(room, default=0)
+
+        two, four = fit(2), fit(4)
+        return (four, 4) if four >= min(two, 5) else (two, 2)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Tiles, clusters where two rows of tiles exist, and splits where tiles are few."""
@@ -155,7 +164,7 @@ class Wgmma:
                     found.append(
                         Config.of(tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8)
                     )
-        return [how for how in found if self._stages(problem, how, hw) >= 3]
+        return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""
@@ -182,6 +191,10 @@ class Wgmma:
         if alone:
             tail, share = 1.2e-6, 0.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
+        # an activation's instructions hold up the products they run beside, z is a second store
+        extra = 0.6e-6 * bool(problem.text("act")) + 0.5e-6 * bool(problem.attr("save_z"))
+        if waves > 1:  # where nothing runs beside it, every kernel pays for it alike
+            epilogue += extra if pingpong else 2 * extra
         if problem.attr("moments") or problem.attr("parts"):
             tail += 0.5e-6
         if problem.text("rows") in ("stats", "rms") and splits == 1:
@@ -261,12 +274,14 @@ class Wgmma:
         )  # fmt: skip
         units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * splits
         types = type_defines(problem)
+        stages, boxes = self._stages(problem, config, hw)
         tile = {
             "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster, "DIRECT": plain,
-            "STAGES": self._stages(problem, config, hw), "GROUP": config.integer("group"),
+            "STAGES": stages, "GROUP": config.integer("group"),
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
         tile |= {"STATIC_B": 1} if problem.attr("static_b") and cluster == 1 else {}
+        tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
@@ -301,7 +316,7 @@ class Wgmma:
                 Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.number("epsilon")),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
-            smem=self._smem(problem, config, self._stages(problem, config, hw), hw),
+            smem=self._smem(problem, config, stages, boxes, hw),
             cluster=cluster,
             sync=32 + 16 * pairs if side else 0,
             cooperative=side == "tiles",

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
-from onnx_fuse.kernels.rows import fold, fold_parts, fold_seconds, row_dots, sum_parts
+from onnx_fuse.kernels.rows import act_grad, fold, fold_parts, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.problem import ITEMSIZE, Problem
@@ -34,10 +34,10 @@ def matrix(ctx: Context, t: Tensor) -> Matrix:
     """`t` [batch..., rows, cols] with unit stride along rows or columns, copied if it has none."""
     rows, cols = t.shape[-2:]
     down, right = t.strides[-2:]
-    if cols == 1 and rows > 1 and down != 1:
+    if cols == 1 and rows > 1 and down == 1:  # rows of one element are no multiple of 16 bytes
+        return Matrix(t, True, rows, t.strides[:-2])
+    if cols == 1:
         right = 1
-    elif cols == 1:
-        right = 1 if rows == 1 or down == 1 else right
     if right == 1 and (rows == 1 or down >= cols):
         ld = down if rows > 1 else cols
         return Matrix(t, False, max(ld, cols), t.strides[:-2])
@@ -357,18 +357,24 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     k, n = w.shape
     if dy.dtype not in ("float16", "bfloat16") or n % 8 or not n or exposed not in ([], ["dz"]):
         return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
-    if dy.size // n < 1600:
-        return "16 rows a block: fewer than 1600 do not fill a GPU"
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.removeprefix("Gemm").removesuffix("Grad"))
-    act, alpha = str(how["act"]), float(how.get("act_alpha", 1.0))  # type: ignore[arg-type]
-    launch, parts = row_dots(rows, n, 1, dy.dtype, act=act, act_alpha=alpha, dots=False)
+    launch, parts = act_grad(
+        rows,
+        n,
+        dy.dtype,
+        str(how["act"]),
+        float(how.get("act_alpha", 1.0)),  # type: ignore[arg-type]
+    )
     dz = ctx.output(node, 3, dy.shape, dy.dtype) if exposed else ctx.scratch(dy.dtype, dy.shape)
-    part = ctx.scratch("float32", (parts, n))
-    ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "part": part})
-    if ctx.wants(node, 2):
-        dc = ctx.output(node, 2, (n,), dy.dtype)
-        ctx.call(node, sum_parts(parts, n, 1, dy.dtype), {"part": part}, {"out0": dc})
+    dc = ctx.output(node, 2, (n,), dy.dtype) if ctx.wants(node, 2) else None
+    if dc is not None and parts == 1:
+        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "dbias": dc})
+    else:
+        part = ctx.scratch("float32", (parts, n))
+        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "part": part})
+        if dc is not None:
+            ctx.call(node, sum_parts(parts, n, 1, dy.dtype), {"part": part}, {"out0": dc})
     flat_x, flat = x.reshape((rows, k)), dz.reshape((rows, n))
     assert flat_x is not None
     assert flat is not None

@@ -108,12 +108,9 @@ def fold(
 
 
 def row_dots(
-    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0, dots: bool = True
+    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0
 ) -> tuple[Launch, int]:
-    """Pointers dy, z, cs, cv -> c1, c2, part (and dz with `act`); and how many parts of dbias.
-
-    Without `dots` neither cs, cv nor c1, c2.
-    """
+    """Pointers dy, z, cs, cv -> c1, c2, part (and dz with `act`); and how many parts of dbias."""
     rpw = next(r for r in (4, 2, 1) if ceil(m / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
@@ -126,10 +123,26 @@ def row_dots(
             Num("f32", 1.0 / k), Num("f32", act_alpha), Ptr("dz"), Ptr("c1"), Ptr("c2"),
             Ptr("part"),
         ),
-        as_defines(
-            {"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw}
-            | ({} if dots else {"DOTS": 0})
+        as_defines({"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw}),
+    )  # fmt: skip
+    return call, parts
+
+
+def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> tuple[Launch, int]:
+    """Pointers dy, z -> dz, part [parts, n] (or, with one part, dbias); and how many parts."""
+    columns = ceil(n / 256)
+    # 400 blocks fill a GPU; 32 rows are one batch of a block's loads
+    parts = max(1, min(ceil(m / 32), 400 // columns))
+    call = Launch(
+        "pointwise/act_grad.cu",
+        "act_grad_rows",
+        (columns, parts, 1),
+        (256, 1, 1),
+        (
+            Ptr("dy"), Ptr("z"), Num("i32", m), Num("i32", n), Num("f32", act_alpha), Ptr("dz"),
+            Ptr("part"), Ptr("dbias"),
         ),
+        as_defines({"T": C_TYPES[dtype], "ACT": act.upper()}),
     )  # fmt: skip
     return call, parts
 

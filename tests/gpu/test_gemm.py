@@ -11,7 +11,7 @@ import pytest
 
 from onnx_fuse import ir
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Problem
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 
@@ -107,6 +107,8 @@ GEMMS = (
         Problem.of("Gemm", m=60, n=72, k=40, batch=(2, 3), dtype="float16", a_strides=(0, 60 * 40)),
         Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="bfloat16", trans_b=True),
         Problem.of("Gemm", m=60, n=72, k=40, beta=2.0, c_rows=0),
+        Problem.of("Gemm", m=136, n=264, k=1, dtype="bfloat16", trans_a=True),  # one row's dW
+        Problem.of("Gemm", m=40, n=1, k=264, dtype="float16", trans_b=True),
     ]
     + [
         Problem.of("Gemm", m=m, n=384, k=1000, dtype="float16", static_b=True, **attrs)
@@ -205,6 +207,68 @@ def test_cublaslt_is_a_call_of_the_captured_graph(dtype: str, layout: str) -> No
         assert len(calls) == 3  # a kernel of ours before it and, since it has no tanh, one after
     assert error(runs[0], want) <= TOLERANCE[dtype if dtype != "float32" else "ieee"]
     assert {run.tobytes() for run in runs} == {runs[0].tobytes()}
+
+
+ACTIVATE = """#include "common.cuh"
+extern "C" __global__ void activate(const T* x, T* y, T* slope) {
+    after_previous_launch();
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    y[i] = from_float<T>(act<ACT, T>(to_float(x[i]), 1.702f));
+    slope[i] = from_float<T>(act_grad<ACT, T>(to_float(x[i]), 1.702f));
+}
+"""
+
+
+def sigmoid(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(value, derivative)"""
+    s = 0.5 * (1 + np.tanh(z / 2))
+    return s, s * (1 - s)
+
+
+def silu(z: np.ndarray, alpha: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    s, slope = sigmoid(alpha * z)
+    return z * s, s + alpha * z * slope
+
+
+def gelu_tanh(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    k = 2 * np.sqrt(2 / np.pi)
+    s, slope = sigmoid(k * (z + 0.044715 * z**3))
+    return z * s, s + z * slope * k * (1 + 3 * 0.044715 * z**2)
+
+
+CURVES = {
+    "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid,
+    "quick_gelu": lambda z: silu(z, 1.702), "tanh": lambda z: (np.tanh(z), 1 - np.tanh(z) ** 2),
+    "relu": lambda z: (np.maximum(z, 0), (z > 0) * 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("act", CURVES)
+def test_an_activation_of_every_16_bit_value(act: str, dtype: str, hw: Hardware) -> None:
+    x = np.arange(2**16, dtype=np.uint16).view(TYPES[dtype])
+    memory = Memory({"x": x, "y": np.zeros_like(x), "slope": np.zeros_like(x)})
+    types = {"bfloat16": "bf16", "float16": "f16"}
+    launch = Launch(
+        ACTIVATE, "activate", (256, 1, 1), (256, 1, 1), (Ptr("x"), Ptr("y"), Ptr("slope")),
+        (("ACT", act.upper()), ("T", types[dtype])),
+    )  # fmt: skip
+    pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
+    jit.Bound(launch, pointers, hw).enqueue(memory.stream.handle)
+    memory.stream.wait("activate")
+    finite = np.isfinite(wide(x)) & (np.abs(wide(x)) < 1e30)
+    z = wide(x)[finite]
+    # half an ulp of the type (of the least normal number below it), and what the 16-bit forms may
+    # be off: common.cuh says how far; a slope adds a second term
+    half = {"bfloat16": 2.0**-9, "float16": 2.0**-11}[dtype]
+    off = {"bfloat16": (1.9e-4, 4e-4), "float16": (2.5e-5, 1e-4)}[dtype]
+    for name, want, allowed in zip(("y", "slope"), CURVES[act](z), off, strict=True):
+        got = wide(memory.read(name))
+        error = np.abs(got[finite] - want) - 1.01 * half * np.abs(want) - 1e-7
+        assert error.max() <= allowed, f"{name} at {z[error.argmax()]}"
+        if act != "relu":  # whose fmaxf takes NaN for 0
+            assert np.isnan(got[np.isnan(wide(x))]).all(), name
+    assert act in ("tanh", "sigmoid") or wide(memory.read("y"))[wide(x) == np.inf] == np.inf
 
 
 NORMS = [
