@@ -203,7 +203,8 @@ template <int ACT, class Out, int N> DEVICE void times_slope(float (&y)[N], cons
         }
         if (ACT == GELU_TANH) {
             s[j] = tanh_cdf<Out>(z[j]);
-            y[j] *= s[j] + z[j] * (s[j] - s[j] * s[j]) * (1.5957691216057308f + 0.21406445f * z[j] * z[j]);
+            float square = fminf(z[j] * z[j], 1e12f);  // finite where it meets s - s^2 = 0
+            y[j] *= s[j] + z[j] * (s[j] - s[j] * s[j]) * (1.5957691216057308f + 0.21406445f * square);
         }
         if (ACT == QUICK_GELU || ACT == SILU || ACT == SIGMOID)
             s[j] = sigmoid<Out>(ACT == QUICK_GELU ? alpha * z[j] : z[j]);

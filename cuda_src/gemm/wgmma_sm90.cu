@@ -562,8 +562,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         __syncwarp();
                         if (lane == 0) {
                             if (PAIRED)
-                                tma_store(map_y, to - BOX, t.n + (j ? j - 1 : FULL - 1) * 64,
-                                          j ? m : m - 64, t.batch);
+                                tma_store(pass == 0 ? map_z : map_y, to - BOX,
+                                          t.n + (j ? j - 1 : FULL - 1) * 64, j ? m : m - 64, t.batch);
                             tma_store(pass == 0 ? map_z : map_y, to, t.n + j * 64, m, t.batch);
                             if (SAVE_Z && !TWICE) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
                             tma_store_commit();
