@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encoder
 import numpy as np
 import torch as t
+from performance_page import save
 
 from onnx_fuse.problem import Hardware
 from onnx_fuse.session import InferenceSession
@@ -147,9 +146,7 @@ def main() -> None:
         profile = {name: [len(each), sum(each)] for name, each in kinds.items()}
         rows.append({"shape": [batch, tokens], "us": us, "launches": launches, "kernels": profile})
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"gpu": hw.name, "date": f"{date.today():%Y-%m-%d}", "torch": t.__version__}
-        args.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+        save(args.json, hw.name, t.__version__, rows)
 
 
 if __name__ == "__main__":

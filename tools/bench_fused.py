@@ -16,10 +16,8 @@ hold from run to run better than times.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import onnx
 import torch as t
 from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
-from performance_page import ARMS, GOALS, verdict
+from performance_page import ARMS, GOALS, save, verdict
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.kernels import jit, select
@@ -290,9 +288,7 @@ def main() -> None:
         for line in verdict(rows, *key):
             print(line)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"gpu": hw.name, "date": f"{date.today():%Y-%m-%d}", "torch": t.__version__}
-        args.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+        save(args.json, hw.name, t.__version__, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -37,6 +39,16 @@ GOALS = {
     ("gelu", "fused"): (1.03, None), ("gelu training", "fused"): (1.05, None),
     ("fp32", "bf16x3"): (0.30, None), ("fp32", "bf16x6"): (0.55, None),
 }  # fmt: skip
+
+
+def save(path: Path, gpu: str, torch: str, rows: list[Row]) -> None:
+    """Write what a benchmark measured, with the commit where this is a checkout."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    asked = subprocess.run(git, capture_output=True, text=True, check=False)
+    commit = {"commit": asked.stdout.strip()} if asked.returncode == 0 else {}
+    found = {"gpu": gpu, "date": f"{date.today():%Y-%m-%d}", "torch": torch, **commit, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def ratio(row: Row, part: str, arm: str) -> float | None:
@@ -204,16 +216,18 @@ def fused_page(found: Row, hw: Hardware) -> list[str]:
 
 
 def bert_page(found: Row) -> list[str]:
+    peer = all("compile" in row["us"] for row in found["rows"])
     lines = [
         "## BERT-base, fp16", "",
-        'One CUDA graph launch a run; torch.compile, mode "reduce-overhead", in the same run.', "",
-        "| batch, tokens | us | launches | torch.compile us |", "|---|---|---|---|",
+        "One CUDA graph launch a run"
+        + ('; torch.compile, mode "reduce-overhead", in the same run.' if peer else "."), "",
+        "| batch, tokens | us | launches |" + " torch.compile us |" * peer,
+        "|---|---|---|" + "---|" * peer,
     ]  # fmt: skip
     for row in found["rows"]:
-        us = row["us"]
-        peer = f"{us['compile']:.0f}" if "compile" in us else ""
-        shape = ", ".join(map(str, row["shape"]))
-        lines.append(f"| {shape} | {us['onnx_fuse']:.0f} | {row['launches']} | {peer} |")
+        us, shape = row["us"], ", ".join(map(str, row["shape"]))
+        line = f"| {shape} | {us['onnx_fuse']:.0f} | {row['launches']} |"
+        lines.append(line + (f" {us['compile']:.0f} |" if peer else ""))
     for row in found["rows"]:
         lines += ["", f"Kernels by themselves, batch {row['shape'][0]}:", "",
                   "| kernel | calls | us |", "|---|---|---|"]  # fmt: skip
@@ -238,7 +252,8 @@ def main() -> None:
     hw = next((chip for key, chip in CHIPS.items() if key in any_run["gpu"]), CHIPS["H200"])
     lines = [
         "# Performance", "",
-        f"Measured on one {any_run['gpu']}, {any_run['date']}, torch {any_run['torch']}; medians "
+        f"Measured on one {any_run['gpu']}, {any_run['date']}, torch {any_run['torch']}"
+        f"{', commit `' + any_run['commit'] + '`' if 'commit' in any_run else ''}; medians "
         "of CUDA-graph replays over operands larger than L2, in turns with the peer. Made by "
         "`python tools/performance_page.py` from what `tools/bench_fused.py --json` and "
         "`tools/bench_bert.py --json` wrote into `docs/performance/`.", "",
