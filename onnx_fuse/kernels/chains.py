@@ -95,6 +95,21 @@ def _moved(tensor: Tensor, same: dict[int, int]) -> Tensor:
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
 
 
+Uses = dict[int, list[int]]
+
+
+def uses(calls: Sequence[Call]) -> tuple[Uses, Uses]:
+    """Buffer -> the calls that read it, once for each operand, and those that write it."""
+    readers: Uses = defaultdict(list)
+    writers: Uses = defaultdict(list)
+    for i, call in enumerate(calls):
+        for _, tensor in call.reads:
+            readers[tensor.buffer].append(i)
+        for _, tensor in call.writes:
+            writers[tensor.buffer].append(i)
+    return readers, writers
+
+
 def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem."""
     assert call.problem is not None
@@ -124,13 +139,7 @@ def add_in_epilogue(
 
     Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
     """
-    readers: dict[int, int] = defaultdict(int)
-    writers: dict[int, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
-        for _, tensor in call.reads:
-            readers[tensor.buffer] += 1
-        for _, tensor in call.writes:
-            writers[tensor.buffer].append(i)
+    readers, writers = uses(calls)
     result: list[tuple[Call, ...]] = [(call,) for call in calls]
     for i, call in enumerate(calls):
         norm = call if call.kernel == "SkipLayerNorm" else None
@@ -145,7 +154,7 @@ def add_in_epilogue(
         for y, r in (pair, pair[::-1]):
             at = writers[y.buffer]
             product = next(iter(result[at[0]]), None) if len(at) == 1 else None
-            if product is None or readers[y.buffer] != 1 or y.buffer in keep or r.offset:
+            if product is None or len(readers[y.buffer]) != 1 or y.buffer in keep or r.offset:
                 continue
             bias = not r.dense
             problem = product.problem
@@ -210,10 +219,7 @@ def act_in_epilogue(
     prefs: Mapping[str, str] | None = None,
 ) -> list[Call]:
     """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it."""
-    writers: dict[int, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
-        for _, tensor in call.writes:
-            writers[tensor.buffer].append(i)
+    readers, writers = uses(calls)
     result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
         steps = call.expression.steps if call.expression is not None else ()
@@ -229,8 +235,7 @@ def act_in_epilogue(
             continue
         if product.writes[0][1] != z or not (y.dense and z.dense) or y.dtype != problem.out:
             continue
-        read = z.buffer in keep
-        read = read or any(t.buffer == z.buffer for c in calls if c is not call for _, t in c.reads)
+        read = z.buffer in keep or readers[z.buffer] != [i]
         problem = problem.having(
             act=ACTIVATIONS[steps[0].name], **({"save_z": True} if read else {})
         )
@@ -249,13 +254,7 @@ def act_in_epilogue(
 
 def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     """A pointwise call behind a kernel that takes a suffix becomes part of it."""
-    readers: dict[int, list[int]] = defaultdict(list)
-    writers: dict[int, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
-        for _, tensor in call.reads:
-            readers[tensor.buffer].append(i)
-        for _, tensor in call.writes:
-            writers[tensor.buffer].append(i)
+    readers, writers = uses(calls)
     result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
         if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:

@@ -9,7 +9,6 @@ cheaper than the launch of the norm.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
@@ -18,7 +17,7 @@ import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import select
-from onnx_fuse.kernels.chains import chosen
+from onnx_fuse.kernels.chains import chosen, uses
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.llir import Call, Context, Tensor
 from onnx_fuse.problem import Num, Problem
@@ -58,13 +57,7 @@ def defer(
     prefs: Mapping[str, str] | None = None,
 ) -> tuple[Call, ...]:
     """The calls without the LayerNormalizations that all their readers can take over."""
-    readers: dict[int, list[int]] = defaultdict(list)
-    writers: dict[int, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
-        for _, tensor in call.reads:
-            readers[tensor.buffer].append(i)
-        for _, tensor in call.writes:
-            writers[tensor.buffer].append(i)
+    readers, writers = uses(calls)
     result: list[Call | None] = list(calls)
     choices = Choices(ctx, prefs)
     for i, call in enumerate(calls):
