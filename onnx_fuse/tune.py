@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, nan, prod
+from math import inf, prod
 from pathlib import Path
 
 import numpy as np
@@ -113,16 +113,14 @@ def tune(
             return
         assert call.problem is not None
         watch(str(call.problem))
-        found = _tune(call, call.problem, hw, top, until)
-        if found is not None:
-            result, entry = found
-            tuning.save([(call.problem.op, call.problem, entry)], hw, folder)
-            yield result
+        result, entry = _tune(call, call.problem, hw, top, until)
+        tuning.save([(call.problem.op, call.problem, entry)], hw, folder)
+        yield result
 
 
 def _tune(
     call: Call, problem: Problem, hw: Hardware, top: int, until: float
-) -> tuple[Tuned, dict[str, object]] | None:
+) -> tuple[Tuned, dict[str, object]]:
     present = select(problem.op, problem, hw)
     assert present is not None
     choices = [present]
@@ -136,20 +134,17 @@ def _tune(
     tries = [chosen(call, choice, hw) for choice in choices]
     jit.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = _Operands(call, max(t.workspace for t in tries), hw)
-    runs: list[Callable[[], float]] = []
-    kept: list[Choice] = []
-    refused: list[str] = []
     truth = operands.results(tries[0])
-    for choice, attempt in zip(choices, tries, strict=True):
-        if time.monotonic() > until and kept:
+    runs, kept = [operands.graph(tries[0])], [present]
+    refused: list[str] = []
+    for choice, attempt in zip(choices[1:], tries[1:], strict=True):
+        if time.monotonic() > until:
             break
         if not operands.agree(operands.results(attempt), truth):
             refused.append(f"{choice.kernel.name} {choice.config}")
             continue
         kept.append(choice)
         runs.append(operands.graph(attempt))
-    if not kept:
-        return None
     times: list[list[float]] = [[] for _ in kept]
     best = inf
     for turn in range(5):
@@ -160,11 +155,10 @@ def _tune(
     medians = [statistics.median(t) * 1e6 for t in times]
     winner = min(range(len(kept)), key=medians.__getitem__)
     choice, us = kept[winner], medians[winner]
-    before = medians[kept.index(present)] if present in kept else nan
     tuned = Tuned(
         problem,
         f"{present.kernel.name} {present.config}",
-        before,
+        medians[0],
         choice.kernel.name,
         str(choice.config),
         us,
@@ -224,12 +218,16 @@ class _Operands:
         self.stream.wait(f"{call.kernel}")
         return found
 
-    def agree(self, got: list[np.ndarray], want: list[np.ndarray]) -> bool:
-        """Whether two runs differ by their roundings alone."""
+    @staticmethod
+    def agree(got: list[np.ndarray], want: list[np.ndarray]) -> bool:
+        """Whether two runs differ by their roundings alone; what is not finite is the same."""
         for a, b in zip(got, want, strict=True):
             x, y = a.astype(np.float64), b.astype(np.float64)
-            bound = TOLERANCE.get(b.dtype.name, 0.0) * np.linalg.norm(y)
-            if not np.linalg.norm(x - y) <= bound:
+            finite = np.isfinite(y)
+            bound = TOLERANCE.get(b.dtype.name, 0.0) * np.linalg.norm(y[finite])
+            if not np.linalg.norm(x[finite] - y[finite]) <= bound:
+                return False
+            if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
                 return False
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ import pytest
 from support import Cli
 
 from onnx_fuse import config, tune
-from onnx_fuse.kernels import select, tuning
+from onnx_fuse.kernels import cublaslt, select, tuning
 from onnx_fuse.llir import Call
 from onnx_fuse.problem import CHIPS
 
@@ -108,3 +109,32 @@ def test_what_cannot_be_tuned_is_said(cli: Cli, arguments: list[str], says: str)
     result = cli("bench", *arguments)
     assert result.code != 0
     assert says in result.err
+
+
+def test_a_choice_is_bound_as_a_session_binds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's call has no source to compile."""
+    program = tune.program_of("Gemm", SHAPE, "bfloat16", H200)
+    (call,) = tune.calls_of(program)
+    call = replace(call, launches=(replace(call.launches[0], source="", product=call.problem),))
+    made: list[object] = []
+    monkeypatch.setattr(cublaslt, "Bound", lambda *given: made.append(given[0]))
+    operands = object.__new__(tune._Operands)
+    operands.hw = H200
+    assert operands._bound(call, {}) == [None]
+    assert made == [call.launches[0]]
+
+
+@pytest.mark.parametrize(
+    ("got", "agrees"),
+    [
+        ([1.0, -2.0, np.nan, np.inf], True),
+        ([1.0 + 1e-6, -2.0, np.nan, np.inf], True),
+        ([1.0 + 1e-3, -2.0, np.nan, np.inf], False),
+        ([1.0, -2.0, 0.0, np.inf], False),
+        ([1.0, np.nan, np.nan, np.inf], False),
+        ([1.0, -2.0, np.nan, -np.inf], False),
+    ],
+)
+def test_results_agree_up_to_rounding(got: list[float], agrees: bool) -> None:
+    want = np.array([1.0, -2.0, np.nan, np.inf], np.float32)
+    assert tune._Operands.agree([np.array(got, np.float32)], [want]) == agrees
