@@ -77,6 +77,13 @@ DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
                  "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
+// Adds the box to what is there, in the tensor's type, where that is kept: nothing comes back.
+DEVICE void tma_add(const TensorMap& map, u32 from, int x, int y, int z) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group"
+                 " [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
 // Boxes of a 4-D tensor.
 DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, int w) {
     asm volatile(

@@ -12,6 +12,7 @@
 //            dots = c v before that, c dbias         summed over n: dgamma, LayerNorm's dbeta
 //   EPI_RES  v = v + c                               after everything
 //   EPI_RES 2  v = v + (c - mean) rstd gamma         r0 = rstd, r1 = mean, col0 = gamma; beta is in the bias
+//   ACCUMULATE y = y + v                             v rounded to TO first; an element has one owner
 #pragma once
 #include "common.cuh"
 #ifndef ALPHA
@@ -44,6 +45,9 @@
 #ifndef EPI_RES
 #define EPI_RES 0
 #endif
+#ifndef ACCUMULATE
+#define ACCUMULATE 0
+#endif
 #define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : 0)
 #define EPI_COLS (EPI_LN || EPI_RES == 2 ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
@@ -51,6 +55,11 @@
 #ifndef TR
 #define TR float
 #endif
+
+// What goes to y in v's place.
+template <class S> DEVICE TO stored(S v, const TO* y) {
+    return ACCUMULATE ? narrow<TO>((S)((S)widen(narrow<TO>(v)) + (S)widen(*y))) : narrow<TO>(v);
+}
 
 struct Row { float r0, r1, r2, r3; };
 struct Dots { float gamma, beta; };  // EPI_DW's row sums

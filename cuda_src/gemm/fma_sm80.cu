@@ -175,6 +175,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 512 / THREADS) void gemm_fma(GE
             v.at[j] = epilogue<float>(v.at[j], row, EPI_COLS > 1 ? widen(col0[n + j]) : 0.0f,
                                       EPI_COLS > 0 ? widen(col1[n + j]) : 0.0f, c_, alpha, beta,
                                       act_alpha, pre.at[j], dots);
+            v.at[j] = stored<float>(v.at[j], y + (i64)m * N + n + j);
             if (!WIDE) y[(i64)m * N + n + j] = v.at[j];
             if (!WIDE && SAVE_Z) z[(i64)m * N + n + j] = pre.at[j];
         }

@@ -32,5 +32,5 @@
                            EPI_COLS > 0 ? (S)widen(col1[n]) : (S)0, c_, alpha, beta, act_alpha,    \
                            z_, dots);                                                              \
         if (SAVE_Z) z[(i64)(m)*N + (n)] = narrow<TO>(z_);                                          \
-        y[(i64)(m)*N + (n)] = narrow<TO>(r_);                                                      \
+        y[(i64)(m)*N + (n)] = stored<S>(r_, y + (i64)(m)*N + (n));                                 \
     }

@@ -27,7 +27,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
         v = epilogue<float>(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
                             EPI_COLS > 0 ? to_float(col1[n]) : 0.0f,
                             EPI_OPERAND ? to_float(c[at]) : 0.0f, alpha, beta, act_alpha, zz, dots);
-        y[at] = from_float<TO>(v);
+        y[at] = stored<float>(v, y + at);
         if (SAVE_Z) z[at] = from_float<TO>(zz);
     }
     if (EPI_DW) {

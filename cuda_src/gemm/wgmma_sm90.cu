@@ -81,6 +81,15 @@ DEVICE int plane_b(int p) {
     return p == 0 ? 2 : p == 1 || p == 3;
 }
 
+// An element that goes by a plain store; fp32 is added where y is kept, as tma_add does.
+DEVICE void leave(TO* into, i64 at, float v, int pass) {
+    if (!ACCUMULATE || pass == 0) into[at] = from_float<TO>(v);
+#if ACCUMULATE
+    else if (sizeof(TO) == 4) atomicAdd((float*)into + at, v);
+    else into[at] = stored<float>(v, into + at);
+#endif
+}
+
 struct Tile { int m, n, batch, split; };
 struct Work {
     int tiles_m, tiles_n, batches, splits;  // tiles_m counts clusters
@@ -529,11 +538,11 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                 at += (i64)t.split * M * N;
                                 TO* into = pass == 0 ? z : y;
                                 if (in) {
-                                    into[at] = from_float<TO>(v.x);
+                                    leave(into, at, v.x, pass);
                                     if (SAVE_Z && !TWICE) z[at] = from_float<TO>(zz.x);
                                 }
                                 if (both) {
-                                    into[at + 1] = from_float<TO>(v.y);
+                                    leave(into, at + 1, v.y, pass);
                                     if (SAVE_Z && !TWICE) z[at + 1] = from_float<TO>(zz.y);
                                 }
                             }
@@ -561,10 +570,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         fence_proxy_async();
                         __syncwarp();
                         if (lane == 0) {
-                            if (PAIRED)
-                                tma_store(pass == 0 ? map_z : map_y, to - BOX,
-                                          t.n + (j ? j - 1 : FULL - 1) * 64, j ? m : m - 64, t.batch);
-                            tma_store(pass == 0 ? map_z : map_y, to, t.n + j * 64, m, t.batch);
+                            auto give = [&](u32 from, int n, int m) {
+                                if (ACCUMULATE && pass > 0) tma_add(map_y, from, n, m, t.batch);
+                                else tma_store(pass == 0 ? map_z : map_y, from, n, m, t.batch);
+                            };
+                            if (PAIRED) give(to - BOX, t.n + (j ? j - 1 : FULL - 1) * 64, j ? m : m - 64);
+                            give(to, t.n + j * 64, m);
                             if (SAVE_Z && !TWICE) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
                             tma_store_commit();
                         }

@@ -304,7 +304,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         v = epilogue<float>(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
                             EPI_COLS > 0 ? to_float(col1[n]) : 0.0f,
                             EPI_OPERAND ? to_float(c[out]) : 0.0f, alpha, beta, act_alpha, zz, dots);
-        y[out] = from_float<TO>(v);
+        y[out] = stored<float>(v, y + out);
         if (SAVE_Z) z[out] = from_float<TO>(zz);
     }
     if (CLUSTER > 1) cluster_sync();  // a block's smem must outlive the others' reads

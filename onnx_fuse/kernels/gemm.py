@@ -21,6 +21,7 @@ The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order
   residual                    + c, after everything; "norm": + (c - mean) rstd gamma, rows "row0"
                               rstd, "row1" mean, column "col0" gamma; columns are float32 then,
                               and beta is in the bias
+  accumulate                  y += the result, which is rounded first; y holds what it is added to
   moments                     wgmma: how many tiles n has; "part" [moments, m] takes (mean, sum of
                               squared deviations) of y's rows in each
   parts                       wgmma, with layernorm: how many moments of a row of a "part" holds;

@@ -45,6 +45,8 @@ class Cluster:
             return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
         if problem.attr("dw") or problem.attr("moments") or problem.attr("parts"):
             return "no row sums of the result, none of parts"
+        if problem.attr("accumulate"):
+            return "y is written, not added to"
         extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
@@ -151,6 +153,8 @@ class Cluster:
         waves = 4e-6 * (ceil(ctas / slots) - 1)
         # where all SMs are taken the next launch cannot read its weights ahead
         crowd = 0.26 * min(1.0, ctas / (room * hw.sm_count)) * problem.bytes / hw.bandwidth
+        # act'(c) in the epilogue, which nothing runs beside
+        sums += 0.5e-6 + 4.2e-8 * bn if problem.attr("dact") else 0.0
         start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 

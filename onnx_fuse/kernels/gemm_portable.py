@@ -39,6 +39,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "EPI_DACT": problem.attr("dact"),
         "EPI_DX": problem.attr("dx"),
         "EPI_DW": problem.attr("dw"),
+        "ACCUMULATE": problem.attr("accumulate"),
     }
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
     if problem.attr("residual"):

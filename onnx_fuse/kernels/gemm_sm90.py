@@ -37,6 +37,8 @@ BK = 64
 BOX = 2048
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
+SLOPE_SECONDS = 4.6e-8
+"""What act'(c) takes a thread for each element of its last tile (H200, 2026-11)."""
 
 
 def columns(problem: Problem) -> int:
@@ -91,7 +93,7 @@ class Wgmma:
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
         parts = problem.integer("moments")
-        if parts and (planes or problem.batch or direct(problem)):
+        if parts and (planes or problem.batch or direct(problem) or problem.attr("accumulate")):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
@@ -195,6 +197,8 @@ class Wgmma:
         extra = 0.6e-6 * bool(problem.text("act")) + 0.5e-6 * bool(problem.attr("save_z"))
         if waves > 1:  # where nothing runs beside it, every kernel pays for it alike
             epilogue += extra if pingpong else 2 * extra
+        if problem.attr("dact"):
+            tail += SLOPE_SECONDS * bm * bn / (128 if pingpong else 256)
         if problem.attr("moments") or problem.attr("parts"):
             tail += 0.5e-6
         if problem.text("rows") in ("stats", "rms") and splits == 1:

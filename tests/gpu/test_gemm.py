@@ -126,6 +126,22 @@ GEMMS = (
         for m, n in ((5, 256), (128, 768), (257, 264))
         for dtype in ("float16", "bfloat16")
     ]
+    + [
+        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, trans_a=True, accumulate=True, **attrs)
+        for m, n in ((8, 264), (200, 784))
+        for dtype, attrs in (
+            ("bfloat16", {"bias": True}),
+            ("bfloat16", {"out_dtype": "float32"}),
+            ("float16", {"residual": True}),
+            ("float32", {}),
+        )
+    ]
+    + [
+        Problem.of("Gemm", m=100, n=768, k=4096, dtype="bfloat16", accumulate=True),
+        Problem.of("Gemm", m=100, n=144, k=264, dtype="float16", trans_b=True, accumulate=True),
+        Problem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
+        Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
+    ]
 )
 
 
@@ -160,6 +176,9 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
         want = z + wide(bias) + (wide(c) - wide(row1)[:, None]) * wide(row0)[:, None] * wide(gamma)
     elif problem.attr("residual"):
         want = want + wide(c)
+    held = random(rng, problem.out, *want.shape) if problem.attr("accumulate") else None
+    if held is not None:
+        want = want + wide(held)
     stored = {
         "a": np.ascontiguousarray(np.swapaxes(a, -1, -2)) if problem.trans_a else a,
         "b": np.ascontiguousarray(np.swapaxes(b, -1, -2)) if problem.trans_b else b,
@@ -170,6 +189,7 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
         results, bits = [], []
         for _ in range(2):
             blank = {"y": poison(problem.out, *want.shape), "z": poison(problem.out, *want.shape)}
+            blank |= {"y": held} if held is not None else {}
             memory = Memory(stored | blank)
             memory.run(kernel, problem, how, hw)
             results.append(memory.read("y"))
@@ -387,6 +407,10 @@ GRADIENTS = [
 ] + [
     Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype="bfloat16", folded=True)
     for m, k in ((260, 4104), (40, 520))
+] + [
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, add=add)
+    for m, k in ((384, 264), (260, 4104), (12, 520))
+    for dtype, add in (("bfloat16", "here"), ("float16", "apart"))
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
@@ -449,10 +473,15 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
     given |= {"wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
               "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
+    blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
+    if add := problem.text("add"):
+        given["add"] = random(rng, dtype, m, k)
+        want["dx"] = want["dx"] + wide(given["add"])
+        blank |= {"dx": given.pop("add")} if add == "here" else {}
     for kernel, how in found:
         bits = []
         for _ in range(2):
-            memory = Memory(given | {name: poison(dtype, *v.shape) for name, v in want.items()})
+            memory = Memory(given | blank)
             memory.run(kernel, problem, how, hw)
             for name, value in want.items():
                 assert error(memory.read(name), value) <= TOLERANCE[dtype], (
