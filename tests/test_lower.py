@@ -762,6 +762,65 @@ def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
     assert (program.calls[wrote].kernel == "LayerNormGrad+Mul") == first
 
 
+BLOCK_GRAD = """agraph (bfloat16[M,256] g, bfloat16[512,256] v, bfloat16[M,256] x, bfloat16[256] s,
+    bfloat16[256] b, bfloat16[256,512] w, bfloat16[512] c, float[M,1] mean, float[M,1] rstd,
+    bfloat16[M,512] z) => (bfloat16[M,256] y, bfloat16[256,512] dw MORE)
+{ r = Neg(g) dh = Gemm <transB = 1> (r, v)
+  dx, ds, db, dw, dc = onnx_fuse.LayerNormGemmGeluGrad (dh, x, s, b, w, c, mean, rstd, z)
+  y = Add(ORDER) NODE }"""
+"""Backward of y = x + gelu(LN(x) w + c) v: what it gives to x."""
+
+
+def block_gradient(rows, more="", node="", order="dx, r"):
+    text = BLOCK_GRAD.replace("MORE", more).replace("NODE", node).replace("ORDER", order)
+    model = ir.text_model(text.replace("M,", f"{rows},"))
+    shapes = {
+        v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "bfloat16")
+        for v in model.graph.inputs
+    }
+    program = lower.lower(model, shapes, H200)
+    product, grad = (call for call in program.calls if call.problem is not None)
+    return program, product, grad
+
+
+@pytest.mark.parametrize(("also", "moved"), [("", True), (", bfloat16[64,512] dh", False)])
+def test_a_product_stores_its_result_times_the_slope_of_the_activation_before(also, moved):
+    program, product, grad = block_gradient(64, also)
+    assert bool(product.problem.attr("dact")) == moved
+    assert product.problem.text("act") == ("gelu" if moved else "")
+    assert grad.problem.text("act") == ("" if moved else "gelu")
+    z = dict(program.inputs)["z"]
+    assert dict(product.reads).get("c") == (z if moved else None)
+    assert dict(grad.reads)["dy"].buffer == product.writes[0][1].buffer
+
+
+@pytest.mark.parametrize("order", ["dx, r", "r, dx"])
+@pytest.mark.parametrize(
+    ("rows", "also", "node", "way"),
+    [
+        (64, "", "", "apart"),
+        (64, ", bfloat16[64,256] t", "t = Softmax(r)", "apart"),
+        (64, ", bfloat16[64,256] dx", "", ""),
+        (8192, "", "", "here"),
+        (8192, ", bfloat16[8192,256] r", "", ""),  # no kernel for so many rows reads it elsewhere
+        (8192, ", bfloat16[8192,256] t", "e = Exp(dw) f = ReduceMax(e) t = Add(r, f)", ""),
+    ],
+)
+def test_a_residuals_gradient_is_added_where_dx_is_stored(rows, also, node, way, order):
+    program, product, grad = block_gradient(rows, also, node, order)
+    assert grad.problem.text("add") == way
+    y = dict(program.outputs)["y"].buffer
+    adds = [call for call in program.calls if call.kernel.startswith("Add")]
+    if not way:
+        assert y in {t.buffer for call in adds for _, t in call.writes}
+        return
+    assert not adds
+    assert dict(grad.writes)["dx"].buffer == y
+    added = dict(grad.reads)["add"].buffer
+    assert (added == y) == (way == "here")
+    assert dict(product.reads)["a"].buffer == added
+
+
 @pytest.mark.parametrize(("rows", "sums"), [(1, 0), (33, 1)])
 def test_an_activations_gradient_is_one_pass_and_two_products_at_any_rows(rows, sums):
     case = math_cases.Case(

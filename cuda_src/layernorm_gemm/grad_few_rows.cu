@@ -2,13 +2,14 @@
 //   dz = dy act'(z)     g = dz wᵀ     xh = (x - mean) rstd     h = gamma xh + beta
 //   grad_products:  dw = hᵀ dz, dc = sum_m dz; g and its sums over k of (gamma g, gamma g xh), over m
 //                   of (g xh, g)
-//   grad_finish:    dx = rstd (gamma g - mean_k(gamma g) - xh mean_k(gamma g xh)), dgamma, dbeta
+//   grad_finish:    dx = rstd (gamma g - mean_k(gamma g) - xh mean_k(gamma g xh)) + add, dgamma, dbeta
 // Idea     : the two products need nothing of each other, so one grid holds the blocks of both, those
 //            of g first, and fills the chip with half the launches. Few rows make few tiles of g:
 //            its sum over n is split, and since all that follows is linear in g the second launch adds
 //            the parts as it reads them. h is made from x on its way to the tensor core.
 // Inputs   : dy, z [M,N] T, x [M,K] T, gamma, beta [K] T, w [K,N] T, mean, rstd [M] f32; K, N
-//            multiples of 8, 16-byte aligned.   Outputs: dx [M,K], dgamma, dbeta [K], dw [K,N], dc [N].
+//            multiples of 8, 16-byte aligned; add [M,K] T or null, dx itself too.
+// Outputs  : dx [M,K], dgamma, dbeta [K], dw [K,N], dc [N].
 // Workspace: dz [M,N] T (with an activation), g [splits,M,K], rows [M,splits k tiles,2], columns
 //            [splits m tiles,2,K], all f32.
 // Macros   : T, ACT; g's tile AM x AK, dw's BK x BN, BM rows of x and dz a stage, RUN dw tiles a block
@@ -470,7 +471,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void grad_products(
 extern "C" __global__ __launch_bounds__(128) void grad_finish(
     const T* x, const T* gamma, const float* mean,
     const float* rstd, int M, int K, int splits, int row_parts, int column_parts,
-    const float* g, const float2* rows, const float* columns,
+    const float* g, const float2* rows, const float* columns, const T* add,
     T* dx, T* dgamma, T* dbeta) {
     int lane = threadIdx.x % 32, chunks = (K + 255) / 256, row_blocks = (M * chunks + 3) / 4;
     int item = blockIdx.x * 4 + threadIdx.x / 32, m = item / chunks;
@@ -488,12 +489,13 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
     }
     if (m >= M) return;
     float mu = mean[m], rs = rstd[m];
-    Vec<T, 4> xv[2], ga[2];
+    Vec<T, 4> xv[2], ga[2], more[2] = {};
     int k[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         k[i] = item % chunks * 256 + i * 128 + lane * 4;
         if (k[i] < K) xv[i] = load<4>(x + (i64)m * K + k[i]), ga[i] = load<4>(gamma + k[i]);
+        if (k[i] < K && add) more[i] = load<4>(add + (i64)m * K + k[i]);
     }
     after_previous_launch();
     float4 v[2] = {};
@@ -522,7 +524,8 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float xh = (to_float(xv[i].at[e]) - mu) * rs;
-            out.at[e] = from_float<T>(rs * (to_float(ga[i].at[e]) * gg[e] - c1 - xh * c2));
+            float d = rs * (to_float(ga[i].at[e]) * gg[e] - c1 - xh * c2);
+            out.at[e] = from_float<T>(add ? d + to_float(more[i].at[e]) : d);
         }
         store<4>(dx + (i64)m * K + k[i], out);
     }

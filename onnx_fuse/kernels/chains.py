@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 
 from onnx_fuse.kernels import Choice, forced, refusals, select
 from onnx_fuse.kernels.jit import source_text, without_bounds
@@ -48,6 +48,8 @@ def merge(
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
     alive = act_in_epilogue(add_in_epilogue(alive, keep, hw, prefs), keep, hw, prefs)
+    alive = slope_in_epilogue(alive, keep, hw, prefs)
+    alive = add_in_gradient(alive, keep, hw, prefs)
     # twice: what a batch has moved to the end lets its producers wait as well
     merged = batch(batch(suffixed(fuse(alive, keep), keep)))
     return tuple(finish(c) if c.expression else c for c in merged)
@@ -123,10 +125,25 @@ def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
 
 
 def _epilogue(problem: Problem, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice | None:
-    """The kernel for a Gemm with more of an epilogue; None where the one asked for has no such."""
-    if forced(prefs).get("Gemm") in refusals("Gemm", problem, hw):
+    """The kernel for more of an epilogue; None where the one asked for has no such."""
+    if forced(prefs).get(problem.op) in refusals(problem.op, problem, hw):
         return None
-    return select("Gemm", problem, hw, prefs)
+    return select(problem.op, problem, hw, prefs)
+
+
+def _seconds(
+    problems: Sequence[Problem], hw: Hardware, prefs: Mapping[str, str] | None
+) -> tuple[list[Choice], float]:
+    """The kernels for all of them and what they take together; infinity where one has none."""
+    found = [choice for p in problems if (choice := _epilogue(p, hw, prefs)) is not None]
+    return found, sum(c.seconds for c in found) if len(found) == len(problems) else inf
+
+
+def _bare(call: Call | None) -> bool:
+    """Whether it is a product of one result whose epilogue has room for an operand."""
+    if call is None or call.problem is None or call.problem.op != "Gemm" or len(call.writes) != 1:
+        return False
+    return not any(call.problem.attr(a) for a in ("act", "beta", "dact", "residual", "save_z"))
 
 
 def add_in_epilogue(
@@ -158,9 +175,7 @@ def add_in_epilogue(
                 continue
             bias = not r.dense
             problem = product.problem
-            if problem is None or problem.op != "Gemm" or len(product.writes) != 1:
-                continue
-            if any(problem.attr(a) for a in ("act", "beta", "dact", "residual", "save_z")):
+            if problem is None or not _bare(product):
                 continue
             if {y.dtype, r.dtype, total.dtype} != {problem.out} or y.size != total.size:
                 continue
@@ -250,6 +265,128 @@ def act_in_epilogue(
         )
         result[at[0]], result[i] = chosen(merged, choice, hw), None
     return [call for call in result if call is not None]
+
+
+def slope_in_epilogue(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> list[Call]:
+    """dy = a · b, dz = dy act'(z): the product stores dz where a LayerNormGemmGrad alone reads dy.
+
+    Only where the cost models find the two cheaper than as they were.
+    """
+    readers, writers = uses(calls)
+    result = list(calls)
+    for i, call in enumerate(calls):
+        problem, given = call.problem, dict(call.reads)
+        if problem is None or problem.op != "LayerNormGemmGrad" or not problem.text("act"):
+            continue
+        dy, z = given["dy"], given["z"]
+        at = writers[dy.buffer]
+        if len(at) != 1 or readers[dy.buffer] != [i] or dy.buffer in keep:
+            continue
+        product = result[at[0]]
+        if not _bare(product) or product.problem is None or product.writes[0][1].size != dy.size:
+            continue
+        if max(writers[z.buffer], default=-1) >= at[0]:
+            continue
+        how = {key: value for key, value in problem.attrs if key in ("act", "act_alpha")}
+        rest = tuple(pair for pair in problem.attrs if pair[0] not in how)
+        pair = product.problem.having(dact=True, **how), replace(problem, attrs=rest)
+        choices, seconds = _seconds(pair, hw, prefs)
+        if seconds >= _seconds((product.problem, problem), hw, prefs)[1]:
+            continue
+        nodes = tuple(dict.fromkeys((*product.nodes, *call.nodes)))
+        made = replace(product, nodes=nodes, problem=pair[0], reads=(*product.reads, ("c", z)))
+        result[at[0]] = chosen(made, choices[0], hw)
+        result[i] = chosen(replace(call, problem=pair[1]), choices[1], hw)
+    return result
+
+
+def add_in_gradient(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> list[Call]:
+    """s = dx + r, dx a LayerNormGemmGrad's that nothing else reads: that call writes s.
+
+    r, the gradient of the residual around it, is read from where it is, or, where nothing reads it
+    afterwards, added to in place: what the cost models find cheaper, if the sum's launch is not.
+    """
+    readers, writers = uses(calls)
+    result: list[Call | None] = list(calls)
+    for i in range(len(calls)):
+        call = result[i]
+        if call is None or call.expression is None or len(call.reads) != 2:
+            continue
+        *pair, total = tensors = [t for _, t in (*call.reads, *call.writes)]
+        if [s.name for s in call.expression.steps] != ["Add"] or writers[total.buffer] != [i]:
+            continue
+        if any(not t.dense or t.offset or t.size != total.size for t in tensors):
+            continue
+        if len({t.dtype for t in tensors}) > 1:
+            continue
+        for dx, r in (pair, pair[::-1]):
+            made, before, after = writers[dx.buffer], writers[r.buffer], readers[total.buffer]
+            at = made[0] if len(made) == 1 else i
+            grad = result[at]
+            problem = grad.problem if grad is not None else None
+            if grad is None or problem is None or problem.op != "LayerNormGemmGrad":
+                continue
+            if dict(grad.writes)["dx"].buffer != dx.buffer or problem.attr("add"):
+                continue
+            if readers[dx.buffer] != [i] or dx.buffer in keep or max(before, default=-1) >= at:
+                continue
+            if any(at <= j < i for j in after):  # of a state's value before this
+                continue
+            ways = [problem.having(add="apart")]
+            read_later = max((j for j in readers[r.buffer] if j != i), default=-1) > at
+            alone = before and not read_later and r.buffer not in keep
+            if alone and min(after, default=i) >= i and _all_of(calls, r):
+                ways.append(problem.having(add="here"))
+            wanted = min(ways, key=lambda p: _seconds((p,), hw, prefs)[1])
+            choices, seconds = _seconds((wanted,), hw, prefs)
+            launch = hw.launch_seconds + 3 * dx.nbytes / hw.bandwidth
+            if seconds >= _seconds((problem,), hw, prefs)[1] + launch:
+                continue
+            readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])
+            writers[total.buffer] = [at]
+            if wanted.text("add") == "here":
+                same = {r.buffer: total.buffer}
+                result = [c and _elsewhere(c, same) for c in result]
+                readers[total.buffer] = sorted((*readers.pop(r.buffer), *after))
+                writers[total.buffer] = [*writers.pop(r.buffer), at]
+                r, grad = _moved(r, same), result[at]
+                assert grad is not None
+            grad = replace(
+                grad,
+                nodes=tuple(dict.fromkeys((*grad.nodes, *call.nodes))),
+                problem=wanted,
+                reads=(*grad.reads, ("add", r)),
+                writes=tuple((n, total if n == "dx" else t) for n, t in grad.writes),
+            )
+            result[at], result[i] = chosen(grad, choices[0], hw), None
+            break
+    return [call for call in result if call is not None]
+
+
+def _elsewhere(call: Call, same: dict[int, int]) -> Call:
+    """The call on other buffers."""
+    reads, writes = (
+        tuple((n, _moved(t, same)) for n, t in part) for part in (call.reads, call.writes)
+    )
+    return replace(call, reads=reads, writes=writes)
+
+
+def _all_of(calls: Sequence[Call], tensor: Tensor) -> bool:
+    """Whether no call touches the tensor's buffer outside of it."""
+    others = [t for c in calls for _, t in (*c.reads, *c.writes) if t.buffer == tensor.buffer]
+    ends = [t.offset + sum((d - 1) * max(s, 0) for d, s in zip(t.shape, t.strides, strict=True))
+            for t in others]  # fmt: skip
+    return max(ends) < tensor.size and {t.dtype for t in others} == {tensor.dtype}
 
 
 def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:

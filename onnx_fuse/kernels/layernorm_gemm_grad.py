@@ -6,8 +6,9 @@
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
 Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align, folded (the
-forward's wq, cs, cv are given).
-Pointers: dy x gamma beta w c mean rstd z (wq cs cv) -> dx dgamma dbeta dw dc.
+forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's gradient ("apart"),
+or to what dx holds ("here": "add" is dx).
+Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class TwoGemms:
         return Problem.of(
             "Gemm", m=problem.m, n=problem.k, k=problem.n, dtype=problem.dtype, trans_b=True,
             dx=True, save_z=True, **({"rows": "tiles"} if kernel == "tiles" else {}),
+            **({"accumulate": True} if problem.attr("add") else {}),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
@@ -60,6 +62,8 @@ class TwoGemms:
             return "w is [k, n]"
         if problem.attr("rms"):
             return "no RMS normalisation"
+        if problem.attr("add") == "apart":
+            return "dx is added to what is there, not to another tensor"
         if problem.k % 8 or problem.n % 8:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
         if problem.integer("align", 16) % 16:
@@ -113,6 +117,7 @@ class TwoGemms:
         passes = 2 * problem.m * problem.k + problem.k * problem.n
         passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
         passes += problem.m * problem.n if problem.attr("act") else 0
+        passes += problem.m * problem.k if problem.attr("add") else 0
         return (
             self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
             + self._cost(self._dw(problem), dw, hw)

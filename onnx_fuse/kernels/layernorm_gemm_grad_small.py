@@ -150,10 +150,14 @@ class FewRows:
             busy = (of_g * one_g + of_dw * one_dw) / slots + one_dw / 2
         busy = max(busy, ceil(of_g / slots) * one_g) * 1e-6
         moved = size * (2 * k * n + 2 * m * n + 2 * m * k) + 4 * splits * m * k
+        added = size * m * k / hw.bandwidth if problem.attr("add") else 0
         first = 1.5e-6 + max(busy, moved / (0.86 * hw.bandwidth))
         second = (1.1 + 0.2 * splits) * 1e-6 + 4 * (splits + 1) * m * k / (1.9 * hw.bandwidth)
-        dz = 3 * size * m * n / hw.bandwidth + hw.launch_seconds if problem.attr("act") else 0
-        return first + second + dz
+        if not problem.attr("act"):
+            return first + second + added
+        passed = 3 * size * m * n  # from L2 where it fits: dy was made just before
+        rate = hw.bandwidth * (2 if passed <= hw.l2_bytes / 2 else 1)
+        return first + second + added + passed / rate + hw.launch_seconds
 
     def _shape(self, config: Config) -> tuple[Tiles, int]:
         return TILES[config.text("tiles")], config.integer("splits")
@@ -201,6 +205,7 @@ class FewRows:
             self.source, "grad_finish", (blocks, 1, 1), (128, 1, 1),
             (Ptr("x"), Ptr("gamma"), Ptr("mean"), Ptr("rstd"), Num("i32", m), Num("i32", k),
              Num("i32", splits), Num("i32", row_parts), Num("i32", column_parts), g, rows, columns,
+             Ptr({"": "none", "here": "dx"}.get(problem.text("add"), "add")),
              Ptr("dx"), Ptr("dgamma"), Ptr("dbeta")),
             defines,
         ))  # fmt: skip

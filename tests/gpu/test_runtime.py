@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import threading
+from math import erf, pi
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
@@ -337,6 +339,41 @@ def test_a_norm_left_to_the_products_that_read_it(batch: int, rows: int) -> None
     want = test_lower.post_norm_value(test_lower.weights_of(model) | feeds)
     # float16 rounds weights, sums and the result, twice each: 1e-3 as in test_gemm
     assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("rows", "way"), [(64, "apart"), (5000, "here")])
+def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
+    """act'(z) in the product before, the residual's gradient where dx is stored; then apart."""
+    rng, (width, inner) = np.random.default_rng(rows), (256, 512)
+    shapes = {"g": (rows, width), "v": (inner, width), "x": (rows, width), "s": (width,),
+              "b": (width,), "w": (width, inner), "c": (inner,)}  # fmt: skip
+    scale = {"v": inner**-0.5, "w": width**-0.5}
+    feeds = {n: (rng.standard_normal(s) * scale.get(n, 1.0)).astype(ml_dtypes.bfloat16)
+             for n, s in shapes.items()}  # fmt: skip
+    wide = {n: a.astype(np.float64) for n, a in feeds.items()}
+    mean, std = wide["x"].mean(-1, keepdims=True), wide["x"].std(-1, keepdims=True)
+    xh = (wide["x"] - mean) / std
+    z = ((xh * wide["s"] + wide["b"]) @ wide["w"] + wide["c"]).astype(ml_dtypes.bfloat16)
+    feeds |= {"mean": mean.astype(np.float32), "rstd": (1 / std).astype(np.float32), "z": z}
+    at = z.astype(np.float64)
+    slope = (1 + np.vectorize(erf)(at / 2**0.5)) / 2 + at * np.exp(-at * at / 2) / (2 * pi) ** 0.5
+    dz = -wide["g"] @ wide["v"].T * slope
+    d = dz @ (wide["s"][:, None] * wide["w"]).T
+    d = (d - d.mean(-1, keepdims=True) - xh * (d * xh).mean(-1, keepdims=True)) / std
+    h = xh * wide["s"] + wide["b"]
+    text = test_lower.BLOCK_GRAD.replace("M,", f"{rows},").replace("ORDER", "dx, r")
+    ways = []
+    for more in ("", f", bfloat16[{rows},{inner}] dh, bfloat16[{rows},{width}] dx"):
+        runner = Executable(ir.text_model(text.replace("MORE", more).replace("NODE", "")))
+        y, dw, *_ = runner.run(None, feeds)
+        for got, want in ((y, d - wide["g"]), (dw, h.T @ dz)):
+            difference = np.linalg.norm(got.astype(np.float64) - want)
+            # as test_gemm's for bfloat16: dz and dx are rounded on their way
+            assert difference <= 6e-3 * np.linalg.norm(want)
+        assert runner.run(None, feeds)[0].tobytes() == y.tobytes()
+        problems = [call.problem for call in runner.programs()[0].calls if call.problem]
+        ways.append([(bool(p.attr("dact")), p.text("add")) for p in problems])
+    assert ways == [[(True, ""), (False, way)], [(False, ""), (False, "")]]
 
 
 def test_out_of_memory_says_what_asked_for_how_much() -> None:
