@@ -118,19 +118,33 @@ def tune(
         yield result
 
 
+def likely(problem: Problem, hw: Hardware, top: int = 6) -> list[Choice]:
+    """The present choice, then `top` configurations of each candidate, best predicted first.
+
+    Those predicted to take more than twice the least are left out.
+    """
+    present = select(problem.op, problem, hw)
+    assert present is not None
+    found: list[tuple[float, Choice]] = []
+    for kernel in candidates(problem.op):
+        if kernel.supports(problem, hw) is None:
+            hows = [(kernel.cost(problem, how, hw), how) for how in kernel.configs(problem, hw)]
+            hows.sort(key=lambda pair: pair[0])
+            found += [(cost, Choice(kernel, how, cost, "tuned")) for cost, how in hows[:top]]
+    found.sort(key=lambda pair: pair[0])
+    first = (present.kernel.name, present.config)
+    return [present] + [
+        choice
+        for cost, choice in found
+        if cost <= 2 * found[0][0] and (choice.kernel.name, choice.config) != first
+    ]
+
+
 def _tune(
     call: Call, problem: Problem, hw: Hardware, top: int, until: float
 ) -> tuple[Tuned, dict[str, object]]:
-    present = select(problem.op, problem, hw)
-    assert present is not None
-    choices = [present]
-    for kernel in candidates(problem.op):
-        if kernel.supports(problem, hw) is None:
-            hows = kernel.configs(problem, hw)
-            ranked = sorted(hows, key=lambda how: kernel.cost(problem, how, hw))[:top]
-            choices += [Choice(kernel, how, 0.0, "tuned") for how in ranked]
-    seen = [(c.kernel.name, c.config) for c in choices]
-    choices = [c for i, c in enumerate(choices) if seen.index(seen[i]) == i]
+    choices = likely(problem, hw, top)
+    present = choices[0]
     tries = [chosen(call, choice, hw) for choice in choices]
     jit.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = _Operands(call, max(t.workspace for t in tries), hw)

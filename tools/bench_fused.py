@@ -1,6 +1,6 @@
 """Fused LayerNorm+Linear and Linear+GELU against cuBLAS and torch.compile, on one GPU, in one run.
 
-    python tools/bench_fused.py [--shape M,K,N ...] [--json FILE] [--quick]
+    python tools/bench_fused.py [--shape M,K,N ...] [--json FILE] [--quick] [--freeze]
 
 For each shape, in bf16: bare cuBLAS (torch's F.linear), this project's bare GEMM, torch.compile of
 LayerNorm->Linear, and the candidate that `select` takes for LayerNormGemm (weights folded before,
@@ -10,6 +10,7 @@ are. Linear+GELU: the forward that keeps z, what GELU is of; and the program of 
 backward. At last LayerNorm+Linear in fp16, and fp32 products as sums of bf16 ones against cuBLAS's
 IEEE fp32. CUDA-graph replays rotating over operands larger than L2, interleaved, medians. Ratios
 hold from run to run better than times.
+`--freeze` first tries the likely candidates of each problem; the fastest ship as tuning records.
 `python tools/performance_page.py` makes docs/performance.md of the JSON.
 """
 
@@ -29,11 +30,13 @@ from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
 from performance_page import ARMS, GOALS, save, verdict
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.kernels import jit, select
+from onnx_fuse.kernels import Choice, jit, select, tuning
 from onnx_fuse.kernels.rows import fold, fold_parts
+from onnx_fuse.llir import Program
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
 from onnx_fuse.session import load
+from onnx_fuse.tune import TOLERANCE, calls_of, likely, tune
 
 BF16 = {"dtype": "bfloat16"}
 LARGE = ((8192, 4096, 4096), (8192, 1024, 4096))  # where fp32 products are compared
@@ -47,17 +50,23 @@ linear_gelu (bfloat16[M, K] x) => (bfloat16[M, N] y)
 class Bench:
     """The arms of one shape, bound to their own operand sets."""
 
-    def __init__(self, hw: Hardware, m: int, k: int, n: int) -> None:
-        self.hw, self.shape = hw, (m, k, n)
+    def __init__(self, hw: Hardware, m: int, k: int, n: int, freeze: bool = False) -> None:
+        self.hw, self.shape, self.freeze = hw, (m, k, n), freeze
         self.case = Case("bench", m, k, n)
         self.chosen: dict[str, str] = {}
 
     def ours(self, problem: Problem, sets: list[Any], name: str) -> Any:
         """Calls of the kernel that select takes for `problem`, bound to each operand set."""
-        choice = select(problem.op, problem, self.hw)
-        if choice is None:
+        if select(problem.op, problem, self.hw) is None:
             return None
+        if self.freeze:
+            self.tune(problem, sets)
+        choice = select(problem.op, problem, self.hw)
         self.chosen[name] = f"{choice.kernel.name} {choice.config} ({choice.why})"
+        return self.bound(choice, problem, sets, name)
+
+    def bound(self, choice: Choice, problem: Problem, sets: list[Any], name: str) -> Any:
+        """The choice's calls on each operand set."""
         bound = []
         for op in sets:
             size = max(16, choice.workspace(problem, self.hw))
@@ -73,6 +82,32 @@ class Bench:
                 call.enqueue(t.cuda.current_stream().cuda_stream)
 
         return run
+
+    def tune(self, problem: Problem, sets: list[Any]) -> None:
+        """Ship the fastest of the likely choices as this GPU's record, if its results agree."""
+        choices = likely(problem, self.hw)
+        calls = (call for choice in choices for call in choice.launch(problem, self.hw))
+        jit.compile_all(calls, self.hw.arch, workers=14)
+        arms: dict[str, Any] = {}
+        truth: dict[str, Any] = {}
+        for number, choice in enumerate(choices):
+            run = self.bound(choice, problem, sets, "tune")
+            run(0)
+            floats = sets[0].inputs | sets[0].outputs
+            floats = {name: v for name, v in floats.items() if v.is_floating_point()}
+            found = {name: v.double().nan_to_num() for name, v in floats.items()}
+            truth = truth or found
+            bounds = {name: TOLERANCE[str(v.dtype)[6:]] for name, v in floats.items()}
+            if all(
+                (found[name] - truth[name]).norm() <= bound * truth[name].norm()
+                for name, bound in bounds.items()
+            ):
+                arms[str(number)] = run
+        us = interleaved(arms, len(sets), max(len(sets), rotation(problem, self.hw)[1]), rounds=5)
+        best = min(us, key=us.__getitem__)
+        choice = choices[int(best)]
+        entry = tuning.record(choice.kernel, choice.config, us[best], self.hw)
+        tuning.save([(problem.op, problem, entry)], self.hw, tuning.SHIPPED)
 
     def fold(self, sets: list[Any], k: int, n: int) -> Any:
         """The weights' fold, which a training step makes once for both directions."""
@@ -130,19 +165,23 @@ class Bench:
         fused = Problem.of("Gemm", m=m, k=k, n=n, bias=True, act="gelu", save_z=True, **BF16)
         sets, launches = rotation(fused, self.hw)
         ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
-        for op in ops:
-            op.outputs["z"] = t.empty_like(op.outputs["y"])
         arms = {"cublas": lambda i: ops[i].baseline(), "fused": self.ours(fused, ops, "gelu")}
         return interleaved(arms, sets, launches)
+
+    def gelu_program(self) -> Program:
+        """Forward and backward of Linear+GELU."""
+        m, k, n = self.shape
+        shapes = {"x": ((m, k), "bfloat16"), "y.grad": ((m, n), "bfloat16")}
+        return lower(linear_gelu_gradient(k, n), shapes, self.hw)
 
     def gelu_training(self) -> dict[str, float]:
         """Median us of forward and backward of Linear+GELU, three gradients each: cublas, fused."""
         m, k, n = self.shape
-        program = lower(
-            linear_gelu_gradient(k, n),
-            {name: (s, "bfloat16") for name, s in (("x", (m, k)), ("y.grad", (m, n)))},
-            self.hw,
-        )
+        program = self.gelu_program()
+        if self.freeze:
+            for _ in tune(calls_of(program), self.hw, folder=tuning.SHIPPED):
+                pass
+            program = self.gelu_program()
         grad = Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
         sets, launches = rotation(grad, self.hw)
         sets, launches = min(sets, 4), max(4, launches // 3)
@@ -252,13 +291,14 @@ def main() -> None:
                         type=lambda s: tuple(map(int, s.split(","))))  # fmt: skip
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--freeze", action="store_true", help="tune first, ship the records")
     args = parser.parse_args()
     t.backends.cuda.matmul.allow_tf32 = False
     hw = Hardware.detect(0)
     print(f"{hw.name}, torch {t.__version__}, bf16; us, and ratios to bare cuBLAS in the same run")
     rows: list[dict[str, Any]] = []
     for m, k, n in args.shape:
-        bench = Bench(hw, m, k, n)
+        bench = Bench(hw, m, k, n, args.freeze)
         row: dict[str, Any] = {"shape": [m, k, n], "forward": bench.forward(not args.quick)}
         parts = {"training": bench.training, "gelu": bench.gelu}
         parts["gelu training"] = bench.gelu_training

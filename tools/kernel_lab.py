@@ -71,6 +71,7 @@ SHAPES = (
     (16384, 2048, 8192), (4096, 4096, 14336), (512, 768, 3072), (128, 768, 768),
     (16, 4096, 4096), (1, 4096, 4096), (32, 256, 256),
 )  # fmt: skip
+WARM = 0.05  # seconds of replays before anything is timed
 
 
 # ---- operands and oracles (torch) ---------------------------------------------------------------
@@ -142,6 +143,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         if problem.attr("folded"):
             given |= {"wq": t.empty_like(stored_w), "cs": empty(n, dtype=t.float32),
                       "cv": empty(n, dtype=t.float32)}  # fmt: skip
+        if problem.attr("save_z"):
+            outputs["z"] = empty(m, n)
         truth = {}
         if oracle:
             mean = wide(x).mean(-1, keepdim=True)
@@ -150,7 +153,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
             truth = {"y": ACT[act](t, z, 1.0) if act else z, "mean": mean[:, 0], "rstd": rstd[:, 0]}
             if problem.attr("save_z"):
-                outputs["z"], truth["z"] = empty(m, n), z
+                truth["z"] = z
         linear = stored_w if problem.trans_b else stored_w.mT
         return Op(given, outputs, truth, baseline=lambda: t.nn.functional.linear(x, linear, c))
 
@@ -203,6 +206,10 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
     bias_dtype = f32 if problem.attr("layernorm") or problem.attr("dw") or normed else dt
     given |= {"col0": normal(n, dtype=bias_dtype), "col1": normal(n, dtype=bias_dtype)}
     given["c"] = normal(*problem.batch, m, n, dtype=out)
+    if problem.attr("save_z"):
+        outputs["z"] = empty(*problem.batch, m, n)
+    if problem.attr("dw"):
+        outputs["part"] = t.zeros(-(-n // 64), 2, m, device="cuda")
     truth = {}
     if oracle:
         v = wide(x) @ wide(w)
@@ -219,7 +226,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             v = v + beta * c
         if problem.attr("save_z"):
             z = (c - r1) * r0 if problem.attr("dx") else v
-            outputs["z"], truth["z"] = empty(*problem.batch, m, n), z
+            truth["z"] = z
         if problem.attr("dact"):
             z = c.clone().requires_grad_()
             (slope,) = t.autograd.grad(ACT[act](t, z, a).sum(), z)
@@ -229,7 +236,6 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         if problem.attr("dx"):
             v = r0 * (v - r2 - (c - r1) * r0 * r3)
         if problem.attr("dw"):
-            outputs["part"] = t.zeros(-(-n // 64), 2, m, device="cuda")
             truth["part"] = t.stack([(v * c).sum(-1), (c * k1).sum(-1)])
             v = r0 * v + r1 * k1
         if problem.attr("residual"):
@@ -337,7 +343,11 @@ class Runner:
 def interleaved(
     arms: dict[str, Any], sets: int, launches: int, rounds: int = 9
 ) -> dict[str, float]:
-    """Arm -> median us a call: a graph an arm, `launches` calls over `sets` operands, in turn."""
+    """Arm -> median us a call: a graph an arm, `launches` calls over `sets` operands.
+
+    The arms take turns after WARM seconds, each round begun by the next: a chip's clock depends on
+    what ran before.
+    """
     import torch as t
 
     graphs = {}
@@ -352,15 +362,21 @@ def interleaved(
                 for i in range(launches):
                     run(i % sets)
         times: dict[str, list[float]] = {name: [] for name in arms}
-        for turn in range(rounds + 1):
-            for name, graph in graphs.items():
+        until = time.monotonic() + WARM
+        while time.monotonic() < until:
+            for graph in graphs.values():
+                graph.replay()
+            t.cuda.synchronize()
+        names = list(graphs)
+        for turn in range(rounds):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
                 start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record(stream)
-                graph.replay()
+                graphs[name].replay()
                 stop.record(stream)
                 stop.synchronize()
-                if turn:  # the first round warms up
-                    times[name].append(start.elapsed_time(stop) * 1e3 / launches)
+                times[name].append(start.elapsed_time(stop) * 1e3 / launches)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
