@@ -91,7 +91,7 @@ class Bench:
         arms: dict[str, Any] = {}
         truth: dict[str, Any] = {}
         for number, choice in enumerate(choices):
-            run = self.bound(choice, problem, sets, "tune")
+            run = self.bound(choice, problem, sets, f"tune {number}")
             run(0)
             floats = sets[0].inputs | sets[0].outputs
             floats = {name: v for name, v in floats.items() if v.is_floating_point()}
@@ -104,6 +104,9 @@ class Bench:
             ):
                 arms[str(number)] = run
         us = interleaved(arms, len(sets), max(len(sets), rotation(problem, self.hw)[1]), rounds=5)
+        for op in sets:
+            for number in range(len(choices)):
+                del op.inputs[f"workspace tune {number}"]
         best = min(us, key=us.__getitem__)
         choice = choices[int(best)]
         entry = tuning.record(choice.kernel, choice.config, us[best], self.hw)
