@@ -10,6 +10,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 from interpret import interpret
+from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
 from onnx_fuse.kernels import chains, jit, pointwise, reduce, views
@@ -461,6 +462,20 @@ def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
     assert {t.dtype for _, t in (*matmul.reads, *matmul.writes)} == {dtype.lower()}
     assert {v.dtype for n in model.graph for v in n.outputs} == {ir.ir.DataType.FLOAT}
     assert [v.dtype for v in half.graph.outputs] == [ir.ir.DataType.FLOAT]
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_a_mask_of_the_lowest_float_stays_finite_in_16_bits(dtype, masters):
+    text = """agraph (float[2,4] keep, float[2,4] s) => (float[2,4] y)
+    { one = Constant <value_float = 1.0> () low = Constant <value = float {-3.4028234e38}> ()
+      gone = Sub(one, keep) mask = Mul(gone, low) t = Add(s, mask) y = Softmax(t) }"""
+    model = ir.text_model(text)
+    ir.infer_shapes(model)
+    lower_precision(model, ir.ir.DataType[dtype], masters=masters)
+    keep, s = np.float32([[1, 1, 0, 0], [1, 1, 1, 1]]), np.zeros((2, 4), np.float32)
+    (y,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {"keep": keep, "s": s})
+    np.testing.assert_array_equal(y, [[0.5, 0.5, 0, 0], [0.25] * 4])
 
 
 def test_a_residual_is_added_in_the_product():

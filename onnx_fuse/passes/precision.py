@@ -23,9 +23,10 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     """Turn float32 into `dtype` (BFLOAT16, FLOAT16) in place, between Casts at the graph's ends.
 
     With `masters` the initializers stay float32 and are cast where they are read, so that training
-    updates them in full precision. Constants beyond float16's range become its largest numbers:
-    masks of -3e38 stay finite. Raises ModelError with `masters` where the model's opset has an
-    operator in other types only: its gradient could not be typed.
+    updates them in full precision. Constants beyond `dtype`'s range become its largest numbers: a
+    mask of float32's lowest stays finite, and (1 - keep) lowest is not 0 inf. Raises ModelError
+    with `masters` where the model's opset has an operator in other types only: its gradient could
+    not be typed.
     """
     graph, op = model.graph, Builder()
     if masters:
@@ -115,7 +116,5 @@ def _node(node: ir.Node, dtype: ir.DataType, kept: set[ir.Value]) -> None:
 
 
 def _cast(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    if dtype == ir.DataType.FLOAT16:
-        finite = np.isfinite(array)
-        array = np.where(finite, np.clip(array, -65504, 65504), array)
-    return array.astype(dtype.numpy())
+    near = np.clip(array, float(dtype.min), float(dtype.max))
+    return np.where(np.isfinite(array), near, array).astype(dtype.numpy())
