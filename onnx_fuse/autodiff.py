@@ -125,8 +125,9 @@ class Emitter(Builder):
             if value.type is None:
                 return {}
             types[value.name or ""] = _type_proto(value)
-            if value.const_value is not None and value.const_value.size <= 64:
-                data[value.name or ""] = ir.serde.serialize_tensor(value.const_value)
+            known = ir.convenience.get_const_tensor(value)  # of a Constant's output too
+            if known is not None and known.size <= 64:
+                data[value.name or ""] = ir.serde.serialize_tensor(known)
         try:
             if node.domain == FUSE:
                 return self._infer_body(node, types)

@@ -405,6 +405,16 @@ def test_float16_steps_are_typed(name: str) -> None:
     onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
 
 
+@pytest.mark.parametrize("case", real_cases(), ids=lambda case: case.name)
+def test_a_step_of_fused_operators_knows_its_ranks(case: RealCase) -> None:
+    """As CUDA trains in float32: what is fused in the forward is differentiated by its parts."""
+    graph, _ = train.training_model(
+        case.path, loss="mse", optimizer=optim.SGD(), level=2, fused=True
+    )
+    products = [n for n in graph.graph if n.op_type == "MatMul" and not n.domain]
+    assert all(v.shape is not None for n in products for v in n.inputs if v is not None)
+
+
 def far(seed: int) -> dict[str, Array]:
     """A batch of large gradients."""
     feeds = batch(seed)
