@@ -239,7 +239,7 @@ class Values:
 
     def constant(self, array: np.ndarray) -> Tensor:
         array = np.array(array, order="C")
-        key = (array.dtype.name, array.shape, array.tobytes()) if array.size <= 4096 else None
+        key = (array.dtype.name, array.shape, array.tobytes()) if array.size <= 1 << 16 else None
         if key is not None and key in self._known_constants:
             return self._known_constants[key]
         tensor = self._buffer("constant", array.shape, array.dtype.name)

@@ -633,12 +633,16 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float"])
 @pytest.mark.parametrize("act", ["", "Gelu"])
-def test_a_norm_before_a_product_has_one_gradient_call(dtype, act):
-    sizes = "[64] s, {0}[64] b, {0}[64,128] w, {0}[128] c, float[32,1] mean, float[32,1] rstd"
-    text = f"""agraph ({dtype}[32,128] dy, {dtype}[32,64] x, {dtype}{sizes.format(dtype)},
-        {dtype}[32,128] z) => ({dtype}[32,64] dx, {dtype}[64] ds, {dtype}[64] db,
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_a_norm_before_a_product_has_one_gradient_call(dtype, act, norm):
+    layer = norm == "LayerNorm"
+    text = f"""agraph ({dtype}[32,128] dy, {dtype}[32,64] x, {dtype}[64] s,
+        {f"{dtype}[64] b," if layer else ""} {dtype}[64,128] w, {dtype}[128] c,
+        {"float[32,1] mean," if layer else ""} float[32,1] rstd, {dtype}[32,128] z)
+    => ({dtype}[32,64] dx, {dtype}[64] ds, {f"{dtype}[64] db," if layer else ""}
         {dtype}[64,128] dw, {dtype}[128] dc)
-    {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemm{act}Grad (dy,x,s,b,w,c,mean,rstd,z) }}"""
+    {{ dx, ds, {"db," if layer else ""} dw, dc = onnx_fuse.{norm}Gemm{act}Grad
+       (dy, x, s, {"b," if layer else ""} w, c, {"mean," if layer else ""} rstd, z) }}"""
     model = ir.text_model(text)
     feeds = {
         v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "bfloat16")
@@ -649,8 +653,11 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, act):
     if dtype == "bfloat16":
         assert kinds == ["LayerNormGemmGrad"]
         assert calls[0].problem.text("act") == act.lower()
+        assert bool(calls[0].problem.attr("rms")) != layer
         names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
+        names = [name for name in names if layer or name not in ("beta", "mean")]
         assert [name for name, _ in calls[0].reads] == names
+        assert ("dbeta" in dict(calls[0].writes)) == layer
     else:  # no kernel for fp32: the op's body
         assert set(kinds) == {"Gemm"}
 
@@ -775,6 +782,34 @@ def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
     (reader,) = [i for i, c in enumerate(program.calls) for _, t in c.reads if t.buffer == state]
     assert reader < wrote
     assert (program.calls[wrote].kernel == "LayerNormGrad+Mul") == first
+
+
+@pytest.mark.parametrize(
+    ("nodes", "op"),
+    [
+        ("h = RMSNormalization (x, s)  y = MatMul (h, w)", "LayerNormGemm"),
+        ("h = LayerNormalization (x, s)  y = MatMul (h, w)", "LayerNormGemm"),
+        ("z = MatMul (x, w)  y = Gelu (z)", "Gemm"),
+        ("z = MatMul (x, w)  b = Add (z, c)  y = Gelu (b)", "Gemm"),
+    ],
+)
+def test_a_product_without_a_bias_has_the_kernel_of_one_with_it(nodes, op):
+    text = f"""agraph (float16[40,64] x, float16[64] s, float16[64,72] w, float16[1] c)
+    => (float16[40,72] y) {{ {nodes} }}"""
+    model = ir.text_model(text)
+    passes.optimize(model)
+    shapes = {v.name: (tuple(v.shape), "float16") for v in model.graph.inputs}
+    program = lower.lower(model, shapes, H200)
+    (call,) = [call for call in program.calls if call.problem is not None]
+    assert call.problem.op == op
+    bias = dict(call.reads)["c" if op == "LayerNormGemm" else "col1"]
+    assert bias.shape == (72,)
+    if "(z, c)" in nodes:  # a number that is known when it runs
+        (copy,) = [other for other in program.calls if other is not call]
+        assert copy.writes[0][1] == bias
+    else:
+        assert len(program.calls) == 1
+        assert not program.constants[bias.buffer].any()
 
 
 BLOCK_GRAD = """agraph (bfloat16[M,256] g, bfloat16[512,256] v, bfloat16[M,256] x, bfloat16[256] s,

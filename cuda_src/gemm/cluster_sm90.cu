@@ -237,8 +237,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             for (int h = 0; h < 2; h++) {
                 int r = m + h * 8;
                 bool in = r < M;
-                rows[h] = {in ? to_float(row0[r]) : 0.0f, in ? to_float(row1[r]) : 0.0f,
-                           EPI_ROWS > 2 && in ? to_float(row2[r]) : 0.0f,
+                rows[h] = {in ? to_float(row0[r]) : 0.0f, EPI_R1 && in ? to_float(row1[r]) : 0.0f,
+                           EPI_R2 && in ? to_float(row2[r]) : 0.0f,
                            EPI_ROWS > 2 && in ? to_float(row3[r]) : 0.0f};
             }
 

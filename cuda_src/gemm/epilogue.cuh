@@ -10,6 +10,7 @@
 //   EPI_DX   v = rstd (v - c1 - (c - mean) rstd c2)  r0 = rstd, r1 = mean, r2 = c1, r3 = c2, c = x
 //   EPI_DW   v = gamma v + beta dbias               r0 = gamma, r1 = beta, col1 = dbias, c = W
 //            dots = c v before that, c dbias         summed over n: dgamma, LayerNorm's dbeta
+//   EPI_RMS  EPI_DX and EPI_DW of RMSNorm            r1 (mean, or beta) and r2 are 0, not read
 //   EPI_RES  v = v + c                               after everything
 //   EPI_RES 2  v = v + (c - mean) rstd gamma         r0 = rstd, r1 = mean, col0 = gamma; beta is in the bias
 //   ACCUMULATE y = y + v                             v rounded to TO first; an element has one owner
@@ -42,6 +43,9 @@
 #ifndef EPI_DW
 #define EPI_DW 0
 #endif
+#ifndef EPI_RMS
+#define EPI_RMS 0
+#endif
 #ifndef EPI_RES
 #define EPI_RES 0
 #endif
@@ -49,6 +53,8 @@
 #define ACCUMULATE 0
 #endif
 #define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : 0)
+#define EPI_R1 (EPI_ROWS > 1 && !EPI_RMS)
+#define EPI_R2 (EPI_ROWS > 2 && !EPI_RMS)
 #define EPI_COLS (EPI_LN || EPI_RES == 2 ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
 

@@ -14,8 +14,8 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     after_previous_launch();
     __shared__ float scratch[8];
     int m = blockIdx.x;
-    Row row = {EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_ROWS > 1 ? to_float(row1[m]) : 0.0f,
-               EPI_ROWS > 2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f};
+    Row row = {EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_R1 ? to_float(row1[m]) : 0.0f,
+               EPI_R2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f};
     Dots dots = {};
     int to = (blockIdx.y + 1) * 1024 < N ? (blockIdx.y + 1) * 1024 : N;
 #pragma unroll

@@ -308,8 +308,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 mine = {rsqrtf(m2 / K + epsilon), mu};
                 if (t.n == 0) row0[rm] = mine.r0, row1[rm] = mu;
 #else
-                if (EPI_ROWS > 0 && !EARLY && !ALONE) mine.r0 = to_float(row0[rm]), mine.r1 = to_float(row1[rm]);
-                if (EPI_ROWS > 2 && !TWICE) mine.r2 = to_float(row2[rm]), mine.r3 = to_float(row3[rm]);
+                if (EPI_ROWS > 0 && !EARLY && !ALONE) mine.r0 = to_float(row0[rm]);
+                if (EPI_R1 && !EARLY && !ALONE) mine.r1 = to_float(row1[rm]);
+                if (EPI_R2 && !TWICE) mine.r2 = to_float(row2[rm]);
+                if (EPI_ROWS > 3 && !TWICE) mine.r3 = to_float(row3[rm]);
                 if (EARLY) pairs.get(rm, mine.r0, mine.r1);
 #endif
             }
@@ -326,8 +328,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 for (int h = 0; h < 2; h++) {
                     int from = i * 16 + h * 8 + lane / 4;
                     rows[i][h] = {EPI_ROWS > 0 ? __shfl_sync(~0u, mine.r0, from) : 0.0f,
-                                  EPI_ROWS > 1 ? __shfl_sync(~0u, mine.r1, from) : 0.0f,
-                                  EPI_ROWS > 2 && !TWICE ? __shfl_sync(~0u, mine.r2, from) : 0.0f,
+                                  EPI_R1 ? __shfl_sync(~0u, mine.r1, from) : 0.0f,
+                                  EPI_R2 && !TWICE ? __shfl_sync(~0u, mine.r2, from) : 0.0f,
                                   EPI_ROWS > 3 && !TWICE ? __shfl_sync(~0u, mine.r3, from) : 0.0f};
                 }
             };
@@ -373,7 +375,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         int from = i * 16 + h * 8 + lane / 4;
-                        rows[i][h].r2 = __shfl_sync(~0u, total.x, from) / N;
+                        if (EPI_R2) rows[i][h].r2 = __shfl_sync(~0u, total.x, from) / N;
                         rows[i][h].r3 = __shfl_sync(~0u, total.y, from) / N;
                     }
             };

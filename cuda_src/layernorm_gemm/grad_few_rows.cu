@@ -8,7 +8,8 @@
 //            its sum over n is split, and since all that follows is linear in g the second launch adds
 //            the parts as it reads them. h is made from x on its way to the tensor core.
 // Inputs   : dy, z [M,N] T, x [M,K] T, gamma, beta [K] T, w [K,N] T, mean, rstd [M] f32; K, N
-//            multiples of 8, 16-byte aligned; add [M,K] T or null, dx itself too.
+//            multiples of 8, 16-byte aligned; add [M,K] T or null, dx itself too. RMSNorm: beta, mean
+//            and dbeta are null, and mean_k(gamma g) counts as 0.
 // Outputs  : dx [M,K], dgamma, dbeta [K], dw [K,N], dc [N].
 // Workspace: dz [M,N] T (with an activation), g [splits,M,K], rows [M,splits k tiles,2], columns
 //            [splits m tiles,2,K], all f32.
@@ -188,7 +189,7 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int m = m0 + wm + i * 16 + h * 8 + lane / 4;
-            mu[i][h] = m < M ? mean[m] : 0.0f;
+            mu[i][h] = m < M && mean ? mean[m] : 0.0f;
             rs[i][h] = m < M ? rstd[m] : 0.0f;
         }
 #pragma unroll
@@ -256,7 +257,8 @@ DEVICE void load_stats(u32 to, const float* mean, const float* rstd, int m, int 
     int at = threadIdx.x % (BM / 4) * 4, left = (M - m - at) * 4;
     left = left < 0 ? 0 : left < 16 ? left : 16;
     const float* from = threadIdx.x < BM / 4 ? mean : rstd;
-    cp_async_16(to + threadIdx.x * 16, left ? from + m + at : from, left);
+    if (!from) left = 0;
+    cp_async_16(to + threadIdx.x * 16, left ? from + m + at : rstd, left);
 }
 typedef u32 Fragment[4];
 // gamma, beta of a lane's rows: lane / 4 and + 8 of each 16.
@@ -269,7 +271,7 @@ struct Scales {
             for (int h = 0; h < 2; h++) {
                 int k = first + i * 16 + h * 8 + threadIdx.x % 32 / 4;
                 gamma[i][h] = k < K ? to_float(g[k]) : 0.0f;
-                beta[i][h] = k < K ? to_float(b[k]) : 0.0f;
+                beta[i][h] = k < K && b ? to_float(b[k]) : 0.0f;
             }
     }
 };
@@ -478,7 +480,7 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
     if ((int)blockIdx.x >= row_blocks) {
         int at = (blockIdx.x - row_blocks) * 128 + threadIdx.x;  // dgamma's columns, then dbeta's
         after_previous_launch();
-        if (at >= 2 * K) return;
+        if (at >= (dbeta ? 2 * K : K)) return;
         float total = 0;
         for (int first = 0; first < column_parts; first += 8)  // 8 loads on their way at a time
 #pragma unroll
@@ -488,7 +490,7 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
         return;
     }
     if (m >= M) return;
-    float mu = mean[m], rs = rstd[m];
+    float mu = mean ? mean[m] : 0.0f, rs = rstd[m];
     Vec<T, 4> xv[2], ga[2], more[2] = {};
     int k[2];
 #pragma unroll
@@ -515,7 +517,7 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
             float2 add = p < row_parts ? rows[(i64)m * row_parts + p] : float2{};
             sums.x += add.x, sums.y += add.y;
         }
-    float c1 = warp_sum(sums.x) / K, c2 = warp_sum(sums.y) / K;
+    float c1 = mean ? warp_sum(sums.x) / K : 0.0f, c2 = warp_sum(sums.y) / K;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (k[i] >= K) continue;

@@ -295,8 +295,10 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         Row row = {};
         if (LN == 1) row.r0 = stats[1][r], row.r1 = stats[0][r];
         else if (EPI_ROWS > 0) {
-            row.r0 = to_float(row0[m]), row.r1 = to_float(row1[m]);
-            if (EPI_ROWS > 2) row.r2 = to_float(row2[m]), row.r3 = to_float(row3[m]);
+            row.r0 = to_float(row0[m]);
+            if (EPI_R1) row.r1 = to_float(row1[m]);
+            if (EPI_R2) row.r2 = to_float(row2[m]);
+            if (EPI_ROWS > 3) row.r3 = to_float(row3[m]);
         }
         float zz = 0;
         Dots dots = {};

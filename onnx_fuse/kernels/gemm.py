@@ -18,6 +18,7 @@ The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order
   dw                          weight gradient: rows gamma, beta (of the operands' type), col1 dbias
                               (float32); c is W; "part" [tiles of n, 2, m] takes the row sums of
                               dgamma and dbeta
+  rms                         dx and dw of RMSNorm: row1 and row2 are zeros, not read
   residual                    + c, after everything; "norm": + (c - mean) rstd gamma, rows "row0"
                               rstd, "row1" mean, column "col0" gamma; columns are float32 then,
                               and beta is in the bias

@@ -11,6 +11,7 @@ from onnx_fuse.kernels.gemm_portable import (
     epilogue_defines,
     ld,
     operand,
+    slope_seconds,
     type_defines,
 )
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
@@ -153,8 +154,7 @@ class Cluster:
         waves = 4e-6 * (ceil(ctas / slots) - 1)
         # where all SMs are taken the next launch cannot read its weights ahead
         crowd = 0.26 * min(1.0, ctas / (room * hw.sm_count)) * problem.bytes / hw.bandwidth
-        # act'(c) in the epilogue, which nothing runs beside
-        sums += 0.5e-6 + 4.2e-8 * bn if problem.attr("dact") else 0.0
+        sums += slope_seconds(problem, bn + 10)
         start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 

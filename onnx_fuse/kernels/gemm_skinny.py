@@ -12,6 +12,7 @@ from onnx_fuse.kernels.gemm_portable import (
     as_defines,
     epilogue_defines,
     ld,
+    slope_seconds,
     type_defines,
 )
 from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
@@ -93,7 +94,8 @@ class Skinny:
         kind = 1 if problem.op == "Gemm" else 1.35 if problem.attr("folded") else 1.75
         sharing = {1: 1.0, 2: 1.2, 4: 1.5, 8: 1.8}[cluster]
         side = {4: 0.97, 8: 1.0, 16: 0.99}[warps] * (1.1 if wn > 1 else 1.0)
-        return hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
+        slope = slope_seconds(problem, 4 * mt * nt * wn / warps / cluster)
+        return slope + hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         """None."""

@@ -13,6 +13,7 @@ from onnx_fuse.kernels.gemm_portable import (
     ld,
     normed,
     operand,
+    slope_seconds,
     type_defines,
 )
 from onnx_fuse.kernels.rows import rename, row_stats
@@ -37,8 +38,6 @@ BK = 64
 BOX = 2048
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
-SLOPE_SECONDS = 4.6e-8
-"""What act'(c) takes a thread for each element of its last tile (H200, 2026-11)."""
 
 
 def columns(problem: Problem) -> int:
@@ -197,8 +196,7 @@ class Wgmma:
         extra = 0.6e-6 * bool(problem.text("act")) + 0.5e-6 * bool(problem.attr("save_z"))
         if waves > 1:  # where nothing runs beside it, every kernel pays for it alike
             epilogue += extra if pingpong else 2 * extra
-        if problem.attr("dact"):
-            tail += SLOPE_SECONDS * bm * bn / (128 if pingpong else 256)
+        tail += slope_seconds(problem, bm * bn / (128 if pingpong else 256))
         if problem.attr("moments") or problem.attr("parts"):
             tail += 0.5e-6
         if problem.text("rows") in ("stats", "rms") and splits == 1:

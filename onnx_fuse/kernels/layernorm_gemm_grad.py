@@ -8,7 +8,8 @@
 Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align, folded (the
 forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's gradient ("apart"),
 or to what dx holds ("here": "add" is dx).
-Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc.
+Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
+where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
 """
 
 from __future__ import annotations
@@ -47,21 +48,22 @@ class TwoGemms:
         return Problem.of(
             "Gemm", m=problem.m, n=problem.k, k=problem.n, dtype=problem.dtype, trans_b=True,
             dx=True, save_z=True, **({"rows": "tiles"} if kernel == "tiles" else {}),
-            **({"accumulate": True} if problem.attr("add") else {}),
+            **({"accumulate": True} if problem.attr("add") else {}), **self._rms(problem),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
         return Problem.of(
             "Gemm", m=problem.k, n=problem.n, k=problem.m, dtype=problem.dtype, trans_a=True,
-            dw=True,
-        )  # fmt: skip
+            dw=True, **self._rms(problem),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def _rms(self, problem: Problem) -> dict[str, bool]:
+        return {"rms": True} if problem.attr("rms") else {}
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """None, or why not."""
         if problem.trans_b:
             return "w is [k, n]"
-        if problem.attr("rms"):
-            return "no RMS normalisation"
         if problem.attr("add") == "apart":
             return "dx is added to what is there, not to another tensor"
         if problem.k % 8 or problem.n % 8:

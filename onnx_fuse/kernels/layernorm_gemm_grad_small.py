@@ -105,8 +105,6 @@ class FewRows:
             return f"{problem.m} rows (at most 4096): the parts of g would be too large"
         if problem.trans_b:
             return "w is [k, n]"
-        if problem.attr("rms"):
-            return "no RMS normalisation"
         if problem.k % 8 or problem.n % 8:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
         if max(problem.m, problem.k) * max(problem.n, problem.k) >= 2**31:

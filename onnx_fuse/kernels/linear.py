@@ -196,14 +196,27 @@ def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
     return attrs
 
 
+def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
+    """Input `i`, a bias of n columns or one number for all, as a row; None for other shapes."""
+    c = ctx.view(node, i)
+    if c.size == 1 and n > 1:  # zero, where there is no bias
+        value = ctx.host(node, i)
+        row = c.reshape((1,))
+        assert row is not None
+        known = None if value is None else np.broadcast_to(value.reshape(-1), (n,))
+        return ctx.contiguous(row.expand((n,))) if known is None else ctx.constant(known)
+    row = c.reshape((n,)) if c.size == n and c.shape[-1:] == (n,) else None
+    return None if row is None else ctx.contiguous(row)
+
+
 def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
     """Gemm, Gemm<Act>: y = act(x · w + c), z the pre-activation where it is exposed."""
     name, *exposed = node.op_type.split("_")
     if exposed not in ([], ["z"]):
         return f"no kernel gives {', '.join(exposed)}"
-    x, w, c = ctx.view(node, 0), ctx.view(node, 1), ctx.view(node, 2)
+    x, w = ctx.view(node, 0), ctx.view(node, 1)
     n = w.shape[1]
-    if c.size != n or c.shape[-1:] != (n,):
+    if (row := bias_row(ctx, node, 2, n)) is None:
         return "the bias is not one row"
     attrs = {"bias": True} | activation(ctx, node, name.removeprefix("Gemm"))
     shape = (*x.shape[:-1], n)
@@ -215,9 +228,6 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
         z = ctx.output(node, 1, shape, x.dtype)
         writes["z"] = z
         attrs["save_z"] = True
-    row = c.reshape((n,))
-    assert row is not None
-    row = ctx.contiguous(row)
     return product(
         ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, attrs
     )
@@ -232,9 +242,9 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel gives {', '.join(exposed)}"
     x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
     at = 2 if rms else 3
-    w, c = ctx.view(node, at), ctx.view(node, at + 1)
+    w = ctx.view(node, at)
     n = w.shape[1]
-    if len(x.shape) < 2 or c.size != n or c.shape[-1:] != (n,):
+    if len(x.shape) < 2 or (row := bias_row(ctx, node, at + 1, n)) is None:
         return "x is a vector, or the bias is not one row"
     rows, k = prod(x.shape[:-1]), x.shape[-1]
     right = matrix(ctx, w)
@@ -257,17 +267,15 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     )
     if select("LayerNormGemm", problem, ctx.hw) is None:
         return f"no kernel serves {problem}"
-    row = c.reshape((n,))
-    assert row is not None
     beta = None if rms else ctx.view(node, 2)
     folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
     made = problem.having(folded=True, align=16)
-    reads = {"x": x, "gamma": scale, "w": right.tensor, "c": ctx.contiguous(row)}
+    reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
         reads["beta"] = ctx.contiguous(beta)
-    if exposed and beta is not None and problem not in ctx.fold_pays:
+    if exposed and problem not in ctx.fold_pays:
         ctx.fold_pays[problem] = _fold_pays(ctx, problem)
-    if exposed and beta is not None and ctx.fold_pays[problem]:
+    if exposed and ctx.fold_pays[problem]:
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
         problem, reads = made, {"x": x, **folded}
@@ -283,7 +291,7 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
-    parameters = (reads[name] for name in ("gamma", "beta", "w", "c"))
+    parameters = (reads[name] for name in ("gamma", "beta", "w", "c") if name in reads)
     return tuple((t.buffer, t.offset) for t in parameters)
 
 
@@ -291,9 +299,10 @@ def _fold_pays(ctx: Context, problem: Problem) -> bool:
     """Whether forward and gradient together gain by weights that are folded for both."""
     if problem.trans_b or problem.dtype not in ("float16", "bfloat16"):
         return False
-    act = {key: problem.attr(key) for key in ("act", "act_alpha") if problem.attr(key)}
+    keys = ("act", "act_alpha", "rms")
+    how = {key: problem.attr(key) for key in keys if problem.attr(key)}
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-    pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **act))
+    pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **how))
     apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
     shared = [select(p.op, p.having(folded=True), ctx.hw, ctx.prefs) for p in pair]
     if None in apart or None in shared:
@@ -304,7 +313,7 @@ def _fold_pays(ctx: Context, problem: Problem) -> bool:
 
 def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A call that folds the weights; what it writes is the gradient's too."""
-    given = {name: reads[name] for name in ("w", "gamma", "beta", "c")}
+    given = {name: reads[name] for name in ("w", "gamma", "beta", "c") if name in reads}
     k, n = given["w"].shape
     made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
     made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
@@ -315,35 +324,40 @@ def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> di
 
 
 def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
-    """LayerNormGemm<Act>Grad: dx, dscale, dbias, dw, dc from dy and what the forward kept."""
+    """(LayerNorm|RMSNorm)Gemm<Act>Grad: dx, dscale, (dbias,) dw, dc from dy and what was kept."""
     name, *exposed = node.op_type.split("_")
     if exposed:
         return f"no kernel gives {', '.join(exposed)}"
-    names = ("dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z")
+    rms = name.startswith("RMS")
+    names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
+    names = [key for key in names if not rms or key not in ("beta", "mean")]
     given = {key: ctx.view(node, i) for i, key in enumerate(names)}
-    x, w, c = given["x"], given["w"], given["c"]
+    x, w = given["x"], given["w"]
     k, n = w.shape
     if {t.dtype for key, t in given.items() if key not in ("mean", "rstd")} != {x.dtype}:
         return "operands of several types"
-    if {given["mean"].dtype, given["rstd"].dtype} != {"float32"}:
+    if {given[key].dtype for key in ("mean", "rstd") if key in given} != {"float32"}:
         return "mean and rstd are not float32"
-    if len(x.shape) < 2 or c.size != n or c.shape[-1:] != (n,):
+    if len(x.shape) < 2 or (row := bias_row(ctx, node, names.index("c"), n)) is None:
         return "x is a vector, or the bias is not one row"
-    suffix = name.removeprefix("LayerNormGemm").removesuffix("Grad")
+    suffix = name.split("NormGemm")[1].removesuffix("Grad")
     problem = Problem.of(
         "LayerNormGemmGrad",
         m=prod(x.shape[:-1]),
         n=n,
         k=k,
         dtype=x.dtype,
+        **({"rms": True} if rms else {}),
         **activation(ctx, node, suffix),  # type: ignore[arg-type]
     )
     if select("LayerNormGemmGrad", problem, ctx.hw) is None:
         return f"no kernel serves {problem}"
-    reads = {key: ctx.dense(node, i) for i, key in enumerate(names)}
+    reads = {key: row if key == "c" else ctx.dense(node, i) for i, key in enumerate(names)}
     if (made := ctx.folds.get(_places(reads))) is not None:
         problem, reads = problem.having(folded=True), reads | made
     shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
+    if rms:
+        del shapes["dbeta"]
     writes = {
         key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
     }
@@ -398,5 +412,9 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
         for norm in ("LayerNorm", "RMSNorm")
         for suffix in ACTIVATIONS
     },
-    **{(FUSE, f"LayerNormGemm{suffix}Grad"): norm_gemm_grad for suffix in ACTIVATIONS},
+    **{
+        (FUSE, f"{norm}Gemm{suffix}Grad"): norm_gemm_grad
+        for norm in ("LayerNorm", "RMSNorm")
+        for suffix in ACTIVATIONS
+    },
 }

@@ -105,8 +105,10 @@ def test_lower_precision(name: str, precision: str, bound: float) -> None:
         np.testing.assert_allclose(y, want, rtol=0, atol=bound * max(1, np.abs(want).max()))
 
 
-def half_trainer(precision: str, **options) -> tuple[train.Trainer, dict[str, np.ndarray]]:
-    case: RealCase = CASES["bert__ts13"]
+def half_trainer(
+    precision: str, name: str = "bert__ts13", **options
+) -> tuple[train.Trainer, dict[str, np.ndarray]]:
+    case: RealCase = CASES[name]
     inputs, outputs = case.feeds[0]
     shape = next(iter(outputs.values())).shape
     labels = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -123,8 +125,14 @@ def half_trainer(precision: str, **options) -> tuple[train.Trainer, dict[str, np
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clip_norm": 1.0, "accumulate": 2}, {"level": 2}],
-    ids=["", "clipped", "fused"],
+    [
+        {},
+        {"clip_norm": 1.0, "accumulate": 2},
+        {"level": 2},
+        {"level": 2, "name": "llama__dynamo23"},
+        {"level": 2, "name": "encoder_layer_prenorm__dynamo"},
+    ],
+    ids=["", "clipped", "fused", "fused llama", "fused pre-norm"],
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_training_follows_float32(precision: str, options: dict) -> None:

@@ -411,6 +411,12 @@ GRADIENTS = [
     Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, add=add)
     for m, k in ((384, 264), (260, 4104), (12, 520))
     for dtype, add in (("bfloat16", "here"), ("float16", "apart"))
+] + [
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype="bfloat16", rms=True, **attrs)
+    for m, k, attrs in (
+        (384, 264, {"act": "gelu"}), (260, 4104, {"folded": True, "add": "here"}), (260, 520, {}),
+        (40, 520, {"folded": True}), (12, 264, {"act": "gelu", "add": "apart"}),
+    )
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
@@ -453,7 +459,9 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     gamma, beta, c = random(rng, dtype, k), random(rng, dtype, k), random(rng, dtype, n)
     gamma[::5] = 0
     w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
-    mean = wide(x).mean(-1, keepdims=True)
+    mean, rms = wide(x).mean(-1, keepdims=True), bool(problem.attr("rms"))
+    if rms:
+        mean, beta = 0 * mean, 0 * beta
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
     xh = (wide(x) - mean) * rstd
     z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
@@ -463,7 +471,8 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     g = dz @ (wide(gamma)[:, None] * wide(w)).T
     full, dc = xh.T @ dz, dz.sum(0)
     want = {
-        "dx": rstd * (g - g.mean(-1, keepdims=True) - xh * (g * xh).mean(-1, keepdims=True)),
+        "dx": rstd * (g - (not rms) * g.mean(-1, keepdims=True)
+                      - xh * (g * xh).mean(-1, keepdims=True)),
         "dgamma": (wide(w) * full).sum(1), "dbeta": wide(w) @ dc,
         "dw": wide(gamma)[:, None] * full + wide(beta)[:, None] * dc, "dc": dc,
     }  # fmt: skip
@@ -473,6 +482,8 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
     given |= {"wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
               "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
+    if rms:
+        del given["beta"], given["mean"], want["dbeta"]
     blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
     if add := problem.text("add"):
         given["add"] = random(rng, dtype, m, k)
