@@ -71,14 +71,16 @@ DEVICE void push(u32 to, u32 bar, float a, float b) {
                      "r"(to), "f"(a), "f"(b), "r"(bar)
                  : "memory");
 }
-// All of the cluster: `arrive`, then `wait`; the producer's warp of a lone CTA need not wait.
+// All of the cluster: `arrive`, then `wait`. In a lone CTA the producer's warp need not wait: it arrives
+// at the barriers where the others, the multiplying warps and those of the statistics, wait for it.
+enum { PRODUCT = 1, COLUMNS, MOMENTS_START, MOMENTS_DONE };
+constexpr int PRODUCT_THREADS = 32 * MMA_WARPS + 32, MOMENTS_THREADS = 128 + 32;
 DEVICE void arrive() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-DEVICE void wait(bool producer) {
+DEVICE void wait(int barrier, int threads) {
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    else if (producer) bar_arrive(1, THREADS);
-    else bar_sync(1, THREADS);
+    else bar_sync(barrier, threads);
 }
 
 template <class E> struct Pack { DEVICE static u32 of(float2 v) { return pack2<E>(v.x, v.y); } };
@@ -183,7 +185,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 mbarrier_init(empty + s * 8, READERS);
             }
             mbarrier_init(summed, 1);
-            mbarrier_init(counted, CLUSTER > 1 ? 1 : 4);
+            mbarrier_init(counted, 1);
             fence_barrier_init();
             if (SPLIT > 1) mbarrier_expect(summed, SUM_BYTES);
             if (STATS && CLUSTER > 1) mbarrier_expect(counted, MOMENT_BYTES);
@@ -192,7 +194,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         }
         __syncwarp();
         arrive();
-        if (SHARE > 1 || CLUSTER == 1) wait(true);
+        if (CLUSTER == 1) bar_arrive(PRODUCT, PRODUCT_THREADS);
+        if (CLUSTER == 1 && STATS) bar_arrive(MOMENTS_START, MOMENTS_THREADS);
+        if (SHARE > 1) wait(0, 0);
         if (one_lane()) {
             grid_dependency_wait();
             for (int step = 0; step < steps; step++) {
@@ -203,10 +207,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             }
         }
         __syncwarp();
-        if (SHARE == 1 && CLUSTER > 1) wait(true);
+        if (SHARE == 1 && CLUSTER > 1) wait(0, 0);
     } else if (warp < MMA_WARPS) {
         arrive();
-        wait(false);
+        wait(PRODUCT, PRODUCT_THREADS);
         grid_dependency_wait();
         // what the epilogue will need starts its way before the multiplication
         constexpr int MANY = EPI_COLS ? (WIDTH + 128 * WGM - 1) / (128 * WGM) : 1;
@@ -273,7 +277,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         }
         // a wait long over: in one block with the stores, ptxas would serialise the products
         if (CLUSTER == 1) mbarrier_wait(full + (steps - 1) % STAGES * 8, (steps - 1) / STAGES & 1);
-        if (EPI_COLS) bar_sync(2, 128 * WGM);
+        if (EPI_COLS) bar_sync(COLUMNS, 128 * WGM);
         if (warp < LIVE) {
             float sum[GROUPS * 4];
             if (SPLIT == 1) {
@@ -317,7 +321,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 }
             }
             if (STATS) {
-                mbarrier_wait(counted, 0);
+                if (CLUSTER > 1) mbarrier_wait(counted, 0);
+                else bar_sync(MOMENTS_DONE, 32 * LIVE + 128);
                 struct { float mean, m2; } mo[2] = {};  // m2: sum of squared deviations
 #pragma unroll
                 for (int o = 0; o < SPLIT; o++) {
@@ -392,7 +397,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         }
     } else if (STATS) {  // 8 lanes a row, a lane takes one 16-byte chunk of each step
         arrive();
-        wait(false);
+        wait(MOMENTS_START, MOMENTS_THREADS);
         constexpr int EACH = ROWS / SHARE, PASSES = (EACH + 15) / 16;
         int sub = (warp - MMA_WARPS) * 4 + lane / 8, chunk = lane % 8;
         int left = K - first * BK;
@@ -473,7 +478,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 else *(float2*)(smem + (at - base) + i * 128) = make_float2(mu, m2);
             }
         }
-        __syncwarp();
-        if (CLUSTER == 1 && lane == 0) mbarrier_arrive(counted);  // st.async is for clusters alone
+        if (CLUSTER == 1) bar_arrive(MOMENTS_DONE, 32 * LIVE + 128);  // st.async is for clusters alone
     }
 }
