@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 const u8* from = smem + MASK_AT + stage * MASK_BYTES + (MASK == 1 ? tile * TILE * 128 : 0);
                 add_mask(s, from, power);
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(k_empty + stage * 8);
+                if (!ONE && lane == 0) mbarrier_arrive(k_empty + stage * 8);
                 const int key = j * TILE;
                 if ((MASK != 2 && key + TILE > keys) || (CAUSAL && key + TILE > first + tile * 64 + 1))
                     hide(s, key, row, keys);
