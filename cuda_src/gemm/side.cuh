@@ -63,15 +63,17 @@ DEVICE void side_done(u32* sync, int warps) {
     }
 }
 
-// `limit`: the first row that is too far ahead yet, kept by the producer.
+// `limit`: the first row that is too far ahead yet, kept by the producer; it and those who poll it do
+// so by atomics alone.
 template <int SIDE_, int LANES, class E>
 DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon,
-                      float* rstd, float* mean, volatile int* limit) {
+                      float* rstd, float* mean, int* limit) {
     constexpr int HELD = 4, ROWS = 32 / LANES;  // 16-byte loads in flight a lane, rows a ticket
     Pairs pairs(sync, M);
     int lane = threadIdx.x % 32, vectors = K / 8;
     uint4 v[HELD];
     auto take = [&] { return lane == 0 ? (int)atomicAdd(sync + TICKET, ROWS) : 0; };
+    auto bound = [&] { return lane == 0 ? atomicOr(limit, 0) : 0; };
     auto fetch = [&](int first, int i, int at) {
         int row = first + lane / LANES;
         at += i * LANES + lane % LANES;
@@ -95,12 +97,11 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
     bool here = false;
     while (first < M) {
         if (!here) {
-            while (first >= *limit) __nanosleep(200);
-            __syncwarp();
+            while (first >= __shfl_sync(~0u, bound(), 0)) __nanosleep(200);
 #pragma unroll
             for (int i = 0; i < HELD; i++) fetch(first, i, 0);
         }
-        int ticket = take(), following = M;
+        int ticket = take(), end = bound(), following = M;  // waited for when they are needed
         float shift = 0, sum = 0, square = 0;
         if (SIDE_ != RMS) {
             each(v[0], [&](float value) { shift += value; });
@@ -111,7 +112,7 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
             bool last = at + LANES * HELD >= vectors;
             if (last) {  // the next rows' loads take the place of these, if they may
                 following = __shfl_sync(~0u, ticket, 0);
-                here = __all_sync(~0u, following < M && following < *limit);
+                here = following < M && following < __shfl_sync(~0u, end, 0);
             }
 #pragma unroll
             for (int i = 0; i < HELD; i++) {

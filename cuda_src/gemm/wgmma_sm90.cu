@@ -118,7 +118,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
-    volatile int* limit = (int*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8);
+    int* limit = (int*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8);
     float2* own = (float2*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8 + 16);  // ALONE: rstd, mean
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             for (int id = start; id < count; id += stride) {
                 Tile t = work.at(id, rank);
                 int steps = steps_of(t.split);
-                if (EARLY) *limit = (t.m / BAND + 2) * BAND;
+                if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
                 for (int step = 0; step < steps; step++) {
                     int at = t.split * per_split + step, pass = PASSES > 1 ? at / k_steps : 0;
                     int k = (at - pass * k_steps) * BK;
@@ -223,7 +223,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     if (++s == STAGES) s = 0, phase ^= 1;
                 }
             }
-            if (EARLY) *limit = M;
+            if (EARLY) atomicExch(limit, M);
         }
     } else {  // ---- consumers ----
         registers_grow<(BIG ? 232 : 224)>();
