@@ -168,21 +168,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         mbarrier_expect(bar, V_BYTES);
         for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, j * TILE, kv, b);
     };
-    // the mask's row of tile j through registers, in units of log 2, -inf behind the last key
-    float row_mask[TILE / 32];
+    // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
+    T row_mask[TILE / 32];
     auto read_mask = [&](int j) {
 #pragma unroll
-        for (int i = 0; MASK == 2 && i < TILE / 32; i++) {
-            const int key = j * TILE + i * 32 + lane;
-            row_mask[i] = NEGATIVE_INFINITY;
-            if (key < keys) row_mask[i] = mask_power<T>(to_float(mask[b * mask_batch + h * mask_head + key * mask_column]));
-        }
+        for (int i = 0; MASK == 2 && i < TILE / 32; i++)
+            row_mask[i] = mask[b * mask_batch + h * mask_head + min(j * TILE + i * 32 + lane, keys - 1) * mask_column];
     };
-    auto write_mask = [&](int s) {
+    auto write_mask = [&](int j, int s) {
         if (MASK != 2) return;
 #pragma unroll
         for (int i = 0; i < TILE / 32; i++)
-            *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) = row_mask[i];
+            *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
+                j * TILE + i * 32 + lane < keys ? mask_power<T>(to_float(row_mask[i])) : NEGATIVE_INFINITY;
         mbarrier_arrive(k_full + s * 8);
     };
     if (loader) {
@@ -198,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         }
         for (int j = 0; j < STAGES && j < tiles; j++) {
             read_mask(j);
-            write_mask(j);
+            write_mask(j, j);
         }
         __syncwarp();
     }
@@ -208,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             read_mask(j);
             mbarrier_wait(k_empty + s * 8, phase);
             load_keys(j, s);
-            write_mask(s);  // the keys are awaited before the values' stage is free
+            write_mask(j, s);  // the keys are awaited before the values' stage is free
             mbarrier_wait(v_empty + s * 8, phase);
             load_values(j, s);
             if (++s == STAGES) s = 0, phase ^= 1;
@@ -250,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 read_mask(STAGES);
                 mbarrier_wait(k_empty, 0);
                 load_keys(STAGES, 0);
-                write_mask(0);
+                write_mask(STAGES, 0);
                 __syncwarp();
             }
             if (!ONE && tiles > 1) mbarrier_wait(k_full + 8, 0);
@@ -280,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                     if (j + STAGES < tiles) {
                         mbarrier_wait(k_empty + stage * 8, phase);
                         load_keys(j + STAGES, stage);
-                        write_mask(stage);
+                        write_mask(j + STAGES, stage);
                     }
                     if (j - 1 + STAGES < tiles) {
                         mbarrier_wait(v_empty + before * 8, before_phase);
