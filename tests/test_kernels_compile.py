@@ -26,8 +26,9 @@ from onnx_fuse.runtime import executable
 H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 
 # Exceptions to "no spills", in bytes. 192 accumulators a thread leave 40 registers: a few values
-# are parked around the main loop. The SIMT tile has 128 registers, so that two blocks share an SM.
-PARKED = {"(2, 192, 1)": 256, "simt tile=128": 128}
+# are parked around the main loop. The SIMT tile has 128 registers, so that two blocks share an SM:
+# addresses are parked; at its worst (gelu, z kept, sm_80) the loop reads 18 back beside 1024 FMAs.
+PARKED = {"(2, 192, 1)": 256, "simt tile=128": 176}
 
 BF16 = {"dtype": "bfloat16"}
 # op problem: what of the code it reaches
@@ -106,6 +107,14 @@ def test_every_kernel_compiles_without_spills(hw: Hardware) -> None:
     with ThreadPoolExecutor(max_workers=2) as pool:
         reports = pool.map(lambda item: _dirty(item, hw.arch), items)
         assert [line for report in reports for line in report] == []
+
+
+@pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
+def test_the_simt_tile_at_its_worst_parks_no_more_than_its_exception_says(hw: Hardware) -> None:
+    simt = next(kernel for kernel in candidates("Gemm") if kernel.name == "simt")
+    problem = Problem.of("Gemm", m=512, n=768, k=768, bias=True, act="gelu", save_z=True)
+    (call,) = simt.launch(problem, Config.of(tile=128), hw)
+    assert _dirty(((call.source, call.defines), "simt tile=128"), hw.arch) == []
 
 
 @pytest.mark.parametrize("name", TILES)
