@@ -1,11 +1,12 @@
-"""compute-sanitizer over GPU tests that launch every kernel: one line a tool.
+"""compute-sanitizer over GPU tests that launch every kernel: one line a tool, then what it found.
 
-    python tools/sanitize.py [--tool memcheck ...] [--shards 4] [--logs FOLDER]
+    python tools/sanitize.py [--tool memcheck ...] [--match TEXT] [--shards 8] [--logs FOLDER]
     python tools/sanitize.py --list     # the tests chosen, and the kernels without one; no GPU
 
 The tests are chosen: each kernel of cuda_src/ with each value that a case gives one of its macros,
-and each kind of generated kernel, is launched by the smallest case that does it; every tensor in an
-allocation of its own (ONNX_FUSE_ARENA=0). A kernel that no chosen test launched is a fault.
+and each kind of generated kernel, is launched by the smallest case that does it, in those of its
+variants that bring such a value; every tensor in an allocation of its own (ONNX_FUSE_ARENA=0) and
+every launch by itself (ONNX_FUSE_GRAPH=0). A kernel that no chosen test launched is a fault.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -20,21 +22,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onnx_fuse.kernels import jit
-from onnx_fuse.problem import CHIPS, Hardware, Launch
+from onnx_fuse.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+from math_cases import Case, only
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
+MARK = ">>> "  # before a test's name in a log
 Feature = tuple[str, ...]
-Run = tuple[subprocess.Popen[bytes], Path, Path]  # its log, its report
 
 
 def entries() -> set[Feature]:
@@ -47,17 +55,22 @@ def entries() -> set[Feature]:
     return found | {(GENERATED, entry) for entry in ("pointwise", "pointwise_many", "twins")}
 
 
-def launches_of(callspec: Any, hw: Hardware) -> list[Launch]:
-    """What a test launches, by its parameters: a case of math_cases, or a registry problem."""
+def launches_of(callspec: Any, hw: Hardware) -> list[list[Launch]]:
+    """What a test launches, by its parameters: in any case, then for each variant of a case."""
     parameters = callspec.params if callspec else {}
     if "case" in parameters:
-        return list(parameters["case"].launches(hw))
+        case = parameters["case"]
+        programs = [case.program(hw)]
+        for choice in case.variants(hw):
+            with only(choice):
+                programs.append(case.program(hw))
+        return [[x for call in program.calls for x in call.launches] for program in programs]
     if "problem" in parameters:
         from test_gemm import each
 
         problem = parameters["problem"]
-        return [x for kernel, how in each(problem, hw) for x in kernel.launch(problem, how, hw)]
-    return []
+        return [[x for kernel, how in each(problem, hw) for x in kernel.launch(problem, how, hw)]]
+    return [[]]
 
 
 def features(launches: Iterable[Launch]) -> set[Feature]:
@@ -76,36 +89,63 @@ def features(launches: Iterable[Launch]) -> set[Feature]:
     return found
 
 
-class Selection:
-    """A pytest plugin that keeps the tests of one shard; they report what they launched."""
+def threads(launches: Iterable[Launch]) -> int:
+    return sum(x.grid[0] * x.grid[1] * x.grid[2] * x.block[0] for x in launches)
 
-    def __init__(self, hw: Hardware, shard: int = 0, shards: int = 1) -> None:
-        self.hw, self.shard, self.shards = hw, shard, shards
+
+def collect(plugin: object, *options: str) -> int:
+    """Run pytest over tests/gpu (or only collect)."""
+    where = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    return int(pytest.main([*where, *options], plugins=[plugin]))
+
+
+class Selection:
+    """A pytest plugin that chooses tests; `chosen`: by id, its variants and about its seconds."""
+
+    def __init__(self, hw: Hardware, match: str = "") -> None:
+        self.hw, self.match = hw, match
         self.launches: list[Launch] = []
         self.features: set[Feature] = set()
+        self.chosen: dict[str, tuple[list[int], float]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """By new features for the threads they cost, until every feature is there."""
-        calls, has, threads = {}, {}, {}
+        calls, has, cost = {}, {}, {}
         for item in items:
             calls[item] = launches_of(getattr(item, "callspec", None), self.hw)
-            has[item] = features(calls[item]) | {m.args for m in item.iter_markers("launches")}
-            sizes = [x.grid[0] * x.grid[1] * x.grid[2] * x.block[0] for x in calls[item]]
-            threads[item] = 50_000 + sum(sizes)
+            has[item] = {m.args for m in item.iter_markers("launches")}.union(
+                *map(features, calls[item])
+            )
+            cost[item] = 50_000 + sum(map(threads, calls[item]))
             self.features |= has[item]
-        todo, chosen = set(self.features), []
+        todo, kept = set(self.features), []
         while todo:
-            best = max(has, key=lambda item: len(has[item] & todo) / threads[item])
+            best = max(has, key=lambda item: len(has[item] & todo) / cost[item])
+            new, variants = (has[best] & todo) - features(calls[best][0]), []
             todo -= has[best]
-            chosen.append(best)
-        self.launches = [x for item in chosen for x in calls[item]]
-        items[:] = chosen[self.shard :: self.shards]
+            for i, launches in enumerate(calls[best][1:]):
+                if features(launches) & new:
+                    new -= features(launches)
+                    variants.append(i)
+            if self.match in best.nodeid:
+                kept.append(best)
+                runs = calls[best][0] + [x for i in variants for x in calls[best][i + 1]]
+                self.launches += runs
+                # a tool patches each module, and racecheck looks at what each thread accesses
+                modules = len({(x.source, x.defines) for x in runs})
+                self.chosen[best.nodeid] = (variants, 0.3 + 0.15 * modules + 2e-5 * threads(runs))
+        items[:] = kept
 
-    def collect(self, *options: str) -> int:
-        """Run pytest over tests/gpu (or only collect)."""
-        where = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-        return int(pytest.main([*where, *options], plugins=[self]))
+    def parts(self, count: int) -> list[dict[str, list[int]]]:
+        """The chosen tests and variants in parts of about the same time."""
+        parts: list[dict[str, list[int]]] = [{} for _ in range(count)]
+        loads = [0.0] * count
+        for test, (variants, seconds) in sorted(self.chosen.items(), key=lambda x: -x[1][1]):
+            least = loads.index(min(loads))
+            parts[least][test] = variants
+            loads[least] += seconds
+        return [part for part in parts if part]
 
     @property
     def missing(self) -> list[Feature]:
@@ -113,57 +153,170 @@ class Selection:
         return sorted(entries() - {feature[:2] for feature in self.features})
 
 
-def watched(shard: int, shards: int, report: Path) -> int:
-    """One shard, in a process that a tool watches; `report` gets what it launched."""
-    code = Selection(Hardware.detect(), shard, shards).collect("-x")
+class Part:
+    """A pytest plugin that keeps the tests and variants named, and says which test begins."""
+
+    def __init__(self, tests: Mapping[str, list[int]]) -> None:
+        self.tests = tests
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.tests]
+        cases = [(item, getattr(item, "callspec", None)) for item in items]
+        kept = {
+            spec.params["case"].name: self.tests[item.nodeid]
+            for item, spec in cases
+            if spec and "case" in spec.params
+        }
+        every = Case.variants
+        Case.variants = lambda case, hw: [every(case, hw)[i] for i in kept.get(case.name, ())]
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        item.config.get_terminal_writer().line(f"\n{MARK}{item.nodeid}")
+
+
+@cache
+def stored_maps(source: str, entry: str) -> frozenset[int]:
+    """Which of a kernel's arguments are the tensor maps it stores through."""
+    text = jit.without_bounds(jit.source_text(source))
+    calls = re.findall(r"\btma_store\(([^;]*);", text)
+    names = {name for call in calls for name in re.findall(r"\bmap_\w+", call)}
+    head = re.search(rf"__global__\s+void\s+{entry}\(([^)]*)\)", text)
+    assert head, f"{source}: no kernel {entry}"
+    return frozenset(
+        i for i, argument in enumerate(head[1].split(",")) if argument.split()[-1] in names
+    )
+
+
+def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(address, bytes) of what a launch stores by TMA, in pieces; not what it may read as well."""
+    maps, pieces = stored_maps(launch.source, launch.entry), []
+    loaded = {
+        x.ptr for i, x in enumerate(launch.args) if isinstance(x, TensorMap) and i not in maps
+    }
+    names = {x.name for x in launch.args if isinstance(x, Ptr)} | {ptr.name for ptr in loaded}
+    for arg in (launch.args[i] for i in sorted(maps)):
+        assert isinstance(arg, TensorMap)
+        start = pointers.get(arg.ptr.name, 0)
+        shared = any(pointers.get(name) == start for name in names - {arg.ptr.name})
+        if not start or shared or arg.ptr in loaded:
+            continue
+        length, outer = arg.shape[0] * ITEMSIZE[arg.dtype], []
+        for stride, size in sorted(zip(arg.strides, arg.shape[1:], strict=True)):
+            if stride == length:
+                length *= size
+            elif size > 1:
+                outer.append([stride * i for i in range(size)])
+        places = (start + arg.ptr.offset + sum(offsets) for offsets in itertools.product(*outer))
+        pieces += [(place, length) for place in places]
+    return pieces
+
+
+class Poisoned(jit.Bound):
+    """initcheck sees no TMA store: what one is to fill is NaN before; a test sees what stays so."""
+
+    def __init__(
+        self, launch: Launch, pointers: Mapping[str, int], hw: Hardware, early: bool = True
+    ) -> None:
+        super().__init__(launch, pointers, hw, early)
+        self._stored = stored(launch, pointers)
+
+    def enqueue(self, stream: int) -> None:
+        from cuda.bindings import driver
+
+        for address, length in self._stored:
+            (code,) = driver.cuMemsetD8Async(address, 0xFF, length, stream)
+            assert not int(code), code
+        super().enqueue(stream)
+
+
+def watched(tool: str, part: int, folder: Path) -> int:
+    """One part of the tests, in a process that a tool watches; it reports what it launched."""
+    if tool == "initcheck":
+        jit.Bound = Poisoned
+    tests = json.loads((folder / "parts.json").read_text())[part]
+    # a lost context fails all that comes after it
+    code = collect(Part(tests), "--maxfail=5", "--tb=short")
     names = {(GENERATED if "\n" in text else text, entry) for text, entry in jit.bound()}
-    report.write_text(json.dumps(sorted(names)))
+    (folder / f"{tool}.{part}.json").write_text(json.dumps(sorted(names)))
     return code
 
 
-def start(tool: str, shard: int, shards: int, folder: Path) -> Run:
-    """One shard under a tool."""
-    log, report = folder / f"{tool}.{shard}.log", folder / f"{tool}.{shard}.json"
-    report.unlink(missing_ok=True)
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable]
-    command += [__file__, "--shards", str(shards), "--watched", str(shard), str(report)]
+def run(tool: str, part: int, folder: Path) -> tuple[int, Path]:
+    """One part of the tests under a tool: its exit code and its log."""
+    log = folder / f"{tool}.{part}.log"
+    log.with_suffix(".json").unlink(missing_ok=True)
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "100"]
+    command += ["--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
+    command += [sys.executable, __file__, "--watched", tool, str(part), str(folder)]
+    environment = {**os.environ, "ONNX_FUSE_ARENA": "0", "ONNX_FUSE_GRAPH": "0"}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process a core
     with log.open("w") as out:
-        environment = {**os.environ, "ONNX_FUSE_ARENA": "0"}
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment), log, report
+        done = subprocess.run(command, stdout=out, stderr=out, env=environment, check=False)
+    return done.returncode, log
 
 
-def outcome(tool: str, runs: Sequence[Run]) -> tuple[str, list[str]]:
+def findings(text: str) -> Counter[str]:
+    """What a log reports, without the addresses, each with its test."""
+    found, test, head = Counter[str](), "", ""
+    for line in text.splitlines():
+        line, _, report = line.partition("=========")
+        if line.startswith(MARK):
+            test = line.removeprefix(MARK)
+        report = re.sub(r"0x[0-9a-f]{6,}", "...", report)
+        if re.match(r" \S", report) and "SUMMARY" not in report:
+            head = report.strip()
+            found[f"{test}: {head}"] += 1
+        elif head and re.match(r" +at ", report):
+            found[f"{test}: {head}"] -= 1
+            found[f"{test}: {head} {report.strip()}"] += 1
+            head = ""
+        failed = re.match(r"(?:FAILED|ERROR) (\S+::.*)", line)
+        if failed:
+            found[failed[1]] += 1
+    del found[": COMPUTE-SANITIZER"]
+    return +found
+
+
+def outcome(
+    tool: str, runs: Sequence[Future[tuple[int, Path]]], wanted: set[Feature]
+) -> tuple[str, list[str]]:
     """The tool's line, and what is wrong."""
-    wrong, tests, touched = [], 0, set[Feature]()
-    for process, log, report in runs:
-        code, text = process.wait(), log.read_text(errors="replace")
+    wrong, tests, touched, found = [], 0, set[Feature](), Counter[str]()
+    for part in runs:
+        code, log = part.result()
+        text = log.read_text(errors="replace")
         summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)
         passed = re.search(r"(\d+) passed", text)
         tests += int(passed[1]) if passed else 0
         if code or not summaries or not all(line.startswith("0 ") for line in summaries):
             wrong.append(f"{log}: exit {code}, {summaries or 'no summary'}")
-        if report.exists():
-            touched |= {tuple(pair) for pair in json.loads(report.read_text())}
-    missing = sorted(entries() - touched)
+            found += findings(text)
+        if log.with_suffix(".json").exists():
+            touched |= {tuple(pair) for pair in json.loads(log.with_suffix(".json").read_text())}
+    wrong += [f"{count} x {what}" for what, count in found.most_common(30)]
+    missing = sorted(wanted - touched)
     wrong += [f"not launched: {source} {entry}" for source, entry in missing]
-    kernels = f"{len(entries()) - len(missing)} of {len(entries())} kernels"
+    kernels = f"{len(wanted) - len(missing)} of {len(wanted)} kernels"
     return f"{tool:10} {'FAILED' if wrong else 'clean'}: {tests} tests, {kernels}", wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tool", action="append", choices=TOOLS)
-    parser.add_argument("--shards", type=int, default=4, help="processes a tool")
+    parser.add_argument("--match", default="", help="only chosen tests with this in their name")
+    parser.add_argument("--shards", type=int, default=8, help="processes a tool")
     parser.add_argument("--logs", type=Path, help="folder that keeps the tools' output")
     parser.add_argument("--list", action="store_true", help="the tests chosen; needs no GPU")
-    parser.add_argument("--watched", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--watched", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.watched:
-        return watched(int(options.watched[0]), options.shards, Path(options.watched[1]))
-    selection = Selection(CHIPS["H200"] if options.list else Hardware.detect())
+        tool, part, folder = options.watched
+        return watched(tool, int(part), Path(folder))
+    selection = Selection(CHIPS["H200"] if options.list else Hardware.detect(), options.match)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = selection.collect("--collect-only")
+        code = collect(selection, "--collect-only")
     if options.list or code:
         print(printed.getvalue())
     for source, entry in selection.missing:
@@ -176,13 +329,21 @@ def main() -> int:
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    tools, shards = options.tool or TOOLS, range(options.shards)
-    runs = {tool: [start(tool, k, options.shards, folder) for k in shards] for tool in tools}
+    parts = selection.parts(options.shards)
+    (folder / "parts.json").write_text(json.dumps(parts))
+    wanted = (
+        {feature[:2] for feature in features(selection.launches)} if options.match else entries()
+    )
     failed = False
-    for tool, processes in runs.items():
-        line, wrong = outcome(tool, processes)
-        print(f"{line}, {time.monotonic() - started:.0f} s", *wrong, sep="\n    ", flush=True)
-        failed |= bool(wrong)
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        runs = {
+            tool: [pool.submit(run, tool, part, folder) for part in range(len(parts))]
+            for tool in options.tool or TOOLS
+        }
+        for tool, results in runs.items():
+            line, wrong = outcome(tool, results, wanted)
+            print(f"{line}, {time.monotonic() - started:.0f} s", *wrong, sep="\n    ", flush=True)
+            failed |= bool(wrong)
     return 3 if failed else 0
 
 
