@@ -52,6 +52,11 @@ F
 
 FAILED tests/gpu/test_gemm.py::test_a[m=5 n=8] - AssertionError
 ========= ERROR SUMMARY: 3 errors
+========= COMPUTE-SANITIZER
+
+>>> tests/gpu/test_gemm.py::test_c
+Timeout (0:01:00)!
+========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
 """
 
 
@@ -61,6 +66,7 @@ def test_what_a_log_reports(tool: ModuleType) -> None:
         f"{where}a[m=5 n=8]: Invalid __global__ read of size 16 bytes at grad_products+0x980": 2,
         f"{where}b: Error: Race reported between Write access at gemm_cluster+0x11f0": 1,
         f"{where}a[m=5 n=8] - AssertionError": 1,
+        f"{where}c: Timeout (0:01:00)!": 1,
     })  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import itertools
 import json
@@ -41,7 +42,7 @@ from math_cases import Case, only
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
-MARK = ">>> "  # before a test's name in a log
+MARK, LIMIT = ">>> ", 60  # before a test's name in a log; seconds a test may take
 Feature = tuple[str, ...]
 
 
@@ -154,14 +155,19 @@ class Selection:
 
 
 class Part:
-    """A pytest plugin that keeps the tests and variants named, and says which test begins."""
+    """A pytest plugin that keeps the tests and variants named, but for the first `skip`.
 
-    def __init__(self, tests: Mapping[str, list[int]]) -> None:
-        self.tests = tests
+    It says which test begins, ends the process where one takes too long, and writes to `report`
+    which kernels were launched.
+    """
+
+    def __init__(self, tests: Mapping[str, list[int]], skip: int, report: Path) -> None:
+        self.tests, self.skip, self.report = tests, skip, report
+        self.stderr = os.dup(2)  # pytest captures what is written there
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self.tests]
+        items[:] = [item for item in items if item.nodeid in self.tests][self.skip :]
         cases = [(item, getattr(item, "callspec", None)) for item in items]
         kept = {
             spec.params["case"].name: self.tests[item.nodeid]
@@ -173,13 +179,19 @@ class Part:
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
         item.config.get_terminal_writer().line(f"\n{MARK}{item.nodeid}")
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=self.stderr)
+
+    def pytest_runtest_logfinish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        names = {(GENERATED if "\n" in text else text, entry) for text, entry in jit.bound()}
+        self.report.write_text(json.dumps(sorted(names)))
 
 
 @cache
-def stored_maps(source: str, entry: str) -> frozenset[int]:
+def stored_maps(source: str, entry: str, how: str = "tma_store") -> frozenset[int]:
     """Which of a kernel's arguments are the tensor maps it stores through."""
     text = jit.without_bounds(jit.source_text(source))
-    calls = re.findall(r"\btma_store\(([^;]*);", text)
+    calls = re.findall(rf"\b{how}\(([^;]*);", text)
     names = {name for call in calls for name in re.findall(r"\bmap_\w+", call)}
     head = re.search(rf"__global__\s+void\s+{entry}\(([^)]*)\)", text)
     assert head, f"{source}: no kernel {entry}"
@@ -191,6 +203,8 @@ def stored_maps(source: str, entry: str) -> frozenset[int]:
 def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]:
     """(address, bytes) of what a launch stores by TMA, in pieces; not what it may read as well."""
     maps, pieces = stored_maps(launch.source, launch.entry), []
+    if dict(launch.defines).get("ACCUMULATE") == "1":
+        maps -= stored_maps(launch.source, launch.entry, "tma_add")
     loaded = {
         x.ptr for i, x in enumerate(launch.args) if isinstance(x, TensorMap) and i not in maps
     }
@@ -230,30 +244,35 @@ class Poisoned(jit.Bound):
         super().enqueue(stream)
 
 
-def watched(tool: str, part: int, folder: Path) -> int:
-    """One part of the tests, in a process that a tool watches; it reports what it launched."""
+def watched(tool: str, part: int, skip: int, folder: Path) -> int:
+    """One part of the tests, up to the first that fails, in a process that a tool watches."""
     if tool == "initcheck":
         jit.Bound = Poisoned
     tests = json.loads((folder / "parts.json").read_text())[part]
-    # a lost context fails all that comes after it
-    code = collect(Part(tests), "--maxfail=5", "--tb=short")
-    names = {(GENERATED if "\n" in text else text, entry) for text, entry in jit.bound()}
-    (folder / f"{tool}.{part}.json").write_text(json.dumps(sorted(names)))
-    return code
+    return collect(Part(tests, skip, folder / f"{tool}.{part}.{skip}.json"), "-x", "--tb=short")
 
 
-def run(tool: str, part: int, folder: Path) -> tuple[int, Path]:
-    """One part of the tests under a tool: its exit code and its log."""
-    log = folder / f"{tool}.{part}.log"
-    log.with_suffix(".json").unlink(missing_ok=True)
+def run(tool: str, part: int, tests: int, folder: Path) -> tuple[int, Path]:
+    """One part of the tests under a tool: its exit code and its log.
+
+    A test that fails or hangs may have lost the context: those after it have another process.
+    """
+    log, worst, begun = folder / f"{tool}.{part}.log", 0, 0
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "100"]
     command += ["--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
-    command += [sys.executable, __file__, "--watched", tool, str(part), str(folder)]
+    command += [sys.executable, __file__, "--watched", tool, str(part)]
     environment = {**os.environ, "ONNX_FUSE_ARENA": "0", "ONNX_FUSE_GRAPH": "0"}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process a core
-    with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, env=environment, check=False)
-    return done.returncode, log
+    log.write_text("")
+    while begun < tests:
+        with log.open("a") as out:
+            arguments = [*command, str(begun), str(folder)]
+            done = subprocess.run(arguments, stdout=out, stderr=out, env=environment, check=False)
+        worst, before = worst or done.returncode, begun
+        begun = len(re.findall(f"^{MARK}", log.read_text(errors="replace"), re.MULTILINE))
+        if begun == before:  # not even one began
+            break
+    return worst, log
 
 
 def findings(text: str) -> Counter[str]:
@@ -264,17 +283,18 @@ def findings(text: str) -> Counter[str]:
         if line.startswith(MARK):
             test = line.removeprefix(MARK)
         report = re.sub(r"0x[0-9a-f]{6,}", "...", report)
-        if re.match(r" \S", report) and "SUMMARY" not in report:
+        if re.match(r" (?!COMPUTE-SANITIZER|\w+ SUMMARY)\S", report):
             head = report.strip()
             found[f"{test}: {head}"] += 1
         elif head and re.match(r" +at ", report):
             found[f"{test}: {head}"] -= 1
             found[f"{test}: {head} {report.strip()}"] += 1
             head = ""
+        if line.startswith("Timeout ("):
+            found[f"{test}: {line}"] += 1
         failed = re.match(r"(?:FAILED|ERROR) (\S+::.*)", line)
         if failed:
             found[failed[1]] += 1
-    del found[": COMPUTE-SANITIZER"]
     return +found
 
 
@@ -287,13 +307,12 @@ def outcome(
         code, log = part.result()
         text = log.read_text(errors="replace")
         summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)
-        passed = re.search(r"(\d+) passed", text)
-        tests += int(passed[1]) if passed else 0
+        tests += sum(map(int, re.findall(r"(\d+) passed", text)))
         if code or not summaries or not all(line.startswith("0 ") for line in summaries):
             wrong.append(f"{log}: exit {code}, {summaries or 'no summary'}")
             found += findings(text)
-        if log.with_suffix(".json").exists():
-            touched |= {tuple(pair) for pair in json.loads(log.with_suffix(".json").read_text())}
+        for report in log.parent.glob(f"{log.stem}.*.json"):
+            touched |= {tuple(pair) for pair in json.loads(report.read_text())}
     wrong += [f"{count} x {what}" for what, count in found.most_common(30)]
     missing = sorted(wanted - touched)
     wrong += [f"not launched: {source} {entry}" for source, entry in missing]
@@ -308,11 +327,11 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=8, help="processes a tool")
     parser.add_argument("--logs", type=Path, help="folder that keeps the tools' output")
     parser.add_argument("--list", action="store_true", help="the tests chosen; needs no GPU")
-    parser.add_argument("--watched", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--watched", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.watched:
-        tool, part, folder = options.watched
-        return watched(tool, int(part), Path(folder))
+        tool, part, skip, folder = options.watched
+        return watched(tool, int(part), int(skip), Path(folder))
     selection = Selection(CHIPS["H200"] if options.list else Hardware.detect(), options.match)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -330,6 +349,8 @@ def main() -> int:
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     parts = selection.parts(options.shards)
+    for old in folder.glob("*check.*.json"):
+        old.unlink()
     (folder / "parts.json").write_text(json.dumps(parts))
     wanted = (
         {feature[:2] for feature in features(selection.launches)} if options.match else entries()
@@ -337,7 +358,7 @@ def main() -> int:
     failed = False
     with ThreadPoolExecutor(max_workers=workers) as pool:
         runs = {
-            tool: [pool.submit(run, tool, part, folder) for part in range(len(parts))]
+            tool: [pool.submit(run, tool, i, len(part), folder) for i, part in enumerate(parts)]
             for tool in options.tool or TOOLS
         }
         for tool, results in runs.items():
