@@ -173,6 +173,10 @@ class Cluster:
         if step_n == 64 and (problem.trans_b or bn % 64):
             step_n = 8
         types, epilogue = type_defines(problem), epilogue_defines(problem)
+        grid = split * share * ceil(m / (64 * wgm)) * ceil(n / (bn * share))
+        # with every SM taken nothing is read ahead, and a's first tile would only wait behind b's:
+        # 7.7 us in place of 7.2 at 512x768x3072 (H200, 2026-11)
+        early = problem.attr("static_b") and grid <= 0.9 * config.integer("room") * hw.sm_count
         if norm:
             types["TV"] = "float"
             epilogue |= {"EPI_LN": 1}
@@ -181,7 +185,7 @@ class Cluster:
             types, epilogue,
             {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
              "BN": bn, "SPLIT": split, "SHARE": share, "STAGES": stages, "N_STEP": step_n,
-             "RING": self._steps(problem, config) > stages, "STATIC_B": problem.attr("static_b")},
+             "RING": self._steps(problem, config) > stages, "STATIC_B": early},
             {"STATS": 1} if stats else {}, {"RMS": 1} if problem.attr("rms") and stats else {},
         )  # fmt: skip
         size = ITEMSIZE[problem.dtype]
@@ -218,7 +222,6 @@ class Cluster:
             Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
             Num("f32", problem.number("act_alpha", 1.0)),
         )  # fmt: skip
-        grid = split * share * ceil(m / (64 * wgm)) * ceil(n / (bn * share))
         threads = 128 * wgm + (128 if stats else 0) + 32
         return (
             Launch(
