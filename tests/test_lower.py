@@ -844,6 +844,42 @@ def test_a_product_stores_its_result_times_the_slope_of_the_activation_before(al
     assert dict(grad.reads)["dy"].buffer == product.writes[0][1].buffer
 
 
+HIDDEN_GRAD = """agraph (bfloat16[M,K] dy, bfloat16[N,K] v, bfloat16[M,128] x,
+    bfloat16[128,N] w, bfloat16[M,N] z) => (bfloat16[M,128] dx, bfloat16[128,N] dw MORE)
+{ dh = Gemm <transB = 1> (dy, v)  dx, dw, dc = onnx_fuse.GemmSiluGrad (dh, x, w, z) }"""
+"""Backward of y = silu(x w + c) v to its first layer."""
+
+
+def hidden_gradient(rows, width, inner, more):
+    text = HIDDEN_GRAD.replace("MORE", more).replace("M,", f"{rows},")
+    for name, size in (("K", width), ("N", inner)):
+        text = text.replace(f"{name}]", f"{size}]").replace(f"[{name},", f"[{size},")
+    return ir.text_model(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "sums"),
+    [(8, "", 0), (4100, "", 0), (4100, ", bfloat16[N] dc", 1)],
+)
+def test_of_an_activations_gradient_the_sums_for_the_bias_are_left(rows, more, sums):
+    model = hidden_gradient(rows, 768, 3072, more)
+    shapes = {v.name: (tuple(v.shape), "bfloat16") for v in model.graph.inputs}
+    program = lower.lower(model, shapes, H200)
+    calls = [call for call in program.calls if call.launches[0].entry == "act_grad_rows"]
+    first, *products = (call for call in program.calls if call.problem is not None)
+    assert len(calls) == sums
+    assert (first.problem.attr("dact"), first.problem.text("act")) == (True, "silu")
+    assert dict(first.reads)["c"] == dict(program.inputs)["z"]
+    dz = dict(first.writes)["y"].buffer
+    assert all(dz in {t.buffer for _, t in call.reads} for call in (*products, *calls))
+    for call in calls:
+        (launch,) = call.launches
+        assert dict(launch.defines)["ACT"] == "NONE"
+        assert "dz" not in dict(call.writes)
+        found = jit.resources(launch.source, launch.defines, H200.arch)
+        assert all(entry.clean for entry in found.values())
+
+
 @pytest.mark.parametrize("order", ["dx, r", "r, dx"])
 @pytest.mark.parametrize(
     ("rows", "also", "node", "way"),

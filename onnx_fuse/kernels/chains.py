@@ -27,7 +27,7 @@ from onnx_fuse.kernels.pointwise import (
     launch_many,
 )
 from onnx_fuse.llir import Call, Tensor
-from onnx_fuse.problem import Hardware, Launch, Num, Problem, Ptr, Table
+from onnx_fuse.problem import Hardware, Launch, Num, Problem, Ptr, Table, Value
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
@@ -273,36 +273,73 @@ def slope_in_epilogue(
     hw: Hardware,
     prefs: Mapping[str, str] | None = None,
 ) -> list[Call]:
-    """dy = a · b, dz = dy act'(z): the product stores dz where a LayerNormGemmGrad alone reads dy.
+    """dy = a · b, dz = dy act'(z): the product stores dz where nothing else reads dy.
 
-    Only where the cost models find the two cheaper than as they were.
+    Its reader is a LayerNormGemmGrad, which is then one without an activation, or the pass of an
+    activation's gradient, of which the sums for dbias are left. Only where that is cheaper by the
+    cost models.
     """
     readers, writers = uses(calls)
-    result = list(calls)
+    result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
-        problem, given = call.problem, dict(call.reads)
-        if problem is None or problem.op != "LayerNormGemmGrad" or not problem.text("act"):
+        problem, given, how = call.problem, dict(call.reads), _slope(call)
+        if how is None:
             continue
         dy, z = given["dy"], given["z"]
         at = writers[dy.buffer]
         if len(at) != 1 or readers[dy.buffer] != [i] or dy.buffer in keep:
             continue
         product = result[at[0]]
-        if not _bare(product) or product.problem is None or product.writes[0][1].size != dy.size:
+        if product is None or product.problem is None or not _bare(product):
             continue
-        if max(writers[z.buffer], default=-1) >= at[0]:
+        if product.writes[0][1].size != dy.size or max(writers[z.buffer], default=-1) >= at[0]:
             continue
-        how = {key: value for key, value in problem.attrs if key in ("act", "act_alpha")}
-        rest = tuple(pair for pair in problem.attrs if pair[0] not in how)
-        pair = product.problem.having(dact=True, **how), replace(problem, attrs=rest)
-        choices, seconds = _seconds(pair, hw, prefs)
-        if seconds >= _seconds((product.problem, problem), hw, prefs)[1]:
+        wanted = product.problem.having(dact=True, **how)
+        choices, after = _seconds((wanted,), hw, prefs)
+        before = _seconds((product.problem,), hw, prefs)[1]
+        dz, left = product.writes[0][1], None
+        if problem is not None:
+            rest = tuple(pair for pair in problem.attrs if pair[0] not in how)
+            plain = replace(problem, attrs=rest)
+            found, seconds = _seconds((plain,), hw, prefs)
+            left = chosen(replace(call, problem=plain), found[0], hw) if found else None
+            before, after = before + _seconds((problem,), hw, prefs)[1], after + seconds
+        else:
+            dz = dict(call.writes)["dz"]
+            rate = hw.bandwidth * (2 if 3 * dz.nbytes <= hw.l2_bytes / 2 else 1)
+            before += hw.launch_seconds + 3 * dz.nbytes / rate
+            sums = tuple((n, t) for n, t in call.writes if n != "dz")
+            if any(readers[t.buffer] or t.buffer in keep for _, t in sums):
+                left = _column_sums(call, dz, sums)
+                after += hw.launch_seconds + dz.nbytes / rate
+        if after >= before:
             continue
         nodes = tuple(dict.fromkeys((*product.nodes, *call.nodes)))
-        made = replace(product, nodes=nodes, problem=pair[0], reads=(*product.reads, ("c", z)))
-        result[at[0]] = chosen(made, choices[0], hw)
-        result[i] = chosen(replace(call, problem=pair[1]), choices[1], hw)
-    return result
+        reads = (*product.reads, ("c", z))
+        made = replace(product, nodes=nodes, problem=wanted, reads=reads, writes=(("y", dz),))
+        result[at[0]], result[i] = chosen(made, choices[0], hw), left
+    return [call for call in result if call is not None]
+
+
+def _slope(call: Call) -> dict[str, Value] | None:
+    """The activation, and its alpha, by whose slope at z the call multiplies its dy."""
+    if call.problem is not None and call.problem.op == "LayerNormGemmGrad":
+        attrs = dict(call.problem.attrs)
+        how = {name: attrs[name] for name in ("act", "act_alpha") if attrs.get(name)}
+        return how or None
+    if [launch.entry for launch in call.launches] != ["act_grad_rows"]:
+        return None
+    (launch,) = call.launches
+    (alpha,) = (a.value for a in launch.args if isinstance(a, Num) and a.ctype == "f32")
+    return {"act": dict(launch.defines)["ACT"].lower(), "act_alpha": alpha}
+
+
+def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -> Call:
+    """The pass of an activation's gradient over a dz that is there: dbias, or its parts."""
+    (launch,) = call.launches
+    defines = tuple((name, "NONE" if name == "ACT" else text) for name, text in launch.defines)
+    launch = replace(launch, defines=defines)
+    return replace(call, launches=(launch,), reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
 
 
 def add_in_gradient(

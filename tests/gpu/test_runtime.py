@@ -376,6 +376,28 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
     assert ways == [[(True, ""), (False, way)], [(False, ""), (False, "")]]
 
 
+@pytest.mark.launches("pointwise/act_grad.cu", "act_grad_rows", "ACT", "NONE")
+@pytest.mark.parametrize(("rows", "more"), [(8, ""), (130, ""), (4100, ", bfloat16[N] dc")])
+def test_the_gradient_of_a_hidden_layer(rows: int, more: str) -> None:
+    """act'(z) in the product before, and dbias from what it stored."""
+    width, inner = (768, 3072) if more else (256, 512)
+    rng, shapes = np.random.default_rng(rows), {"dy": (rows, width), "v": (inner, width),
+                                                "x": (rows, 128), "w": (128, inner)}  # fmt: skip
+    feeds = {n: rng.standard_normal(s).astype(ml_dtypes.bfloat16) for n, s in shapes.items()}
+    feeds["z"] = rng.standard_normal((rows, inner)).astype(ml_dtypes.bfloat16)
+    wide = {n: a.astype(np.float64) for n, a in feeds.items()}
+    sigmoid = 1 / (1 + np.exp(-wide["z"]))
+    dz = wide["dy"] @ wide["v"].T * sigmoid * (1 + wide["z"] * (1 - sigmoid))
+    runner = Executable(test_lower.hidden_gradient(rows, width, inner, more))
+    found, again = runner.run(None, feeds), runner.run(None, feeds)
+    assert runner.programs()[0].calls[0].problem.attr("dact")
+    wanted = (dz @ wide["w"].T, wide["x"].T @ dz, dz.sum(0))
+    for got, twice, want in zip(found, again, wanted[: len(found)], strict=True):
+        # as test_gemm's for bfloat16: dz is rounded on its way
+        assert np.linalg.norm(got.astype(np.float64) - want) <= 6e-3 * np.linalg.norm(want)
+        assert got.tobytes() == twice.tobytes()
+
+
 def test_out_of_memory_says_what_asked_for_how_much() -> None:
     text = "agraph (float[1,N] x, float[M,1] z) => (float[M,N] y) { y = Add(x, z) }"
     size = 1 << 20
