@@ -53,11 +53,14 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         for node, i in uses:
             if i not in KEPT_INPUTS.get(node.op_type, ()):
                 node.replace_input_with(i, cast)
-    if not masters:
-        for value in weights:
-            assert value.const_value is not None
-            value.const_value = ir.tensor(_cast(value.const_value.numpy(), dtype), name=value.name)
+    for value in weights:
+        assert value.const_value is not None
+        array = value.const_value.numpy()
+        if not masters:
+            value.const_value = ir.tensor(_cast(array, dtype), name=value.name)
             value.type = ir.TensorType(dtype)
+        elif (near := _near(array, dtype)) is not array:
+            value.const_value = ir.tensor(near, name=value.name)
     if op.nodes:
         first = next(iter(graph), None)
         if first is None:
@@ -116,5 +119,12 @@ def _node(node: ir.Node, dtype: ir.DataType, kept: set[ir.Value]) -> None:
 
 
 def _cast(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    near = np.clip(array, float(dtype.min), float(dtype.max))
-    return np.where(np.isfinite(array), near, array).astype(dtype.numpy())
+    return _near(array, dtype).astype(dtype.numpy())
+
+
+def _near(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """`array`, its finite numbers within the range of `dtype`."""
+    low, high = float(dtype.min), float(dtype.max)
+    if not array.size or (low <= array.min() and array.max() <= high):
+        return array
+    return np.where(np.isfinite(array), np.clip(array, low, high), array).astype(array.dtype)
