@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from onnx_fuse import autodiff, optim, passes, train
 from onnx_fuse.session import InferenceSession, load
 
 CASES = {case.name: case for case in real_cases()}
+MODELS = Path(__file__).parents[2] / "models"
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +143,24 @@ def test_16_bit_training_follows_float32(precision: str, options: dict) -> None:
         return [trainer.step(batch) for _ in range(20)]
 
     np.testing.assert_allclose(run(precision), run("fp32"), rtol=2e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_mask_of_the_lowest_float_trains_in_16_bits(precision: str) -> None:
+    rng, shape = np.random.default_rng(0), (4, 24)
+    ids = rng.integers(0, 200, shape)
+    batch = {"input_ids": ids, "attention_mask": np.ones(shape, np.int64),
+             "token_type_ids": 0 * ids,
+             "labels": rng.standard_normal((*shape, 32)).astype(np.float32)}  # fmt: skip
+    batch["attention_mask"][:2, 17:] = 0
+    losses = []
+    for kind in (precision, "fp32"):
+        trainer = train.Trainer(
+            MODELS / "encoder.onnx", loss="mse", optimizer=optim.AdamW(lr=1e-3), precision=kind,
+            device="cuda", level=2,
+        )  # fmt: skip
+        losses.append([trainer.step(batch) for _ in range(5)])
+    np.testing.assert_allclose(*losses, rtol=2e-2)
 
 
 def test_float16_overflow_is_left_out_and_halves_the_scale(tmp_path) -> None:
