@@ -931,7 +931,11 @@ class Trainer:
         for name in (*feeds, *arrays):
             if name in bad:
                 return f"{head}; '{name}' holds a value that is not finite"
-        return f"{head}; {_first_not_finite(self._build(mode)[0], arrays)}"
+        try:
+            with ort.faults("looking for the first value that is not finite"):
+                return f"{head}; {_first_not_finite(self._build(mode)[0], arrays)}"
+        except ModelError as error:  # it lacks many operators in 16 bits; the step's fault counts
+            return f"{head}; {error}"
 
     # -- results --
 

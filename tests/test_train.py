@@ -551,6 +551,15 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
     trainer.step(good)
 
 
+def test_a_step_that_onnxruntime_cannot_look_into_is_still_a_failed_check(monkeypatch) -> None:
+    """A graph in bfloat16, of which it runs little: its error is told behind the step's."""
+    monkeypatch.setattr(train, "_first_not_finite", lambda *_: ort.InferenceSession(b"no model"))
+    trainer = train.Trainer(ir.text_model(OVERFLOWS), loss="mse")
+    feeds = {"x": np.full((2, 3), 100, np.float32), "labels": np.zeros((2, 3), np.float32)}
+    with pytest.raises(CheckFailed, match=r"step 1: .* inf; looking for .*onnxruntime: "):
+        trainer.step(feeds)
+
+
 class Ahead(train._Portable):
     """The contract of a device that runs ahead: after a fault no step changes a state."""
 

@@ -50,10 +50,10 @@ DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-// A mask's element in units of log 2; a finite one stays finite (no float16 leaves the range).
+// A mask's element in units of log 2; a finite one stays finite (no float16 leaves the range), NaN NaN.
 template <class E> DEVICE float mask_power(float x);
 template <> DEVICE float mask_power<f16>(float x) { return x * LOG2E; }
 template <> DEVICE float mask_power<bf16>(float x) {
     constexpr float MOST = 3.4e38f;
-    return x == NEGATIVE_INFINITY ? x : fminf(fmaxf(x * LOG2E, -MOST), MOST);
+    return fabsf(x) <= MOST ? fminf(fmaxf(x * LOG2E, -MOST), MOST) : x;
 }
