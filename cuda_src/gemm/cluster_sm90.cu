@@ -199,15 +199,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         if (SHARE > 1) wait(0, 0);
         if (one_lane()) {
             grid_dependency_wait();
-            for (int step = 0; step < steps; step++) {
-                if (RING && step >= STAGES)
-                    mbarrier_wait(empty + step % STAGES * 8, step / STAGES - 1 & 1);
-                if (!STATIC_B || step >= STAGES) load_b(step);
+            for (int step = 0; step < STAGES && step < steps; step++) {
+                if (!STATIC_B) load_b(step);
                 load_a(step);
             }
         }
         __syncwarp();
+        // before it needs what the others do after theirs: under racecheck all wait, or none passes
         if (SHARE == 1 && CLUSTER > 1) wait(0, 0);
+        if (RING && one_lane())
+            for (int step = STAGES; step < steps; step++) {
+                mbarrier_wait(empty + step % STAGES * 8, step / STAGES - 1 & 1);
+                load_b(step);
+                load_a(step);
+            }
     } else if (warp < MMA_WARPS) {
         arrive();
         wait(PRODUCT, PRODUCT_THREADS);
