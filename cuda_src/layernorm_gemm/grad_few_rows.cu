@@ -251,14 +251,17 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
     }
 }
 
-// Mean, then rstd of BM rows from m on; zeros past the last.
+// Mean (or zeros), then rstd of BM rows from m on; zeros past the last. (A copy of less than 16 bytes
+// would do, but memory checkers take it for one of 16.)
 DEVICE void load_stats(u32 to, const float* mean, const float* rstd, int m, int M) {
     if (threadIdx.x >= BM / 2) return;
-    int at = threadIdx.x % (BM / 4) * 4, left = (M - m - at) * 4;
-    left = left < 0 ? 0 : left < 16 ? left : 16;
-    const float* from = threadIdx.x < BM / 4 ? mean : rstd;
-    if (!from) left = 0;
-    cp_async_16(to + threadIdx.x * 16, left ? from + m + at : rstd, left);
+    int row = m + threadIdx.x % (BM / 4) * 4;
+    if (threadIdx.x < BM / 4 && !mean) row = M;
+    const float* from = (threadIdx.x < BM / 4 ? mean : rstd) + row;
+    to += threadIdx.x * 16;
+    if (row + 4 <= M || row >= M) return cp_async_16(to, from, row < M ? 16 : 0);
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) cp_async_4(to + i * 4, from + i, row + i < M ? 4 : 0);
 }
 typedef u32 Fragment[4];
 // gamma, beta of a lane's rows: lane / 4 and + 8 of each 16.
