@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from onnx_fuse.kernels.pointwise import Expression
+from onnx_fuse.kernels.pointwise import Expression, Row
 from onnx_fuse.llir import Program, Tensor
 from onnx_fuse.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
@@ -90,6 +90,16 @@ class Memory:
         strides = [s * dtype.itemsize for s in t.strides]
         return np.lib.stride_tricks.as_strided(flat, t.shape, strides)
 
+    def rows(self, t: Tensor, row: Row, index: np.ndarray) -> np.ndarray:
+        """`t`, each element `row.step` elements further for each of `index`."""
+        k = np.where(index < 0, index + row.size, index)
+        inside = (k >= 0) & (k < row.size)
+        at = t.offset + np.where(inside, k, 0) * row.step
+        for places, step in zip(np.indices(t.shape), t.strides, strict=True):
+            at = at + places * step
+        found: np.ndarray = self.parts[t.buffer].view(dtype_of(t.dtype))[at]
+        return np.where(inside, found, np.zeros((), found.dtype))
+
 
 def interpret(
     program: Program, feeds: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
@@ -107,8 +117,10 @@ def interpret(
         memory.parts[buffer][...] = array.reshape(-1).view(np.uint8)
     for call in program.calls:
         if call.expression is not None:
-            results = _evaluate(call.expression, [memory.view(t).copy() for _, t in call.reads],
-                                [t for _, t in call.writes])  # fmt: skip
+            reads = [memory.view(t).copy() for _, t in call.reads]
+            for row in call.expression.rows:
+                reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
+            results = _evaluate(call.expression, reads, [t for _, t in call.writes])
         elif call.problem is not None or call.kernel == "LayerNormalization":
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
             found = _product(call.problem, read) if call.problem is not None else {"y": _norm(read)}

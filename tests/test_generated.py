@@ -94,6 +94,33 @@ def test_other_sizes_need_no_other_source() -> None:
     assert source(8, 16) == source(24, 32)
 
 
+ROWS = {
+    # the table's and the index's strides over y
+    "rows of whole vectors": ((6, 8), (0, 1), (1, 0)),
+    "rows of odd length": ((6, 7), (0, 1), (1, 0)),
+    "columns": ((5, 6), (8, 0), (0, 1)),
+    "numbers, with a tail": ((1001,), (0,), (1,)),
+    "one row, with a tail": ((1001,), (1,), (0,)),
+}
+
+
+@pytest.mark.parametrize("index", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_by_indices_compile(name: str, dtype: str, index: str) -> None:
+    shape, table, chosen = ROWS[name]
+    code = Code()
+    row = code.row(Tensor(0, dtype, shape, table), Tensor(1, index, shape, chosen), 8, 100)
+    stored = (row, code.step("Add", dtype, row, row))
+    strides = (shape[1], 1) if len(shape) == 2 else (1,)
+    launch = launch_of(
+        code.expression(*stored), code.reads, [Tensor(i, dtype, shape, strides) for i in (2, 3)]
+    )
+    assert jit.resources(launch.source)["pointwise"].clean
+    vectors = name.startswith("one row") or name.endswith("whole vectors")
+    assert ("load<" in launch.source.split(" a1v")[1].split(";")[0]) == vectors
+
+
 @pytest.mark.parametrize("index", ["int", "i64"])
 @pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64", "u128"])
 def test_gathers(unit: str, index: str) -> None:

@@ -75,14 +75,16 @@ def launches_of(callspec: Any, hw: Hardware) -> list[list[Launch]]:
 
 
 def features(launches: Iterable[Launch]) -> set[Feature]:
-    """Kernels, and their macros' values; of a generated one its access widths, tails and rank."""
+    """Kernels, and their macros' values; of a generated one its widths, tails, rank and indices."""
     found: set[Feature] = set()
     for x in launches:
         if "\n" in x.source:
             widths = sorted(set(re.findall(r"Vec<\w+, \d+>", x.source)))
             found |= {(GENERATED, x.entry, width) for width in widths}
             found |= {
-                (GENERATED, x.entry, part) for part in ("load_part", "c1") if part in x.source
+                (GENERATED, x.entry, part)
+                for part in ("load_part", "c1", "row_at")
+                if part in x.source
             }
         else:
             found |= {(x.source, x.entry, *pair) for pair in x.defines}

@@ -13,20 +13,6 @@ struct alignas(16) u128 { u64 lo, hi; };
 
 DEVICE i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 
-// y[o, j, i] = x[o, index[j], i]: Gather. x [outer, size, inner], y [outer, count, inner].
-extern "C" __global__ void gather(const T* x, const IDX* index, T* y, i64 n, i64 inner, i64 count,
-                                  i64 size) {
-    after_previous_launch();
-    const i64 at = thread_index();
-    if (at >= n) return;
-    const i64 i = at % inner, r = at / inner, j = r % count, o = r / count;
-    i64 k = (i64)index[j];
-    if (k < 0) k += size;
-    T v = {};
-    if (k >= 0 && k < size) v = x[(o * size + k) * inner + i];
-    y[at] = v;
-}
-
 // y[o, j, i] = x[o, index[o, j, i], i]: GatherElements.
 extern "C" __global__ void gather_elements(const T* x, const IDX* index, T* y, i64 n, i64 inner,
                                            i64 count, i64 size) {

@@ -87,6 +87,12 @@ template <class E> DEVICE float round_bf16(E x) { return round_bf16((float)x); }
 template <> DEVICE f16 narrow<f16>(double x) { return from_float<f16>((float)x); }
 template <> DEVICE bf16 narrow<bf16>(double x) { return from_float<bf16>((float)x); }
 
+// The place on an axis of `size` that an index names, negative ones from the end; -1 outside.
+template <class E> DEVICE i64 row_at(E index, i64 size) {
+    const i64 k = index < 0 ? (i64)index + size : (i64)index;
+    return k < size ? k < 0 ? -1 : k : -1;
+}
+
 // The part of a vector that lies inside the tensor.
 template <int V, class E> DEVICE Vec<E, V> load_part(const E* p, i64 left) {
     Vec<E, V> x = {};

@@ -22,6 +22,7 @@ from onnx_fuse.kernels.pointwise import (
     SCALAR,
     Expression,
     Step,
+    Row,
     finish,
     inline,
     launch_many,
@@ -657,6 +658,8 @@ def batch(calls: Sequence[Call]) -> list[Call]:
     return result
 
 
+    rows = [row for row in expression.rows if row.load in needed]
+    needed.update(row.index for row in rows)
 def _place(
     calls: Sequence[Call],
     run: Sequence[int],
@@ -671,6 +674,7 @@ def _place(
     large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
     last = max((depths[i] for i in large), default=0)
     early = [i for i in large if depths[i] < last]
+        tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
     then = [i for i in large if depths[i] == last < max(depths[j] for j in members)]
     apart = {*early, *then}
     rest = [i for i in members if i not in apart]
@@ -687,7 +691,7 @@ def _kind(call: Call) -> object | None:
     """What calls of one launch have in common; None for a call that stands alone."""
     if call.expression is None:
         return _twin(call)
-    if not prod(call.writes[0][1].shape):
+    if not prod(call.writes[0][1].shape) or call.expression.rows:
         return None
     tensors = [t for _, t in (*call.reads, *call.writes)]
     flat = call.writes[0][1]
@@ -864,15 +868,6 @@ def join(a: Call, b: Call) -> Call | None:
     written = {t.buffer: t for t in b_writes}
     if any(t.buffer in written and t != written[t.buffer] for t in (*a_reads, *b_reads)):
         return None
-    reads = list(a_reads)
-    source: list[tuple[str, int]] = []
-    for t in b_reads:
-        if t.buffer in stored:
-            source.append(("a", a.expression.stores[a_writes.index(t)]))
-        else:
-            if t not in reads:
-                reads.append(t)
-            source.append(("load", reads.index(t)))
     ea, eb = a.expression, b.expression
     scalars = list(ea.scalars)
     places = []
@@ -911,7 +906,7 @@ def join(a: Call, b: Call) -> Call | None:
         kernel=expression.name,
         nodes=tuple(dict.fromkeys((*a.nodes, *b.nodes))),
         expression=expression,
-        reads=tuple((f"a{i}", t) for i, t in enumerate(reads)),
+        reads=tuple((f"a{i}", t) for i, (t, _) in enumerate(reads)),
         writes=tuple((f"y{i}", t) for i, t in enumerate((*a_writes, *b_writes))),
     )
 
@@ -920,3 +915,26 @@ def _plain(tensor: Tensor) -> Tensor:
     """Strides of axes of size 1 set to 0, so that equal views compare equal."""
     pairs = zip(tensor.shape, tensor.strides, strict=True)
     return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))
+    if any(b_reads[i].buffer in stored for row in eb.rows for i in (row.load, row.index)):
+        return None
+    tables = [a_reads[row.load] for row in ea.rows] + [b_reads[row.load] for row in eb.rows]
+    if any(t.buffer in written for t in tables):
+        return None
+    reads, wanted = _places(ea, a_reads), _places(eb, b_reads)
+    source: dict[int, tuple[str, int]] = {}
+    for i in sorted(range(len(wanted)), key=lambda i: wanted[i][1] is not None):  # rows last
+        t, row = wanted[i]
+        if t.buffer in stored:
+            source[i] = "a", ea.stores[a_writes.index(t)]
+            continue
+        place = t, row and replace(row, index=source[row.index][1])
+        if place not in reads:
+            reads.append(place)
+        source[i] = "load", reads.index(place)
+        tuple(replace(row, load=i) for i, (_, row) in enumerate(reads) if row is not None),
+def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | None]]:
+    """Each read, and what chooses its rows, without its own number."""
+    rows = {row.load: replace(row, load=-1) for row in e.rows}
+    return [(t, rows.get(i)) for i, t in enumerate(reads)]
+
+

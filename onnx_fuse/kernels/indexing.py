@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -38,19 +39,15 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
         return _pick(ctx, node)
     if known is not None and known.ndim == 1 and _run(ctx, node, known):
         return None
-    x, index = ctx.dense(node, 0), ctx.dense(node, 1)
+    x, index = ctx.view(node, 0), ctx.view(node, 1)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
-    shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
-    y = ctx.output(node, 0, shape, x.dtype)
-    inner = prod(x.shape[axis + 1 :])
-    if y.size:
-        width, unit = _unit(x, inner)
-        n = y.size // width
-        sizes = (n, inner // width, index.size, x.shape[axis])
-        defines = (("IDX", INDEX_TYPES[index.dtype]), ("T", unit))
-        args: tuple[Arg, ...] = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
-        launch = Launch("indexing/gather.cu", "gather", _blocks(n), (THREADS, 1, 1), args, defines)
-        ctx.call(node, launch, {"x": x, "index": index}, {"y": y})
+    left, right, rank = x.shape[:axis], x.shape[axis + 1 :], len(index.shape)
+    y = ctx.output(node, 0, (*left, *index.shape, *right), x.dtype)
+    strides = (*x.strides[:axis], *[0] * rank, *x.strides[axis + 1 :])
+    table = replace(x, shape=y.shape, strides=strides)
+    index = reshaped(ctx, index, (*index.shape, *[1] * len(right))).expand(y.shape)
+    code = Code()
+    emit(ctx, code, node, code.row(table, index, x.strides[axis], x.shape[axis]), y)
     return None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
-from onnx_fuse.llir import UNKNOWN, Call, Context, Lowering, Tensor
+from onnx_fuse.llir import INT32_LIMIT, UNKNOWN, Call, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256
@@ -141,6 +141,19 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Row:
+    """Load `load` is read `step` elements further for each of load `index`, an axis of `size`.
+
+    Negative indices count from the end; outside the axis the load is zero.
+    """
+
+    load: int
+    index: int
+    step: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Expression:
     """Values are numbered: loads (the Call's reads), then `scalars` (C type, value), then `steps`.
 
@@ -151,11 +164,12 @@ class Expression:
     scalars: tuple[tuple[str, float], ...]
     steps: tuple[Step, ...]
     stores: tuple[int, ...]
+    rows: tuple[Row, ...] = ()
 
     @property
     def name(self) -> str:
         """The steps' names in order, for listings."""
-        return "+".join(step.name for step in self.steps) or "Copy"
+        return "+".join(["Gather"] * len(self.rows) + [s.name for s in self.steps]) or "Copy"
 
 
 def compute_type(dtype: str) -> str:
@@ -188,18 +202,25 @@ def collapse(
     return dims, merged
 
 
-def vector_width(dims: Sequence[int], tensors: Sequence[Tensor], strides: list[list[int]]) -> int:
+def vector_width(
+    dims: Sequence[int],
+    tensors: Sequence[Tensor],
+    strides: list[list[int]],
+    rows: Sequence[Row] = (),
+) -> int:
     """Elements a thread handles: 16-byte accesses wherever the layout allows them."""
-    width = 16 // max(ITEMSIZE[t.dtype] for t in tensors)
+    shared = {row.index for row in rows if strides[row.index][-1] == 0}
+    width = 16 // max(ITEMSIZE[t.dtype] for i, t in enumerate(tensors) if i not in shared)
     unit = [s[-1] == 1 for s in strides]
     if not any(unit):
         return 1
     while width > 2 and width * len(tensors) > REGISTERS:
         width //= 2
+    steps = [[row.step for row in rows if row.load == i] for i in range(len(tensors))]
     while width > 1:
         aligned = all(
-            not u or (t.offset % width == 0 and all(x % width == 0 for x in s[:-1]))
-            for u, t, s in zip(unit, tensors, strides, strict=True)
+            not u or (t.offset % width == 0 and all(x % width == 0 for x in s[:-1] + more))
+            for u, t, s, more in zip(unit, tensors, strides, steps, strict=True)
         )
         # one flat axis may end inside a vector: its tail is masked
         if aligned and (len(dims) == 1 or dims[-1] % width == 0):
@@ -220,8 +241,8 @@ def _steps(expression: Expression, values: list[str]) -> list[str]:
 
 
 def inline(expression: Expression, loads: Sequence[str]) -> str | None:
-    """The one stored value as a C++ expression of `loads`; None where a number can't be written."""
-    if not np.isfinite([value for _, value in expression.scalars]).all():
+    """The one stored value as a C++ expression of `loads`; None where it can't be written."""
+    if expression.rows or not np.isfinite([value for _, value in expression.scalars]).all():
         return None
     numbers = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
     values = [*loads, *numbers]
@@ -229,8 +250,10 @@ def inline(expression: Expression, loads: Sequence[str]) -> str | None:
     return f"[&] {{ {' '.join(body)} return {values[expression.stores[0]]}; }}()"
 
 
-def arithmetic(expression: Expression, stored: Sequence[str], width: int) -> list[str]:
-    """The loop over a vector's elements: loads a<i>v in, stores y<i>v (of dtypes `stored`) out."""
+def arithmetic(
+    expression: Expression, loaded: Sequence[str], stored: Sequence[str], width: int
+) -> list[str]:
+    """The loop over a vector's elements: loads a<i>v in, stores y<i>v out, by their dtypes."""
     body = [f"#pragma unroll\n    for (int v = 0; v < {width}; v++) {{"]
     values = [f"x{i}" for i in range(expression.loads)]
     values += [f"s{i}" for i in range(len(expression.scalars))]
@@ -238,7 +261,9 @@ def arithmetic(expression: Expression, stored: Sequence[str], width: int) -> lis
     body += [f"    {line}" for line in _steps(expression, values)]
     for i, (source, dtype) in enumerate(zip(expression.stores, stored, strict=True)):
         text = f"({compute_type(dtype)})({values[source]})"
-        if dtype in ("float16", "bfloat16"):
+        if source < expression.loads and loaded[source] == dtype:
+            text = f"a{source}v.at[v]"  # the same bits, of a NaN too
+        elif dtype in ("float16", "bfloat16"):
             text = f"from_float<{STORAGE[dtype]}>({text})"
         body.append(f"    y{i}v.at[v] = {text};")
     return [*body, "}"]
@@ -249,8 +274,14 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     tensors = [*reads, *writes]
     shape = writes[0].shape
     dims, strides = collapse(shape, [t.strides for t in tensors])
-    width = vector_width(dims, tensors, strides)
+    width = vector_width(dims, tensors, strides, expression.rows)
+    rows = {row.load: row for row in expression.rows}
     wide = prod(shape) >= 2**31 - THREADS * 16 or any(t.wide for t in tensors)
+    wide = wide or any(
+        row.size * abs(row.step) + sum(abs(s) * d for s, d in zip(strides[i], dims, strict=True))
+        >= INT32_LIMIT
+        for i, row in rows.items()
+    )
     index = "i64" if wide else "int"
     rank = len(dims)
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
@@ -275,7 +306,10 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         body += [f"const {index} c{k} = r % d{k}; r /= d{k};" for k in reversed(range(1, rank))]
         body.append(f"const {index} c0 = r;")
     tail = rank == 1 and dims[0] % width != 0
-    for name, s, tensor in zip(names, strides, tensors, strict=True):
+    for name, s, tensor, row in sorted(  # indices before the rows that they choose
+        zip(names, strides, tensors, map(rows.get, range(len(tensors))), strict=True),
+        key=lambda item: item[3] is not None,
+    ):
         terms = []
         for k in range(rank):
             if s[k] == 0:
@@ -290,21 +324,32 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         where = " + ".join([name, *terms])
         vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
         step = {0: "0", 1: "v"}.get(s[-1], f"v * {name}_{rank - 1}")
+        one = row is None or strides[row.index][-1] == 0
+        inside = "true"
+        if row is not None:
+            parameters += [f"{index} {name}_step", f"i64 {name}_size"]
+            numbers += [Num(kind, row.step), Num("i64", row.size)]
+            at = f"row_at(a{row.index}v.at[{0 if one else 'v'}], {name}_size)"
+            inside = f"{name}k >= 0" if one else f"{at} >= 0"
+            where += f" + ({index}){f'{name}k' if one else at} * {name}_step"
+            if one:
+                body.append(f"const i64 {name}k = {at};")
         if name[0] == "y":
             body.append(f"{STORAGE[tensor.dtype]}* const {name}p = {where}; {vec} {name}v;")
         elif width > 1 and s[-1] == 1:
-            part = f"load_part<{width}>({where}, n - i)"
-            full = f"load<{width}>({where})"
-            body.append(
-                f"const {vec} {name}v = {f'i + {width} <= n ? {full} : {part}' if tail else full};"
-            )
+            whole = [f"i + {width} <= n"] * tail + [inside] * (row is not None)
+            left = "n - i" if row is None else f"{inside} ? n - i : 0"
+            loaded = f"load<{width}>({where})"
+            if whole:
+                loaded = f"{' && '.join(whole)} ? {loaded} : load_part<{width}>({where}, {left})"
+            body.append(f"const {vec} {name}v = {loaded};")
         else:
-            guard = " && (v == 0 || i + v < n)" if tail and s[-1] else ""
+            guard = "(v == 0 || i + v < n) && " if tail and (s[-1] or not one) else ""
             body.append(
                 f"{vec} {name}v = {{}}; for (int v = 0; v < {width}; v++) "
-                f"if (true{guard}) {name}v.at[v] = ({where})[{step}];"
+                f"if ({guard}{inside}) {name}v.at[v] = ({where})[{step}];"
             )
-    body += arithmetic(expression, [t.dtype for t in writes], width)
+    body += arithmetic(expression, [t.dtype for t in reads], [t.dtype for t in writes], width)
     for i, s in enumerate(strides[len(reads) :]):
         if s[-1] == 1 and width > 1:
             full = f"store(y{i}p, y{i}v);"
@@ -409,7 +454,7 @@ def launch_many(
             )
         else:
             body.append(f"{vec}; for (int v = 0; v < {width}; v++) {names[r]}v.at[v] = *a{r};")
-    body += arithmetic(expression, [t.dtype for t in writes], width)
+    body += arithmetic(expression, dtypes[: len(reads)], dtypes[len(reads) :], width)
     for i in range(len(writes)):
         body.append(
             f"if (i + {width} <= n) store(y{i}p, y{i}v); else store_part(y{i}p, y{i}v, n - i);"
@@ -455,11 +500,13 @@ def finish(call: Call) -> Call:
 
     assert call.expression is not None
     reads, writes = [t for _, t in call.reads], [t for _, t in call.writes]
+    tables = {f"a{row.load}" for row in call.expression.rows}
     pairs = [
         (w, r)
         for w, y in call.writes
         for r, x in call.reads
         if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
+        if r not in tables
     ]
     moved = sum(t.nbytes for t in (*reads, *writes))
     launches: tuple[Launch, ...] = ()
@@ -475,10 +522,11 @@ def finish(call: Call) -> Call:
 
 
 class Code:
-    """Collects one Expression: `load`, `scalar` and `step` return operands for later steps."""
+    """Collects one Expression: its loads, scalars and steps are operands of later steps."""
 
     def __init__(self) -> None:
         self.reads: list[Tensor] = []
+        self.rows: list[Row] = []
         self.scalars: list[tuple[str, float]] = []
         self.steps: list[tuple[str, str, tuple[tuple[str, int], ...]]] = []
 
@@ -487,6 +535,13 @@ class Code:
         if tensor not in self.reads:
             self.reads.append(tensor)
         return "load", self.reads.index(tensor)
+
+    def row(self, table: Tensor, index: Tensor, step: int, size: int) -> tuple[str, int]:
+        """What `table` holds `step` elements further for each of `index`, on an axis of `size`."""
+        _, at = self.load(index)
+        self.reads.append(table)
+        self.rows.append(Row(len(self.reads) - 1, at, step, size))
+        return "load", len(self.reads) - 1
 
     def scalar(self, value: Any, dtype: str) -> tuple[str, int]:
         """A number known at lowering, passed as an argument of the kernel."""
@@ -509,7 +564,8 @@ class Code:
             return first[ref[0]] + ref[1]
 
         steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)
-        return Expression(len(self.reads), tuple(self.scalars), steps, tuple(map(number, stores)))
+        stored, rows = tuple(map(number, stores)), tuple(self.rows)
+        return Expression(len(self.reads), tuple(self.scalars), steps, stored, rows)
 
 
 def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int]) -> Any:

@@ -414,6 +414,27 @@ def test_a_gpu_that_is_not_there() -> None:
         device.start(99)
 
 
+@pytest.mark.parametrize("width", [1, 7, 64])
+@pytest.mark.parametrize("kind", ["int64", "int32"])
+def test_rows_by_indices_outside_a_table_are_zero(kind: str, width: int) -> None:
+    text = f"""agraph (float16[5,{width}] w, {kind}[2,6] i, float16[{width},5] u)
+    => (float[2,6,{width}] y, float16[2,6,{width}] z, float16[{width},2,6] v)
+    {{ z = Gather(w, i) s = Add(z, z) y = Cast<to=1>(s) v = Gather<axis=1>(u, i) }}"""
+    w = np.random.default_rng(width).standard_normal((5, width)).astype(np.float16)
+    w[0, 0] = np.array(0xFD55, np.uint16).view(np.float16)  # a NaN of certain bits
+    i = np.array([[0, 4, -1, -5, 3, 1], [5, -6, 1 << 30, -(1 << 31), 2, -2]], kind)
+    inside = (i >= -5) & (i < 5)
+    want = np.where(inside[..., None], w[np.where(inside, i, 0)], np.float16(0))
+    feeds = {"w": w, "i": i, "u": np.ascontiguousarray(w.T)}
+    runner = Executable(ir.text_model(text))
+    y, z, v = runner.run(None, feeds)
+    assert z.tobytes() == want.tobytes()
+    assert v.tobytes() == np.ascontiguousarray(np.moveaxis(want, 2, 0)).tobytes()
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y, 2 * want.astype(np.float32))
+    assert len(runner.instance(feeds).program.calls) == 2
+
+
 def test_scatter_is_ordered_and_repeatable() -> None:
     text = """agraph (float[64,8] x, int64[5000,1] i, float[5000,8] u) => (float[64,8] y)
     { y = ScatterND<reduction="add">(x, i, u) }"""
