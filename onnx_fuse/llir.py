@@ -190,7 +190,8 @@ class Call:
     inplace: tuple[tuple[str, str], ...] = ()
     suffix: str = ""
     """A write that may be of a pointwise reader instead: its launch passes each element through the
-    macro SUFFIX(v0, v1, v2, v3), v1 to v3 being the elements there of "e1", "e2" and "e3"."""
+    macro SUFFIX(v0, v1, v2, v3), v1 to v3 being the elements there of "e1", "e2" and "e3", and
+    stores it as the macro TY."""
     problem: Problem | None = field(default=None, repr=False)
     """What a registry candidate was chosen for: passes may ask for another."""
     expression: Expression | None = field(default=None, repr=False)

@@ -121,6 +121,21 @@ def test_rows_by_indices_compile(name: str, dtype: str, index: str) -> None:
     assert ("load<" in launch.source.split(" a1v")[1].split(";")[0]) == vectors
 
 
+@pytest.mark.parametrize("shape", ["9,768", "9,4096", "3,33", "2,50000"])
+@pytest.mark.parametrize("nodes", ["y = Cast<to=1>(n)", "a = Add(n, r) t = Gelu(a) y = Mul(t, q)"])
+def test_norms_with_a_suffix_compile(nodes: str, shape: str) -> None:
+    kind, size = "float" if "Cast" in nodes else "float16", tuple(map(int, shape.split(",")))
+    model = ir.text_model(
+        f"agraph (float16[{shape}] x, float16[{size[1]}] g, float16[{size[1]}] b, "
+        f"float16[{shape}] r, float16[{shape}] q) => ({kind}[{shape}] y) "
+        f"{{ n = LayerNormalization(x, g, b) {nodes} }}"
+    )
+    shapes = dict.fromkeys("xrq", (size, "float16")) | dict.fromkeys("gb", (size[1:], "float16"))
+    (call,) = lower(model, shapes, CHIPS["H200"]).calls
+    (launch,) = call.launches
+    assert jit.resources(launch.source, launch.defines)["layernorm_row"].clean
+
+
 @pytest.mark.parametrize("index", ["int", "i64"])
 @pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64", "u128"])
 def test_gathers(unit: str, index: str) -> None:

@@ -147,6 +147,19 @@ GRAPHS = {
         "{ g = Gather(w, i) s = Softmax(g) y = Add(s, g) z = Neg(g) }",
         {name: EMBEDDING[name] for name in "wi"},
     ),
+    "a norm and what follows it": (
+        "agraph (float[3,4,6] x, float[6] g, float[6] b, float[3,4,6] r) => (float[12,6] y) "
+        "<int64[2] shape = {12, 6}> { e = Exp(x) n = LayerNormalization(e, g, b) s = Add(r, n) "
+        "t = Tanh(s) y = Reshape(t, shape) }",
+        {"x": X, "r": X[::-1].copy()} | arrays(g=(6,), b=(6,)),
+    ),
+    "a norm in another type": (
+        "agraph (float[3,4,6] x, float[6] g, float[6] b, float[4] h) => "
+        "(double[3,4,6] y, double[3,4,6] z) "
+        "{ e = Exp(x) n = LayerNormalization(e, g, b) y = Cast<to=11>(n) "
+        "m = InstanceNormalization(e, h, h) a = Neg(m) z = Cast<to=11>(a) }",
+        {"x": X} | arrays(g=(6,), b=(6,), h=(4,)),
+    ),
     "an input returned as it is": (
         "agraph (float[N] x) => (float[N] y) { y = Identity(x) }",
         {"x": X[0, 0]},
@@ -775,6 +788,26 @@ def test_a_norms_backward_takes_in_what_follows_it():
     assert macros["OPERANDS"] == "1"
     assert "m_exp(v1)" in macros["SUFFIX(v0, v1, v2, v3)"]
     assert finish.kernel == "LayerNormGrad"
+
+
+@pytest.mark.parametrize(("also", "kernel"), [
+    ("y = Cast<to=1>(n)", "LayerNormalization+Cast"),
+    ("c = Add(r, n) y = Cast<to=1>(c)", "LayerNormalization+Add+Cast"),
+    ("h = Relu(n) m = Softmax(n) c = Add(h, m) y = Cast<to=1>(c)", "LayerNormalization"),
+    ("c = Add(n, b) y = Cast<to=1>(c)", "LayerNormalization"),
+])  # fmt: skip
+def test_a_norm_stores_what_its_one_reader_makes_of_it(also, kernel):
+    text = f"""agraph (float16[9,64] x, float16[64] g, float16[64] b, float16[9,64] r)
+    => (float[9,64] y) {{ t = Tanh(x) n = LayerNormalization(t, g, b) {also} }}"""
+    shapes = dict.fromkeys("xr", (9, 64)) | dict.fromkeys("gb", (64,))
+    feeds = {name: np.ones(shape, np.float16) for name, shape in shapes.items()}
+    program = program_of(ir.text_model(text), feeds)
+    (norm,) = [c for c in program.calls if c.kernel.startswith("LayerNormalization")]
+    assert norm.kernel == kernel
+    if "+" in kernel:
+        assert dict(norm.writes)["y"] == dict(program.outputs)["y"]
+        assert dict(norm.launches[0].defines)["TY"] == "float"
+        assert not norm.inplace, "rows of x are half as long as those of y"
 
 
 @pytest.mark.parametrize(("row", "column"), [("4", "bias"), ("5,1", ""), ("2,5,4", "residual")])

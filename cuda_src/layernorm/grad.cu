@@ -5,10 +5,10 @@
 //            the parts up in order.
 // Inputs   : x, dy [rows, length] T aligned to VEC; scale P; mean (not RMS), rstd M [rows].
 //            e1, e2, e3 [rows, length] T: what SUFFIX takes.
-// Outputs  : dx T (null: not wanted); part ACC [blocks, 2, length]; dscale, dbias P [length] (dbias
+// Outputs  : dx TY (null: not wanted); part ACC [blocks, 2, length]; dscale, dbias P [length] (dbias
 //            null: RMS).
 // Macros   : T P M ACC VEC ITEMS TEAM (threads a row: the block), RMS, SKIP (ds is there);
-//            SUFFIX(v0, v1, v2, v3) of dx and the first OPERANDS of e1, e2, e3.
+//            SUFFIX(v0, v1, v2, v3) of dx and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC; the order depends on rows, length and the grid, which is a function of rows.
 // Bound    : HBM, x, dy and dx once.
 #include "pointwise/math.cuh"
@@ -17,12 +17,15 @@
 #define OPERANDS 0
 #define SUFFIX(v0, v1, v2, v3) v0
 #endif
+#ifndef TY
+#define TY T
+#endif
 
 struct Pair { ACC a, b; };
 
 extern "C" __global__ void __launch_bounds__(TEAM)
     layernorm_dx(const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds,
-                 const T* e1, const T* e2, const T* e3, T* dx, ACC* part, i64 rows, i64 length) {
+                 const T* e1, const T* e2, const T* e3, TY* dx, ACC* part, i64 rows, i64 length) {
     after_previous_launch();
     __shared__ Pair scratch[TEAM > 32 ? TEAM / 32 : 1];
     constexpr int STEP = TEAM * VEC;
@@ -63,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 #pragma unroll
         for (int u = 0; u < ITEMS; u++) {
             const int i = u * STEP + threadIdx.x * VEC;
-            Vec<T, VEC> t;
+            Vec<TY, VEC> t;
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
                 const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs;
                 const ACC g = (ACC)widen(kept_dy[u].at[j]) * (ACC)widen(w[u].at[j]);
                 const ACC d = rs * (g - c1 - xh * c2), s = SKIP ? d + (ACC)widen(kept_s[u].at[j]) : d;
-                t.at[j] = narrow<T>((ACC)SUFFIX(s, widen(e[0][u].at[j]), widen(e[1][u].at[j]), widen(e[2][u].at[j])));
+                t.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(s, widen(e[0][u].at[j]), widen(e[1][u].at[j]), widen(e[2][u].at[j])));
             }
             if (i < length) store<VEC>(dx + row * length + i, t);
         }

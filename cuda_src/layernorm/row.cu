@@ -4,15 +4,26 @@
 //            thread; 0: read again), two passes over it: mean, then the squares about the mean.
 // Inputs   : x, residual [rows, length] T aligned to VEC; scale, bias P: by element [length] (AFFINE 1)
 //            or by channel (AFFINE 2): index row % groups * channels + i / inner; VEC divides inner.
-// Outputs  : y [rows, length] T, and, where not null, sum = s T, mean and rstd [rows] M.
-// Macros   : T P M ACC VEC ITEMS TEAM BLOCK; RMS, RESIDUAL, AFFINE (0: neither scale nor bias).
+//            e1, e2, e3 [rows, length] T: what SUFFIX takes.
+// Outputs  : y [rows, length] TY, and, where not null, sum = s T, mean and rstd [rows] M.
+// Macros   : T P M ACC VEC ITEMS TEAM BLOCK; RMS, RESIDUAL, AFFINE (0: neither scale nor bias);
+//            SUFFIX(v0, v1, v2, v3) of y and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC throughout (s rounded to T first, as it is stored); population variance.
 // Bound    : HBM, each operand once.
+#include "pointwise/math.cuh"
 #include "reduce/team.cuh"
+#ifndef SUFFIX
+#define OPERANDS 0
+#define SUFFIX(v0, v1, v2, v3) v0
+#endif
+#ifndef TY
+#define TY T
+#endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, T* y, T* sum, M* mean_out,
-                  M* rstd_out, i64 rows, i64 length, i64 groups, i64 channels, i64 inner, float epsilon) {
+    layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, const T* e1, const T* e2,
+                  const T* e3, TY* y, T* sum, M* mean_out, M* rstd_out, i64 rows, i64 length, i64 groups,
+                  i64 channels, i64 inner, float epsilon) {
     after_previous_launch();
     __shared__ ACC scratch[TEAM > 32 ? TEAM / 32 : 1];
     const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
@@ -61,7 +72,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     const i64 channel = row % groups * channels;
     EACH(u, i) {
-        Vec<T, VEC> t = ROW(u, i);
+        const Vec<T, VEC> t = ROW(u, i);
+        Vec<T, VEC> e[3];
+        if (OPERANDS > 0) e[0] = load<VEC>(e1 + base + i);
+        if (OPERANDS > 1) e[1] = load<VEC>(e2 + base + i);
+        if (OPERANDS > 2) e[2] = load<VEC>(e3 + base + i);
+        Vec<TY, VEC> out;
 #if AFFINE == 1
         const Vec<P, VEC> a = load<VEC>(scale + i), b = bias ? load<VEC>(bias + i) : Vec<P, VEC>();
 #elif AFFINE == 2
@@ -77,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #elif AFFINE == 2
             v = v * a + b;
 #endif
-            t.at[j] = narrow<T>(v);
+            out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
         }
-        store<VEC>(y + base + i, t);
+        store<VEC>(y + base + i, out);
     }
 }

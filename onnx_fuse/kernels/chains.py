@@ -20,15 +20,16 @@ from onnx_fuse.kernels.jit import source_text, without_bounds
 from onnx_fuse.kernels.pointwise import (
     FLOATS,
     SCALAR,
+    STORAGE,
     Expression,
-    Step,
     Row,
+    Step,
     finish,
     inline,
     launch_many,
 )
 from onnx_fuse.llir import Call, Tensor
-from onnx_fuse.problem import Hardware, Launch, Num, Problem, Ptr, Table, Value
+from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Num, Problem, Ptr, Table, Value
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
@@ -445,7 +446,7 @@ def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 continue
             if any(not t.dense or t.offset or t.size != v.size for t in (y, *tensors)):
                 continue
-            if {t.dtype for t in (y, *tensors)} != {v.dtype}:
+            if {t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS:
                 continue
             if any(w >= at[0] for t in others for w in writers[t.buffer]):
                 continue
@@ -457,20 +458,31 @@ def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             if text is None:
                 continue
             (launch,) = before.launches
-            macros = (("OPERANDS", str(len(others))), ("SUFFIX(v0, v1, v2, v3)", text))
+            macros = {"OPERANDS": str(len(others)), "SUFFIX(v0, v1, v2, v3)": text,
+                      "TY": STORAGE[y.dtype]}  # fmt: skip
+            macros = _whole_sectors(dict(launch.defines), v, y) | macros
+            shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
             result[at[0]] = replace(
                 before,
                 kernel=f"{before.kernel}+{call.expression.name}",
                 nodes=tuple(dict.fromkeys((*before.nodes, *call.nodes))),
-                launches=(replace(launch, defines=tuple(sorted((*launch.defines, *macros)))),),
+                launches=(replace(launch, defines=tuple(sorted(macros.items()))),),
                 reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
                 writes=tuple((n, y if n == name else t) for n, t in before.writes),
-                bytes=before.bytes + sum(t.nbytes for t in others),
+                bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
+                inplace=tuple(pair for pair in before.inplace if shared or pair[0] != name),
                 suffix="",
             )
             result[i] = None
             break
     return [call for call in result if call is not None]
+
+
+def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, str]:
+    """VEC elements as many times ITEMS: where y is wider than v, a warp's store has no gaps."""
+    vec, items = int(macros["VEC"]), int(macros["ITEMS"])
+    less = min(vec, max(1, ITEMSIZE[y.dtype] // ITEMSIZE[v.dtype]))
+    return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
 
 
 def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -598,6 +610,8 @@ def _renamed(
     for i in reversed(range(len(expression.steps))):
         if first + i in needed:
             needed.update(expression.steps[i].args)
+    rows = [row for row in expression.rows if row.load in needed]
+    needed.update(row.index for row in rows)
     number: dict[int, int] = {}
     loads = [i for i in range(expression.loads) if i in needed]
     scalars = [i for i in range(len(expression.scalars)) if expression.loads + i in needed]
@@ -612,6 +626,7 @@ def _renamed(
             for i in steps
         ),
         tuple(number[s] for s in expression.stores),
+        tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
     )
     return replace(
         call,
@@ -658,8 +673,6 @@ def batch(calls: Sequence[Call]) -> list[Call]:
     return result
 
 
-    rows = [row for row in expression.rows if row.load in needed]
-    needed.update(row.index for row in rows)
 def _place(
     calls: Sequence[Call],
     run: Sequence[int],
@@ -674,7 +687,6 @@ def _place(
     large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
     last = max((depths[i] for i in large), default=0)
     early = [i for i in large if depths[i] < last]
-        tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
     then = [i for i in large if depths[i] == last < max(depths[j] for j in members)]
     apart = {*early, *then}
     rest = [i for i in members if i not in apart]
@@ -869,6 +881,22 @@ def join(a: Call, b: Call) -> Call | None:
     if any(t.buffer in written and t != written[t.buffer] for t in (*a_reads, *b_reads)):
         return None
     ea, eb = a.expression, b.expression
+    if any(b_reads[i].buffer in stored for row in eb.rows for i in (row.load, row.index)):
+        return None
+    tables = [a_reads[row.load] for row in ea.rows] + [b_reads[row.load] for row in eb.rows]
+    if any(t.buffer in written for t in tables):
+        return None
+    reads, wanted = _places(ea, a_reads), _places(eb, b_reads)
+    source: dict[int, tuple[str, int]] = {}
+    for i in sorted(range(len(wanted)), key=lambda i: wanted[i][1] is not None):  # rows last
+        t, row = wanted[i]
+        if t.buffer in stored:
+            source[i] = "a", ea.stores[a_writes.index(t)]
+            continue
+        place = t, row and replace(row, index=source[row.index][1])
+        if place not in reads:
+            reads.append(place)
+        source[i] = "load", reads.index(place)
     scalars = list(ea.scalars)
     places = []
     for scalar in eb.scalars:
@@ -900,6 +928,7 @@ def join(a: Call, b: Call) -> Call | None:
         tuple(scalars),
         tuple([moved(s, from_a) for s in ea.steps] + [moved(s, from_b) for s in eb.steps]),
         tuple([from_a(i) for i in ea.stores] + [from_b(i) for i in eb.stores]),
+        tuple(replace(row, load=i) for i, (_, row) in enumerate(reads) if row is not None),
     )
     return replace(
         a,
@@ -911,30 +940,13 @@ def join(a: Call, b: Call) -> Call | None:
     )
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Strides of axes of size 1 set to 0, so that equal views compare equal."""
-    pairs = zip(tensor.shape, tensor.strides, strict=True)
-    return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))
-    if any(b_reads[i].buffer in stored for row in eb.rows for i in (row.load, row.index)):
-        return None
-    tables = [a_reads[row.load] for row in ea.rows] + [b_reads[row.load] for row in eb.rows]
-    if any(t.buffer in written for t in tables):
-        return None
-    reads, wanted = _places(ea, a_reads), _places(eb, b_reads)
-    source: dict[int, tuple[str, int]] = {}
-    for i in sorted(range(len(wanted)), key=lambda i: wanted[i][1] is not None):  # rows last
-        t, row = wanted[i]
-        if t.buffer in stored:
-            source[i] = "a", ea.stores[a_writes.index(t)]
-            continue
-        place = t, row and replace(row, index=source[row.index][1])
-        if place not in reads:
-            reads.append(place)
-        source[i] = "load", reads.index(place)
-        tuple(replace(row, load=i) for i, (_, row) in enumerate(reads) if row is not None),
 def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | None]]:
     """Each read, and what chooses its rows, without its own number."""
     rows = {row.load: replace(row, load=-1) for row in e.rows}
     return [(t, rows.get(i)) for i, t in enumerate(reads)]
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """Strides of axes of size 1 set to 0, so that equal views compare equal."""
+    pairs = zip(tensor.shape, tensor.strides, strict=True)
+    return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))

@@ -35,13 +35,13 @@ def row_launch(
     rows: int, length: int, x: str, *, param: str, stat: str, rms: bool, residual: bool,
     affine: int, groups: int = 1, channels: int = 1, inner: int = 1, epsilon: float,
 ) -> Launch:  # fmt: skip
-    """Launch of layernorm/row.cu; names x residual scale bias y sum mean rstd."""
+    """Launch of layernorm/row.cu; names x residual scale bias e1 e2 e3 y sum mean rstd."""
     vec = min(vector(length, x), vector(inner, x) if affine == 2 else 16)
     if affine == 1:
         vec = min(vec, vector(length, param))
     threads = team(rows, length, vec)
     block = block_of(threads)
-    names = ("x", "residual", "scale", "bias", "y", "sum", "mean", "rstd")
+    names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "y", "sum", "mean", "rstd")
     numbers = (rows, length, groups, channels, inner)
     return Launch(
         "layernorm/row.cu", "layernorm_row", (-(-rows * threads // block), 1, 1), (block, 1, 1),
@@ -87,7 +87,7 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
         x.size // length, length, x.dtype, param=scale.dtype, stat=stat, rms=rms, residual=skip,
         affine=1, epsilon=ctx.attr(node, "epsilon", 1e-5),
     )  # fmt: skip
-    ctx.call(node, launch, reads, writes, inplace=[("y", "x")])
+    ctx.call(node, launch, reads, writes, inplace=[("y", "x")], suffix="y")
     return None
 
 
@@ -160,7 +160,7 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
         affine=2, groups=groups, channels=per, inner=inner, epsilon=epsilon,
     )  # fmt: skip
     reads = {"x": x, "scale": scale, "bias": bias}
-    ctx.call(node, launch, reads, {"y": y}, inplace=[("y", "x")])
+    ctx.call(node, launch, reads, {"y": y}, inplace=[("y", "x")], suffix="y")
     return None
 
 

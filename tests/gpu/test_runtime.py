@@ -435,6 +435,36 @@ def test_rows_by_indices_outside_a_table_are_zero(kind: str, width: int) -> None
     assert len(runner.instance(feeds).program.calls) == 2
 
 
+@pytest.mark.launches("layernorm/row.cu", "layernorm_row", "TY", "float")
+@pytest.mark.launches("layernorm/row.cu", "layernorm_row", "TY", "f16")
+@pytest.mark.parametrize("shape", [(5, 33), (9, 768), (1100, 4096), (2, 50000)])
+def test_what_follows_a_norm_is_stored_by_it(shape: tuple[int, int]) -> None:
+    """float16 rows, in place of their own and as float32."""
+    (m, k), rng = shape, np.random.default_rng(0)
+    text = f"""agraph (float16[{m},{k}] x, float16[{k}] g, float16[{k}] b, float16[{m},{k}] r)
+    => (float[{m},{k}] y, float16[{m},{k}] z)
+    {{ t = Neg(x) n = LayerNormalization(t, g, b) y = Cast<to=1>(n)
+      u = Abs(x) v = LayerNormalization(u, g, b) h = Add(v, r) a = Relu(h) z = Mul(a, r) }}"""
+    shapes = {"x": (m, k), "g": (k,), "b": (k,), "r": (m, k)}
+    feeds = {n: rng.standard_normal(s).astype(np.float16) for n, s in shapes.items()}
+    runner = Executable(ir.text_model(text))
+    got = runner.run(None, feeds)
+    x, g, b, r = (feeds[n].astype(np.float64) for n in "xgbr")
+
+    def norm(s: np.ndarray) -> np.ndarray:
+        d = s - s.mean(-1, keepdims=True)
+        return d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * g + b
+
+    wants = norm(-x), np.maximum(norm(abs(x)) + r, 0) * r
+    # of sums in float32, and half an ulp of float16
+    for y, want, bound in zip(got, wants, (6e-6, 1e-3), strict=True):
+        assert np.abs(y - want).max() <= bound * np.abs(want).max()
+    for y, twice in zip(got, runner.run(None, feeds), strict=True):
+        assert y.tobytes() == twice.tobytes()
+    kernels = [call.kernel for call in runner.instance(feeds).program.calls]
+    assert {"LayerNormalization+Cast", "LayerNormalization+Add+Relu+Mul"} <= set(kernels)
+
+
 def test_scatter_is_ordered_and_repeatable() -> None:
     text = """agraph (float[64,8] x, int64[5000,1] i, float[5000,8] u) => (float[64,8] y)
     { y = ScatterND<reduction="add">(x, i, u) }"""
