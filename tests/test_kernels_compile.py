@@ -57,6 +57,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemm", m=8, n=768, k=768, trans_b=True, folded=True, **BF16),
     Problem.of("LayerNormGemm", m=128, n=768, k=768, folded=True, static_b=True, **BF16),
     Problem.of("LayerNormGemm", m=9, n=384, k=512, folded=True, rms=True, dtype="float16"),
+    Problem.of("LayerNormGemm", m=32, n=768, k=768, folded=True, out_dtype="float32", **BF16),
     Problem.of("LayerNormGemm", m=512, n=768, k=768, math="bf16x3", bias=True),
     Problem.of("LayerNormGemm", m=256, n=512, k=512, bias=True),
     Problem.of("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),

@@ -810,6 +810,22 @@ def test_a_norm_stores_what_its_one_reader_makes_of_it(also, kernel):
         assert not norm.inplace, "rows of x are half as long as those of y"
 
 
+@pytest.mark.parametrize(("nodes", "rows", "wide"), [
+    ("z = Gemm(x, w, c) y = Cast<to=1>(z)", 32, True),
+    ("z = Gemm(x, w, c) y = Cast<to=1>(z)", 2048, False),
+    ("p = Gemm(x, w, c) z = Tanh(p) y = Cast<to=1>(z)", 32, True),
+    ("p = Gemm(x, w, c) z = Add(p, r) y = Cast<to=1>(z)", 32, False),
+    ("z = Gemm(x, w, c) t = Softmax(z) u = Mul(t, z) y = Cast<to=1>(u)", 32, False),
+])  # fmt: skip
+def test_a_product_stores_the_type_that_its_one_reader_wants(nodes, rows, wide):
+    sizes = {"x": (rows, 64), "w": (64, 64), "c": (64,), "r": (rows, 64)}
+    ends = ", ".join(f"float16[{','.join(map(str, s))}] {name}" for name, s in sizes.items())
+    model = ir.text_model(f"agraph ({ends}) => (float[{rows},64] y) {{ {nodes} }}")
+    calls = program_of(model, {n: np.ones(s, np.float16) for n, s in sizes.items()}).calls
+    (product,) = [call for call in calls if call.problem is not None]
+    assert (product.problem.out == "float32") == wide == (len(calls) == 1)
+
+
 @pytest.mark.parametrize(("row", "column"), [("4", "bias"), ("5,1", ""), ("2,5,4", "residual")])
 def test_a_row_added_to_a_product_is_its_bias(row, column):
     text = f"""agraph (float[2,5,3] x, float[3,4] w, float[{row}] c) => (float[2,5,4] y)

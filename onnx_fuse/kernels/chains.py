@@ -36,7 +36,7 @@ MAX_STEPS = 96
 MAX_WAIT = 2 << 20
 """Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
 LARGE = 1 << 16
-"""Elements from which a tensor's update is worth a launch apart from those that are ready later."""
+"""Elements from which a pass over a tensor weighs more than its launch."""
 MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 
@@ -52,8 +52,9 @@ def merge(
     alive = act_in_epilogue(add_in_epilogue(alive, keep, hw, prefs), keep, hw, prefs)
     alive = slope_in_epilogue(alive, keep, hw, prefs)
     alive = add_in_gradient(alive, keep, hw, prefs)
+    alive = cast_in_epilogue(suffixed(fuse(alive, keep), keep), keep, hw, prefs)
     # twice: what a batch has moved to the end lets its producers wait as well
-    merged = batch(batch(suffixed(fuse(alive, keep), keep)))
+    merged = batch(batch(alive))
     return tuple(finish(c) if c.expression else c for c in merged)
 
 
@@ -266,6 +267,53 @@ def act_in_epilogue(
             writes=(("y", y), *([("z", z)] if read else [])),
         )
         result[at[0]], result[i] = chosen(merged, choice, hw), None
+    return [call for call in result if call is not None]
+
+
+def cast_in_epilogue(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> list[Call]:
+    """z = a · b in 16 bits, y = float(z): the product writes y if nothing else reads z.
+
+    Only small ones: a large product's wider stores take as long as the cast or longer.
+    """
+    readers, writers = uses(calls)
+    result: list[Call | None] = list(calls)
+    for i, call in enumerate(calls):
+        steps = call.expression.steps if call.expression is not None else ()
+        if [s.name for s in steps] != ["Cast"] or len(call.reads) != 1 or len(call.writes) != 1:
+            continue
+        (_, z), (_, y) = call.reads[0], call.writes[0]
+        at = writers[z.buffer]
+        product = result[at[0]] if len(at) == 1 else None
+        problem = product.problem if product is not None else None
+        if product is None or problem is None or problem.op not in ("Gemm", "LayerNormGemm"):
+            continue
+        if any(problem.attr(a) for a in ("accumulate", "beta", "dact", "residual", "save_z")):
+            continue
+        whole = all(t.dense and not t.offset and t.size == z.size for t in (z, y))
+        if z.size >= LARGE or not whole or y.dtype != "float32":
+            continue
+        if dict(product.writes)["y"].size != z.size:
+            continue
+        if readers[z.buffer] != [i] or z.buffer in keep or writers[y.buffer] != [i]:
+            continue
+        if any(at[0] <= r < i for r in readers[y.buffer]):  # of a state's value before this
+            continue
+        wider = problem.having(out_dtype=y.dtype)
+        choice = _epilogue(wider, hw, prefs)
+        if choice is None:
+            continue
+        made = replace(
+            product,
+            nodes=tuple(dict.fromkeys((*product.nodes, *call.nodes))),
+            problem=wider,
+            writes=tuple((n, y if n == "y" else t) for n, t in product.writes),
+        )
+        result[at[0]], result[i] = chosen(made, choice, hw), None
     return [call for call in result if call is not None]
 
 

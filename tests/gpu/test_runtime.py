@@ -14,7 +14,7 @@ import pytest
 import test_lower
 import test_train
 
-from onnx_fuse import InferenceSession, ir, train
+from onnx_fuse import InferenceSession, ir, passes, train
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.kernels import pointwise, reduce
 from onnx_fuse.problem import Hardware
@@ -463,6 +463,29 @@ def test_what_follows_a_norm_is_stored_by_it(shape: tuple[int, int]) -> None:
         assert y.tobytes() == twice.tobytes()
     kernels = [call.kernel for call in runner.instance(feeds).program.calls]
     assert {"LayerNormalization+Cast", "LayerNormalization+Add+Relu+Mul"} <= set(kernels)
+
+
+@pytest.mark.parametrize("rows", [5, 32])
+def test_what_a_product_stores_may_be_wider_than_its_operands(rows: int) -> None:
+    text = f"""agraph (float16[{rows},256] x, float16[256,256] w, float16[256] c, float16[256] g,
+    float16[256] b) => (float[{rows},256] y, float[{rows},256] z)
+    {{ n = LayerNormalization(x, g, b) m = MatMul(n, w) p = Add(m, c) t = Tanh(p)
+      y = Cast<to=1>(t) q = MatMul(x, w) u = Add(q, c) z = Cast<to=1>(u) }}"""
+    model, rng = ir.text_model(text), np.random.default_rng(rows)
+    shapes = {"x": (rows, 256), "w": (256, 256), "c": (256,), "g": (256,), "b": (256,)}
+    feeds = {n: (rng.standard_normal(s) / 16**(n == "w")).astype(np.float16)
+             for n, s in shapes.items()}  # fmt: skip
+    passes.optimize(model)
+    runner = Executable(model)
+    got = runner.run(None, feeds)
+    x, w, c, g, b = (feeds[n].astype(np.float64) for n in "xwcgb")
+    d = x - x.mean(-1, keepdims=True)
+    n = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * g + b
+    for y, want in zip(got, (np.tanh(n @ w + c), x @ w + c), strict=True):
+        # float16 rounds weights, and the norm: 1e-3 as in test_gemm
+        assert np.linalg.norm(y - want) <= 1e-3 * np.linalg.norm(want)
+    problems = [call.problem for call in runner.instance(feeds).program.calls]
+    assert [p and p.out for p in problems if p] == ["float32"] * 2
 
 
 def test_scatter_is_ordered_and_repeatable() -> None:
