@@ -53,7 +53,5 @@ DEVICE float quad_max(float x) {
 // A mask's element in units of log 2; a finite one stays finite (no float16 leaves the range), NaN NaN.
 template <class E> DEVICE float mask_power(float x);
 template <> DEVICE float mask_power<f16>(float x) { return x * LOG2E; }
-template <> DEVICE float mask_power<bf16>(float x) {
-    constexpr float MOST = 3.4e38f;
-    return fabsf(x) <= MOST ? fminf(fmaxf(x * LOG2E, -MOST), MOST) : x;
-}
+// rounded towards zero the product of a finite one is at most the largest number
+template <> DEVICE float mask_power<bf16>(float x) { return __fmul_rz(x, LOG2E); }
