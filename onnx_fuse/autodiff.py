@@ -28,6 +28,7 @@ from onnx_fuse.ops.derive import fail, is_float, text, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rewrite import CONSTANT
 from onnx_fuse.ops.update import PREVIEW, expand_standard_updates
+from onnx_fuse.passes.leaf_norm import without_rows
 from onnx_fuse.passes.params import parts, unpack_values
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
@@ -286,7 +287,8 @@ def backward(
     """
     if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
-    return _walk(Emitter(model, fused=fused), model.graph, dys, wrt, strict=strict)
+    found = _walk(Emitter(model, fused=fused), model.graph, dys, wrt, strict=strict)
+    return without_rows(Emitter(model), model.graph, found) if fused else found
 
 
 def _walk(

@@ -29,7 +29,7 @@ from onnx_fuse.problem import ITEMSIZE, Hardware
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
-    *("pointwise", "views", "indexing", "random", "linear"),
+    *("pointwise", "views", "indexing", "random", "linear", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "loss", "sdpa"),
 )
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",

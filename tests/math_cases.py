@@ -277,6 +277,11 @@ def _norms() -> Iterator[Case]:
             yield Case("LayerNormGrad", given, {}, 3, dtype, FUSE)
             yield Case("RMSNormalizationGrad", (*given[:3], rstd), {}, 2, dtype, FUSE)
             yield Case("SkipLayerNormGrad", (rows, *given), {}, 3, dtype, FUSE)
+    for m in (1, 33, 256):
+        for turned in ("", "Turned"):
+            given = ((m, 77), (m, 50), (50, 77) if turned else (77, 50), (50,), (50,))
+            yield Case(f"LayerNormLeafGrad{turned}", given, {}, 4, F32, FUSE)
+    yield Case("LayerNormLeafGrad", ((9, 7), (9, 5), (7, 5), (5,), (5,)), {}, 4, F16, FUSE)
     for act, dtype in (("Gelu", F16), ("Gelu", BF16), ("Silu", BF16), ("LeakyRelu", F16)):
         for m in (1, 100, 1700):
             given = ((m, 72), (m, 40), (40, 72), (m, 72))

@@ -466,6 +466,33 @@ def test_batch_norm_in_training_has_one_gradient_operator(shape):
         np.testing.assert_allclose(ours, plain, atol=2e-5)
 
 
+@pytest.mark.parametrize("wanted", ["s b w c", "s b w", "x s b w c", "s b c"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_norm_whose_x_needs_no_gradient_makes_no_rows(turned, wanted):
+    """One product where there were two; a scale of zero divides nothing."""
+    weights, product = ("6, 5", "MatMul (h, w)") if turned else ("5, 6", "Gemm <transB = 1> (h, w)")
+    results = []
+    for fused in (False, True):
+        model = ir.text_model(
+            f"agraph (float[20, 6] x, float[6] s, float[6] b, float[{weights}] w, float[5] c)"
+            f" => (float loss) {{ h = LayerNormalization (x, s, b) t = {product} u = Add(t, c)"
+            " z = Sin(u) loss = ReduceSum <keepdims = 0> (z) }"
+        )
+        inputs = [v for v in model.graph.inputs if v.name in wanted.split()]
+        found = autodiff.backward(model, {model.graph.outputs[0]: None}, inputs, fused=fused)
+        model.graph.outputs.extend(found.values())
+        arrays = {v.name: rng(i).standard_normal(v.shape, "f") for i, v in
+                  enumerate(model.graph.inputs)}  # fmt: skip
+        arrays["s"][2] = 0
+        got = run(model, {**arrays, "x": arrays["x"] + 3})
+        results.append({name: got[v.name] for name, v in found.items()})
+    ops, alone = ops_of(model), "x" not in wanted and "w" in wanted
+    assert ops["LayerNormLeafGradTurned" if turned else "LayerNormLeafGrad"] == alone
+    assert ops["Gemm"] + ops["MatMul"] == (1 if alone else 2 if wanted == "s b c" else 3)
+    for name, plain in results[0].items():
+        np.testing.assert_allclose(results[1][name], plain, atol=3e-5, err_msg=name)
+
+
 def test_large_mean_keeps_its_digits():
     """|mean| / std = 100: the row sums come from z, where they are no small differences."""
     model, arrays = fused(

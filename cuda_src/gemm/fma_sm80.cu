@@ -4,10 +4,14 @@
 //            owns 32 x 32, a thread 8 x 4. Both operands come by cp.async as they stand in memory: the
 //            one whose k is contiguous is read 4 k at a time, the other 4 neighbours at a time.
 //            Partial tiles meet in shared memory; each block finishes BM / SPLIT rows of them.
+//            LEAF: all gradients of a weight W behind a LayerNormalization whose x needs none, at once:
+//            of dt (a in 1, b in 2) and xh, G = a b, dc = dt's sums over k, which pass by as tiles:
+//            y = gamma G + beta dc and the sums of W G and W dc over dt's axis, by parts.
 // Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), row strides lda, ldb; VEC (4 or 1)
-//            elements a copy, so strides and addresses are multiples of VEC.
+//            elements a copy, so strides and addresses are multiples of VEC. LEAF: W as c; gamma, beta.
+// Outputs  : y, z [M,N]; LEAF: dc, and part: 1 [ceil(M/BM), 2, N], 2 [ceil(N/BN), 2, M].
 // Macros   : TV, TRANS_A, TRANS_B, BM, BN, GROUPS, SPLIT, VEC, WIDE (4 divides N), EVEN (VEC
-//            divides the size along which vectors lie, of a and of b); epilogue's.
+//            divides the size along which vectors lie, of a and of b); LEAF (with SPLIT 1); epilogue's.
 // Launch   : grid (ceil(M/BM) * ceil(N/BN) * SPLIT, 1, batches), clusters of SPLIT, GROUPS * BM * BN / 32 threads.
 // Numerics : IEEE products and sums; parts of k are added in the order (block, team).
 // Bound    : FMA rate; 12 16-byte smem reads feed 128 FMAs a thread. Small: latency.
@@ -16,6 +20,14 @@
 #include "cluster.cuh"
 #include "gemm/portable.cuh"
 #include "sm80.cuh"
+#ifndef LEAF
+#define LEAF 0
+#endif
+#if LEAF
+#define LEAF_PARAMS , const float *gamma, const float *beta_, float *dc
+#else
+#define LEAF_PARAMS
+#endif
 
 constexpr int BK = 16 * GROUPS, STAGES = 192 / BK, PITCH = BK + 4;  // 192 k on their way
 constexpr int WARPS = BM / 32 * (BN / 32), THREADS = 32 * WARPS * GROUPS;
@@ -93,7 +105,7 @@ template <int COUNT, int STRIDE> DEVICE Vec<float, 4> sum(const float* at) {
     return v;
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, 512 / THREADS) void gemm_fma(GEMM_PARAMS) {
+extern "C" __global__ __launch_bounds__(THREADS, 512 / THREADS) void gemm_fma(GEMM_PARAMS LEAF_PARAMS) {
     extern __shared__ __align__(16) float smem[];
     grid_dependency_wait();  // and no launch early: its blocks would crowd on the first SMs to have room
     if (SPLIT > 1) cluster_arrive();
@@ -109,6 +121,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 512 / THREADS) void gemm_fma(GE
     Copy<BM, !TRANS_A> copy_a(a, lda, m0, M, first * BK);
     Copy<BN, TRANS_B> copy_b(b, ldb, n0, N, first * BK);
     u32 base = smem_address(smem);
+    constexpr int LINES = LEAF == 1 ? BM : BN, FOURS = LINES / 4;  // dt's in a tile
+    Vec<float, 4> along_k = {};  // this thread's share of four of their sums
     float acc[8][4] = {};
     for (int c = 1 - STAGES, now = 0, into = 0; c < count; c++) {
         if (c >= 0) {
@@ -124,6 +138,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 512 / THREADS) void gemm_fma(GE
         if (c < 0) continue;
         const float* as = smem + now;
         now = now == (STAGES - 1) * (A_SIZE + B_SIZE) ? 0 : now + A_SIZE + B_SIZE;
+        if (LEAF)
+#pragma unroll
+            for (int k = 0; k < BK; k += THREADS / FOURS) {
+                auto v = load<4>(as + (LEAF == 2) * A_SIZE + (k + threadIdx.x / FOURS) * LINES + threadIdx.x % FOURS * 4);
+#pragma unroll
+                for (int j = 0; j < 4; j++) along_k.at[j] += v.at[j];
+            }
 #pragma unroll
         for (int k = 0; k < BK / GROUPS; k += 4) {
             float av[8][4], bv[4][4];
@@ -148,7 +169,58 @@ extern "C" __global__ __launch_bounds__(THREADS, 512 / THREADS) void gemm_fma(GE
         else
             store<4>(to + tx * 4, Vec<float, 4>{acc[i][0], acc[i][1], acc[i][2], acc[i][3]});
     }
+    if (LEAF) store<4>(smem + ROOM + threadIdx.x * 4, along_k);
     __syncthreads();
+#if LEAF
+    if (threadIdx.x < FOURS) {
+        auto v = sum<THREADS / FOURS, LINES>(smem + ROOM + threadIdx.x * 4);
+        store<4>(smem + ROOM + threadIdx.x * 4, v);
+        int l = (LEAF == 1 ? m0 : n0) + threadIdx.x * 4;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if ((LEAF == 1 ? n0 : m0) == 0 && l + j < (LEAF == 1 ? M : N)) dc[l + j] = v.at[j];
+    }
+    __syncthreads();
+    const float* sums = smem + ROOM;
+    Vec<float, 4> of_g = {}, of_dc = {};  // 1: of this thread's columns
+    for (int p = threadIdx.x; p < BM * BN / 4; p += THREADS) {
+        int r = p / (BN / 4), c4 = p % (BN / 4) * 4, m = m0 + r, n = n0 + c4;
+        auto v = sum<GROUPS, PART>(smem + r * (BN + 8) + c4);
+        float row_g = 0, row_dc = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const bool inside = m < M && n + j < N;
+            const float w = inside ? c[m * crow + (n + j) * ccol] : 0.0f, at = sums[LEAF == 1 ? r : c4 + j];
+            const int feature = LEAF == 1 ? n + j : m;
+            if (LEAF == 1) of_g.at[j] += w * v.at[j], of_dc.at[j] += w * at;
+            row_g += w * v.at[j], row_dc += w * at;
+            if (inside) y[(i64)m * N + n + j] = gamma[feature] * v.at[j] + beta_[feature] * at;
+        }
+        if (LEAF == 2) {  // neighbours hold a row
+#pragma unroll
+            for (int step = BN / 8; step; step >>= 1) {
+                row_g += __shfl_xor_sync(~0u, row_g, step);
+                row_dc += __shfl_xor_sync(~0u, row_dc, step);
+            }
+            float* to = part + (i64)(n0 / BN) * 2 * M + m;
+            if (c4 == 0 && m < M) to[0] = row_g, to[M] = row_dc;
+        }
+    }
+    if (LEAF == 1) {
+        __syncthreads();  // all have read their sums
+        store<4>(smem + threadIdx.x * 4, of_g);
+        store<4>(smem + (THREADS + threadIdx.x) * 4, of_dc);
+        __syncthreads();
+        if (threadIdx.x < BN / 2) {
+            const int which = threadIdx.x / (BN / 4), n = n0 + threadIdx.x % (BN / 4) * 4;
+            auto v = sum<4 * THREADS / BN, BN>(smem + which * THREADS * 4 + threadIdx.x % (BN / 4) * 4);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (n + j < N) part[((i64)(m0 / BM) * 2 + which) * N + n + j] = v.at[j];
+        }
+    }
+    return;
+#endif
     // parts of the tile by (block, team): [SPLIT][ROWS][BN] behind what may still be in use
     if (SPLIT > 1) {
         cluster_wait();

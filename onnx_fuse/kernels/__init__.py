@@ -52,6 +52,7 @@ MODULES: dict[str, str] = {
     "Gemm": "gemm",
     "LayerNormGemm": "layernorm_gemm",
     "LayerNormGemmGrad": "layernorm_gemm_grad",
+    "LayerNormLeafGrad": "leaf_norm",
     "Sdpa": "sdpa",
     "SdpaGrad": "sdpa",
 }

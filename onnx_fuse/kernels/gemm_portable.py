@@ -252,8 +252,17 @@ class Fma(_Portable):
         bk = 16 * groups
         a = bk * bm if problem.trans_a else bm * (bk + 4)
         b = bn * (bk + 4) if problem.trans_b else bk * bn
-        rest = bm * bn if split > 1 else 0
+        rest = (bm * bn if split > 1 else 0) + self._room(config)
         return 4 * (max(192 // bk * (a + b), groups * bm * (bn + 8)) + rest)
+
+    def _room(self, config: Config) -> int:
+        """Further floats of shared memory."""
+        return 0
+
+    def threads(self, config: Config) -> int:
+        """Of a block."""
+        bm, bn = config.integers("tile")
+        return FMA_TILES[bm, bn][0] * bm * bn // 32
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of parts of k, a launch, and the sum of the parts."""
@@ -294,7 +303,7 @@ class Fma(_Portable):
                 self.source,
                 "gemm_fma",
                 (tiles * split, 1, problem.batches),
-                (groups * bm * bn // 32, 1, 1),
+                (self.threads(config), 1, 1),
                 portable_args(problem),
                 as_defines(macros, epilogue_defines(problem)),
                 smem=self._smem(problem, config),

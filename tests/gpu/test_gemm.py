@@ -505,3 +505,39 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
 
 def test_itemsizes_agree_with_numpy() -> None:
     assert all(np.dtype(dtype).itemsize == ITEMSIZE[name] for name, dtype in TYPES.items())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(512, 784, 256), (77, 50, 33), (5, 130, 64)], ids=str)
+def test_leaf_norm_grad(shape: tuple[int, int, int], turned: bool, hw: Hardware) -> None:
+    """All gradients of a weight behind a norm whose x needs none; the same bits each time."""
+    n, features, rows = shape
+    rng = np.random.default_rng(12)
+    dt, xh = random(rng, "float32", rows, n), random(rng, "float32", rows, features)
+    w = random(rng, "float32", *((features, n) if turned else (n, features)))
+    gamma, beta = random(rng, "float32", features), random(rng, "float32", features)
+    gamma[1] = 0
+    g, dc = wide(dt).T @ wide(xh), wide(dt).sum(0)
+    wn = wide(w).T if turned else wide(w)
+    dw = wide(gamma) * g + dc[:, None] * wide(beta)
+    want = {"dw": dw.T if turned else dw, "dgamma": (wn * g).sum(0), "dbeta": dc @ wn, "dc": dc}
+    m, k = (features, n) if turned else (n, features)
+    problem = Problem.of(
+        "LayerNormLeafGrad", m=m, n=k, k=rows, trans_a=True, **({"turned": True} if turned else {})
+    )
+    a, b = (xh, dt) if turned else (dt, xh)
+    operands = {"a": a, "b": b, "w": w, "gamma": gamma, "beta": beta}
+    results = {name: poison("float32", *value.shape) for name, value in want.items()}
+    memory = Memory(operands | results)
+    for kernel in candidates(problem.op):
+        assert kernel.supports(problem, hw) is None
+        for how in kernel.configs(problem, hw):
+            bits = []
+            for _ in range(2):
+                for name, array in results.items():
+                    memory.write(name, array)
+                memory.run(kernel, problem, how, hw)
+                bits.append({name: memory.read(name) for name in want})
+            for name, value in want.items():
+                assert error(bits[0][name], value) < TOLERANCE["ieee"], (how, name)
+                assert bits[0][name].tobytes() == bits[1][name].tobytes(), (how, name)

@@ -294,7 +294,45 @@ def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
     return OpDef(name, FUSE, body=body(name, STASH, ", ".join(inputs), ", ".join(outputs), text))
 
 
+# y = LN(x), t = y · w + c and x needs no gradient: those of w, of LN's parameters and of c, from
+# dt [M,n] and xh = (x - mean) rstd [M,k] alone; w is [n,k], or ("Turned") [k,n].
+_LEAF = """
+    first = Constant <value_ints: ints = [0]> ()
+    last = Constant <value_ints: ints = [1]> ()
+    row = Constant <value_ints: ints = [1, -1]> ()
+    flat = Constant <value_ints: ints = [-1]> ()
+    dc = ReduceSum <keepdims: int = 0> (dt, first)
+    g = Gemm <transA: int = 1> ({operands})
+    {features}
+    wg = Mul (w, g)
+    dgamma = ReduceSum <keepdims: int = 0> (wg, {axis})
+    dcs = Reshape (dc, row)
+    sums = Gemm <transB: int = {turned}> (dcs, w)
+    dbeta = Reshape (sums, flat)
+    scaled = Mul (g, gammas)
+    bias = Mul (dcn, betas)
+    dw = Add (scaled, bias)
+"""
+
+
+def _leaf_def(turned: bool) -> OpDef:
+    name = f"LayerNormLeafGrad{'Turned' if turned else ''}"
+    text = _LEAF.format(
+        operands="xh, dt" if turned else "dt, xh",
+        features="gammas = Unsqueeze (gamma, last)\n betas = Unsqueeze (beta, last)\n"
+        " dcn = Identity (dc)"
+        if turned
+        else "gammas = Identity (gamma)\n betas = Identity (beta)\n dcn = Unsqueeze (dc, last)",
+        axis="last" if turned else "first",
+        turned=int(turned),
+    )
+    inputs, outputs = "dt, xh, w, gamma, beta", "dw, dgamma, dbeta, dc"
+    return OpDef(name, FUSE, body=body(name, "", inputs, outputs, text))
+
+
 NORM_GRADS = (
+    _leaf_def(False),
+    _leaf_def(True),
     _norm_def("LayerNormGrad", True, False),
     _norm_def("RMSNormalizationGrad", False, False),
     _norm_def("SkipLayerNormGrad", True, True),

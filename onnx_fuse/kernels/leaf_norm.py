@@ -1,0 +1,115 @@
+"""LayerNormLeafGrad: every gradient of W behind a LayerNormalization whose x needs none, in fp32.
+
+With G = dtᵀ · xh and dc = Σ dt: dw = gamma G + beta dc, dgamma = Σ W G, dbeta = Σ W dc over the
+axis that dt and W share. W is [n, k] (m = n, n = k of the problem) or, `turned`, [k, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, prod
+
+import onnx_ir as ir
+
+from onnx_fuse.ir import FUSE
+from onnx_fuse.kernels import Kernel, select
+from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.linear import alignment, matrix
+from onnx_fuse.kernels.rows import rename, sum_parts
+from onnx_fuse.llir import Context, Lowering
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+
+
+class LeafFma(Fma):
+    """gemm/fma_sm80.cu with LEAF, and the sum of its parts."""
+
+    def sources(self) -> tuple[str, ...]:
+        """The product's, and that of the sum."""
+        return (self.source, "norm/sum_parts.cu")
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Those with all of k in a block."""
+        return [how for how in super().configs(problem, hw) if how.integer("split") == 1]
+
+    def _parts(self, problem: Problem, config: Config) -> tuple[int, int]:
+        """How many parts there are, of how many sums."""
+        bm, bn = config.integers("tile")
+        if problem.attr("turned"):
+            return ceil(problem.n / bn), problem.m
+        return ceil(problem.m / bm), problem.n
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """The parts."""
+        return 8 * prod(self._parts(problem, config))
+
+    def _room(self, config: Config) -> int:
+        """Every thread's sums of dt."""
+        return 4 * self.threads(config)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The product's, W once more, and the sum of the parts."""
+        more = ITEMSIZE[problem.dtype] * problem.m * problem.n / hw.bandwidth
+        return super().cost(problem, config, hw) + more + hw.launch_seconds
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product, the sum."""
+        (product,) = super().launch(problem, config, hw)
+        args = (*product.args, *map(Ptr, ("gamma", "beta", "dc")))
+        macros = (*product.defines, ("LEAF", "2" if problem.attr("turned") else "1"))
+        parts, features = self._parts(problem, config)
+        place = {"y": Ptr("dw"), "c": Ptr("w"), "part": Ptr("workspace")}
+        return (
+            rename(replace(product, args=args, defines=tuple(sorted(macros))), place),
+            rename(
+                sum_parts(parts, features, 2, "float32"),
+                {"part": Ptr("workspace"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta")},
+            ),
+        )
+
+
+def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """dw, dgamma, dbeta, dc of dt [M,n], xh [M,k], w [n,k] (turned: [k,n]), gamma, beta [k]."""
+    turned = node.op_type.endswith("Turned")
+    dt, xh, w = (ctx.view(node, i) for i in range(3))
+    gamma, beta = ctx.dense(node, 3), ctx.dense(node, 4)
+    if {t.dtype for t in (dt, xh, w, gamma, beta)} != {"float32"}:
+        return "float32 alone"
+    a, b = (xh, dt) if turned else (dt, xh)
+    left, right = matrix(ctx, a.permute((1, 0))), matrix(ctx, b)
+    if not left.trans or right.trans:
+        return "dt or xh does not lie in rows"
+    (k, m), n = a.shape, b.shape[1]
+    problem = Problem.of(
+        "LayerNormLeafGrad", m=m, n=n, k=k, trans_a=True, math=ctx.math, lda=left.ld, ldb=right.ld,
+        align=alignment(left.tensor, right.tensor), c_rows=w.strides[0], c_cols=w.strides[1],
+        **({"turned": True} if turned else {}),
+    )  # fmt: skip
+    both, alone = select(problem.op, problem, ctx.hw), select("Gemm", _product(problem), ctx.hw)
+    if both is None or alone is None:
+        return "no kernel serves it"
+    # the body's other passes over W and G, its sums and its product of one row
+    passes = 6 * ctx.hw.launch_seconds + 24 * m * n / ctx.hw.bandwidth
+    if both.seconds > alone.seconds + passes:
+        return "another product is faster by more than the passes cost"
+    reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
+    names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}
+    writes = {
+        name: ctx.output(node, i, shape, "float32") for i, (name, shape) in enumerate(names.items())
+    }
+    return ctx.select(node, problem, reads, writes)
+
+
+def _product(problem: Problem) -> Problem:
+    """The product that the body begins with."""
+    kept = {name: problem.integer(name) for name in ("lda", "ldb", "align")}
+    m, n, k = problem.m, problem.n, problem.k
+    return Problem.of("Gemm", m=m, n=n, k=k, trans_a=True, math=problem.math, **kept)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormLeafGrad": (LeafFma(),)}
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    (FUSE, "LayerNormLeafGrad"): leaf_norm_grad,
+    (FUSE, "LayerNormLeafGradTurned"): leaf_norm_grad,
+}
