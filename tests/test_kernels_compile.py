@@ -348,7 +348,7 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "models"))
     mlp = importlib.import_module("mlp")
     model, spec = train.training_model(
-        mlp.build(mlp.Config((64, 64, 64, 64))),
+        mlp.build(mlp.Config((64, 64, 64, 10))),
         loss="cross_entropy",
         optimizer=optim.AdamW(),
         level=level,
@@ -363,10 +363,10 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(
     names = [call.kernel for call in calls]
     assert sum(name == "LayerNormalization" for name in names) == 3
     assert not any(name.startswith("Gelu") for name in names)
-    assert sum(name.startswith("LayerNormGrad+") for name in names) == 2  # times gelu'
+    assert sum("LayerNormGrad+" in name for name in names) == 2  # times gelu'
     assert "LayerNormGrad x2" in names  # the sums of all, in one launch
     assert sum(name.startswith("LayerNormLeafGrad") for name in names) == 1
-    assert sum(call.problem is not None for call in calls) == 8
+    assert sum(call.problem is not None for call in calls) == 7  # dx of the last has no launch
     assert len(names) <= 31
     launches = {(x.source, x.defines) for call in calls for x in call.launches}
     spilling = [

@@ -826,6 +826,35 @@ def test_a_product_stores_the_type_that_its_one_reader_wants(nodes, rows, wide):
     assert (product.problem.out == "float32") == wide == (len(calls) == 1)
 
 
+def norm_grad_of_a_product(k, turned, also=""):
+    """(text, feeds) of the gradient of a norm whose dy is a product over k."""
+    b = (64, k) if turned else (k, 64)
+    text = f"""agraph (float[40,{k}] a, float{list(b)} b, float[40,64] x, float[64] s,
+                     float[40,1] m, float[40,1] r) => (float[40,64] dx, float[64] ds, float[64] db
+                     {", float[40,64] t" if also else ""})
+    {{ dy = Gemm <transB = {int(turned)}> (a, b) {also}
+      dx, ds, db = onnx_fuse.LayerNormGrad(dy, x, s, m, r) }}"""
+    return text, arrays(a=(40, k), b=b, x=(40, 64), s=(64,), m=(40, 1), r=(40, 1))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("k", "also", "taken"), [(10, "", True), (16, "", True), (17, "", False),
+                                                  (10, "t = Neg(dy)", False)])  # fmt: skip
+def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k, also, taken, turned):
+    """dy = a · b over a classifier's classes has no launch, where nothing else reads it."""
+    text, feeds = norm_grad_of_a_product(k, turned, also)
+    program = program_of(ir.text_model(text), feeds)
+    kernels = [call.kernel for call in program.calls]
+    assert ("Gemm" not in kernels) == taken
+    assert ("Gemm+LayerNormGrad" in kernels) == taken
+    if taken:
+        main, given = program.calls[0], dict(program.inputs)
+        assert dict(main.reads)["dy"] == given["a"]
+        assert dict(main.reads)["b"].buffer == given["b"].buffer
+        assert dict(main.launches[0].defines)["TURNED"] == str(int(turned))
+        assert all(read != "dy" for _, read in main.inplace)
+
+
 @pytest.mark.parametrize(("row", "column"), [("4", "bias"), ("5,1", ""), ("2,5,4", "residual")])
 def test_a_row_added_to_a_product_is_its_bias(row, column):
     text = f"""agraph (float[2,5,3] x, float[3,4] w, float[{row}] c) => (float[2,5,4] y)

@@ -4,10 +4,11 @@
 //            dy xh and dy over its rows stay there too, to end in part[block]; layernorm_dparams adds
 //            the parts up in order.
 // Inputs   : x, dy [rows, length] T aligned to VEC; scale P; mean (not RMS), rstd M [rows].
-//            e1, e2, e3 [rows, length] T: what SUFFIX takes.
+//            e1, e2, e3 [rows, length] T: what SUFFIX takes. PRODUCT: dy is a of dy = a · b, a [rows,
+//            PRODUCT], b [PRODUCT, length] (TURNED: [length, PRODUCT]), which has no launch of its own.
 // Outputs  : dx TY (null: not wanted); part ACC [blocks, 2, length]; dscale, dbias P [length] (dbias
 //            null: RMS).
-// Macros   : T P M ACC VEC ITEMS TEAM (threads a row: the block), RMS, SKIP (ds is there);
+// Macros   : T P M ACC VEC ITEMS TEAM (threads a row: the block), RMS, SKIP (ds is there); PRODUCT, TURNED;
 //            SUFFIX(v0, v1, v2, v3) of dx and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC; the order depends on rows, length and the grid, which is a function of rows.
 // Bound    : HBM, x, dy and dx once.
@@ -21,11 +22,33 @@
 #define TY T
 #endif
 
+#ifndef PRODUCT
+#define PRODUCT 0
+#define TURNED 0
+#endif
+
 struct Pair { ACC a, b; };
+
+// VEC elements at i of the row a · b.
+DEVICE Vec<T, VEC> row_times(const T* a, const T* b, i64 i, i64 length) {
+    ACC s[VEC] = {};
+#pragma unroll
+    for (int c = 0; c < PRODUCT; c++) {
+        Vec<T, VEC> w;
+        if (!TURNED) w = load<VEC>(b + c * length + i);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) s[j] += (ACC)widen(a[c]) * (ACC)widen(TURNED ? b[(i + j) * PRODUCT + c] : w.at[j]);
+    }
+    Vec<T, VEC> dy;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) dy.at[j] = narrow<T>(s[j]);
+    return dy;
+}
 
 extern "C" __global__ void __launch_bounds__(TEAM)
     layernorm_dx(const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds,
-                 const T* e1, const T* e2, const T* e3, TY* dx, ACC* part, i64 rows, i64 length) {
+                 const T* e1, const T* e2, const T* e3, const T* b, TY* dx, ACC* part, i64 rows,
+                 i64 length) {
     after_previous_launch();
     __shared__ Pair scratch[TEAM > 32 ? TEAM / 32 : 1];
     constexpr int STEP = TEAM * VEC;
@@ -40,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
             const int i = u * STEP + threadIdx.x * VEC;
             if (i < length) {
                 kept_x[u] = load<VEC>(x + row * length + i);
-                kept_dy[u] = load<VEC>(dy + row * length + i);
+                kept_dy[u] = PRODUCT ? row_times(dy + row * PRODUCT, b, i, length) : load<VEC>(dy + row * length + i);
                 w[u] = load<VEC>(scale + i);
                 if (SKIP) kept_s[u] = load<VEC>(ds + row * length + i);
                 if (OPERANDS > 0) e[0][u] = load<VEC>(e1 + row * length + i);

@@ -53,6 +53,7 @@ def merge(
     alive = slope_in_epilogue(alive, keep, hw, prefs)
     alive = add_in_gradient(alive, keep, hw, prefs)
     alive = cast_in_epilogue(suffixed(fuse(alive, keep), keep), keep, hw, prefs)
+    alive = product_in_norm_grad(alive, keep, hw)
     # twice: what a batch has moved to the end lets its producers wait as well
     merged = batch(batch(alive))
     return tuple(finish(c) if c.expression else c for c in merged)
@@ -531,6 +532,65 @@ def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, st
     vec, items = int(macros["VEC"]), int(macros["ITEMS"])
     less = min(vec, max(1, ITEMSIZE[y.dtype] // ITEMSIZE[v.dtype]))
     return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
+
+
+SMALL_K = 16
+"""Elements of a row of dy's first factor that a LayerNorm's gradient may multiply by itself."""
+
+
+def product_in_norm_grad(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> list[Call]:
+    """dy = a · b over a few k, read by a LayerNormGrad alone: that makes its rows of dy itself.
+
+    So a classifier's last layer does: a block reads b once a row, which L2 holds.
+    """
+    readers, writers = uses(calls)
+    result: list[Call | None] = list(calls)
+    for i, call in enumerate(calls):
+        reads = dict(call.reads)
+        if (
+            not call.kernel.startswith("LayerNormGrad")
+            or "dy" not in reads
+            or "part" not in dict(call.writes)
+        ):
+            continue
+        dy, at = reads["dy"], writers[reads["dy"].buffer]
+        product = result[at[0]] if len(at) == 1 else None
+        p = product.problem if product is not None else None
+        if product is None or p is None or p.op != "Gemm" or p.k > SMALL_K or p.trans_a:
+            continue
+        a, b = (dict(product.reads)[name] for name in ("a", "b"))
+        lines = p.k if p.trans_b else p.n
+        if (
+            {p.dtype, p.out, reads["scale"].dtype} != {"float32"}
+            or p.batch
+            or p.integer("ldb", lines) != lines
+        ):
+            continue
+        if not {name for name, value in p.attrs if value} <= {"lda", "ldb", "align", "static_b"}:
+            continue
+        if p.integer("align", 16) % 16 or p.integer("lda", p.k) != p.k:
+            continue
+        if readers[dy.buffer] != [i] or dy.buffer in keep or not dy.dense or dy.size != p.m * p.n:
+            continue
+        if any(at[0] < w < i for t in (a, b) for w in writers[t.buffer]):
+            continue
+        again = p.m * p.k * p.n * ITEMSIZE[p.dtype] / hw.bandwidth
+        if again > p.bytes / hw.bandwidth + hw.launch_seconds:
+            continue
+        (launch,) = call.launches
+        macros = (("PRODUCT", str(p.k)), ("TURNED", str(int(p.trans_b))))
+        result[at[0]] = None
+        result[i] = replace(
+            call,
+            kernel=f"{product.kernel}+{call.kernel}",
+            nodes=tuple(dict.fromkeys((*product.nodes, *call.nodes))),
+            launches=(replace(launch, defines=tuple(sorted((*launch.defines, *macros)))),),
+            reads=(("dy", a), ("b", b), *((n, t) for n, t in call.reads if n != "dy")),
+            flops=call.flops + p.flops,
+            bytes=call.bytes - dy.nbytes + a.nbytes + b.nbytes,
+            inplace=tuple(pair for pair in call.inplace if pair[1] != "dy"),
+        )
+    return [call for call in result if call is not None]
 
 
 def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:

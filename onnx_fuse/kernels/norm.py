@@ -120,7 +120,9 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
         T=C_TYPES[x.dtype], P=C_TYPES[scale.dtype], M=C_TYPES[rstd.dtype], ACC=acc, VEC=vec,
         ITEMS=items, TEAM=threads, RMS=rms, SKIP=skip,
     )  # fmt: skip
-    pointers = map(Ptr, ("x", "dy", "scale", "mean", "rstd", "ds", "e1", "e2", "e3", "dx", "part"))
+    pointers = map(
+        Ptr, ("x", "dy", "scale", "mean", "rstd", "ds", "e1", "e2", "e3", "b", "dx", "part")
+    )
     main = Launch(
         "layernorm/grad.cu", "layernorm_dx", (parts, 1, 1), (threads, 1, 1),
         (*pointers, Num("i64", rows), Num("i64", length)), macros,

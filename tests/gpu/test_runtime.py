@@ -48,6 +48,26 @@ def test_graphs_of_the_lowering_tests(name: str) -> None:
         np.testing.assert_allclose(got, array, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("k", [1, 10, 16, 17])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool) -> None:
+    text, given = test_lower.norm_grad_of_a_product(k, turned)
+    rng = np.random.default_rng(k)
+    feeds = {n: rng.standard_normal(v.shape).astype(np.float32) for n, v in given.items()}
+    wide = {name: array.astype(np.float64) for name, array in feeds.items()}
+    dy = wide["a"] @ (wide["b"].T if turned else wide["b"])
+    xh, g = (wide["x"] - wide["m"]) * wide["r"], dy * wide["s"]
+    inner = (g * xh).mean(1, keepdims=True)
+    dx = wide["r"] * (g - g.mean(1, keepdims=True) - xh * inner)
+    run = Executable(ir.text_model(text))
+    got, again = run.run(None, feeds), run.run(None, feeds)
+    for y, twice, want in zip(got, again, (dx, (dy * xh).sum(0), dy.sum(0)), strict=True):
+        assert y.tobytes() == twice.tobytes()
+        np.testing.assert_allclose(
+            y, want, atol=2e-6 * np.abs(want).max()
+        )  # sums of 64, in float32
+
+
 UNARY = [
     name
     for name in pointwise.TABLE
