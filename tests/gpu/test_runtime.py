@@ -61,11 +61,13 @@ def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool
     dx = wide["r"] * (g - g.mean(1, keepdims=True) - xh * inner)
     run = Executable(ir.text_model(text))
     got, again = run.run(None, feeds), run.run(None, feeds)
-    for y, twice, want in zip(got, again, (dx, (dy * xh).sum(0), dy.sum(0)), strict=True):
+    wants = ((dx, 2e-6 * np.abs(dx).max()), *(
+        # float32 rounds by the size of the 40 terms, which may cancel
+        (terms.sum(0), 5e-7 * np.abs(terms).sum(0).max()) for terms in (dy * xh, dy)
+    ))  # fmt: skip
+    for y, twice, (want, bound) in zip(got, again, wants, strict=True):
         assert y.tobytes() == twice.tobytes()
-        np.testing.assert_allclose(
-            y, want, atol=2e-6 * np.abs(want).max()
-        )  # sums of 64, in float32
+        np.testing.assert_allclose(y, want, rtol=0, atol=bound)
 
 
 UNARY = [
