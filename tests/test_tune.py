@@ -89,6 +89,27 @@ def test_records_go_where_they_are_asked_to(played: Path) -> None:
     assert not (played / "tuning").exists()
 
 
+def test_records_of_sources_that_changed_go_when_others_are_kept(played: Path) -> None:
+    calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "float16", H200))
+    (found,) = tune.tune(calls, H200, folder=played / "mine")
+    (path,) = (played / "mine").iterdir()
+    (record,) = json.loads(path.read_text()).values()
+    dead = {"Gemm | a": {**record, "hash": "0"}, "Gemm | b": {**record, "kernel": "gone"}}
+    path.write_text(json.dumps({"Gemm | c": record, **dead}))
+    tuning.save([("Gemm", found.problem, record)], H200, played / "mine")
+    assert set(json.loads(path.read_text())) == {"Gemm | c", tuning.key("Gemm", found.problem)}
+
+
+def test_shipped_records_are_of_the_sources_beside_them() -> None:
+    dead = [
+        f"{path.name}: {name}"
+        for path in tuning.SHIPPED.glob("*.json")
+        for name, entry in json.loads(path.read_text()).items()
+        if not tuning.live(name, entry)
+    ]
+    assert not dead, "measure again, or delete what select cannot use any more"
+
+
 def test_no_problem_is_begun_after_the_limit(played: Path) -> None:
     calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "float16", H200))
     told: list[str] = []

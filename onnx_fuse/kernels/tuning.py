@@ -102,13 +102,27 @@ def record(kernel: Kernel, how: Config, us: float, hw: Hardware) -> dict[str, An
     }
 
 
+def live(name: str, entry: dict[str, Any]) -> bool:
+    """Whether the record's kernel is a candidate of its key's op still, its code unchanged."""
+    from onnx_fuse.kernels import candidates
+
+    return any(
+        kernel.name == entry.get("kernel") and kernel_hash(kernel) == entry.get("hash")
+        for kernel in candidates(name.split(" | ")[0])
+    )
+
+
 def save(
     records: Iterable[tuple[str, Problem, dict[str, Any]]], hw: Hardware, folder: Path
 ) -> Path:
-    """Merge `records` into this GPU's file in `folder`, written beside and renamed."""
+    """Merge `records` into this GPU's file in `folder`, without those that no source has any more.
+
+    The file is written beside and renamed.
+    """
     path = folder / _file_name(hw)
     folder.mkdir(parents=True, exist_ok=True)
-    merged = dict(_read(path, path.stat().st_mtime_ns)) if path.exists() else {}
+    before = _read(path, path.stat().st_mtime_ns) if path.exists() else {}
+    merged = {name: entry for name, entry in before.items() if live(name, entry)}
     merged |= {key(op, problem): entry for op, problem, entry in records}
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
         lines = [f"{json.dumps(name)}: {json.dumps(merged[name])}" for name in sorted(merged)]
