@@ -407,6 +407,24 @@ def test_a_global_norm_is_two_launches(monkeypatch):
     assert len(program_of(ir.text_model(other), feeds).calls) > 1
 
 
+def test_convolution_and_pooling_train_in_bfloat16():
+    """Their gradients too: opset 21 has Conv, ConvTranspose and MaxPool in no bfloat16."""
+    text = """agraph (float[2,3,9,9] x) => (float[2,4,4,4] y)
+    <float[4,3,3,3] w = {W}> { c = Conv <pads = [1,1,1,1]> (x, w) r = Relu(c)
+      y = MaxPool <kernel_shape = [2,2], strides = [2,2]> (r) }"""
+    text = text.replace("{W}", "{" + ", ".join(["0.1"] * 108) + "}")
+    graph, spec = train.training_model(
+        ir.text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True
+    )
+    feeds = {"x": np.zeros((2, 3, 9, 9), np.float32), "labels": np.zeros((2, 4, 4, 4), np.float32)}
+    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
+    feeds |= {spec.lr: np.array(0.1, np.float32)}
+    calls = program_of(graph, feeds).calls
+    assert not any(call.host for call in calls)
+    made = {t.dtype for c in calls if "Conv" in c.kernel for _, t in c.reads if len(t.shape) == 4}
+    assert made == {"bfloat16"}
+
+
 def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
     """The training step's Program, its states in place, beside float32's on onnxruntime."""
     monkeypatch.setattr(chains, "batch", list)  # the interpreter takes calls one by one
