@@ -12,15 +12,8 @@
 //            SUFFIX(v0, v1, v2, v3) of dx and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC; the order depends on rows, length and the grid, which is a function of rows.
 // Bound    : HBM, x, dy and dx once.
-#include "pointwise/math.cuh"
+#include "layernorm/suffix.cuh"
 #include "reduce/team.cuh"
-#ifndef SUFFIX
-#define OPERANDS 0
-#define SUFFIX(v0, v1, v2, v3) v0
-#endif
-#ifndef TY
-#define TY T
-#endif
 
 #ifndef PRODUCT
 #define PRODUCT 0

@@ -10,15 +10,8 @@
 //            SUFFIX(v0, v1, v2, v3) of y and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC throughout (s rounded to T first, as it is stored); population variance.
 // Bound    : HBM, each operand once.
-#include "pointwise/math.cuh"
+#include "layernorm/suffix.cuh"
 #include "reduce/team.cuh"
-#ifndef SUFFIX
-#define OPERANDS 0
-#define SUFFIX(v0, v1, v2, v3) v0
-#endif
-#ifndef TY
-#define TY T
-#endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, const T* e1, const T* e2,
