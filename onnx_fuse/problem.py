@@ -102,9 +102,8 @@ class Problem(_Attrs):
     def flops(self) -> int:
         """2 m n k batch; attention has two products, its gradient five, a Gemm's gradient two."""
         if self.op not in ("Sdpa", "SdpaGrad"):
-            return (
-                (4 if self.op.endswith("GemmGrad") else 2) * self.batches * self.m * self.n * self.k
-            )
+            products = 2 if self.op.endswith("GemmGrad") else 1
+            return 2 * products * self.batches * self.m * self.n * self.k
         whole = 2 * self.batches * self.m * self.n * (self.k + self.integer("dv"))
         whole = whole // 2 if self.attr("causal") else whole
         return whole * 7 // 2 if self.op == "SdpaGrad" else whole

@@ -116,6 +116,21 @@ def uses(calls: Sequence[Call]) -> tuple[Uses, Uses]:
     return readers, writers
 
 
+def made_for(i: int, tensor: Tensor, of: tuple[Uses, Uses], keep: Collection[int]) -> int | None:
+    """The call that alone writes what call `i` alone reads, once, and what nothing keeps."""
+    readers, writers = (part[tensor.buffer] for part in of)
+    alone = len(writers) == 1 and readers == [i] and tensor.buffer not in keep
+    return writers[0] if alone else None
+
+
+def may_write(at: int, i: int, tensor: Tensor, of: tuple[Uses, Uses]) -> bool:
+    """Whether call `at` may write what call `i` does: no other does, and until then nothing reads
+    it, as a state's value of before.
+    """
+    readers, writers = (part[tensor.buffer] for part in of)
+    return writers == [i] and not any(at <= r < i for r in readers)
+
+
 def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem."""
     assert call.problem is not None
@@ -281,17 +296,19 @@ def cast_in_epilogue(
 
     Only small ones: a large product's wider stores take as long as the cast or longer.
     """
-    readers, writers = uses(calls)
+    of = uses(calls)
     result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
         steps = call.expression.steps if call.expression is not None else ()
         if [s.name for s in steps] != ["Cast"] or len(call.reads) != 1 or len(call.writes) != 1:
             continue
         (_, z), (_, y) = call.reads[0], call.writes[0]
-        at = writers[z.buffer]
-        product = result[at[0]] if len(at) == 1 else None
+        at = made_for(i, z, of, keep)
+        product = result[at] if at is not None else None
         problem = product.problem if product is not None else None
-        if product is None or problem is None or problem.op not in ("Gemm", "LayerNormGemm"):
+        if at is None or product is None or problem is None or not may_write(at, i, y, of):
+            continue
+        if problem.op not in ("Gemm", "LayerNormGemm"):
             continue
         if any(problem.attr(a) for a in ("accumulate", "beta", "dact", "residual", "save_z")):
             continue
@@ -299,10 +316,6 @@ def cast_in_epilogue(
         if z.size >= LARGE or not whole or y.dtype != "float32":
             continue
         if dict(product.writes)["y"].size != z.size:
-            continue
-        if readers[z.buffer] != [i] or z.buffer in keep or writers[y.buffer] != [i]:
-            continue
-        if any(at[0] <= r < i for r in readers[y.buffer]):  # of a state's value before this
             continue
         wider = problem.having(out_dtype=y.dtype)
         choice = _epilogue(wider, hw, prefs)
@@ -314,7 +327,7 @@ def cast_in_epilogue(
             problem=wider,
             writes=tuple((n, y if n == "y" else t) for n, t in product.writes),
         )
-        result[at[0]], result[i] = chosen(made, choice, hw), None
+        result[at], result[i] = chosen(made, choice, hw), None
     return [call for call in result if call is not None]
 
 
@@ -330,20 +343,18 @@ def slope_in_epilogue(
     activation's gradient, of which the sums for dbias are left. Only where that is cheaper by the
     cost models.
     """
-    readers, writers = uses(calls)
+    readers, writers = of = uses(calls)
     result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
         problem, given, how = call.problem, dict(call.reads), _slope(call)
         if how is None:
             continue
         dy, z = given["dy"], given["z"]
-        at = writers[dy.buffer]
-        if len(at) != 1 or readers[dy.buffer] != [i] or dy.buffer in keep:
+        at = made_for(i, dy, of, keep)
+        product = result[at] if at is not None else None
+        if at is None or product is None or product.problem is None or not _bare(product):
             continue
-        product = result[at[0]]
-        if product is None or product.problem is None or not _bare(product):
-            continue
-        if product.writes[0][1].size != dy.size or max(writers[z.buffer], default=-1) >= at[0]:
+        if product.writes[0][1].size != dy.size or max(writers[z.buffer], default=-1) >= at:
             continue
         wanted = product.problem.having(dact=True, **how)
         choices, after = _seconds((wanted,), hw, prefs)
@@ -368,7 +379,7 @@ def slope_in_epilogue(
         nodes = tuple(dict.fromkeys((*product.nodes, *call.nodes)))
         reads = (*product.reads, ("c", z))
         made = replace(product, nodes=nodes, problem=wanted, reads=reads, writes=(("y", dz),))
-        result[at[0]], result[i] = chosen(made, choices[0], hw), left
+        result[at], result[i] = chosen(made, choices[0], hw), left
     return [call for call in result if call is not None]
 
 
@@ -479,27 +490,25 @@ def _all_of(calls: Sequence[Call], tensor: Tensor) -> bool:
 
 def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     """A pointwise call behind a kernel that takes a suffix becomes part of it."""
-    readers, writers = uses(calls)
+    _, writers = of = uses(calls)
     result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
         if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:
             continue
         (_, y), tensors = call.writes[0], [t for _, t in call.reads]
         for k, v in enumerate(tensors):
-            at = writers[v.buffer]
-            before = result[at[0]] if len(at) == 1 else None
-            if before is None or not before.suffix or readers[v.buffer] != [i] or v.buffer in keep:
+            at = made_for(i, v, of, keep)
+            before = result[at] if at is not None else None
+            if at is None or before is None or not before.suffix or not may_write(at, i, y, of):
                 continue
             name, others = before.suffix, [t for t in tensors if t is not v]
-            if dict(before.writes)[name].buffer != v.buffer or writers[y.buffer] != [i]:
+            if dict(before.writes)[name].buffer != v.buffer:
                 continue
             if any(not t.dense or t.offset or t.size != v.size for t in (y, *tensors)):
                 continue
             if {t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS:
                 continue
-            if any(w >= at[0] for t in others for w in writers[t.buffer]):
-                continue
-            if any(at[0] <= r < i for r in readers[y.buffer]):  # of a state's value before this
+            if any(w >= at for t in others for w in writers[t.buffer]):
                 continue
             names = {k: "v0"} | {j: f"v{n}" for n, j in enumerate(
                 (j for j in range(len(tensors)) if j != k), 1)}  # fmt: skip
@@ -511,7 +520,7 @@ def suffixed(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                       "TY": STORAGE[y.dtype]}  # fmt: skip
             macros = _whole_sectors(dict(launch.defines), v, y) | macros
             shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
-            result[at[0]] = replace(
+            result[at] = replace(
                 before,
                 kernel=f"{before.kernel}+{call.expression.name}",
                 nodes=tuple(dict.fromkeys((*before.nodes, *call.nodes))),
@@ -543,43 +552,38 @@ def product_in_norm_grad(calls: Sequence[Call], keep: Collection[int], hw: Hardw
 
     So a classifier's last layer does: a block reads b once a row, which L2 holds.
     """
-    readers, writers = uses(calls)
+    _, writers = of = uses(calls)
     result: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
         reads = dict(call.reads)
-        if (
-            not call.kernel.startswith("LayerNormGrad")
-            or "dy" not in reads
-            or "part" not in dict(call.writes)
-        ):
+        rows = "dy" in reads and "part" in dict(call.writes)
+        if not rows or not call.kernel.startswith("LayerNormGrad"):
             continue
-        dy, at = reads["dy"], writers[reads["dy"].buffer]
-        product = result[at[0]] if len(at) == 1 else None
+        dy, at = reads["dy"], made_for(i, reads["dy"], of, keep)
+        product = result[at] if at is not None else None
         p = product.problem if product is not None else None
-        if product is None or p is None or p.op != "Gemm" or p.k > SMALL_K or p.trans_a:
+        if at is None or product is None or p is None or p.op != "Gemm":
+            continue
+        if p.k > SMALL_K or p.trans_a or p.batch:
             continue
         a, b = (dict(product.reads)[name] for name in ("a", "b"))
         lines = p.k if p.trans_b else p.n
-        if (
-            {p.dtype, p.out, reads["scale"].dtype} != {"float32"}
-            or p.batch
-            or p.integer("ldb", lines) != lines
-        ):
+        if {p.dtype, p.out, reads["scale"].dtype} != {"float32"}:
             continue
         if not {name for name, value in p.attrs if value} <= {"lda", "ldb", "align", "static_b"}:
             continue
-        if p.integer("align", 16) % 16 or p.integer("lda", p.k) != p.k:
+        if p.integer("align", 16) % 16 or not dy.dense or dy.size != p.m * p.n:
             continue
-        if readers[dy.buffer] != [i] or dy.buffer in keep or not dy.dense or dy.size != p.m * p.n:
+        if p.integer("lda", p.k) != p.k or p.integer("ldb", lines) != lines:
             continue
-        if any(at[0] < w < i for t in (a, b) for w in writers[t.buffer]):
+        if any(at < w < i for t in (a, b) for w in writers[t.buffer]):
             continue
         again = p.m * p.k * p.n * ITEMSIZE[p.dtype] / hw.bandwidth
         if again > p.bytes / hw.bandwidth + hw.launch_seconds:
             continue
         (launch,) = call.launches
         macros = (("PRODUCT", str(p.k)), ("TURNED", str(int(p.trans_b))))
-        result[at[0]] = None
+        result[at] = None
         result[i] = replace(
             call,
             kernel=f"{product.kernel}+{call.kernel}",
