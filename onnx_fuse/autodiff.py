@@ -26,8 +26,9 @@ from onnx_fuse.ir import (
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, text, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
-from onnx_fuse.ops.rewrite import CONSTANT
+from onnx_fuse.ops.rewrite import CONSTANT, rank
 from onnx_fuse.ops.update import PREVIEW, expand_standard_updates
+from onnx_fuse.passes.canonicalize import canonicalize
 from onnx_fuse.passes.leaf_norm import without_rows
 from onnx_fuse.passes.params import parts, unpack_values
 
@@ -597,6 +598,8 @@ def gradient(
     model = load(model)
     graph = model.graph
     infer_shapes(model)
+    if any(rank(v) is None for node in graph for v in node.outputs if is_float(v)):
+        canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
     holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
     for v in trainable(model):
         for part in parts(v)[1]:

@@ -332,7 +332,9 @@ class _Step:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:
             if w.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
-                raise ModelError(f"'{w.name}' is {w.dtype}: on the CPU only float32 weights train")
+                raise ModelError(
+                    f"'{w.name}' is {w.dtype}: only float32 and float64 weights train"
+                )
         kept = {w: w.const_value for w in weights}
         for w in weights:
             self.state(w, "parameter")
@@ -359,7 +361,14 @@ class _Step:
             return gradients
         back = self.op.Reciprocal(self.loss_scale)
         back.dtype, back.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
-        return {w: typed(self.op.Mul(g, back), w, w.shape) for w, g in gradients.items()}
+        return {
+            w: typed(self.op.Mul(g, self.like(back, w)), w, w.shape) for w, g in gradients.items()
+        }
+
+    def like(self, x: onnx_ir.Value, w: onnx_ir.Value) -> onnx_ir.Value:
+        """A scalar in the type of a weight."""
+        assert w.dtype is not None
+        return x if x.dtype == w.dtype else self.op.Cast(x, to=w.dtype.value)
 
     def scale(self, initial: float) -> None:
         """Multiply the loss's gradient by a state, so that float16 holds small gradients.

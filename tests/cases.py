@@ -477,6 +477,34 @@ FUSION_CASES = (
         ("Sdpa",),
         **_ATT,
     ),
+    *(
+        FusionCase(
+            f"attention_by_einsum_{name}",
+            _QKV
+            if name == "bhsd"
+            else f"{q}, {q.replace('S', 'T').replace(' q', ' k')}, "
+            f"{q.replace('S', 'T').replace(' q', ' v')}",
+            f's = Einsum <equation = "{scores}"> (q, k)\n'
+            + _SCALE
+            + "z = Mul (s, f)\n p = Softmax <axis = -1> (z)\n"
+            + f'y = Einsum <equation = "{mix}"> (p, v)',
+            ("Sdpa",),
+            fed=("q", "k", "v"),
+            output=y,
+            gone=("Einsum",),
+        )
+        for name, q, scores, mix, y in (
+            ("bhsd", "", "bhid, bhjd -> bhij", "bhij, bhjd -> bhid", _ATT["output"]),
+            ("bshd", "float[B,S,4,8] q", "bihd,bjhd->bhij", "bhij,bjhd->bihd", "float[B,S,4,8] y"),
+        )
+    ),
+    FusionCase(
+        "product_by_einsum",
+        _IN,
+        'n = LayerNormalization (x, g, b)\n m = Einsum <equation = "btk,kn->btn"> (n, w)\n'
+        "y = Add (m, c)",
+        ("LayerNormGemm",),
+    ),
     FusionCase(
         "attention_mask_and_guard",
         f"{_QKV}, float[B,1,S,T] mask",

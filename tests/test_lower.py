@@ -6,6 +6,7 @@ from pathlib import Path
 
 import math_cases
 import numpy as np
+import onnx
 import onnx_ir
 import onnxruntime
 import pytest
@@ -554,6 +555,42 @@ def test_a_mask_of_the_lowest_float_stays_finite_in_16_bits(dtype, masters, init
     np.testing.assert_array_equal(y, [[0.5, 0.5, 0, 0], [0.25] * 4])
 
 
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_what_an_opset_has_in_wider_types_only_trains_between_casts(dtype):
+    text = """agraph (float[3,4] x) => (float[3,4] y, float[3,4] c)
+    <float[4,4] w = {1,0,0,2,0,1,0,0,0,0,1,0,0,0,0,1}>
+    { a = Celu<alpha = 2.0>(x) b = Celu(a) m = MatMul(b, w) c = Celu(m) y = Add(m, c) }"""
+    model, x = ir.text_model(text), np.float32([[-1, 2, 0.5, -4], [1, 1, 1, 1], [0, -8, 8, 0.25]])
+    ir.infer_shapes(model)
+    want = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    lower_precision(model, ir.ir.DataType[dtype], masters=True)
+    kinds = [(n.op_type, n.inputs[0].dtype.name) for n in model.graph if n.op_type != "Cast"]
+    assert kinds == [("Celu", "FLOAT")] * 2 + [("MatMul", dtype), ("Celu", "FLOAT"), ("Add", dtype)]
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    for y, exact in zip(found, want, strict=True):
+        np.testing.assert_allclose(y, exact, rtol=2**-7, atol=2**-7)  # bfloat16 has 8 bits
+    onnx.checker.check_model(ir.to_proto(autodiff.gradient(model)), full_check=True)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
+    """Equal initializers are one: a GroupNormalization may read a BatchNormalization's scale.
+
+    And the sizes a Resize reads are worked out in float32.
+    """
+    text = """agraph (float[2,4,3,1] x, float s) => (float[2,4,P,1] y)
+    <float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}, float[2] pair = {1,1}, float[1] last = {1}>
+    { n = BatchNormalization(x, g, b, b, g) m = GroupNormalization<num_groups = 2>(n, g, b)
+      t = Add(s, last) z = Concat<axis = 0>(pair, t, last) y = Resize<mode = "linear">(m, , z) }"""
+    model = ir.text_model(text)
+    ir.infer_shapes(model)
+    lower_precision(model, ir.ir.DataType.BFLOAT16, masters=masters)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert {n.inputs[0].dtype.name for n in model.graph if n.op_type in ("Add", "Concat")} == {
+        "FLOAT"
+    }
+
+
 def test_a_residual_is_added_in_the_product():
     text = """agraph (float[4,64] x, float[4,64] r, float[64,64] w) => (float[4,64] y)
     { a = MatMul(x, w) y = Add(r, a) }"""
@@ -605,9 +642,17 @@ def post_norm_value(given: dict[str, np.ndarray]) -> np.ndarray:
     return norm(t, "g2", "b3")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        POST_NORM,
+        POST_NORM.replace("o = onnx_fuse.Gemm (f, v1, b2)", "r = MatMul (f, v1) o = Add (r, b2)"),
+    ],
+    ids=["", "bias added"],
+)
 @pytest.mark.parametrize(("batch", "rows"), [(1, 8), (4, 256), (1, 256), (2, 4096)])
-def test_a_norm_is_left_to_the_products_that_read_it(batch, rows):
-    model, feeds = post_norm_model(POST_NORM, rows=rows, batch=batch)
+def test_a_norm_is_left_to_the_products_that_read_it(batch, rows, text):
+    model, feeds = post_norm_model(text, rows=rows, batch=batch)
     program = program_of(model, feeds)
     first, maker, reader, after, last = program.calls
     assert reader.problem.op == "LayerNormGemm"

@@ -52,6 +52,18 @@ def gradients(w: Array, b: Array, feeds: dict[str, Array]) -> tuple[Array, Array
     return x.T @ d, d.sum(0)
 
 
+def test_float64_weights_train_under_a_scaled_loss() -> None:
+    """Only float32 becomes 16 bits: the graph of a float64 model is what it was, and typed."""
+    model = ir.text_model(LINEAR.replace("float", "double"))
+    graph, _ = train.training_model(
+        model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="fp16"
+    )
+    onnx.checker.check_model(ir.to_proto(graph), full_check=True)
+    assert {v.dtype.name for v in graph.graph.outputs if v.name in ("w.next", "b.next")} == {
+        "DOUBLE"
+    }
+
+
 START = np.arange(1.0, 7.0).reshape(3, 2), np.array([0.5, -0.5])
 
 

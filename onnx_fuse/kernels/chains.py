@@ -204,6 +204,8 @@ def add_in_epilogue(
             choice = _epilogue(problem, hw, prefs)
             if choice is None:
                 continue
+            if bias:  # the row itself, once
+                r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
             merged = replace(
                 product,
                 nodes=tuple(dict.fromkeys((*product.nodes, *call.nodes))),

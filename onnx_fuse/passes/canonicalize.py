@@ -17,7 +17,17 @@ from onnx_fuse.ir import (
     quiet,
     training_mode_kept,
 )
-from onnx_fuse.ops.rewrite import CONSTANT, attribute, dim, is_float, made_by, rank, scalar, users
+from onnx_fuse.ops.rewrite import (
+    CONSTANT,
+    Rewriter,
+    attribute,
+    dim,
+    is_float,
+    made_by,
+    rank,
+    scalar,
+    users,
+)
 from onnx_fuse.passes.sizes import measure_reshapes
 
 FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
@@ -78,6 +88,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
     _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
     _drop_no_ops(model)
+    _products(model)
     clean(model)
     return notes
 
@@ -186,6 +197,39 @@ def _drop_no_ops(model: ir.Model) -> None:
                 kept = node.inputs[0]
         if kept is not None and kept.dtype == node.outputs[0].dtype:
             node.outputs[0].replace_all_uses_with(kept)
+
+
+def _products(model: ir.Model) -> None:
+    """Einsum(a, b) that is a matrix product between transposes is written as one."""
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type != "Einsum" or node.domain or len(node.inputs) != 2:
+            continue
+        left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
+        first, second = left.split(",")
+        if not arrow or "." in left or any(len(set(t)) < len(t) for t in (first, second)):
+            continue
+        batch = [c for c in out if c in first and c in second]
+        rows, columns = [c for c in out if c not in second], [c for c in out if c not in first]
+        inner = [c for c in first if c in second and c not in out]
+        if (len(inner), len(columns)) != (1, 1) or not rows or (batch and len(rows) > 1):
+            continue
+        if sorted(first) != sorted(batch + rows + inner):
+            continue  # it sums over letters of one operand
+        if sorted(second) != sorted(batch + inner + columns):
+            continue
+        op = Builder()
+        a, b = (
+            value if list(term) == order
+            else op.Transpose(value, perm=[term.index(c) for c in order])
+            for value, term, order in (
+                (node.inputs[0], first, batch + rows + inner),
+                (node.inputs[1], second, batch + inner + columns),
+            )
+        )  # fmt: skip
+        y, made = op.MatMul(a, b), batch + rows + columns
+        if made != list(out):
+            y = op.Transpose(y, perm=[made.index(c) for c in out])
+        Rewriter(model).replace(node, op, node.outputs, [y])
 
 
 _KEEPS_SHAPE = frozenset(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.errors import ModelError
 from onnx_fuse.ir import Builder
 
 F32 = ir.DataType.FLOAT
@@ -24,24 +25,37 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
 
     With `masters` the initializers stay float32 and are cast where they are read, so that training
     updates them in full precision. Constants beyond `dtype`'s range become its largest numbers: a
-    mask of float32's lowest stays finite, and (1 - keep) lowest is not 0 inf. Raises ModelError
-    with `masters` where the model's opset has an operator in other types only: its gradient could
-    not be typed.
+    mask of float32's lowest stays finite, and (1 - keep) lowest is not 0 inf. With `masters` an
+    operator that the model's opset has in other types only stays float32 between Casts: its
+    gradient could not be typed.
     """
     graph, op = model.graph, Builder()
-    if masters:
-        if dtype == ir.DataType.BFLOAT16 and graph.opset_imports[""] == 21:
-            # all that 22 does is to give operators, Conv and the pools among them, bfloat16
-            graph.opset_imports[""] = 22
-        for node in graph:
-            _check(node, dtype, graph.opset_imports[""])
-    kept = {
-        value
-        for node in graph
-        for i in KEPT_INPUTS.get(node.op_type, ())
-        if i < len(node.inputs) and (value := node.inputs[i]) is not None
-    }
-    kept.update(v for n in graph if n.op_type == "BatchNormalization" for v in n.outputs[1:])
+    if masters and dtype == ir.DataType.BFLOAT16 and graph.opset_imports[""] == 21:
+        # all that 22 does is to give operators, Conv and the pools among them, bfloat16
+        graph.opset_imports[""] = 22
+    # both in order: what is made of them must not depend on a hash
+    wide: dict[ir.Node, None] = {}
+    kept: dict[ir.Value, None] = {}
+
+    def keep(values: Iterable[ir.Value | None], *, sources: bool = True) -> None:
+        """These stay float32, and with `sources` what they are worked out of."""
+        for value in values:
+            if value is None or value.dtype != F32 or value in kept:
+                continue
+            kept[value] = None
+            maker = value.producer()
+            if sources and maker is not None:
+                wide[maker] = None
+                keep((*maker.outputs, *maker.inputs))
+
+    for node in graph:
+        at = KEPT_INPUTS.get(node.op_type, ())
+        keep(v for i, v in enumerate(node.inputs) if i in at)
+        if node.op_type == "BatchNormalization":
+            keep(node.outputs[1:], sources=False)
+        if masters and not _takes(node, dtype, graph.opset_imports[""]):
+            wide[node] = None
+            keep(node.outputs, sources=False)
     inputs = [v for v in graph.inputs if v.dtype == F32 and v not in kept]
     weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in kept]
     for node in list(graph):
@@ -49,13 +63,22 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         for value in node.outputs:  # a new type: clones share theirs
             if value.dtype == F32 and value not in kept:
                 value.type = ir.TensorType(dtype)
-    for value in [*inputs, *(weights if masters else ())]:
-        uses = list(value.uses())
-        cast = op.Cast(value, to=dtype.value)
-        cast.dtype, cast.shape = dtype, value.shape
+    for value in [*inputs, *(weights if masters else ()), *kept]:
+        uses = [(n, i) for n, i in value.uses() if i not in KEPT_INPUTS.get(n.op_type, ())]
+        uses = [(n, i) for n, i in uses if n not in wide]
+        maker = value.producer()
+        here = op if maker is None else Builder()
+        cast = _to(here, value, dtype) if uses else value
         for node, i in uses:
-            if i not in KEPT_INPUTS.get(node.op_type, ()):
-                node.replace_input_with(i, cast)
+            node.replace_input_with(i, cast)
+        if maker is not None:
+            graph.insert_after(maker, here.nodes)
+    for node in wide:
+        here = Builder()
+        for i, read in enumerate(node.inputs):
+            if read is not None and read.dtype == dtype:
+                node.replace_input_with(i, _to(here, read, F32))
+        graph.insert_before(node, here.nodes)
     for value in weights:
         assert value.const_value is not None
         array = value.const_value.numpy()
@@ -74,29 +97,30 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     for k, value in enumerate(graph.outputs):
         if value.dtype == dtype:
             name = value.name
-            cast = op.Cast(value, to=F32.value)
+            cast = _to(op, value, F32)
             value.name, cast.name = f"{name}.{dtype.name.lower()}", name
-            cast.dtype, cast.shape = F32, value.shape
             graph.outputs[k] = cast
     graph.extend(op.nodes)
 
 
-def _check(node: ir.Node, dtype: ir.DataType, opset: int) -> None:
-    """Raises ModelError where the operator of a float32 node has no `dtype`."""
+def _to(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    cast: ir.Value = op.Cast(value, to=dtype.value)
+    cast.dtype, cast.shape = dtype, value.shape
+    return cast
+
+
+def _takes(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
+    """Whether the operator of a float32 node may have `dtype` in its place."""
     x = node.inputs[0] if node.inputs else None
     if node.domain or x is None or x.dtype != F32:
-        return
+        return True
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
     name = f"tensor({dtype.name.lower()})"
-    if name not in allowed.get(schema.inputs[0].type_str, (name,)):
-        raise ModelError(
-            f"node '{node.name}' ({node.op_type}): opset {opset} has it in other types than "
-            f"{dtype.name.lower()}; convert the model to a newer opset, or train it in fp32"
-        )
+    return name in allowed.get(schema.inputs[0].type_str, (name,))
 
 
-def _node(node: ir.Node, dtype: ir.DataType, kept: set[ir.Value]) -> None:
+def _node(node: ir.Node, dtype: ir.DataType, kept: Collection[ir.Value]) -> None:
     """Constants and target types inside a node."""
     if node.outputs and node.outputs[0] in kept:
         return
