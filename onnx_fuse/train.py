@@ -332,9 +332,7 @@ class _Step:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:
             if w.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
-                raise ModelError(
-                    f"'{w.name}' is {w.dtype}: only float32 and float64 weights train"
-                )
+                raise ModelError(f"'{w.name}' is {w.dtype}: only float32 and float64 weights train")
         kept = {w: w.const_value for w in weights}
         for w in weights:
             self.state(w, "parameter")
