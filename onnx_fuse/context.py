@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import FUSE, infer_shapes, subgraphs
+from onnx_fuse.ir import FUSE, infer_shapes, one_line, subgraphs
 from onnx_fuse.kernels import refusals, select
 from onnx_fuse.kernels.chains import chosen
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
@@ -52,6 +53,7 @@ class Values:
         self.calls: list[Call] = []
         self.constants: dict[int, np.ndarray] = {}
         self._copies: dict[Tensor, Tensor] = {}
+        self._inferred: dict[ir.Node, list[tuple[str, tuple[int, ...]] | None] | None] = {}
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
         self.fold_pays: dict[Problem, bool] = {}
@@ -97,7 +99,15 @@ class Values:
         return data_type(slot.host.dtype.name), slot.host.shape
 
     def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
-        """(dtype, shape) of each output, None where it is not static."""
+        """(dtype, shape) of each output, None where it is not static.
+
+        Raises ModelError where the inputs do not fit together.
+        """
+        if node not in self._inferred:
+            self._inferred[node] = self._infer(node)
+        return self._inferred[node]
+
+    def _infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         single = self._single(node)
         if node.domain == FUSE:
             infer_shapes(single)
@@ -130,8 +140,8 @@ class Values:
                     schema, proto, types, data, opset_imports=opsets, ir_version=10
                 )
                 break
-            except onnx.shape_inference.InferenceError:
-                return None
+            except onnx.shape_inference.InferenceError as error:
+                raise self.fault(node, one_line(error)) from error
             except onnx.checker.ValidationError:
                 if not half:
                     raise
@@ -151,6 +161,10 @@ class Values:
 
     def _type_name(self, value: ir.Value) -> str:
         return dtype_name(self._type(value)[0])
+
+    def fault(self, node: ir.Node, reason: str) -> ModelError:
+        shapes = ", ".join(str(list(self._type(v)[1])) for v in node.inputs if v is not None)
+        return ModelError(f"node '{self.label(node)}' ({node.op_type}) of {shapes}: {reason}")
 
     def label(self, node: ir.Node) -> str:
         """The node's name, or its first output's; inside a body, the whole node's."""
@@ -308,6 +322,11 @@ class Values:
         weights = reads.get("b", reads.get("wq"))
         if weights is not None and self._lasting(weights):
             problem = problem.having(static_b=True)
+        if not any(t.size for t in writes.values()):
+            return None
+        right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
+        if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
+            raise self.fault(node, f"the product is over {problem.k}")
         choice = select(problem.op, problem, self.hw, self.prefs)
         if choice is None:
             reasons = refusals(problem.op, problem, self.hw)

@@ -6,6 +6,7 @@ else its body is lowered instead; else onnxruntime runs it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, data_type, type_proto
-from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, subgraphs, to_proto
+from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, one_line, subgraphs, to_proto
 from onnx_fuse.kernels.chains import merge
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.deferred import defer
@@ -238,10 +239,17 @@ class Lowerer(Values):
                 self._owner = ""
 
     def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
+        # A kernel believes that its operands fit together. Of Reshape onnx refuses -1 beside 0; and
+        # kernels take types that an opset's operator does not have.
+        if len(node.inputs) > 1 and node.domain == "" and node.op_type != "Reshape":
+            with contextlib.suppress(onnx.checker.ValidationError):
+                self.infer(node)
         try:
             return lowering(self, node)
         except NotStatic as error:
             return f"{error} is {UNKNOWN}"
+        except (IndexError, ValueError) as error:  # ranks, axes and sizes that no valid node has
+            raise self.fault(node, one_line(error)) from error
 
     def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
         """Small inputs of the model that unknown operands of a node (all but the first, or one) are

@@ -14,6 +14,7 @@ from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
+from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import chains, indexing, jit, pointwise, reduce, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
@@ -589,6 +590,39 @@ def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
     assert {n.inputs[0].dtype.name for n in model.graph if n.op_type in ("Add", "Concat")} == {
         "FLOAT"
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("y = Add (x, z)", ((2, 3), (2, 4))),
+        ("y = MatMul (x, z)", ((2, 3), (2, 4))),
+        ("y = Concat <axis = 0> (x, z)", ((2, 3), (2, 4))),
+        ("s = Constant <value_ints = [4, -1]> () u = Add (x, z) y = Reshape (u, s)", ((2, 3),) * 2),
+        ("y = Conv (x, z)", ((1, 3, 4, 4), (2, 4, 3, 3))),
+        ("y = LayerNormalization (x, z)", ((2, 3), (4,))),
+        ("y = onnx_fuse.Gemm (x, z, r)", ((2, 3), (4, 5))),
+        ("y = onnx_fuse.LayerNormGemm (x, r, r, z, r)", ((2, 3), (4, 5))),
+        ("y = onnx_fuse.Sdpa (x, z, z)", ((1, 2, 4, 8), (1, 2, 4, 6))),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused_not_read_past_their_end(text, shapes):
+    x, z, y = (",".join(f"{n}{i}" for i in range(len(shapes[n == "z"]))) for n in "xzy")
+    model = ir.text_model(f"agraph (float[{x}] x, float[{z}] z, float[5] r) => (float[{y}] y)"
+                          f"{{ {text} }}")  # fmt: skip
+    feeds = {name: np.zeros(s, np.float32) for name, s in zip("xz", shapes, strict=True)}
+    with pytest.raises(ModelError, match=r"node '.*' \(\w+\) of \["):
+        program_of(model, feeds | {"r": np.zeros(5, np.float32)})
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_a_fused_product_of_no_rows_is_no_call(norm):
+    text = f"""agraph (float16[B,8] x, float16[8] g, float16[8,4] w, float16[4] c)
+    => (float16[B,4] y) {{ y = onnx_fuse.{norm}Gemm (x, g, {"g, " * (norm[0] == "L")}w, c) }}"""
+    feeds = {"x": np.zeros((0, 8)), "g": np.ones(8), "w": np.ones((8, 4)), "c": np.ones(4)}
+    program = program_of(ir.text_model(text), {k: a.astype(np.float16) for k, a in feeds.items()})
+    assert not program.fallbacks
+    assert dict(program.outputs)["y"].shape == (0, 4)
 
 
 def test_a_residual_is_added_in_the_product():

@@ -103,7 +103,7 @@ def select(
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
     kernels = candidates(op)
-    if not kernels:
+    if not kernels or not problem.m * problem.n:  # or nothing to compute
         return None
     want = forced(prefs).get(op)
     if want is not None:

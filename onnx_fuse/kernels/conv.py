@@ -205,10 +205,12 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
     reads: dict[str, Tensor] = {"x": x, "weight": weight}
     if ctx.has(node, 2):
         reads["bias"] = ctx.dense(node, 2)
+    groups = ctx.attr(node, "group", 1)
+    if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
+        raise ValueError(f"{x.shape[1]} channels")
     y = ctx.output(node, 0)
     if not y.size:
         return None
-    groups = ctx.attr(node, "group", 1)
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
     shape = Shape(
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups,

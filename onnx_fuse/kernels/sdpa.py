@@ -404,6 +404,10 @@ def _problem(
 ) -> Problem:  # fmt: skip
     kind = node.op_type.split("_")[0]
     batch, heads, queries, width = q.shape
+    if k.shape != (batch, k.shape[1], k.shape[2], width) or v.shape[:3] != k.shape[:3]:
+        raise ValueError("queries, keys and values do not fit together")
+    if heads % k.shape[1]:
+        raise ValueError(f"{heads} heads of queries over {k.shape[1]} of keys")
     scale = ctx.attr(node, "scale", width**-0.5 if kind == "Attention" else 1.0)
     causal = "Causal" in kind or bool(ctx.attr(node, "is_causal", 0))
     return Problem.of(

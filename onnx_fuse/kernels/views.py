@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -35,8 +36,11 @@ def reshape(ctx: Context, node: ir.Node) -> str | None:
     if not ctx.attr(node, "allowzero", 0):
         shape = [x.shape[k] if d == 0 else d for k, d in enumerate(shape)]
     if -1 in shape:
-        rest = int(np.prod([d for d in shape if d != -1]))
-        shape[shape.index(-1)] = x.size // rest if rest else 0
+        rest = prod(d for d in shape if d != -1)
+        rows = prod(x.shape[: max(0, len(x.shape) - len(shape) + 1)])
+        shape[shape.index(-1)] = x.size // rest if rest else rows  # which ONNX leaves open
+    if prod(shape) != x.size:
+        raise ValueError(f"it has {x.size} elements, {shape} {prod(shape)}")
     ctx.alias(node, 0, reshaped(ctx, x, shape))
     return None
 
