@@ -21,9 +21,9 @@ import onnx_ir as ir
 
 from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, data_type, type_proto
 from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, one_line, subgraphs, to_proto
-from onnx_fuse.kernels.chains import merge
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.deferred import defer
+from onnx_fuse.kernels.merge import merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tail, Tensor
 from onnx_fuse.problem import ITEMSIZE, Hardware

@@ -22,7 +22,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, config, passes
 from onnx_fuse.kernels import Choice, candidates, jit, select, tuning
-from onnx_fuse.kernels.chains import chosen
+from onnx_fuse.kernels.callgraph import chosen
 from onnx_fuse.llir import Call, Program, Tensor
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem

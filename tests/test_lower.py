@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import chains, indexing, jit, pointwise, reduce, views
+from onnx_fuse.kernels import indexing, jit, merge, pointwise, reduce, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
@@ -429,7 +429,7 @@ def test_convolution_and_pooling_train_in_bfloat16():
 
 def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
     """The training step's Program, its states in place, beside float32's on onnxruntime."""
-    monkeypatch.setattr(chains, "batch", list)  # the interpreter takes calls one by one
+    monkeypatch.setattr(merge, "batch", list)  # the interpreter takes calls one by one
     numbers = ", ".join(map(str, np.linspace(-1, 1, 30)))
     text = f"agraph (float[4,6] x) => (float[4,5] y) <float[6,5] w = {{{numbers}}}> "
     text += "{ p = MatMul(x, w) y = Tanh(p) }"

@@ -17,7 +17,7 @@ import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import select
-from onnx_fuse.kernels.chains import chosen, uses
+from onnx_fuse.kernels.callgraph import chosen, uses
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.llir import Call, Context, Tensor
 from onnx_fuse.problem import Num, Problem

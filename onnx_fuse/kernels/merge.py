@@ -1,0 +1,71 @@
+"""Passes over the call list, in order: unread and repeated calls go, neighbours become one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from onnx_fuse.kernels.batching import batch
+from onnx_fuse.kernels.callgraph import Calls, moved, rewrite
+from onnx_fuse.kernels.chains import fuse
+from onnx_fuse.kernels.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
+from onnx_fuse.kernels.pointwise import finish
+from onnx_fuse.llir import Call
+from onnx_fuse.problem import Hardware
+
+
+def merge(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> tuple[Call, ...]:
+    """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
+    alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
+    for rule in BEFORE_CHAINS:
+        alive = rewrite(rule, Calls(alive, keep, hw, prefs))
+    alive = fuse(alive, keep)
+    for rule in BEHIND_CHAINS:
+        alive = rewrite(rule, Calls(alive, keep, hw, prefs))
+    # twice: what a batch has moved to the end lets its producers wait as well
+    merged = batch(batch(alive))
+    return tuple(finish(c) if c.expression else c for c in merged)
+
+
+def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Without the calls whose results nothing reads."""
+    live, kept = set(keep), []
+    for call in reversed(calls):
+        if any(t.buffer in live for _, t in call.writes):
+            live.update(t.buffer for _, t in call.reads)
+            kept.append(call)
+    return kept[::-1]
+
+
+def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Equal calls on equal operands run once."""
+    writers: dict[int, int] = defaultdict(int)
+    for call in calls:
+        for _, tensor in call.writes:
+            writers[tensor.buffer] += 1
+    seen: dict[object, Call] = {}
+    same: dict[int, int] = {}
+    kept = []
+    for old in calls:
+        call = replace(old, reads=tuple((n, moved(t, same)) for n, t in old.reads))
+        own = [t.buffer for _, t in call.writes]
+        pure = all(writers[b] == 1 and b not in keep for b in own)
+        # a buffer that is written again later reads differently then
+        pure = pure and all(writers[t.buffer] <= 1 for _, t in call.reads)
+        pure = pure and not any(t.buffer in keep for _, t in call.reads)
+        outputs = tuple((n, replace(t, buffer=-1)) for n, t in call.writes)
+        key = (call.launches, call.expression, call.host, call.reads, outputs)
+        if pure and key in seen:
+            for (_, a), (_, b) in zip(call.writes, seen[key].writes, strict=True):
+                same[a.buffer] = b.buffer
+            continue
+        if pure:
+            seen[key] = call
+        kept.append(call)
+    return kept
