@@ -248,6 +248,9 @@ REDUCE = [
     row("Softmax axis", "y = Softmax <axis = 1> (x)", x=(2, 3, 4)),
     row("LogSoftmax axis", "y = LogSoftmax <axis = 0> (x)", x=(2, 3, 4)),
     row("CumSum", "y = CumSum (x, a)", x=(2, 5), a=scalar(1)),
+    row("DFT", "y = DFT (x)", x=(2, 5, 2), dynamic=(0, 1)),
+    row("DFT inverse", "y = DFT <inverse = 1> (x, , a)", x=(3, 4, 2), a=scalar(0), dynamic=(0, 1)),
+    row("DFT real", "y = DFT (x, , a)", x=(2, 3, 4, 1), a=scalar(1), dynamic=(0, 1, 2)),
     row(
         "CumSum reverse exclusive",
         "y = CumSum <reverse = 1, exclusive = 1> (x, a)",

@@ -11,6 +11,7 @@ from onnx_fuse.ops.derive import (
     Unary,
     constant_ints,
     dim,
+    fail,
     given,
     ints,
     no_grad,
@@ -145,6 +146,21 @@ def _cumsum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tens
     return op.CumSum(dy, n.inputs[1], reverse=1 - reverse, exclusive=exclusive)
 
 
+def _dft(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    """y = F x over pairs of real and imaginary part: dx = F* dy = N F⁻¹ dy, and F dy / N for F⁻¹.
+
+    F is symmetric, of all N elements; of a real x the imaginary part has no gradient.
+    """
+    axis = constant_ints(given(n, 2)) if given(n, 2) is not None else [-2]
+    if axis is None or given(n, 1) is not None or n.attributes.get_int("onesided", 0) != 0:
+        raise fail(n, "it has a length, is onesided, or its axis is not constant")
+    inverse = n.attributes.get_int("inverse", 0)
+    dx = op.node("DFT", [dy, *n.inputs[1:]], inverse=1 - inverse)
+    size = to_like(op, op.Gather(shape_of(op, x), op.constant(axis[0])), dy)
+    dx = op.Div(dx, size) if inverse else op.Mul(dx, size)
+    return op.Slice(dx, [0], [1], [-1]) if dim(x, -1) == 1 else dx
+
+
 def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
     axis = op.constant([norm_axis(n.attributes.get_int("axis", -1), x)])
@@ -170,6 +186,7 @@ REDUCE: dict[str, Unary] = {
     "Softmax": _softmax,
     "LogSoftmax": _log_softmax,
     "CumSum": _cumsum,
+    "DFT": _dft,
     "LpNormalization": _lp_normalization,
 }
 table(REDUCE)
