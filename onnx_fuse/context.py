@@ -56,7 +56,7 @@ class Values:
         self._inferred: dict[ir.Node, list[tuple[str, tuple[int, ...]] | None] | None] = {}
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
-        self.fold_pays: dict[Problem, bool] = {}
+        self.fold_pays: dict[tuple[Problem, bool], bool] = {}
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names = 0
         self._random: Tensor | None = None

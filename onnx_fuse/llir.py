@@ -216,7 +216,7 @@ class Context(Protocol):
     prefs: Mapping[str, str] | None
     folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]]
     """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs, cv."""
-    fold_pays: dict[Problem, bool]
+    fold_pays: dict[tuple[Problem, bool], bool]
 
     def view(self, node: ir.Node, i: int) -> Tensor:
         """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""

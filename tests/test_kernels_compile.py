@@ -19,6 +19,7 @@ from onnx_fuse import config, ir, optim, train
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit, refusals, select, tuning
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
+from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower import lower
 from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
 from onnx_fuse.runtime import executable
@@ -54,6 +55,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemm", m=512, n=3072, k=768, folded=True, static_b=True, **BF16),  # a tile
     Problem.of("LayerNormGemm", m=512, n=768, k=768, folded=True, rms=True, **BF16),
     Problem.of("LayerNormGemm", m=16, n=768, k=768, bias=True, act="gelu", **BF16),
+    Problem.of("LayerNormGemm", m=512, n=768, k=768, trans_b=True, **BF16),  # folds rows
     Problem.of("LayerNormGemm", m=8, n=768, k=768, trans_b=True, folded=True, **BF16),
     Problem.of("LayerNormGemm", m=128, n=768, k=768, folded=True, static_b=True, **BF16),
     Problem.of("LayerNormGemm", m=9, n=384, k=512, folded=True, rms=True, dtype="float16"),
@@ -127,6 +129,15 @@ def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
     how = next(c for c in FewRows().configs(problem, hw) if c.text("tiles") == name)
     call = FewRows().launch(problem, how, hw)[0]
     assert all(found.clean for found in jit.resources(call.source, call.defines, hw.arch).values())
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("hw", [A100, H200], ids=lambda hw: hw.arch)
+def test_folds_of_a_program_compile_without_spills(hw: Hardware, master: bool) -> None:
+    for k, n, align in ((768, 3072, 16), (4096, 4096, 16), (768, 77, 2)):
+        call = fold_many([fold(k, n, "bfloat16", False, hw, align=align)] * 3, master)
+        found = jit.resources(call.source, call.defines, hw.arch)
+        assert found["fold_columns"].clean
 
 
 def test_every_source_is_reached() -> None:

@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import indexing, jit, merge, pointwise, reduce, views
+from onnx_fuse.kernels import indexing, jit, linear, merge, pointwise, reduce, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
@@ -836,6 +836,45 @@ def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
     if folds:
         names = ("wq", "cs", "cv")
         assert all(dict(forward.reads)[name] == dict(backward.reads)[name] for name in names)
+
+
+def test_the_weights_of_a_mixed_precision_step_fold_in_one_launch(monkeypatch):
+    """It reads the float32 masters and writes their 16-bit copies too, which have no cast then."""
+    monkeypatch.setattr(linear, "_fold_pays", lambda *asked: True)
+    shapes = {"g1": [16], "b1": [16], "w1": [16, 24], "c1": [24],
+              "g2": [24], "b2": [24], "w2": [24, 8], "c2": [8]}  # fmt: skip
+    weights = (
+        f"float{shape} {name} = {{{', '.join(['0.5'] * int(np.prod(shape)))}}}"
+        for name, shape in shapes.items()
+    )
+    graph, spec = train.training_model(
+        ir.text_model(
+            f"""agraph (float[40,16] x) => (float[40,8] y) <{", ".join(weights)}> {{
+            h = LayerNormalization (x, g1, b1)  p = MatMul (h, w1)  s = Add (p, c1)
+            k = LayerNormalization (s, g2, b2)  q = MatMul (k, w2)  y = Add (q, c2) }}"""
+        ),
+        loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True, level=1,
+    )  # fmt: skip
+    feeds = {"x": np.zeros((40, 16), np.float32), "labels": np.zeros((40, 8), np.float32)}
+    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
+    feeds |= {spec.lr: np.array(0.1, np.float32)}
+    successors = {s.next: s.name for s in spec.states if s.next}
+    program = program_of(graph, feeds, state=successors)
+    (fold,) = (call for call in program.calls if call.kernel.startswith("Fold"))
+    assert [launch.entry for launch in fold.launches] == ["fold_columns"]
+    first, inputs = program.calls.index(fold), dict(program.inputs)
+    reads, writes = dict(fold.reads), dict(fold.writes)
+    made = {t.buffer: j for j, c in enumerate(program.calls) for _, t in c.writes}
+    for i, w in enumerate(("w1", "w2")):
+        assert reads[f"w.{i}"].buffer == inputs[w].buffer
+        assert made[reads[f"gamma.{i}"].buffer] < first
+        for name in ("low", "wq"):
+            tensor = writes[f"{name}.{i}"]
+            assert tensor.dtype == "bfloat16"
+            assert made[tensor.buffer] == first
+            users = [c for c in program.calls for _, t in c.reads if t.buffer == tensor.buffer]
+            assert users
+            assert min(map(program.calls.index, users)) > first
 
 
 def test_an_encoder_layer_moves_nothing():

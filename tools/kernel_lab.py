@@ -391,13 +391,10 @@ def prepare(problem: Problem, pointers: dict[str, int], hw: Hardware) -> None:
     """Fold the weights once, as a session does when it loads a model."""
     import torch as t
 
-    from onnx_fuse.kernels.rows import fold, fold_parts
+    from onnx_fuse.kernels.rows import fold
 
-    size = 8 * max(1, fold_parts(problem.k, problem.trans_b)) * problem.n
-    scratch = t.empty(size, dtype=t.uint8, device="cuda")
-    calls = fold(problem.k, problem.n, problem.dtype, problem.trans_b)
-    where = pointers | {"workspace": scratch.data_ptr()}
-    jit.enqueue(calls, where, t.cuda.current_stream().cuda_stream, hw)
+    call = fold(problem.k, problem.n, problem.dtype, problem.trans_b, hw)
+    jit.enqueue((call,), pointers, t.cuda.current_stream().cuda_stream, hw)
     t.cuda.synchronize()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
-from onnx_fuse.kernels.callgraph import LARGE, nodes_of
+from onnx_fuse.kernels.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.kernels.jit import source_text, without_bounds
 from onnx_fuse.kernels.pointwise import SCALAR, launch_many
+from onnx_fuse.kernels.rows import fold_kind, fold_many
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import Launch, Num, Ptr, Table
 
@@ -16,6 +17,8 @@ MAX_WAIT = 2 << 20
 """Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
 MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
+MAX_FOLDS = 256
+"""Weights that one launch folds."""
 
 
 def batch(calls: Sequence[Call]) -> list[Call]:
@@ -219,4 +222,76 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)})
     grid = (x, len(members), z) if axis == "y" else (x, y, len(members))
     return Launch(
         source, "twins", grid, launch.block, (Table(tuple(words)), *numbers), launch.defines
+    )
+
+
+def fold_together(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Folds of weights become one launch where the first stood, which casts float32 masters too."""
+    readers, writers = of = uses(calls)
+    groups: dict[object, list[tuple[int, int | None]]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        if [launch.entry for launch in call.launches] != ["fold_columns"]:
+            continue
+        w = dict(call.reads)["w"].buffer
+        for cast in dict.fromkeys((_cast_for(calls, i, of, keep), None)):
+            group = groups[fold_kind(call.launches[0]), cast is None]
+            first = group[0][0] if group else i
+            made = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
+            if max(made, default=-1) >= first or (cast is not None and min(readers[w]) < first):
+                continue
+            group.append((i, cast))
+            break
+    result: list[list[Call]] = [[call] for call in calls]
+    for group in groups.values():
+        if len(group) < 2 and not any(cast is not None for _, cast in group):
+            continue
+        for i in (i for pair in group for i in pair if i is not None):
+            result[i] = []
+        parts = [group[k : k + MAX_FOLDS] for k in range(0, len(group), MAX_FOLDS)]
+        result[group[0][0]] = [
+            _folds([(calls[i], None if cast is None else calls[cast]) for i, cast in part])
+            for part in parts
+        ]
+    return [call for entry in result for call in entry]
+
+
+def _cast_for(
+    calls: Sequence[Call], i: int, of: tuple[Uses, Uses], keep: Collection[int]
+) -> int | None:
+    """The call that does nothing but round the weights which fold `i` alone folds."""
+    readers, writers = of
+    w = dict(calls[i].reads)["w"]
+    if len(writers[w.buffer]) != 1 or w.buffer in keep:
+        return None
+    (at,) = writers[w.buffer]
+    cast = calls[at]
+    if steps_of(cast) not in (["CastBFloat16"], ["CastFloat16"]) or len(cast.writes) != 1:
+        return None
+    (_, x), (_, y) = cast.reads[0], cast.writes[0]
+    if not whole(w.size, w, x, y) or x.dtype != "float32":
+        return None
+    if any(at < j < i for j in writers[x.buffer]):
+        return None
+    folds = [j for j in readers[w.buffer] if "fold_columns" in {x.entry for x in calls[j].launches}]
+    return at if folds == [i] else None
+
+
+def _folds(members: Sequence[tuple[Call, Call | None]]) -> Call:
+    """One call of several folds; a member's cast gives it the float32 weights to read."""
+    reads: dict[str, Tensor] = {}
+    writes: dict[str, Tensor] = {}
+    for i, (fold, cast) in enumerate(members):
+        given = dict(fold.reads)
+        if cast is not None:
+            writes[f"low.{i}"] = given["w"]
+            given["w"] = cast.reads[0][1]
+        reads |= {f"{name}.{i}": t for name, t in given.items()}
+        writes |= {f"{name}.{i}": t for name, t in fold.writes}
+    return Call(
+        f"Fold x{len(members)}",
+        nodes_of(*(call for pair in members for call in pair if call is not None)),
+        (fold_many([fold.launches[0] for fold, _ in members], members[0][1] is not None),),
+        tuple(reads.items()),
+        tuple(writes.items()),
+        bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
     )

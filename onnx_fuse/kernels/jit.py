@@ -450,12 +450,15 @@ class Bound:
     def _pack(self, arg: Arg, pointers: Mapping[str, int]) -> Any:
         if isinstance(arg, Num):
             return _CTYPES[arg.ctype](arg.value)
+
+        def place(ptr: Ptr) -> int:
+            found = pointers.get(ptr.name, 0)
+            return found + ptr.offset if found else 0
+
         if isinstance(arg, Table):
-            words = (w if isinstance(w, int) else pointers[w.name] + w.offset for w in arg.words)
+            words = (w if isinstance(w, int) else place(w) for w in arg.words)
             return (ctypes.c_uint64 * len(arg.words))(*words)
-        ptr = arg if isinstance(arg, Ptr) else arg.ptr
-        address = pointers.get(ptr.name, 0)
-        address += ptr.offset if address else 0
+        address = place(arg if isinstance(arg, Ptr) else arg.ptr)
         if isinstance(arg, Ptr):
             return ctypes.c_uint64(address)
         # a kernel compiled without an operand still takes its descriptor: all zeros, never read

@@ -19,7 +19,7 @@ from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
-from onnx_fuse.kernels.rows import fold, fold_parts, fold_seconds, rename, row_stats
+from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
 
 if TYPE_CHECKING:
@@ -94,31 +94,28 @@ class Fold:
         if not problem.attr("stats") and not self._side(problem, config):
             seconds += stats_seconds(problem, hw)
         if not problem.attr("folded"):
-            shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
-            seconds += fold_seconds(*shape, hw)
+            seconds += fold_seconds(problem.k, problem.n, problem.dtype, hw)
         return seconds
 
-    def _sizes(self, problem: Problem) -> tuple[int, int, int]:
-        """Bytes of wq, of cs (and cv), and of the fold's partial sums, in the workspace."""
+    def _sizes(self, problem: Problem) -> tuple[int, int]:
+        """Bytes of wq, and of cs (and cv), in the workspace."""
         if problem.attr("folded"):
-            return 0, 0, 0
+            return 0, 0
         wq = ITEMSIZE[problem.dtype] * problem.k * problem.n
-        parts = fold_parts(problem.k, problem.trans_b)
-        return _pad(wq), _pad(4 * problem.n), _pad(8 * parts * problem.n)
+        return _pad(wq), _pad(4 * problem.n)
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """Folded weights, partial sums, the GEMM's own."""
-        wq, cs, parts = self._sizes(problem)
-        return wq + 2 * cs + parts + self.inner.workspace(self._gemm(problem), config, hw)
+        """Folded weights, the GEMM's own."""
+        wq, cs = self._sizes(problem)
+        return wq + 2 * cs + self.inner.workspace(self._gemm(problem), config, hw)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """Statistics, fold, GEMM: each where it is needed."""
-        wq, cs, parts = self._sizes(problem)
+        wq, cs = self._sizes(problem)
         names = {
             "wq": Ptr("wq"), "cs": Ptr("cs"), "cv": Ptr("cv"),
         } if problem.attr("folded") else {
             "wq": Ptr("workspace"), "cs": Ptr("workspace", wq), "cv": Ptr("workspace", wq + cs),
-            "workspace": Ptr("workspace", wq + 2 * cs),
         }  # fmt: skip
         calls: list[Launch] = []
         if not problem.attr("stats") and not self._side(problem, config):
@@ -133,14 +130,13 @@ class Fold:
                 )
             )
         if not problem.attr("folded"):
-            calls += [
-                rename(call, names)
-                for call in fold(problem.k, problem.n, problem.dtype, problem.trans_b)
-            ]
+            shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
+            made = fold(*shape, hw, align=problem.integer("align", 16))
+            calls.append(rename(made, names))
         operands = {
             "a": Ptr("x"), "b": names["wq"], "row0": Ptr("rstd"), "row1": Ptr("mean"),
             "col0": names["cs"], "col1": names["cv"], "c": Ptr("r"),
-            "workspace": Ptr("workspace", wq + 2 * cs + parts),
+            "workspace": Ptr("workspace", wq + 2 * cs),
         }  # fmt: skip
         calls += [
             rename(call, operands) for call in self.inner.launch(self._gemm(problem), config, hw)

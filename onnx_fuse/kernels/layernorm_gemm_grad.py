@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
-from onnx_fuse.kernels.rows import fold, fold_parts, rename, row_dots, sum_parts
+from onnx_fuse.kernels.rows import fold, rename, row_dots, sum_parts
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
 if TYPE_CHECKING:
@@ -152,10 +152,9 @@ class TwoGemms:
         c1, c2 = arena.take(4 * m), arena.take(4 * m)
         if own:
             rows = self.inner.row_tiles(gemm_dx, how_dx)
-        # partial sums of the fold, of dbias, of a split k: one after the other
+        # partial sums of dbias, of a split k: one after the other
         tiles = self.inner.parts(gemm_dw, how_dw)
         scratch = max(
-            0 if problem.attr("folded") else 8 * fold_parts(k, False) * n,
             4 * rows * n,
             self.for_dx[how_dx.text("kernel")].workspace(gemm_dx, how_dx, hw),
             self.inner.workspace(gemm_dw, how_dw, hw),
@@ -165,8 +164,8 @@ class TwoGemms:
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
         calls = [
             *(
-                rename(call, {"wq": wq, "cs": cs, "cv": cv, "workspace": part})
-                for call in (() if problem.attr("folded") else fold(k, n, dtype, False))
+                rename(call, {"wq": wq, "cs": cs, "cv": cv})
+                for call in (() if problem.attr("folded") else (fold(k, n, dtype, False, hw),))
             ),
             *(() if own else (first, db)),
             *(

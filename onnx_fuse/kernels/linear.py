@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
-from onnx_fuse.kernels.rows import act_grad, fold, fold_parts, fold_seconds, sum_parts
+from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.problem import ITEMSIZE, Problem
@@ -273,9 +273,12 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
         reads["beta"] = ctx.contiguous(beta)
-    if exposed and problem not in ctx.fold_pays:
-        ctx.fold_pays[problem] = _fold_pays(ctx, problem)
-    if exposed and ctx.fold_pays[problem]:
+    weights = node.inputs[at]
+    maker = weights.producer() if weights is not None else None
+    asked = problem, maker is not None and maker.op_type == "Cast"
+    if exposed and asked not in ctx.fold_pays:
+        ctx.fold_pays[asked] = _fold_pays(ctx, *asked)
+    if exposed and ctx.fold_pays[asked]:
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
         problem, reads = made, {"x": x, **folded}
@@ -295,8 +298,11 @@ def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((t.buffer, t.offset) for t in parameters)
 
 
-def _fold_pays(ctx: Context, problem: Problem) -> bool:
-    """Whether forward and gradient together gain by weights that are folded for both."""
+def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
+    """Whether forward and gradient together gain by weights that are folded for both.
+
+    All folds of a program are one launch, which makes the 16-bit copies of a `master` as well.
+    """
     if problem.trans_b or problem.dtype not in ("float16", "bfloat16"):
         return False
     keys = ("act", "act_alpha", "rms")
@@ -308,7 +314,8 @@ def _fold_pays(ctx: Context, problem: Problem) -> bool:
     if None in apart or None in shared:
         return False
     seconds = [sum(c.seconds for c in choices if c) for choices in (apart, shared)]
-    return seconds[1] + fold_seconds(k, n, dtype, False, ctx.hw) < seconds[0]
+    moved = fold_seconds(k, n, dtype, ctx.hw) - ctx.hw.launch_seconds
+    return seconds[1] + (moved / 2 if master else moved) < seconds[0]
 
 
 def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -317,8 +324,7 @@ def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> di
     k, n = given["w"].shape
     made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
     made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
-    calls = fold(k, n, given["w"].dtype, False)
-    ctx.call(node, calls, given, made, workspace=8 * fold_parts(k, False) * n)
+    ctx.call(node, fold(k, n, given["w"].dtype, False, ctx.hw), given, made)
     ctx.folds[_places(reads)] = made
     return made
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from onnx_fuse.kernels.batching import batch
+from onnx_fuse.kernels.batching import batch, fold_together
 from onnx_fuse.kernels.callgraph import Calls, moved, rewrite
 from onnx_fuse.kernels.chains import fuse
 from onnx_fuse.kernels.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
@@ -29,7 +29,7 @@ def merge(
     for rule in BEHIND_CHAINS:
         alive = rewrite(rule, Calls(alive, keep, hw, prefs))
     # twice: what a batch has moved to the end lets its producers wait as well
-    merged = batch(batch(alive))
+    merged = batch(batch(fold_together(alive, keep)))
     return tuple(finish(c) if c.expression else c for c in merged)
 
 

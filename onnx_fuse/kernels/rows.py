@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
 from onnx_fuse.kernels.gemm_portable import C_TYPES, as_defines
-from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
@@ -20,6 +20,8 @@ def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
     def changed(arg: Arg) -> Arg:
         if isinstance(arg, Ptr):
             return change(arg)
+        if isinstance(arg, Table):
+            return Table(tuple(x if isinstance(x, int) else change(x) for x in arg.words))
         return replace(arg, ptr=change(arg.ptr)) if isinstance(arg, TensorMap) else arg
 
     return replace(launch, args=tuple(changed(arg) for arg in launch.args))
@@ -68,42 +70,69 @@ def row_stats(
     )  # fmt: skip
 
 
-def fold_parts(k: int, trans_b: bool) -> int:
-    """How many partial sums a column has: the workspace of `fold` is 8 n of them."""
-    return 0 if trans_b else ceil(k / 64)
-
-
-def fold_seconds(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware) -> float:
+def fold_seconds(k: int, n: int, dtype: str, hw: Hardware) -> float:
     """What `fold` takes: w read, wq written."""
-    moved = 2 * ITEMSIZE[dtype] * k * n
-    return moved / (0.85 * hw.bandwidth) + hw.launch_seconds * (1 if trans_b else 2)
+    return 2 * ITEMSIZE[dtype] * k * n / (0.85 * hw.bandwidth) + hw.launch_seconds
 
 
-def fold(
-    k: int,
-    n: int,
-    dtype: str,
-    trans_b: bool,
-    *,
-    align: int = 16,
-) -> tuple[Launch, ...]:
-    """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv; "workspace" unless trans_b."""
-    line = k if trans_b else n
-    vec = 8 if line % 8 == 0 and align % 16 == 0 else 1
-    defines = as_defines({"T": C_TYPES[dtype], "VEC": vec})
-    source, shape = "norm/fold.cu", (Num("i32", k), Num("i32", n))
-    weights = (Ptr("w"), Ptr("gamma"), Ptr("beta"))
+def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int = 16) -> Launch:
+    """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv."""
+    vec = 8 if (k if trans_b else n) % 8 == 0 and align % 16 == 0 else 1
+    given = (Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"))
+    made = (Ptr("wq"), Ptr("cs"), Ptr("cv"))
+    source, types = "norm/fold.cu", {"T": C_TYPES[dtype], "VEC": vec}
     if trans_b:
-        args = (*weights, Ptr("c"), *shape, Ptr("wq"), Ptr("cs"), Ptr("cv"))
-        return (Launch(source, "fold_rows", (n, 1, 1), (128, 1, 1), args, defines),)
-    parts = fold_parts(k, trans_b)
-    columns = (*weights, *shape, Ptr("wq"), Ptr("workspace"))
-    finish = (
-        Ptr("workspace"), Ptr("c"), Num("i32", parts), Num("i32", n), Ptr("cs"), Ptr("cv"),
+        args = (*given, Num("i32", k), Num("i32", n), *made)
+        return Launch(
+            source, "fold_rows", (ceil(n / 4), 1, 1), (128, 1, 1), args, as_defines(types)
+        )
+    # a few rows a thread: they all come at once; without clusters narrower columns, taller blocks
+    cols, warps, most = (64, 4, 8) if k <= 1024 else (128, 8, 8)
+    if hw.cc < 90:
+        cols, warps, most = 32, 16, 1
+    cols = min(cols, 32 * vec)
+    parts = next(p for p in (8, 4, 2, 1) if p == 1 or (p <= most and k >= 16 * p))
+    rows = ceil(ceil(k / parts) / (32 * warps * vec // cols))  # a thread's
+    held = rows if rows <= 6 else 4
+    shape = {"COLS": cols, "WARPS": warps, "PARTS": parts, "HELD": held, "ROWS": 1}
+    table = Table((*given, Ptr("low"), *made, k, n, 0))
+    return Launch(
+        source, "fold_columns", (parts * ceil(n / cols), 1, 1), (32 * warps, 1, 1),
+        (table, Num("i32", 1)), as_defines(types, shape, {"W": types["T"]}), cluster=parts,
     )  # fmt: skip
-    return (
-        Launch(source, "fold_columns", (ceil(n / 256), parts, 1), (256, 1, 1), columns, defines),
-        Launch(source, "fold_finish", (ceil(n / 32), 1, 1), (256, 1, 1), finish, defines),
+
+
+def fold_kind(fold: Launch) -> tuple[object, ...]:
+    """What `fold`s that are one launch have in common."""
+    return tuple(pair for pair in fold.defines if pair[0] not in ("PARTS", "HELD"))
+
+
+def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
+    """`fold`s of one kind as one launch, whose pointers are "name.i".
+
+    `master`: w is float32, and its rounded copy is written to "low".
+    """
+    words: list[Ptr | int] = []
+    strips = 0
+    for i, each in enumerate(folds):
+        (row,) = (arg.words for arg in each.args if isinstance(arg, Table))
+        words += [x if isinstance(x, int) else Ptr(f"{x.name}.{i}", x.offset) for x in row[:-1]]
+        words.append(strips)
+        strips += each.grid[0] // each.cluster
+    rows = 1 << (len(folds) - 1).bit_length()  # few distinct sources for many counts
+    words += [0] * (len(words) // len(folds) * (rows - len(folds)))
+    how: dict[str, object] = dict(folds[0].defines)
+    held = max(int(dict(each.defines)["HELD"]) for each in folds)
+    parts = min(each.cluster for each in folds)
+    how |= {"ROWS": rows, "HELD": held, "PARTS": parts}
+    if master:  # 16 bytes an access
+        how |= {"W": "float", "VEC": min(4, int(str(how["VEC"]))), "HELD": 4}
+    return replace(
+        folds[0],
+        grid=(strips * parts, 1, 1),
+        args=(Table(tuple(words)), Num("i32", len(folds))),
+        defines=as_defines(how),
+        cluster=parts,
     )
 
 

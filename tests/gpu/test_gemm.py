@@ -11,6 +11,7 @@ import pytest
 
 from onnx_fuse import ir
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit
+from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
@@ -302,6 +303,10 @@ NORMS = [
     Problem.of("LayerNormGemm", m=40, k=136, n=264, dtype=dtype, bias=True, trans_b=True)
     for dtype in ("bfloat16", "float32")
 ]
+NORMS += [
+    Problem.of("LayerNormGemm", m=24, k=101, n=77, dtype="bfloat16", bias=True, trans_b=trans)
+    for trans in (False, True)  # rows of weights that are not 16-byte aligned
+]
 NORMS += [p.having(folded=True, static_b=True) for p in NORMS if p.dtype != "float32"]
 NORMS += [
     Problem.of("LayerNormGemm", m=m, k=136, n=264, dtype="bfloat16", bias=True, **attrs)
@@ -347,6 +352,43 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
         assert np.all(np.abs(memory.read("mean") - mean[:, 0]) <= 2e-6 * spread)
         assert error(memory.read("rstd")[:-1], rstd[:-1, 0]) <= 1e-5
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
+
+
+@pytest.mark.launches("norm/fold.cu", "fold_columns", "W", "float")
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize(
+    "shapes", [((264, 136), (72, 520), (8, 72)), ((1160, 136), (1032, 8)), ((33, 77),)]
+)
+def test_weights_fold_together(
+    shapes: tuple[tuple[int, int], ...], master: bool, hw: Hardware
+) -> None:
+    rng, dtype = np.random.default_rng(12), "bfloat16"
+    given, blank = {}, {}
+    for i, (k, n) in enumerate(shapes):
+        given |= {f"w.{i}": random(rng, "float32" if master else dtype, k, n),
+                  f"gamma.{i}": random(rng, dtype, k)}  # fmt: skip
+        if i:  # the first has none
+            given |= {f"beta.{i}": random(rng, dtype, k), f"c.{i}": random(rng, dtype, n)}
+        blank |= {f"{name}.{i}": poison(dtype, k, n) for name in ("low", "wq")}
+        blank |= {f"{name}.{i}": poison("float32", n) for name in ("cs", "cv")}
+    call = fold_many([fold(k, n, dtype, False, hw) for k, n in shapes], master)
+    bits = []
+    for _ in range(2):
+        memory = Memory(given | blank)
+        pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
+        jit.bind(call, pointers, hw).enqueue(memory.stream.handle)
+        memory.stream.wait("fold")
+        bits.append([memory.read(name).tobytes() for name in blank])
+    assert bits[0] == bits[1]
+    for i, (k, n) in enumerate(shapes):
+        w = given[f"w.{i}"].astype(TYPES[dtype])
+        wq = (wide(given[f"gamma.{i}"])[:, None] * wide(w)).astype(TYPES[dtype])
+        cv = wide(given.get(f"beta.{i}", np.zeros(k))) @ wide(w) + given.get(f"c.{i}", np.zeros(n))
+        np.testing.assert_array_equal(memory.read(f"wq.{i}"), wq)
+        if master:
+            np.testing.assert_array_equal(memory.read(f"low.{i}"), w)
+        assert error(memory.read(f"cs.{i}"), wide(wq).sum(0)) <= TOLERANCE["ieee"]
+        assert error(memory.read(f"cv.{i}"), cv) <= TOLERANCE["ieee"]
 
 
 MOMENTS = [
