@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, prod
 
 from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
@@ -216,11 +216,11 @@ class Simt(_Portable):
         )
 
 
-# BM, BN -> teams of warps, microseconds a wave takes for 64 of k (H200, 2026-11)
-FMA_TILES: dict[tuple[int, ...], tuple[int, float]] = {
-    (64, 64): (2, 1.9),
-    (32, 64): (2, 1.2),
-    (32, 32): (4, 0.72),
+# BM, BN -> teams, microseconds a wave takes for 64 of k, and where b's lines lie along k (H200, 2026-11)
+FMA_TILES: dict[tuple[int, ...], tuple[int, float, float]] = {
+    (64, 64): (4, 1.5, 1.75),
+    (32, 64): (4, 0.8, 1.0),
+    (32, 32): (8, 0.53, 0.57),
 }
 
 
@@ -245,24 +245,27 @@ class Fma(_Portable):
         found = [Config.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
         return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
 
+    def _stages(self, problem: Problem, config: Config) -> tuple[int, int]:
+        """How many tiles are on their way, of how many bytes: few enough for other blocks beside."""
+        bm, bn = config.integers("tile")
+        size = 256 * ((bm if problem.trans_a else bm + 4) + bn) + 16 * bn * problem.trans_b
+        return (4 if 4 * size <= 80 << 10 else 3 if 3 * size <= 96 << 10 else 2), size
+
     def _smem(self, problem: Problem, config: Config) -> int:
         """Stages of both tiles, or the teams' sums; the cluster's sums behind them."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
-        groups = FMA_TILES[bm, bn][0]
-        bk = 16 * groups
-        a = bk * bm if problem.trans_a else bm * (bk + 4)
-        b = bn * (bk + 4) if problem.trans_b else bk * bn
-        rest = (bm * bn if split > 1 else 0) + self._room(config)
-        return 4 * (max(192 // bk * (a + b), groups * bm * (bn + 8)) + rest)
+        tiles = prod(self._stages(problem, config))
+        rest = (bm * bn if split > 1 else 0) + self._room(problem, config)
+        return max(tiles, 4 * FMA_TILES[bm, bn][0] * bm * bn) + 4 * rest
 
-    def _room(self, config: Config) -> int:
+    def _room(self, problem: Problem, config: Config) -> int:
         """Further floats of shared memory."""
         return 0
 
     def threads(self, config: Config) -> int:
         """Of a block."""
         bm, bn = config.integers("tile")
-        return FMA_TILES[bm, bn][0] * bm * bn // 32
+        return FMA_TILES[bm, bn][0] * bm * bn // 64
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of parts of k, a launch, and the sum of the parts."""
@@ -272,9 +275,10 @@ class Fma(_Portable):
         if split > 2 and 2 * blocks > hw.sm_count:
             waves *= 2  # blocks of larger clusters share multiprocessors while others idle
         slower = 50e12 / hw.rate("float32") * 132 / hw.sm_count
-        work = waves * ceil(ceil(problem.k / 64) / split) * FMA_TILES[bm, bn][1] * 1e-6 * slower
+        groups, *each = FMA_TILES[bm, bn]
+        work = waves * ceil(ceil(problem.k / 64) / split) * each[problem.trans_b] * 1e-6 * slower
         share = 0.8e-6 if split > 1 else 0.0
-        slope = slope_seconds(problem, 32 / FMA_TILES[bm, bn][0] / split)
+        slope = slope_seconds(problem, 64 / groups / split)
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
@@ -292,6 +296,7 @@ class Fma(_Portable):
             "BN": bn,
             "GROUPS": groups,
             "SPLIT": split,
+            "STAGES": self._stages(problem, config)[0],
             "VEC": vec,
             "WIDE": problem.n % 4 == 0,
             "EVEN": all(size % vec == 0 for size in lying),

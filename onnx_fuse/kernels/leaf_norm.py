@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import Kernel, select
-from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.gemm_portable import Fma, as_defines
 from onnx_fuse.kernels.linear import alignment, matrix
 from onnx_fuse.kernels.rows import rename, sum_parts
 from onnx_fuse.llir import Context, Lowering
@@ -29,8 +29,13 @@ class LeafFma(Fma):
         return (self.source, "norm/sum_parts.cu")
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """Those with all of k in a block."""
-        return [how for how in super().configs(problem, hw) if how.integer("split") == 1]
+        """Those with all of k in a block, their sums joined in a cluster where it may be as large."""
+        whole = [how for how in super().configs(problem, hw) if how.integer("split") == 1]
+        most = 8 if hw.cc >= 90 else 0
+        return [
+            how.having(join=parts if (parts := self._parts(problem, how)[0]) <= most else 0)
+            for how in whole
+        ]
 
     def _parts(self, problem: Problem, config: Config) -> tuple[int, int]:
         """How many parts there are, of how many sums."""
@@ -41,26 +46,34 @@ class LeafFma(Fma):
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         """The parts."""
-        return 8 * prod(self._parts(problem, config))
+        return 0 if config.integer("join") else 8 * prod(self._parts(problem, config))
 
-    def _room(self, config: Config) -> int:
-        """Every thread's sums of dt."""
-        return 4 * self.threads(config)
+    def _room(self, problem: Problem, config: Config) -> int:
+        """Every thread's sums of dt, and the sums that meet."""
+        bm, bn = config.integers("tile")
+        met = 2 * config.integer("join") * (bm if problem.attr("turned") else bn)
+        return 4 * self.threads(config) + met
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The product's, W once more, and the sum of the parts."""
         more = ITEMSIZE[problem.dtype] * problem.m * problem.n / hw.bandwidth
-        return super().cost(problem, config, hw) + more + hw.launch_seconds
+        alone = 0.0 if config.integer("join") else hw.launch_seconds
+        return super().cost(problem, config, hw) + more + alone
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The product, the sum."""
+        """The product, and the sum of its parts where they do not meet in clusters."""
         (product,) = super().launch(problem, config, hw)
-        args = (*product.args, *map(Ptr, ("gamma", "beta", "dc")))
-        macros = (*product.defines, ("LEAF", "2" if problem.attr("turned") else "1"))
-        parts, features = self._parts(problem, config)
+        join = config.integer("join")
+        args = (*product.args, *map(Ptr, ("gamma", "beta", "dc", "dgamma", "dbeta")))
+        leaf = {"LEAF": 2 if problem.attr("turned") else 1, "JOIN": join}
+        macros = tuple(sorted((*product.defines, *as_defines(leaf))))
         place = {"y": Ptr("dw"), "c": Ptr("w"), "part": Ptr("workspace")}
+        product = replace(product, args=args, defines=macros, cluster=max(1, join))
+        if join:
+            return (rename(product, place),)
+        parts, features = self._parts(problem, config)
         return (
-            rename(replace(product, args=args, defines=tuple(sorted(macros))), place),
+            rename(product, place),
             rename(
                 sum_parts(parts, features, 2, "float32"),
                 {"part": Ptr("workspace"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta")},
@@ -71,8 +84,8 @@ class LeafFma(Fma):
 def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     """dw, dgamma, dbeta, dc of dt [M,n], xh [M,k], w [n,k] (turned: [k,n]), gamma, beta [k]."""
     turned = node.op_type.endswith("Turned")
-    dt, xh, w = (ctx.view(node, i) for i in range(3))
-    gamma, beta = ctx.dense(node, 3), ctx.dense(node, 4)
+    dt, xh = ctx.view(node, 0), ctx.view(node, 1)
+    w, gamma, beta = (ctx.dense(node, i) for i in range(2, 5))
     if {t.dtype for t in (dt, xh, w, gamma, beta)} != {"float32"}:
         return "float32 alone"
     a, b = (xh, dt) if turned else (dt, xh)
@@ -82,7 +95,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     (k, m), n = a.shape, b.shape[1]
     problem = Problem.of(
         "LayerNormLeafGrad", m=m, n=n, k=k, trans_a=True, math=ctx.math, lda=left.ld, ldb=right.ld,
-        align=alignment(left.tensor, right.tensor), c_rows=w.strides[0], c_cols=w.strides[1],
+        align=alignment(left.tensor, right.tensor),
         **({"turned": True} if turned else {}),
     )  # fmt: skip
     both, alone = select(problem.op, problem, ctx.hw), select("Gemm", _product(problem), ctx.hw)
