@@ -216,7 +216,7 @@ class Simt(_Portable):
         )
 
 
-# BM, BN -> teams, microseconds a wave takes for 64 of k, and where b's lines lie along k (H200, 2026-11)
+# BM, BN -> teams, microseconds a wave takes for 64 of k and with trans_b (H200, 2026-11)
 FMA_TILES: dict[tuple[int, ...], tuple[int, float, float]] = {
     (64, 64): (4, 1.5, 1.75),
     (32, 64): (4, 0.8, 1.0),
@@ -246,7 +246,7 @@ class Fma(_Portable):
         return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
 
     def _stages(self, problem: Problem, config: Config) -> tuple[int, int]:
-        """How many tiles are on their way, of how many bytes: few enough for other blocks beside."""
+        """How many tiles are on their way, and bytes of each: room is left for other blocks."""
         bm, bn = config.integers("tile")
         size = 256 * ((bm if problem.trans_a else bm + 4) + bn) + 16 * bn * problem.trans_b
         return (4 if 4 * size <= 80 << 10 else 3 if 3 * size <= 96 << 10 else 2), size

@@ -29,7 +29,7 @@ class LeafFma(Fma):
         return (self.source, "norm/sum_parts.cu")
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """Those with all of k in a block, their sums joined in a cluster where it may be as large."""
+        """Those with all of k in a block, their sums joined in a cluster where that can be."""
         whole = [how for how in super().configs(problem, hw) if how.integer("split") == 1]
         most = 8 if hw.cc >= 90 else 0
         return [
