@@ -12,12 +12,18 @@ typedef long long i64;
 // ---- launches (programmatic dependent launch, sm_90) ----
 // A kernel may come up while the one before it still runs: it waits here for that one's results. Only
 // then may the next come up, so what was written two launches ago is always there. It may do so early
-// where this one leaves multiprocessors idle: elsewhere the first to finish would get all its blocks.
+// where this one leaves multiprocessors idle, or where the next one's blocks take one each (NEXT_ALONE):
+// elsewhere the first to finish would get all its blocks.
 // No pointer is __restrict__: what a kernel only reads through such a one is taken for constant while
 // it runs, and its loads go ahead of the wait.
 DEVICE void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 DEVICE void after_previous_launch() {

@@ -23,7 +23,7 @@ from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, d
 from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, one_line, subgraphs, to_proto
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.deferred import defer
-from onnx_fuse.kernels.merge import merge
+from onnx_fuse.kernels.merge import call_early, merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tail, Tensor
 from onnx_fuse.problem import ITEMSIZE, Hardware
@@ -139,7 +139,7 @@ class Lowerer(Values):
         calls = defer(merge(self.calls, keep, self.hw, self.prefs), keep, self, self.prefs)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
         return Program(
-            calls,
+            call_early(calls, self.hw),
             tuple(b for b in self.buffers if b.id in used or b.kind == "input"),
             tuple(inputs),
             tuple(outputs),

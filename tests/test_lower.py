@@ -890,6 +890,18 @@ def test_an_encoder_layer_moves_nothing():
     assert "Copy" not in kernels
 
 
+def test_a_launch_calls_early_for_one_whose_blocks_fill_a_multiprocessor():
+    text = """agraph (float16[4096,768] x, float16[768,3072] v, float16[3072,3072] w,
+                     float16[3072] s) => (float16[4096,3072] y)
+    { a = MatMul(x, v) b = MatMul(a, w) y = LayerNormalization(b, s) }"""
+    shapes = {"x": (4096, 768), "v": (768, 3072), "w": (3072, 3072), "s": (3072,)}
+    feeds = {name: np.empty(shape, np.float16) for name, shape in shapes.items()}
+    calls = program_of(ir.text_model(text), feeds).calls
+    assert [call.kernel for call in calls] == ["MatMul", "MatMul", "LayerNormalization"]
+    early = [dict(call.launches[0].defines).get("NEXT_ALONE") for call in calls]
+    assert early == ["1", None, None]
+
+
 @pytest.mark.parametrize("also", ["t = Neg(x)", "t = Neg(z)", "an output"])
 def test_an_activation_is_applied_in_the_product(also):
     read_again, t = "x" not in also, "z" if also == "an output" else "t"

@@ -107,7 +107,6 @@ DEVICE bool one_lane() {
     return chosen;
 }
 // The launch after may start as soon as every CTA has said so; it waits where it reads.
-DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE float2 two(Vec<TO, 2> v) { return make_float2(to_float(v.at[0]), to_float(v.at[1])); }
 // Neighbours at p, of which `count` exist: both or none where N is even.
 DEVICE Vec<TO, 2> load_pair(const TO* p, int count) {

@@ -16,8 +16,11 @@
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
-//            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead);
+//            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
+//            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each);
 //            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
+// Code     : kernels that take turns share 128 KB of instruction cache, and one whose epilogue has
+//            left it takes 4 us more: loops that need no unrolling have none.
 // Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
 // Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
 #include "gemm/epilogue.cuh"
@@ -37,6 +40,12 @@
 #endif
 #ifndef STATIC_B
 #define STATIC_B 0
+#endif
+#ifndef SINGLE
+#define SINGLE 0
+#endif
+#ifndef NEXT_ALONE
+#define NEXT_ALONE 0
 #endif
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
@@ -93,16 +102,17 @@ DEVICE void leave(TO* into, i64 at, float v, int pass) {
 struct Tile { int m, n, batch, split; };
 struct Work {
     int tiles_m, tiles_n, batches, splits;  // tiles_m counts clusters
-    DEVICE int count() const { return tiles_m * tiles_n * batches * splits; }
+    DEVICE int count() const { return tiles_m * tiles_n * (SINGLE ? 1 : batches * splits); }
     DEVICE Tile at(int id, int rank) const {
         if (SIDE == TILES) return {id / tiles_n * BM, id % tiles_n * BN, 0, 0};
-        int per = tiles_m * tiles_n, batch = id / per;
-        id %= per;
+        int batch = 0, per = tiles_m * tiles_n;
+        if (!SINGLE) batch = id / per, id %= per;
         int band = id / (GROUP * tiles_n), first = band * GROUP;
         int height = tiles_m - first < GROUP ? tiles_m - first : GROUP;
         id -= first * tiles_n;
-        return {((first + id % height) * CLUSTER + rank) * BM, id / height * BN, batch % batches,
-                batch / batches};
+        Tile t = {((first + id % height) * CLUSTER + rank) * BM, id / height * BN, 0, 0};
+        if (!SINGLE) t.batch = batch % batches, t.split = batch / batches;
+        return t;
     }
 };
 
@@ -123,7 +133,35 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
 
-    if (threadIdx.x == 0) {
+    Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
+    int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
+    int k_steps = (K + BK - 1) / BK, all_steps = k_steps * PASSES;
+    int per_split = SINGLE ? all_steps : (all_steps + splits - 1) / splits;
+    Tile t = work.at(start, rank);
+    auto next = [&](int& id) {
+        if ((id += stride) < count) t = work.at(id, rank);
+    };
+    auto steps_of = [&](int split) {
+        int left = all_steps - split * per_split;
+        return left < per_split ? left : per_split;
+    };
+    auto load_b = [&](u32 b, u32 bar, int k, int n, int zb) {
+        mbarrier_expect(bar, STAGE_BYTES);
+        if (CLUSTER == 1 && TRANS_B)
+            tma_load(b, map_b, bar, k, n, zb);
+        else if (CLUSTER == 1)
+#pragma unroll
+            for (int i = 0; i < BOXES; i++) tma_load(b + i * 8192, map_b, bar, n + i * 64, k, zb);
+        else if (TRANS_B)  // this CTA's half, to both
+            tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k, n + rank * (BN / 2), zb,
+                               3);
+        else
+#pragma unroll
+            for (int i = 0; i < BOXES; i++)
+                tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar, n + i * 64,
+                                   k + rank * 32, zb, 3);
+    };
+    if (warp == 0 && elect()) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s * 8, 1);
             mbarrier_init(empty + s * 8, READERS);
@@ -131,19 +169,16 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         for (int i = 0; i < 8 * C_BOXES; i++) mbarrier_init(c_bar + i * 8, 1);
         *limit = 0;
         fence_barrier_init();
+        tma_prefetch(map_b);
+        // no more than the first step's: a's would wait behind it
+        if (STATIC_B) load_b(base + A_BYTES, full, t.split * per_split * BK, t.n, t.batch * batch_b);
+        tma_prefetch(map_a);
+        if (!DIRECT) tma_prefetch(map_y);
+        if (C_BOXES) tma_prefetch(map_c);
     }
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
     if (!STATIC_B) after_previous_launch();
-
-    Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
-    int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
-    int k_steps = (K + BK - 1) / BK, all_steps = k_steps * PASSES;
-    int per_split = (all_steps + splits - 1) / splits;
-    auto steps_of = [&](int split) {
-        int left = all_steps - split * per_split;
-        return left < per_split ? left : per_split;
-    };
 
     if (warp < 4) {  // ---- producer ----
         registers_shrink<(BIG ? 40 : 56)>();  // (40 + 2 * 232) * 128 registers are all there are
@@ -152,8 +187,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #if SIDE == TILES
             int s = 0, turn = warp - 1;
             u32 phase = 0;
-            for (int id = start; id < count; id += stride) {
-                Tile t = work.at(id, rank);
+            for (int id = start; id < count; next(id)) {
                 int mine = t.n / BN;  // of each work.tiles_n k-steps
                 for (int step = 0; step < all_steps; step++) {
                     mbarrier_wait(full + s * 8, phase);
@@ -175,37 +209,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             side_done(sync, gridDim.x * 11);
 #endif
         } else if (elect()) {
-            tma_prefetch(map_a);
-            tma_prefetch(map_b);
             int s = 0;
             u32 phase = 1;
-            auto load_b = [&](u32 b, u32 bar, int k, int n, int zb) {
-                mbarrier_expect(bar, STAGE_BYTES);
-                if (CLUSTER == 1 && TRANS_B)
-                    tma_load(b, map_b, bar, k, n, zb);
-                else if (CLUSTER == 1)
-#pragma unroll
-                    for (int i = 0; i < BOXES; i++) tma_load(b + i * 8192, map_b, bar, n + i * 64, k, zb);
-                else if (TRANS_B)  // this CTA's half, to both
-                    tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k, n + rank * (BN / 2), zb,
-                                       3);
-                else
-#pragma unroll
-                    for (int i = 0; i < BOXES; i++)
-                        tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar, n + i * 64,
-                                           k + rank * 32, zb, 3);
-            };
-            if (STATIC_B) {
-                Tile t = work.at(start, rank);
-                for (int step = 0; step < STAGES && step < steps_of(t.split); step++)
-                    load_b(base + step * STAGE_BYTES + A_BYTES, full + step * 8,
-                           (t.split * per_split + step) * BK, t.n, t.batch * batch_b);
-                after_previous_launch();
-            }
-            for (int id = start; id < count; id += stride) {
-                Tile t = work.at(id, rank);
+            if (STATIC_B) after_previous_launch();
+            if (NEXT_ALONE) launch_dependents();
+            for (int id = start; id < count; next(id)) {
                 int steps = steps_of(t.split);
                 if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
+#pragma unroll 1
                 for (int step = 0; step < steps; step++) {
                     int at = t.split * per_split + step, pass = PASSES > 1 ? at / k_steps : 0;
                     int k = (at - pass * k_steps) * BK;
@@ -213,7 +224,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     int zb = PASSES > 1 ? plane_b(pass) : t.batch * batch_b;
                     u32 a = base + s * STAGE_BYTES, b = a + A_BYTES, bar = full + s * 8;
                     mbarrier_wait(empty + s * 8, phase);
-                    if (!STATIC_B || id > start || step >= STAGES) load_b(b, bar, k, t.n, zb);
+                    if (!STATIC_B || id > start || step > 0) load_b(b, bar, k, t.n, zb);
                     if (TRANS_A)
 #pragma unroll
                         for (int i = 0; i < BM / 64; i++)
@@ -242,7 +253,6 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         if (PINGPONG && group == 1) bar_arrive(2, 256);  // group 0 multiplies first
 #if SIDE == OWN || SIDE == OWN_RMS
         if (group == 1) {  // it has no tile
-            Tile t = work.at(start, rank);
             int row = me % 128 / 2, m = t.m + row;
             for (int at = column; at < BN; at += 128) {
                 bool in = t.n + at < N;
@@ -271,8 +281,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         Pairs pairs = {};
         if (EARLY || TWICE) pairs = Pairs(sync, SIDE == TILES ? M * work.tiles_n : M);
 
-        for (int id = start; id < count; id += stride, turn++) {
-            Tile t = work.at(id, rank);
+        for (int id = start; id < count; next(id), turn++) {
             int steps = steps_of(t.split);
             if (PINGPONG && turn % 2 != group) {
                 s += steps;
@@ -425,6 +434,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             // BIG: the first step apart, ptxas sees that it needs no sums of the tile before, whose
             // registers are then free as its epilogue goes on
             if (BIG) multiply(false, true);
+#pragma unroll 1
             for (int step = BIG; step < steps; step++) multiply(step > 0, false);
             if (PINGPONG) bar_arrive(3 - group, 256);
             wgmma_wait<0>();
@@ -522,7 +532,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         }
                         // before stmatrix, which no read of shared memory passes
                         if (q < 3 && j * 64 + q * 16 + 16 < BN) read_columns(q + 1);
-                        activate_all(vs, slope, act_alpha);
+                        if (plain || !PACKED_ACT) activate_all(vs, slope, act_alpha);
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             int h = e % 2, nn = n + e / 2 * 8;
@@ -550,6 +560,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             }
 #if !DIRECT
                             packed[e] = pack2<TO>(v.x, v.y);
+                            if (PACKED_ACT) packed[e] = gelu_f16x2(packed[e]);
                             if (SAVE_Z && !TWICE) packed_z[e] = pack2<TO>(zz.x, zz.y);
 #endif
 #if MOMENTS  // of the values as they are stored, about the row's first

@@ -466,7 +466,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void grad_products(
     grid_dependency_wait();
 #if __CUDA_ARCH__ >= 900
     // small blocks leave room beside them: the second launch waits there (measured; not with 8 warps)
-    if (WARPS <= 4) asm volatile("griddepcontrol.launch_dependents;");
+    if (WARPS <= 4) launch_dependents();
 #endif
     int tiles = splits * ((K + AK - 1) / AK) * ((M + AM - 1) / AM), id = blockIdx.x;
     if (id < tiles) product_g(smem, id, dz, x, gamma, w, mean, rstd, M, N, K, splits, g, rows, columns);

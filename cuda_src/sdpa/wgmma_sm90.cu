@@ -11,12 +11,15 @@
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S] (or null).
 // Macros   : T, D, DV, MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0); WGS, ROUNDS, TILE
-//            (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's).
+//            (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
 #include "sdpa/operands.cuh"
 #include "sm90.cuh"
+#ifndef NEXT_ALONE
+#define NEXT_ALONE 0
+#endif
 
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
 constexpr int BOX = 64 * 128, TILES = WGS * ROUNDS;     // a box of 64 rows; tiles of 64 queries
@@ -143,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     }
     __syncthreads();
     after_previous_launch();
+    if (NEXT_ALONE) launch_dependents();
 
     // the last rows of a causal problem have the most keys: they start first
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;

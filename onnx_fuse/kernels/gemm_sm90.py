@@ -191,6 +191,8 @@ class Wgmma:
         tail, share = (1.5e-6, 0.1) if pingpong else (2.5e-6, 0.5)
         if alone:
             tail, share = 1.2e-6, 0.0
+        if ITEMSIZE[problem.out] == 4:  # by plain stores (H200, 2026-11: 45 us where f16 takes 28)
+            share = 2.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
         extra = 0.6e-6 * bool(problem.text("act")) + 0.5e-6 * bool(problem.attr("save_z"))
@@ -283,6 +285,7 @@ class Wgmma:
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
         tile |= {"STATIC_B": 1} if problem.attr("static_b") and cluster == 1 else {}
+        tile |= {"SINGLE": 1} if batches * splits == 1 else {}
         tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
         blocks = min(hw.sm_count // cluster, units) * cluster

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from math import prod
 
 from onnx_fuse.kernels.batching import batch, fold_together
 from onnx_fuse.kernels.callgraph import Calls, moved, rewrite
 from onnx_fuse.kernels.chains import fuse
 from onnx_fuse.kernels.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
+from onnx_fuse.kernels.jit import source_text
 from onnx_fuse.kernels.pointwise import finish
 from onnx_fuse.llir import Call
 from onnx_fuse.problem import Hardware
@@ -69,3 +72,21 @@ def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             seen[key] = call
         kept.append(call)
     return kept
+
+
+def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
+    """The calls; a launch whose next one's blocks take a multiprocessor each calls for it at once.
+
+    Where a block falls idle the next one's then prepares itself. Smaller blocks would crowd there.
+    """
+    found = [list(call.launches) for call in calls]
+    places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
+    for (i, j), (after, first) in pairwise(places):
+        launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
+        few = prod(launch.grid) <= 128  # these do it anyway
+        if alone and not few and "NEXT_ALONE" in source_text(launch.source):
+            defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
+            found[i][j] = replace(launch, defines=defines)
+    return tuple(
+        replace(call, launches=tuple(launches)) for call, launches in zip(calls, found, strict=True)
+    )
