@@ -19,8 +19,8 @@
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each);
 //            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
-// Code     : kernels that take turns share 128 KB of instruction cache, and one whose epilogue has
-//            left it takes 4 us more: loops that need no unrolling have none.
+// Code     : kernels that take turns share the instruction cache, and one whose epilogue has left it
+//            takes 4 us more: loops that need no unrolling have none.
 // Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
 // Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
 #include "gemm/epilogue.cuh"
