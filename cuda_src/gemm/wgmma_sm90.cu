@@ -632,6 +632,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (pass == 0) exchange(sums);
             }
         }
+        if (!DIRECT && lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
         if (EARLY || TWICE) side_done(sync, gridDim.x * 11);
     }
     // a CTA's barriers and tiles are the other's too, until both are through
