@@ -573,11 +573,15 @@ def attach_loss(
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:
-    """The float initializers that are the model's own: what `wrt` means where nothing is said."""
+    """The float initializers that are the model's own: what `wrt` means where nothing is said.
+
+    The scales of a Resize are sizes.
+    """
     return [
         v
         for v in model.graph.initializers.values()
         if v.dtype and is_float(v) and CONSTANT not in v.metadata_props
+        if not v.uses() or any(n.op_type != "Resize" or i not in (1, 2) for n, i in v.uses())
     ]
 
 

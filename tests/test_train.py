@@ -64,6 +64,14 @@ def test_float64_weights_train_under_a_scaled_loss() -> None:
     }
 
 
+def test_the_scales_of_a_resize_are_no_weights() -> None:
+    model = ir.text_model("""agraph (float[B,1,4,4] x) => (float[B,1,8,8] y)
+      <float[1,1,1,1] w = {2}, float[4] scales = {1,1,2,2}>
+      { z = Mul (x, w) y = Resize <mode = "nearest"> (z, , scales) }""")
+    _, spec = train.training_model(model, loss="mse", optimizer=optim.AdamW())
+    assert [s.name for s in spec.states if s.kind == "parameter"] == ["w"]
+
+
 START = np.arange(1.0, 7.0).reshape(3, 2), np.array([0.5, -0.5])
 
 

@@ -357,6 +357,38 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert f"the gradient of '{check.failed[0].tensor}'" in result.err
 
 
+@pytest.mark.parametrize(
+    ("text", "x"),
+    [
+        # the kink of the Relu is 1e-6 from where it is: within the first step, beyond the second
+        ("float[N] x) => (float[N] y) <float[2] w = {1.000001, 3}> "
+         "{ one = Constant <value_float = 1.0> () z = Mul (x, w) d = Sub (z, one) y = Relu (d) }",
+         np.ones(2, np.float32)),
+        # onnxruntime has no float64 Celu: ONNX's own evaluator runs the graph
+        ("float[N,3] x) => (float[N,2] y) <float[3] w = {1, 2, 3}, int64[2,2] i = {2, 0, 1, 1}> "
+         "{ z = Mul (x, w) c = Celu (z) y = GatherElements <axis = -1> (c, i) }",
+         np.float32([[1, -2, 0.5], [0.25, 1, -1]])),
+        # 1, 2 and 3 by their bits
+        ("float16[N,3] x) => (float16[N,3] y) <float16[3] w = {15360, 16384, 16896}> "
+         "{ z = Mul (x, w) e = Tanh (z) s = Exp (e) p = Mul (s, z) y = Sin (p) }",
+         np.float16([[0.1, -0.7, 0.3]])),
+    ],
+)  # fmt: skip
+def test_right_gradients_pass(text: str, x: validate.Array) -> None:
+    check = validate.check_gradients(ir.text_model(f"g ({text}"), feeds={"x": x})
+    assert check.errors
+    assert check.ok, check.failed
+
+
+@pytest.mark.parametrize(("stash", "limit"), [(1, 5e-5), (11, 1e-9)])
+def test_statistics_in_float32_bound_what_a_float64_graph_keeps(stash: int, limit: float) -> None:
+    model = ir.text_model(
+        "g (double[N,4] x, double[4] s) => (double[N,4] y) "
+        f"{{ y = LayerNormalization <stash_type = {stash}> (x, s) }}"
+    )
+    assert validate.tolerance_of(model).rtol == limit
+
+
 def test_wide_floats_compute_wide() -> None:
     model = ir.text_model(
         "g (float[N] x) => (float[N] y) { c = Constant <value_float = 0.1> ()"
