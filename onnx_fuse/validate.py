@@ -988,6 +988,8 @@ def to_double(model: onnx_ir.Model) -> onnx_ir.Model:
                 node.attributes["value"] = onnx_ir.AttrTensor("value", onnx_ir.tensor(array))
             elif name in ("to", "dtype") and attribute.value in [int(k) for k in _NARROW]:
                 node.attributes[name] = onnx_ir.AttrInt64(name, int(DataType.DOUBLE))
+        if node.op_type == "GroupNormalization":  # its body casts to this
+            node.attributes["stash_type"] = onnx_ir.AttrInt64("stash_type", int(DataType.DOUBLE))
         if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
             zero = onnx_ir.tensor(np.zeros(1))
             node.attributes["value"] = onnx_ir.AttrTensor("value", zero)

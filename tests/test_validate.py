@@ -368,6 +368,10 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
         ("float[N,3] x) => (float[N,2] y) <float[3] w = {1, 2, 3}, int64[2,2] i = {2, 0, 1, 1}> "
          "{ z = Mul (x, w) c = Celu (z) y = GatherElements <axis = -1> (c, i) }",
          np.float32([[1, -2, 0.5], [0.25, 1, -1]])),
+        # nor a Conv; the body of GroupNormalization casts to float32
+        ("float[N,2,3] x) => (float[N,2,3] y) <float[2] w = {1, 2}, float[2,2,1] k = {1,2,3,5}> "
+         "{ c = Conv (x, k) g = GroupNormalization <num_groups = 1> (c, w, w) y = Mul (g, g) }",
+         np.arange(6, dtype=np.float32).reshape(1, 2, 3) % 4),
         # 1, 2 and 3 by their bits
         ("float16[N,3] x) => (float16[N,3] y) <float16[3] w = {15360, 16384, 16896}> "
          "{ z = Mul (x, w) e = Tanh (z) s = Exp (e) p = Mul (s, z) y = Sin (p) }",
