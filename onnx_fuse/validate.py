@@ -922,14 +922,23 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
         if not type(error).__module__.startswith("onnxruntime"):
             raise
     reference = _reference_evaluator(model)
-    return lambda feeds: dict(
-        zip(names, reference.run(None, {k: feeds[k] for k in _inputs(model)}), strict=True)
-    )
+
+    def evaluate(feeds: Feeds) -> dict[str, Array]:
+        try:
+            found = reference.run(None, {k: feeds[k] for k in _inputs(model)})
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
+                f"has no kernels for it, ONNX's own evaluator says '{ir.one_line(error)}'"
+            ) from error
+        return dict(zip(names, found, strict=True))
+
+    return evaluate
 
 
 def _reference_evaluator(model: onnx_ir.Model) -> Any:
     """ONNX's own evaluator, but for what it does otherwise (onnx 1.23): its Erf rounds to float32,
-    its GatherElements takes no negative axis.
+    its GatherElements takes no negative axis, its Pad no negative pads.
     """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
@@ -952,7 +961,20 @@ def _reference_evaluator(model: onnx_ir.Model) -> Any:
                      for k, n in enumerate(indices.shape))  # fmt: skip
             return (np.take_along_axis(x[tuple(ahead)], indices, axis),)
 
-    return ReferenceEvaluator(ir.to_proto(model), new_ops=[Erf, Gelu, GatherElements])
+    class Pad(OpRun):
+        def _run(
+            self, x: Array, pads: Array, value: Array | None = None, axes: Array | None = None,
+            mode: str = "constant",
+        ) -> tuple[Array]:  # fmt: skip
+            along = range(x.ndim) if axes is None else (int(a) % x.ndim for a in axes)
+            each = dict(zip(along, pads.reshape(2, -1).T, strict=True))
+            more = [tuple(int(max(p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
+            less = [tuple(int(max(-p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
+            fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
+            y = np.pad(x, more, mode=mode, **fill)  # type: ignore[call-overload]
+            return (y[tuple(slice(a, n - b) for (a, b), n in zip(less, y.shape, strict=True))],)
+
+    return ReferenceEvaluator(ir.to_proto(model), new_ops=[Erf, Gelu, GatherElements, Pad])
 
 
 def _inputs(model: onnx_ir.Model) -> list[str]:

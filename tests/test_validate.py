@@ -368,6 +368,10 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
         ("float[N,3] x) => (float[N,2] y) <float[3] w = {1, 2, 3}, int64[2,2] i = {2, 0, 1, 1}> "
          "{ z = Mul (x, w) c = Celu (z) y = GatherElements <axis = -1> (c, i) }",
          np.float32([[1, -2, 0.5], [0.25, 1, -1]])),
+        # the gradient of a Pad has negative ones
+        ("float[N,3] x) => (float[N,4] y) <float[3] w = {1, 2, 3}, int64[4] p = {0, 2, 0, -1}> "
+         "{ z = Mul (x, w) c = Celu (z) y = Pad (c, p) }",
+         np.float32([[1, -2, 0.5], [0.25, 1, -1]])),
         # nor a Conv; the body of GroupNormalization casts to float32
         ("float[N,2,3] x) => (float[N,2,3] y) <float[2] w = {1, 2}, float[2,2,1] k = {1,2,3,5}> "
          "{ c = Conv (x, k) g = GroupNormalization <num_groups = 1> (c, w, w) y = Mul (g, g) }",
@@ -382,6 +386,17 @@ def test_right_gradients_pass(text: str, x: validate.Array) -> None:
     check = validate.check_gradients(ir.text_model(f"g ({text}"), feeds={"x": x})
     assert check.errors
     assert check.ok, check.failed
+
+
+def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Poor:
+        def run(self, names: None, feeds: validate.Feeds) -> list[validate.Array]:
+            raise TypeError("no such kernel")
+
+    monkeypatch.setattr(validate, "_reference_evaluator", lambda model: Poor())
+    text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
+    with pytest.raises(ModelError, match="float64.*no such kernel"):
+        validate.check_gradients(ir.text_model(text))
 
 
 @pytest.mark.parametrize(("stash", "limit"), [(1, 5e-5), (11, 1e-9)])
