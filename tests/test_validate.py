@@ -395,7 +395,7 @@ def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(validate, "_reference_evaluator", lambda model: Poor())
     text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
-    with pytest.raises(ModelError, match="float64.*no such kernel"):
+    with pytest.raises(ModelError, match=r"float64.*no such kernel"):
         validate.check_gradients(ir.text_model(text))
 
 
