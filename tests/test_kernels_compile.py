@@ -372,13 +372,15 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(
     state = {s.next: s.name for s in spec.states if s.next}
     calls = lower(model, shapes, H200, state=state).calls
     names = [call.kernel for call in calls]
-    assert sum(name == "LayerNormalization" for name in names) == 3
+    assert sum(name == "LayerNormalization" for name in names) == 2
+    assert "LayerNormalization+Gemm" in names or "LayerNormalization+MatMul" in names
     assert not any(name.startswith("Gelu") for name in names)
     assert sum("LayerNormGrad+" in name for name in names) == 2  # times gelu'
     assert "LayerNormGrad x2" in names  # the sums of all, in one launch
     assert sum(name.startswith("LayerNormLeafGrad") for name in names) == 1
-    assert sum(call.problem is not None for call in calls) == 7  # dx of the last has no launch
-    assert len(names) <= 31
+    # y and dx of the last have no launch
+    assert sum(call.problem is not None for call in calls) == 6
+    assert len(names) <= 30
     launches = {(x.source, x.defines) for call in calls for x in call.launches}
     spilling = [
         (source[:60], found)

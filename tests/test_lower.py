@@ -1003,6 +1003,39 @@ def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k, also, taken, turn
         assert all(read != "dy" for _, read in main.inplace)
 
 
+def product_of_a_norm(n, turned, also="", of="w", dtype="float32", shape=(40, 64)):
+    """(text, feeds) of a product of n columns behind a norm."""
+    (m, k), kind = shape, dtype.removesuffix("32")
+    text = f"""agraph ({kind}[{m},{k}] x, {kind}[{k}] s, {kind}[{k}] b, {kind}[{n}] c,
+                     {kind}{[n, k] if turned else [k, n]} w) => ({kind}[{m},{n}] z
+                     {f", {kind}[{m},{k}] t" if "t = " in also else ""})
+    {{ y = LayerNormalization(x, s, b) {also} z = Gemm <transB = {int(turned)}> (y, {of}, c) }}"""
+    given = arrays(x=shape, s=(k,), b=(k,), w=(n, k) if turned else (k, n), c=(n,))
+    return text, {name: array.astype(dtype) for name, array in given.items()}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("n", "more", "taken"), [
+    (10, {}, True), (16, {"also": "t = Relu(y)"}, True), (10, {"dtype": "float16"}, True),
+    (10, {"shape": (2000, 64)}, True),
+    (17, {}, False), (10, {"shape": (4096, 512)}, False), (10, {"shape": (4, 20000)}, False),
+    (10, {"also": "v = Tanh(w)", "of": "v"}, False),  # made behind the norm
+])  # fmt: skip
+def test_a_norm_makes_a_product_of_few_columns(n, more, taken, turned):
+    """z = y · w + c over a classifier's classes has no launch, and y is stored where it is read."""
+    text, feeds = product_of_a_norm(n, turned, **more)
+    program = program_of(ir.text_model(text), feeds)
+    fused = [call for call in program.calls if call.kernel == "LayerNormalization+Gemm"]
+    assert len(fused) == taken
+    assert any(call.problem is not None for call in program.calls) != taken
+    for norm in fused:
+        writes, given = dict(norm.writes), dict(program.inputs)
+        assert writes["z"] == dict(program.outputs)["z"]
+        assert ("y" in writes) == ("also" in more)
+        assert dict(norm.reads)["w"].buffer == given["w"].buffer
+        assert dict(norm.launches[0].defines)["TURNED"] == str(int(turned))
+
+
 @pytest.mark.parametrize(("row", "column"), [("4", "bias"), ("5,1", ""), ("2,5,4", "residual")])
 def test_a_row_added_to_a_product_is_its_bias(row, column):
     text = f"""agraph (float[2,5,3] x, float[3,4] w, float[{row}] c) => (float[2,5,4] y)

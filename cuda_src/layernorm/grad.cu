@@ -12,31 +12,11 @@
 //            SUFFIX(v0, v1, v2, v3) of dx and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC; the order depends on rows, length and the grid, which is a function of rows.
 // Bound    : HBM, x, dy and dx once.
+#include "layernorm/few_columns.cuh"
 #include "layernorm/suffix.cuh"
 #include "reduce/team.cuh"
 
-#ifndef PRODUCT
-#define PRODUCT 0
-#define TURNED 0
-#endif
-
 struct Pair { ACC a, b; };
-
-// VEC elements at i of the row a · b.
-DEVICE Vec<T, VEC> row_times(const T* a, const T* b, i64 i, i64 length) {
-    ACC s[VEC] = {};
-#pragma unroll
-    for (int c = 0; c < PRODUCT; c++) {
-        Vec<T, VEC> w;
-        if (!TURNED) w = load<VEC>(b + c * length + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) s[j] += (ACC)widen(a[c]) * (ACC)widen(TURNED ? b[(i + j) * PRODUCT + c] : w.at[j]);
-    }
-    Vec<T, VEC> dy;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) dy.at[j] = narrow<T>(s[j]);
-    return dy;
-}
 
 extern "C" __global__ void __launch_bounds__(TEAM)
     layernorm_dx(const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds,
@@ -45,18 +25,26 @@ extern "C" __global__ void __launch_bounds__(TEAM)
     after_previous_launch();
     __shared__ Pair scratch[TEAM > 32 ? TEAM / 32 : 1];
     constexpr int STEP = TEAM * VEC;
-    ACC sum_xh[ITEMS * VEC] = {}, sum_dy[ITEMS * VEC] = {};
+    Vec<ACC, VEC> sum_xh[ITEMS] = {}, sum_dy[ITEMS] = {};  // of dy xh and of dy over its rows
+    part += blockIdx.x * 2 * length;
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const ACC mu = RMS ? (ACC)0 : (ACC)widen(mean[row]), rs = widen(rstd[row]);
         Vec<T, VEC> kept_x[ITEMS], kept_dy[ITEMS];
         Vec<P, VEC> w[ITEMS];
         Vec<T, VEC> kept_s[ITEMS], e[3][ITEMS];
+#if PRODUCT
+        Share<!TURNED, T> share[ITEMS];
+#endif
 #pragma unroll
         for (int u = 0; u < ITEMS; u++) {
             const int i = u * STEP + threadIdx.x * VEC;
             if (i < length) {
                 kept_x[u] = load<VEC>(x + row * length + i);
-                kept_dy[u] = PRODUCT ? row_times(dy + row * PRODUCT, b, i, length) : load<VEC>(dy + row * length + i);
+#if PRODUCT
+                share[u].read(b, i, length);
+#else
+                kept_dy[u] = load<VEC>(dy + row * length + i);
+#endif
                 w[u] = load<VEC>(scale + i);
                 if (SKIP) kept_s[u] = load<VEC>(ds + row * length + i);
                 if (OPERANDS > 0) e[0][u] = load<VEC>(e1 + row * length + i);
@@ -64,6 +52,20 @@ extern "C" __global__ void __launch_bounds__(TEAM)
                 if (OPERANDS > 2) e[2][u] = load<VEC>(e3 + row * length + i);
             }
         }
+#if PRODUCT
+        T a[PRODUCT];
+#pragma unroll
+        for (int k = 0; k < PRODUCT; k++) a[k] = dy[row * PRODUCT + k];
+#pragma unroll
+        for (int u = 0; u < ITEMS; u++)
+#pragma unroll
+            for (int j = 0; j < VEC; j++) {
+                ACC d = 0;
+#pragma unroll
+                for (int k = 0; k < PRODUCT; k++) d += (ACC)widen(a[k]) * share[u].at(k, j);
+                kept_dy[u].at[j] = narrow<T>(d);
+            }
+#endif
         Pair s = {0, 0};
 #pragma unroll
         for (int u = 0; u < ITEMS; u++)
@@ -73,9 +75,16 @@ extern "C" __global__ void __launch_bounds__(TEAM)
                     const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs, d = widen(kept_dy[u].at[j]);
                     const ACC g = d * (ACC)widen(w[u].at[j]);
                     s.a += g, s.b += g * xh;
-                    sum_xh[u * VEC + j] += d * xh;
-                    if (!RMS) sum_dy[u * VEC + j] += d;
+                    sum_xh[u].at[j] += d * xh;
+                    if (!RMS) sum_dy[u].at[j] += d;
                 }
+        if (row + gridDim.x >= rows)  // its last row: the stores are under way beside the sums
+#pragma unroll
+            for (int u = 0; u < ITEMS; u++) {
+                const int i = u * STEP + threadIdx.x * VEC;
+                if (i < length) store<VEC>(part + i, sum_xh[u]);
+                if (i < length && !RMS) store<VEC>(part + length + i, sum_dy[u]);
+            }
         s = team_merge<TEAM>(s, [](Pair a, Pair b) { return Pair{a.a + b.a, a.b + b.b}; }, scratch);
         if (!dx) continue;
         const ACC c1 = RMS ? (ACC)0 : s.a / (ACC)length, c2 = s.b / (ACC)length;
@@ -93,15 +102,6 @@ extern "C" __global__ void __launch_bounds__(TEAM)
             if (i < length) store<VEC>(dx + row * length + i, t);
         }
     }
-    part += blockIdx.x * 2 * length;
-#pragma unroll
-    for (int u = 0; u < ITEMS; u++)
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
-            const int i = u * STEP + threadIdx.x * VEC + j;
-            if (i < length) part[i] = sum_xh[u * VEC + j];
-            if (i < length && !RMS) part[length + i] = sum_dy[u * VEC + j];
-        }
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -4,19 +4,22 @@
 //            thread; 0: read again), two passes over it: mean, then the squares about the mean.
 // Inputs   : x, residual [rows, length] T aligned to VEC; scale, bias P: by element [length] (AFFINE 1)
 //            or by channel (AFFINE 2): index row % groups * channels + i / inner; VEC divides inner.
-//            e1, e2, e3 [rows, length] T: what SUFFIX takes.
-// Outputs  : y [rows, length] TY, and, where not null, sum = s T, mean and rstd [rows] M.
+//            e1, e2, e3 [rows, length] T: what SUFFIX takes. PRODUCT: w [length, PRODUCT] (TURNED:
+//            [PRODUCT, length]) aligned to 16 bytes, c [PRODUCT] or null, TY.
+// Outputs  : y [rows, length] TY, and, where not null, sum = s T, mean and rstd [rows] M. PRODUCT:
+//            z = y · w + c [rows, PRODUCT] TY; y may be null.
 // Macros   : T P M ACC VEC ITEMS TEAM BLOCK; RMS, RESIDUAL, AFFINE (0: neither scale nor bias);
+//            PRODUCT (0: none; at most 16), TURNED;
 //            SUFFIX(v0, v1, v2, v3) of y and the first OPERANDS of e1, e2, e3, in TY (T if not given).
 // Numerics : ACC throughout (s rounded to T first, as it is stored); population variance.
 // Bound    : HBM, each operand once.
+#include "layernorm/few_columns.cuh"
 #include "layernorm/suffix.cuh"
-#include "reduce/team.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
     layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, const T* e1, const T* e2,
-                  const T* e3, TY* y, T* sum, M* mean_out, M* rstd_out, i64 rows, i64 length, i64 groups,
-                  i64 channels, i64 inner, float epsilon) {
+                  const T* e3, const TY* w, const TY* c, TY* y, T* sum, M* mean_out, M* rstd_out, TY* z,
+                  i64 rows, i64 length, i64 groups, i64 channels, i64 inner, float epsilon) {
     after_previous_launch();
     __shared__ ACC scratch[TEAM > 32 ? TEAM / 32 : 1];
     const i64 row = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
@@ -24,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const int lane = threadIdx.x % TEAM, n = live ? (int)length : 0;
     const i64 base = (live ? row : 0) * length;
     constexpr int STEP = TEAM * VEC;
+#define AHEAD (AFFINE == 1 && ITEMS && ITEMS * VEC <= 8)
 #if ITEMS
     Vec<T, VEC> kept[ITEMS];
 #define EACH(u, i) _Pragma("unroll") for (int u = 0, i = lane * VEC; u < ITEMS; u++, i += STEP) if (i < n)
@@ -33,8 +37,25 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #define ROW(u, i) load<VEC>((RESIDUAL ? sum : x) + base + i)
 #endif
     ACC total = 0;
+#if PRODUCT  // its share of w is under way while the rows are summed
+    Share<TURNED, TY> share[ITEMS];
+    ACC products[PRODUCT] = {};
+    if (c && lane == 0)
+#pragma unroll
+        for (int k = 0; k < PRODUCT; k++) products[k] = widen(c[k]);
+#endif
+#if AHEAD
+    Vec<P, VEC> scales[ITEMS], biases[ITEMS] = {};
+#endif
     EACH(u, i) {
         Vec<T, VEC> t = load<VEC>(x + base + i);
+#if AHEAD
+        scales[u] = load<VEC>(scale + i);
+        if (bias) biases[u] = load<VEC>(bias + i);
+#endif
+#if PRODUCT
+        share[u].read(w, i, length);
+#endif
 #if RESIDUAL
         const Vec<T, VEC> r = load<VEC>(residual + base + i);
 #pragma unroll
@@ -72,7 +93,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         if (OPERANDS > 2) e[2] = load<VEC>(e3 + base + i);
         Vec<TY, VEC> out;
 #if AFFINE == 1
+#if AHEAD
+        const Vec<P, VEC> a = scales[u], b = biases[u];
+#else
         const Vec<P, VEC> a = load<VEC>(scale + i), b = bias ? load<VEC>(bias + i) : Vec<P, VEC>();
+#endif
 #elif AFFINE == 2
         const i64 at = channel + i / (int)inner;
         const ACC a = widen(scale[at]), b = widen(bias[at]);
@@ -88,6 +113,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #endif
             out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
         }
-        store<VEC>(y + base + i, out);
+        if (!PRODUCT || y) store<VEC>(y + base + i, out);
+#if PRODUCT
+#pragma unroll
+        for (int k = 0; k < PRODUCT; k++)
+#pragma unroll
+            for (int j = 0; j < VEC; j++) products[k] += (ACC)widen(out.at[j]) * share[u].at(k, j);
+#endif
     }
+#if PRODUCT
+    const Part mine = spread_sum<TEAM>(products);
+#if TEAM > 32
+    __shared__ ACC warps[TEAM / 32][PRODUCT];
+    if (mine.first < mine.end) warps[lane / 32][mine.first] = products[0];
+    __syncthreads();
+    products[0] = 0;
+    if (lane < 32 && mine.first < mine.end)
+#pragma unroll
+        for (int v = 0; v < TEAM / 32; v++) products[0] += warps[v][mine.first];
+#endif
+    if (live && lane < 32)
+#pragma unroll
+        for (int k = 0; k < (PRODUCT + TEAM - 1) / TEAM; k++)
+            if (mine.first + k < mine.end) z[row * PRODUCT + mine.first + k] = narrow<TY>(products[k]);
+#endif
 }

@@ -29,6 +29,28 @@ template <int N, class S> DEVICE S team_max(S s, S* scratch) {
     return team_merge<N>(s, [](S a, S b) { return a > b || a != a ? a : b; }, scratch);
 }
 
+// Sums over N neighbouring threads (or a warp of them) of COUNT values each: those from `first` to
+// `end` are a thread's own in the end, from s[0] on. Of half as many values in each step.
+struct Part { int first, end; };
+template <int N, class S, int COUNT> DEVICE Part spread_sum(S (&s)[COUNT]) {
+    Part mine = {0, COUNT};
+    int count = COUNT;
+#pragma unroll
+    for (int step = (N < 32 ? N : 32) / 2; step; step /= 2) {
+        const int half = (count + 1) / 2;
+        const bool upper = threadIdx.x & step;
+#pragma unroll
+        for (int c = 0; c < half; c++) {
+            const S low = s[c], high = c + half < count ? s[c + half] : S(0);
+            s[c] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, step);
+        }
+        if (upper) mine.first += half;
+        else if (mine.first + half < mine.end) mine.end = mine.first + half;
+        count = half;
+    }
+    return mine;
+}
+
 // exp by the hardware's 2^x: relative error 2^-22 + |x| 2^-23, which sums of exp(x - max) do not feel.
 DEVICE float fast_exp(float x) {
     float y;

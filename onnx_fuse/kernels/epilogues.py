@@ -21,8 +21,6 @@ ACTIVATIONS = {
     "Sigmoid": "sigmoid", "Tanh": "tanh",
 }  # fmt: skip
 """Pointwise step -> the epilogue's activation."""
-SMALL_K = 16
-"""Elements of a row of dy's first factor that a LayerNorm's gradient may multiply by itself."""
 
 
 def _product(
@@ -293,50 +291,6 @@ def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, st
     return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
 
 
-def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
-    """dy = a · b over a few k, read by a LayerNormGrad alone: that makes its rows of dy itself.
-
-    So a classifier's last layer does: a block reads b once a row, which L2 holds.
-    """
-    reads = dict(call.reads)
-    rows = "dy" in reads and "part" in dict(call.writes)
-    if not rows or not call.kernel.startswith("LayerNormGrad"):
-        return
-    dy, found = reads["dy"], _product(calls.made_for(i, reads["dy"]), BARE)
-    if found is None:
-        return
-    at, product, p = found
-    if p.k > SMALL_K or p.trans_a or p.batch:
-        return
-    a, b = (dict(product.reads)[name] for name in ("a", "b"))
-    lines = p.k if p.trans_b else p.n
-    if {p.dtype, p.out, reads["scale"].dtype} != {"float32"}:
-        return
-    if not {name for name, value in p.attrs if value} <= {"lda", "ldb", "align", "static_b"}:
-        return
-    if p.integer("align", 16) % 16 or not dy.dense or dy.size != p.m * p.n:
-        return
-    if p.integer("lda", p.k) != p.k or p.integer("ldb", lines) != lines:
-        return
-    if any(at < w < i for t in (a, b) for w in calls.writers[t.buffer]):
-        return
-    again = p.m * p.k * p.n * ITEMSIZE[p.dtype] / calls.hw.bandwidth
-    if again > p.bytes / calls.hw.bandwidth + calls.hw.launch_seconds:
-        return
-    (launch,) = call.launches
-    macros = (("PRODUCT", str(p.k)), ("TURNED", str(int(p.trans_b))))
-    made = replace(
-        call,
-        kernel=f"{product.kernel}+{call.kernel}",
-        launches=(replace(launch, defines=tuple(sorted((*launch.defines, *macros)))),),
-        reads=(("dy", a), ("b", b), *((n, t) for n, t in call.reads if n != "dy")),
-        flops=call.flops + p.flops,
-        bytes=call.bytes - dy.nbytes + a.nbytes + b.nbytes,
-        inplace=tuple(pair for pair in call.inplace if pair[1] != "dy"),
-    )
-    calls.take(at, i, made, here=True)
-
-
 BEFORE_CHAINS = (add, activate, slope, add_to_gradient)
-BEHIND_CHAINS = (suffix, cast, product_in_norm_grad)
+BEHIND_CHAINS = (suffix, cast)
 """In order: each sees what the one before has made."""

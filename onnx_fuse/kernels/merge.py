@@ -12,6 +12,7 @@ from onnx_fuse.kernels.batching import batch, fold_together
 from onnx_fuse.kernels.callgraph import Calls, moved, rewrite
 from onnx_fuse.kernels.chains import fuse
 from onnx_fuse.kernels.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
+from onnx_fuse.kernels.few_columns import FEW_COLUMNS
 from onnx_fuse.kernels.jit import source_text
 from onnx_fuse.kernels.pointwise import finish
 from onnx_fuse.llir import Call
@@ -29,7 +30,7 @@ def merge(
     for rule in BEFORE_CHAINS:
         alive = rewrite(rule, Calls(alive, keep, hw, prefs))
     alive = fuse(alive, keep)
-    for rule in BEHIND_CHAINS:
+    for rule in (*BEHIND_CHAINS, *FEW_COLUMNS):
         alive = rewrite(rule, Calls(alive, keep, hw, prefs))
     # twice: what a batch has moved to the end lets its producers wait as well
     merged = batch(batch(fold_together(alive, keep)))

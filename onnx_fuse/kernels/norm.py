@@ -35,13 +35,14 @@ def row_launch(
     rows: int, length: int, x: str, *, param: str, stat: str, rms: bool, residual: bool,
     affine: int, groups: int = 1, channels: int = 1, inner: int = 1, epsilon: float,
 ) -> Launch:  # fmt: skip
-    """Launch of layernorm/row.cu; names x residual scale bias e1 e2 e3 y sum mean rstd."""
+    """Launch of layernorm/row.cu; names x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
     vec = min(vector(length, x), vector(inner, x) if affine == 2 else 16)
     if affine == 1:
         vec = min(vec, vector(length, param))
     threads = team(rows, length, vec)
     block = block_of(threads)
-    names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "y", "sum", "mean", "rstd")
+    names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "w", "c", "y", "sum", "mean",
+             "rstd", "z")  # fmt: skip
     numbers = (rows, length, groups, channels, inner)
     return Launch(
         "layernorm/row.cu", "layernorm_row", (-(-rows * threads // block), 1, 1), (block, 1, 1),

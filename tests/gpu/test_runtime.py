@@ -48,7 +48,11 @@ def test_graphs_of_the_lowering_tests(name: str) -> None:
         np.testing.assert_allclose(got, array, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("k", [1, 10, 16, 17])
+ROW_PRODUCT = pytest.mark.launches("layernorm/row.cu", "layernorm_row", "PRODUCT", "10")
+GRAD_PRODUCT = pytest.mark.launches("layernorm/grad.cu", "layernorm_dx", "PRODUCT", "10")
+
+
+@pytest.mark.parametrize("k", [1, pytest.param(10, marks=GRAD_PRODUCT), 16, 17])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool) -> None:
     text, given = test_lower.norm_grad_of_a_product(k, turned)
@@ -68,6 +72,35 @@ def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool
     for y, twice, (want, bound) in zip(got, again, wants, strict=True):
         assert y.tobytes() == twice.tobytes()
         np.testing.assert_allclose(y, want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("also", ["", "t = Tanh(y)"])
+@pytest.mark.parametrize(("n", "shape", "dtype"), [
+    (2, (40, 64), "float32"), pytest.param(10, (256, 512), "float32", marks=ROW_PRODUCT),
+    (16, (5, 784), "float32"),
+    (10, (3000, 32), "float32"), (7, (3, 9), "float32"), (10, (2, 300), "float16"),
+    (5, (1000, 64), "float16"),
+])  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_norm_makes_a_product_of_few_columns(
+    n: int, shape: tuple[int, int], dtype: str, turned: bool, also: str
+) -> None:
+    text, feeds = test_lower.product_of_a_norm(n, turned, also, dtype=dtype, shape=shape)
+    x, s, b, w, c = (feeds[name].astype(np.float64) for name in "xsbwc")
+    d = x - x.mean(-1, keepdims=True)
+    y = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * s + b
+    w = w.T if turned else w
+    run = Executable(ir.text_model(text))
+    got, again = run.run(None, feeds), run.run(None, feeds)
+    (call,) = (call for call in run.instance(feeds).program.calls if "Gemm" in call.kernel)
+    assert call.kernel == "LayerNormalization+Gemm"
+    part = {"float32": 2e-6, "float16": 2e-3}[dtype]
+    # each factor y is rounded, and z; the sum is float32's
+    bound = part * (np.abs(y) @ np.abs(w)).max()
+    np.testing.assert_allclose(got[0].astype(np.float64), y @ w + c, rtol=0, atol=bound)
+    assert [a.tobytes() for a in got] == [a.tobytes() for a in again]
+    if also:
+        np.testing.assert_allclose(got[1], np.tanh(y), rtol=0, atol=2 * part)
 
 
 UNARY = [
