@@ -61,6 +61,11 @@ GRAPHS = {
         "{ s = Add(x, b) t = Tanh(s) y = Mul(t, s) }",
         {"x": X, "b": X[0, 0]},
     ),
+    "a number worked out where it is read": (
+        "agraph (float[3,4,6] x) => (float[3,4,6] y) <float one = {1}> "
+        "{ m = ReduceMax <keepdims = 0> (x) r = Div(one, m) n = Neg(r) y = Mul(x, n) }",
+        {"x": X},
+    ),
     "a chain through a reshape": (
         "agraph (float[3,4,6] x) => (float[12,6] y) <int64[2] shape = {12, 6}> "
         "{ s = Exp(x) r = Reshape(s, shape) y = Neg(r) }",
@@ -332,6 +337,16 @@ def test_chain_is_one_kernel_that_stores_what_is_read_later():
     (call,) = program.calls
     assert len(call.reads) == 1
     assert len(call.writes) == 2
+
+
+def test_a_number_of_one_chain_is_worked_out_where_it_is_read():
+    text = """agraph (float[8] x, float s) => (float[8] y) <float one = {1}>
+        { r = Div(one, s) y = Mul(x, r) }"""
+    feeds = {"x": np.zeros(8, np.float32), "s": np.array(2, np.float32)}
+    (call,) = program_of(ir.text_model(text), feeds).calls
+    assert [len(call.reads), len(call.writes)] == [2, 1]
+    kept = ir.text_model(text.replace("=> (", "=> (float r, "))
+    assert len(program_of(kept, feeds).calls) == 2  # many threads would store it
 
 
 def test_equal_nodes_run_once():

@@ -21,6 +21,7 @@ from onnx_fuse.llir import Call, Tensor
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
+MAX_SCALAR_STEPS = 4  # a number that each element works out again
 
 
 def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -65,7 +66,11 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             ):
                 continue
             inside = members[p] | members[group]
-            joined = join(groups[p], groups[group])
+            first = groups[p]
+            if first.expression is not None and len(first.expression.steps) <= MAX_SCALAR_STEPS:
+                stays = any(not inner(inside, t.buffer) for _, t in first.writes)
+                first = first if stays else spread(first, groups[group])
+            joined = join(first, groups[group])
             if joined is not None:
                 joined = _without(joined, partial(inner, inside))
             if joined is None or len(joined.reads) + len(joined.writes) > MAX_OPERANDS:
@@ -173,6 +178,18 @@ def _renamed(
         reads=tuple((f"a{i}", reads[k]) for i, k in enumerate(loads)),
         writes=tuple((f"y{i}", t) for i, t in enumerate(writes)),
     )
+
+
+def spread(a: Call, b: Call) -> Call:
+    """`a` of one element as if it were of all of `b`'s, where b reads it at stride 0."""
+    shape = b.writes[0][1].shape
+    if any(t.size != 1 for _, t in (*a.reads, *a.writes)) or prod(shape) == 1:
+        return a
+
+    def all_over(part: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, Tensor], ...]:
+        return tuple((n, replace(t, shape=shape, strides=(0,) * len(shape))) for n, t in part)
+
+    return replace(a, reads=all_over(a.reads), writes=all_over(a.writes))
 
 
 def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
