@@ -53,7 +53,6 @@ class Values:
         self.calls: list[Call] = []
         self.constants: dict[int, np.ndarray] = {}
         self._copies: dict[Tensor, Tensor] = {}
-        self._inferred: dict[ir.Node, list[tuple[str, tuple[int, ...]] | None] | None] = {}
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
         self.fold_pays: dict[tuple[Problem, bool], bool] = {}
@@ -103,11 +102,6 @@ class Values:
 
         Raises ModelError where the inputs do not fit together.
         """
-        if node not in self._inferred:
-            self._inferred[node] = self._infer(node)
-        return self._inferred[node]
-
-    def _infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         single = self._single(node)
         if node.domain == FUSE:
             infer_shapes(single)

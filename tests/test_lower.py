@@ -630,6 +630,17 @@ def test_operands_that_do_not_fit_are_refused_not_read_past_their_end(text, shap
         program_of(model, feeds | {"r": np.zeros(5, np.float32)})
 
 
+def test_each_pass_of_a_loop_has_its_own_shapes():
+    text = """agraph (float[A] x) => (float[B] y)
+    { n = Constant <value = int64 {3}> () c = Constant <value = bool {1}> ()
+      y = Loop (n, c, x) <body = inner (int64 i, bool ci, float[P] v) => (bool co, float[Q] w)
+      { co = Identity (ci) u = Concat <axis = 0> (v, v) w = Softmax <axis = 0> (u) }> }"""
+    program = program_of(ir.text_model(text), {"x": np.zeros(2, np.float32)})
+    assert [c.writes[0][1].shape for c in program.calls if c.kernel == "Softmax"] == [
+        (4,), (8,), (16,)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_a_fused_product_of_no_rows_is_no_call(norm):
     text = f"""agraph (float16[B,8] x, float16[8] g, float16[8,4] w, float16[4] c)
