@@ -604,6 +604,7 @@ def gradient(
     infer_shapes(model)
     if any(rank(v) is None for node in graph for v in node.outputs if is_float(v)):
         canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
+        infer_shapes(model)
     holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
     for v in trainable(model):
         for part in parts(v)[1]:

@@ -181,12 +181,14 @@ def test_refused_with_the_node_and_the_reason(body, error, words):
         assert word in str(caught.value)
 
 
-def test_a_rank_that_constants_decide_is_found():
+@pytest.mark.parametrize("form", [('Einsum <equation = "abk,kn->abn">', "MatMul"), ("", "")])
+def test_a_rank_that_constants_decide_is_found(form):
     text = """agraph (float[A,6] x) => (float[A,2,1] y) <float[3,1] w = {1,2,3}> {
       last = Constant <value_ints = [-1]> () rank = Constant <value_ints = [2]> ()
       zero = Constant <value_ints = [0]> () tail = Constant <value_ints = [2,3]> ()
       all = Shape (x) end = Mod (last, rank) head = Slice (all, zero, end)
-      sizes = Concat <axis = 0> (head, tail) r = Reshape (x, sizes) y = MatMul (r, w) }"""
+      sizes = Concat <axis = 0> (head, tail) r = Reshape (x, sizes)
+      y = Einsum <equation = "abk,kn->abn"> (r, w) }""".replace(*form)
     x = np.arange(12, dtype=np.float32).reshape(2, 6)
     feeds = {"x": x, "y.grad": np.ones((2, 2, 1), np.float32)}
     _, dw = session(autodiff.gradient(ir.text_model(text), wrt=["w"])).run(None, feeds)
