@@ -35,6 +35,11 @@ FAMILIES: tuple[str, ...] = (
 )
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
+FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "GatherElements",
+          "GatherND", "Gemm", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
+          "MatMul", "NegativeLogLikelihoodLoss", "RMSNormalization", "RotaryEmbedding",
+          "ScatterElements", "ScatterND", "SoftmaxCrossEntropyLoss"}  # fmt: skip
+"""Operators whose kernels believe that the operands fit together: inference is asked before."""
 HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 MAX_UNROLL = 1024
@@ -239,9 +244,8 @@ class Lowerer(Values):
                 self._owner = ""
 
     def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
-        # A kernel believes that its operands fit together. Of Reshape onnx refuses -1 beside 0; and
-        # kernels take types that an opset's operator does not have.
-        if len(node.inputs) > 1 and node.domain == "" and node.op_type != "Reshape":
+        if node.domain == "" and node.op_type in FITTED:
+            # kernels take types that an opset's operator does not have
             with contextlib.suppress(onnx.checker.ValidationError):
                 self.infer(node)
         try:
