@@ -61,9 +61,8 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
         for p in sorted(deps, reverse=True):
             if p == group or p not in groups or groups[group].expression is None:
                 continue
-            if any(
-                ancestors[e] >> p & 1 for e in _bits(ancestors[group]) if e != p and e in groups
-            ):
+            # another path leads through another of its parents
+            if any(ancestors[e] >> p & 1 for e in parents[group] if e != p):
                 continue
             inside = members[p] | members[group]
             first = groups[p]
@@ -95,15 +94,6 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             group = p
     ordered = _order(groups, parents)
     return _forget([groups[g] for g in ordered], keep)
-
-
-def _bits(mask: int) -> list[int]:
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
 
 
 def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
