@@ -206,11 +206,13 @@ def _reductions() -> Iterator[Case]:
     for name in every:
         yield Case(f"Reduce{name}", ((5, 33), i64(1)), note="short rows")
         yield Case(f"Reduce{name}", ((3, 7, 40), i64(1)), note="columns")
+        yield Case(f"Reduce{name}", ((3, 70, 40), i64(1)), note="short columns")
     yield Case("ReduceLogSum", (np.abs(np.random.default_rng(0).standard_normal((9, 8, 7)))
                                 .astype(np.float32), i64(0, 2)))  # fmt: skip
     for dtype in (F32, F16, BF16, F64):
         yield Case("ReduceMean", ((64, 768), i64(-1)), dtype=dtype, offset=3.0)
         yield Case("ReduceSum", ((1000, 96), i64(0)), dtype=dtype, note="split columns")
+        yield Case("ReduceSum", ((250, 101), i64(0)), dtype=dtype, note="short columns")
         yield Case("ReduceSum", ((2, 300001), i64(1)), dtype=dtype, note="split rows, odd")
         yield Case("ReduceMax", ((6, 5, 64, 3), i64(0, 2)), dtype=dtype, note="alternating axes")
     yield Case("ReduceSum", ((40000, 1), None), {"keepdims": 0}, note="all")

@@ -1,8 +1,8 @@
 """Reductions over any axes: Reduce*, ArgMax, ArgMin, and what norms and losses need of them.
 
 A reduction is a list of passes (outer, length, inner), innermost reduced axes first; a pass too
-long for the blocks it has is split and merged by one more. How it is cut depends on the shape
-alone, never on the GPU: the bits are the same everywhere.
+long for the blocks it has is split and merged by one more, unless its columns are short. How it is
+cut depends on the shape alone, never on the GPU: the bits are the same everywhere.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ REDUCERS = {
 _STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
 _BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
 BLOCK = 256
+SHORT, LARGE_BLOCK = 256, 512  # columns of up to so many elements have blocks of so many threads
 CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
 
 
@@ -126,6 +127,9 @@ def reduction(
         outer, length, inner = todo.pop(0)
         vec = 1 if from_state else vector(length if inner == 1 else inner, x.dtype)
         chunk = length if from_state and length <= 256 else pieces(outer, length, inner, vec)
+        short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
+        if short:
+            chunk, vec = length, 1
         splits = -(-length // chunk) if chunk else 1
         if splits > 1:
             todo.insert(0, (outer, splits, inner))
@@ -149,7 +153,7 @@ def reduction(
             numbers.insert(0, Num("i64", outer))
         else:
             bx = min(32, pow2(-(-inner // vec)))
-            block = BLOCK
+            block = LARGE_BLOCK if short else BLOCK
             macros |= {"BX": bx, "BY": block // bx}
             grid = -(-inner // (bx * vec)) * splits * outer
         launch = Launch(
