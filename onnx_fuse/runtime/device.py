@@ -233,23 +233,24 @@ class Stream:
     ) -> Graph:
         """A graph of kernels, one a step: step i follows the steps `after[i]`, all earlier ones.
 
-        `waits`: each kernel itself waits for those, and so may be launched before their end.
+        `waits`: each kernel itself waits for those, and so may be launched before their end; one
+        that follows several is not: it would hold room that they still need.
         """
         driver = bindings()
         nodes: list[Any] = []
-        edge = driver.CUgraphEdgeData()
-        if waits:
-            kinds = driver.CUgraphDependencyType
-            edge.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
-            edge.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
+        whole, early = driver.CUgraphEdgeData(), driver.CUgraphEdgeData()
+        kinds = driver.CUgraphDependencyType
+        early.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
+        early.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
         def enqueue() -> None:
             for step, before in zip(steps, after, strict=True):
                 heads = [nodes[k] for k in before]
+                edges = [early if waits and len(heads) == 1 else whole] * len(heads)
                 set_to = driver.cuStreamUpdateCaptureDependencies(
-                    self.raw, heads, [edge] * len(heads), len(heads), replaced
+                    self.raw, heads, edges, len(heads), replaced
                 )
                 check(set_to, "graph capture")
                 step()
