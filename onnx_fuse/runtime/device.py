@@ -233,8 +233,9 @@ class Stream:
     ) -> Graph:
         """A graph of kernels, one a step: step i follows the steps `after[i]`, all earlier ones.
 
-        `waits`: each kernel itself waits for those, and so may be launched before their end; one
-        that follows several is not: it would hold room that they still need.
+        `waits`: each kernel itself waits for those, and so may be launched before their end. Of
+        those that follow one step that is the one with most steps behind it; any other would hold
+        room that these need, and so would one that follows several.
         """
         driver = bindings()
         nodes: list[Any] = []
@@ -242,13 +243,19 @@ class Stream:
         kinds = driver.CUgraphDependencyType
         early.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
         early.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
+        behind, heir = [0] * len(after), list(range(len(after)))
+        for i in reversed(range(len(after))):
+            for k in after[i]:
+                if behind[i] >= behind[k]:
+                    behind[k], heir[k] = behind[i] + 1, i
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
         def enqueue() -> None:
-            for step, before in zip(steps, after, strict=True):
+            for i, (step, before) in enumerate(zip(steps, after, strict=True)):
                 heads = [nodes[k] for k in before]
-                edges = [early if waits and len(heads) == 1 else whole] * len(heads)
+                soon = waits and len(before) == 1 and heir[before[0]] == i
+                edges = [early if soon else whole] * len(heads)
                 set_to = driver.cuStreamUpdateCaptureDependencies(
                     self.raw, heads, edges, len(heads), replaced
                 )
