@@ -8,10 +8,10 @@ import pytest
 from onnx_fuse import ir
 from onnx_fuse.llir import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.lower import lower
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.problem import CHIPS, Launch
 from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
-from onnx_fuse.runtime.schedule import by_data, in_line, segments
+from onnx_fuse.runtime.schedule import along_rows, by_data, in_line, segments
 
 H200 = CHIPS["H200"]
 
@@ -118,6 +118,23 @@ def test_calls_follow_what_the_data_asks_for_and_no_more() -> None:
     line = in_line(p)
     assert line.after == ((), (0,), (1,), (2,), (3,), (4,))
     assert line.before[5] == bits({0, 1, 2, 3, 4})
+
+
+def test_a_graph_begins_at_one_call_and_those_of_many_blocks() -> None:
+    steps = [([0], [1]), ([0], [2]), ([1, 2], [3])]
+    for blocks, after in ((1, ((), (0,), (1,))), (100, ((), (), (1, 0)))):
+        launches = (Launch("", "k", (blocks, 1, 1), (32, 1, 1), ()),)
+        p = program(steps, dict.fromkeys(range(4), 10))
+        calls = tuple(Call(**{**vars(call), "launches": launches}) for call in p.calls)
+        assert by_data(Program(calls, p.buffers, p.inputs, p.outputs, {})).after == after
+
+
+def test_the_longest_row_alone_is_launched_early() -> None:
+    # 0 1 3 5 6 is the row; 2 ends, 4 follows 3 too, 6 follows several
+    after = [[], [0], [0], [1], [3], [3], [5, 4]]
+    assert along_rows(after) == [False, True, False, True, False, True, False]
+    longer = [[], [0], [0], [2], [3]]  # the second of two followers has more behind it
+    assert along_rows(longer) == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("seed", range(5))

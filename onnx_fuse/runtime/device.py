@@ -229,33 +229,28 @@ class Stream:
         return Graph(executable)
 
     def capture_steps(
-        self, steps: Sequence[Callable[[], None]], after: Sequence[Sequence[int]], *, waits: bool
+        self,
+        steps: Sequence[Callable[[], None]],
+        after: Sequence[Sequence[int]],
+        early: Sequence[bool],
     ) -> Graph:
         """A graph of kernels, one a step: step i follows the steps `after[i]`, all earlier ones.
 
-        `waits`: each kernel itself waits for those, and so may be launched before their end. Of
-        those that follow one step that is the one with most steps behind it; any other would hold
-        room that these need, and so would one that follows several.
+        A kernel of an `early` step itself waits for those, and may be launched before their end.
         """
         driver = bindings()
         nodes: list[Any] = []
-        whole, early = driver.CUgraphEdgeData(), driver.CUgraphEdgeData()
+        whole, programmatic = driver.CUgraphEdgeData(), driver.CUgraphEdgeData()
         kinds = driver.CUgraphDependencyType
-        early.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
-        early.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
-        behind, heir = [0] * len(after), list(range(len(after)))
-        for i in reversed(range(len(after))):
-            for k in after[i]:
-                if behind[i] >= behind[k]:
-                    behind[k], heir[k] = behind[i] + 1, i
+        programmatic.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
+        programmatic.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
         def enqueue() -> None:
-            for i, (step, before) in enumerate(zip(steps, after, strict=True)):
+            for step, before, soon in zip(steps, after, early, strict=True):
                 heads = [nodes[k] for k in before]
-                soon = waits and len(before) == 1 and heir[before[0]] == i
-                edges = [early if soon else whole] * len(heads)
+                edges = [programmatic if soon else whole] * len(heads)
                 set_to = driver.cuStreamUpdateCaptureDependencies(
                     self.raw, heads, edges, len(heads), replaced
                 )

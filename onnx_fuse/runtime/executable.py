@@ -31,7 +31,7 @@ from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned, plan
-from onnx_fuse.runtime.schedule import Segment, segments
+from onnx_fuse.runtime.schedule import Segment, along_rows, segments
 from onnx_fuse.runtime.tensor import Binding, DeviceTensor, adopt, dtype_of
 
 INSTANCES = 32
@@ -412,7 +412,9 @@ class Instance:
         if not config.GRAPH.value:
             return enqueue
         if aside:
-            graph = owner.stream.capture_steps(steps, after, waits=owner.hw.cc >= 90)
+            waits = owner.hw.cc >= 90  # kernels themselves, by griddepcontrol
+            early = along_rows(after) if waits else [False] * len(after)
+            graph = owner.stream.capture_steps(steps, after, early)
         else:
             graph = owner.stream.capture(enqueue)
         # the graph uses what `bound` owns: both live as long as this

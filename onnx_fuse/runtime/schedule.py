@@ -5,7 +5,7 @@ Order among calls that the data asks for: what it leaves open, the graph runs si
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -97,3 +97,17 @@ def by_data(program: Program) -> Order:
 def in_line(program: Program) -> Order:
     """Each call follows the one before."""
     return _order([i - 1] if i else [] for i in range(len(program.calls)))
+
+
+def along_rows(after: Sequence[Sequence[int]]) -> list[bool]:
+    """Which of the steps that follow `after[i]` may be launched before the end of these.
+
+    One that follows a single step, of whose followers it has the most steps behind it: another
+    launched so would hold room that this row needs.
+    """
+    behind, heir = [0] * len(after), [-1] * len(after)
+    for i in reversed(range(len(after))):
+        for k in after[i]:
+            if behind[i] >= behind[k]:
+                behind[k], heir[k] = behind[i] + 1, i
+    return [len(steps) == 1 and heir[steps[0]] == i for i, steps in enumerate(after)]
