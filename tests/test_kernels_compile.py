@@ -131,6 +131,18 @@ def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
     assert all(found.clean for found in jit.resources(call.source, call.defines, hw.arch).values())
 
 
+@pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
+def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> None:
+    """Without a bound of one block ptxas parked some to fit more blocks on a multiprocessor."""
+    model = ir.text_model("""agraph (float16[1000,96] a, float16[1000,96] b)
+        => (float16[96] y, float16[96] z) <int64[1] axes = {0}>
+        { y = ReduceSum <keepdims = 0> (a, axes) z = ReduceSum <keepdims = 0> (b, axes) }""")
+    rows = ((1000, 96), "float16")
+    launches = [x for c in lower(model, {"a": rows, "b": rows}, hw).calls for x in c.launches]
+    assert [x.entry for x in launches] == ["twins", "twins"]
+    assert not [dirt for x in launches for dirt in _dirty(((x.source, x.defines), ""), hw.arch)]
+
+
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("hw", [A100, H200], ids=lambda hw: hw.arch)
 def test_folds_of_a_program_compile_without_spills(hw: Hardware, master: bool) -> None:

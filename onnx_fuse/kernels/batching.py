@@ -212,7 +212,7 @@ struct TwinPointer {{
 }};
 struct TwinRow {{ u64 p[{len(pointers)}]; }};
 struct TwinRows {{ TwinRow at[{rows}]; }};
-extern "C" __global__ void __launch_bounds__({prod(launch.block)})
+extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
     twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
     after_previous_launch();
     {launch.entry}({", ".join(passed)});
