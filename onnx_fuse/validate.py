@@ -737,7 +737,9 @@ _STEPS = (1e-5, 1e-7)
 _SLOPE_LIMIT = 1e-5
 """Of |gradient| |direction|, in float64: what curvature and rounding leave of the difference."""
 _FLOAT_LIMIT = {np.dtype(np.float64): 1e-4, np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""Of the largest entry: the gradient in its own type against the same graph in float64."""
+"""Of the largest entry: the gradient in its own type against the same graph in float64. float16
+rounds each value by up to 5e-4, and sums of terms that cancel lose some bits more.
+"""
 _ZERO = 1e-6
 """Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
 
