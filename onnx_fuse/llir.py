@@ -107,8 +107,10 @@ class Tensor:
         return Tensor(self.buffer, self.dtype, shape, strides, self.offset)
 
     def expand(self, shape: Sequence[int]) -> Tensor:
-        """Broadcast to `shape`: new and stretched axes get stride 0."""
+        """Broadcast to `shape` or ValueError: new and stretched axes get stride 0."""
         lead = len(shape) - len(self.shape)
+        if lead < 0 or any(d not in (1, n) for d, n in zip(self.shape, shape[lead:], strict=True)):
+            raise ValueError(f"{list(self.shape)} does not broadcast to {list(shape)}")
         strides = [0] * lead + [
             0 if d == 1 else s for d, s in zip(self.shape, self.strides, strict=True)
         ]

@@ -612,6 +612,7 @@ def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
     [
         ("y = Add (x, z)", ((2, 3), (2, 4))),
         ("y = MatMul (x, z)", ((2, 3), (2, 4))),
+        ("y = Gemm (x, z, r)", ((2, 3), (3, 4))),
         ("y = Concat <axis = 0> (x, z)", ((2, 3), (2, 4))),
         ("s = Constant <value_ints = [4, -1]> () u = Add (x, z) y = Reshape (u, s)", ((2, 3),) * 2),
         ("y = Conv (x, z)", ((1, 3, 4, 4), (2, 4, 3, 3))),
