@@ -157,6 +157,7 @@ class Values:
         return dtype_name(self._type(value)[0])
 
     def fault(self, node: ir.Node, reason: str) -> ModelError:
+        """What to raise of a node: its name, its operands' shapes and the reason."""
         shapes = ", ".join(str(list(self._type(v)[1])) for v in node.inputs if v is not None)
         return ModelError(f"node '{self.label(node)}' ({node.op_type}) of {shapes}: {reason}")
 

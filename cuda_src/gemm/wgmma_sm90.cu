@@ -47,6 +47,7 @@
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
+static_assert(!STATIC_B || CLUSTER == 1, "b is asked for before the other CTA has set up its barriers");
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = (TRANS_B ? BN : BOXES * 64) * BK * 2;

@@ -12,6 +12,7 @@ from math import prod
 from onnx_fuse.llir import Call, Program
 
 FEW_BLOCKS = 8
+"""Of a call that leaves the multiprocessors to the one it runs beside."""
 
 
 @dataclass(frozen=True)
