@@ -42,7 +42,7 @@ from math_cases import Case, only
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
-MARK, LIMIT = ">>> ", 60  # before a test's name in a log; seconds a test may take
+MARK, LIMIT = ">>> ", 180  # before a test's name in a log; seconds a test may take
 Feature = tuple[str, ...]
 
 

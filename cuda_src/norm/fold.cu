@@ -117,9 +117,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void fold_columns(
         if (rank == 0 && t == 0) {
             mbarrier_init(bar, 1);
             fence_barrier_init();
-            mbarrier_expect(bar, (PARTS - 1) * 8 * COLS);
         }
-        __syncwarp();
+        __syncwarp();  // racecheck would have it between a barrier's first two uses
+        if (rank == 0 && t == 0) mbarrier_expect(bar, (PARTS - 1) * 8 * COLS);
         cluster_arrive();
     }
     for (int step = ROWS / 2; step; step /= 2)
