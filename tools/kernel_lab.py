@@ -341,12 +341,12 @@ class Runner:
 
 
 def interleaved(
-    arms: dict[str, Any], sets: int, launches: int, rounds: int = 9
+    arms: dict[str, Any], sets: int, launches: int, rounds: int = 9, rest: float = 0.0
 ) -> dict[str, float]:
     """Arm -> median us a call: a graph an arm, `launches` calls over `sets` operands.
 
     The arms take turns after WARM seconds, each round begun by the next: a chip's clock depends on
-    what ran before.
+    what ran before. With `rest`, after as many idle seconds instead: what a cool chip takes.
     """
     import torch as t
 
@@ -362,7 +362,9 @@ def interleaved(
                 for i in range(launches):
                     run(i % sets)
         times: dict[str, list[float]] = {name: [] for name in arms}
-        until = time.monotonic() + WARM
+        t.cuda.synchronize()
+        time.sleep(rest)
+        until = time.monotonic() + (0 if rest else WARM)
         while time.monotonic() < until:
             for graph in graphs.values():
                 graph.replay()

@@ -39,6 +39,9 @@ GOALS = {
     ("gelu", "fused"): (1.03, None), ("gelu training", "fused"): (1.05, None),
     ("fp32", "bf16x3"): (0.30, None), ("fp32", "bf16x6"): (0.55, None),
 }  # fmt: skip
+# LayerNormalization->Gemm 8192,4096,4096 in fp16 on onnxruntime's CUDA EP, and cuBLAS's bf16
+# product beside it: us on a cool H200 (2026-11). One that runs hot is slower at both.
+ORT_FP16, CUBLAS_BESIDE_ORT, FP16_GOAL = 600.0, 349.7, 0.65
 
 
 def save(path: Path, gpu: str, torch: str, rows: list[Row]) -> None:
@@ -68,6 +71,21 @@ def verdict(rows: list[Row], part: str, arm: str) -> list[str]:
         mean, worst = GOALS[part, arm]
         line += f"; the goal is {mean:.2f}" + (f", none above {worst:.2f}" if worst else "")
     return [line]
+
+
+def fp16_verdict(row: Row) -> list[str]:
+    """LayerNorm+Linear in fp16 beside onnxruntime's time, on a warm chip and on a rested one."""
+    us, lines = row.get("fp16") or {}, []
+    bare = {"fused": row["forward"]["cublas"], "rested fused": us.get("rested cublas bf16")}
+    for arm, cublas in bare.items():
+        if arm in us:
+            lines.append(
+                f"fp16, {'rested' if 'rested' in arm else 'warm'} chip: {us[arm]:.0f} us, "
+                f"{us[arm] / ORT_FP16:.2f} of onnxruntime's {ORT_FP16:.0f} (the goal is "
+                f"{FP16_GOAL}), where cuBLAS's bf16 takes {cublas:.0f}, beside those "
+                f"{CUBLAS_BESIDE_ORT:.0f}"
+            )
+    return lines
 
 
 def svg(width: int, height: int, parts: list[str]) -> str:
@@ -210,6 +228,7 @@ def fused_page(found: Row, hw: Hardware) -> list[str]:
                 f"- fp32 {shape}: cuBLAS IEEE {us['cublas']:.0f} us; as three bf16 products (error "
                 f"4e-6) {three:.2f} of that, as six (as accurate as fp32) {six:.2f}."
             )
+        lines += [f"- {line}." for line in fp16_verdict(row)]
     lines += ["", "How far from the machine's limits (fused, statistics included):", "",
               "![roofline](performance/roofline.svg)", ""]  # fmt: skip
     return lines
