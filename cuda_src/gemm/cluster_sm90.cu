@@ -5,6 +5,8 @@
 //            SHARE CTAs side by side in n load the tile of a together, by multicast. EPI_LN with STATS:
 //            four more warps take (mean, M2) of the rows of a from the same shared memory, about a
 //            shift near the mean; the cluster's parts are merged by Chan's formula, in order.
+//            NORM: a CTA's part of a stays in shared memory, where the warps of the statistics and those
+//            that will multiply make (a - mean) rstd gamma + beta of it; gamma and beta are then not in b.
 //            STATIC_B: b does not change while the graph runs, so its loads start before the launch
 //            before is through (programmatic dependent launch); everything else waits for that.
 // Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), bf16 or f16, by TMA: row strides and
@@ -12,7 +14,8 @@
 // Outputs  : y, z [M,N] TO; mean, rstd [M] f32 (STATS).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, WGM (64-row blocks of a tile, a warpgroup each), ROWS (rows
 //            loaded of the 64 WGM), BN, SPLIT, SHARE, STAGES, RING (1: a CTA has more steps of 64 k than
-//            STAGES), STATS, RMS, STATIC_B, N_STEP (1, 2, 8 or 64: divides N); the epilogue's.
+//            STAGES), STATS, RMS, NORM (with STATS), HELD (its steps of 64 k), STATIC_B, N_STEP (1, 2, 8
+//            or 64: divides N); the epilogue's.
 // Launch   : grid SPLIT SHARE ceil(M / (64 WGM)) ceil(N / (BN SHARE)), clusters of SPLIT SHARE.
 // Numerics : f32 sums, each CTA's k in order, CTAs in order: bits depend on K and SPLIT alone.
 // Bound    : bytes of b from memory; latency below a few MB.
@@ -24,18 +27,26 @@
 #ifndef RMS
 #define RMS 0
 #endif
-constexpr int BK = 64, A_BYTES = ROWS * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES;
+#ifndef NORM
+#define NORM 0
+#define HELD 0
+#endif
+constexpr int BK = 64, A_BYTES = ROWS * BK * 2, B_BYTES = BN * BK * 2;
+constexpr int STAGE = (NORM ? 0 : A_BYTES) + B_BYTES;  // of the ring, behind what of a stays
+constexpr int RING_AT = HELD * A_BYTES, B_AT = RING_AT + (NORM ? 0 : A_BYTES);
 constexpr int CLUSTER = SPLIT * SHARE, MMA_WARPS = 4 * WGM;
+constexpr int TEAM = 128 + (NORM ? 32 * MMA_WARPS : 0), LINES = TEAM / 8;  // of the statistics
 constexpr int THREADS = 32 * (MMA_WARPS + (STATS ? 4 : 0) + 1), PRODUCER = THREADS / 32 - 1;
 constexpr int LIVE = (ROWS + 15) / 16;             // multiplying warps whose rows exist
 constexpr int WIDTH = BN / SPLIT, GROUPS = WIDTH / 8;  // columns a CTA finishes, in groups of 8
 // groups of 8 columns that a quad's lanes exchange to store 4 WIDE bytes each
 constexpr int WIDE = sizeof(TO) > 2 || N_STEP < 8 ? 1 : GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1;
-constexpr int READERS = (MMA_WARPS + (STATS ? 4 : 0)) * SHARE;  // warps that free a stage
+constexpr int READERS = NORM ? MMA_WARPS : (MMA_WARPS + (STATS ? 4 : 0)) * SHARE;  // warps that free a stage
 // sums pushed by the other CTAs: [SPLIT - 1][GROUPS][32 LIVE] float4
-constexpr int SUM_AT = STAGES * STAGE, SUM_BYTES = (SPLIT - 1) * GROUPS * LIVE * 512;
+constexpr int SUM_AT = RING_AT + STAGES * STAGE, SUM_BYTES = (SPLIT - 1) * GROUPS * LIVE * 512;
 constexpr int MOMENT_AT = SUM_AT + SUM_BYTES, MOMENT_BYTES = STATS ? SPLIT * ROWS * 8 : 0;
-constexpr int COLUMN_AT = MOMENT_AT + MOMENT_BYTES, BAR_AT = COLUMN_AT + EPI_COLS * WIDTH * 4;
+constexpr int COLUMN_AT = MOMENT_AT + MOMENT_BYTES, GAIN_AT = COLUMN_AT + EPI_COLS * WIDTH * 4;
+constexpr int BAR_AT = GAIN_AT + HELD * BK * 4;  // gamma and beta of this CTA's k
 
 #define NARROW_(E_, type)                                                                          \
     template <int TA, int TB> struct Wgmma<E_, 32, TA, TB> {                                       \
@@ -73,8 +84,8 @@ DEVICE void push(u32 to, u32 bar, float a, float b) {
 }
 // All of the cluster: `arrive`, then `wait`. In a lone CTA the producer's warp need not wait: it arrives
 // at the barriers where the others, the multiplying warps and those of the statistics, wait for it.
-enum { PRODUCT = 1, COLUMNS, MOMENTS_START, MOMENTS_DONE };
-constexpr int PRODUCT_THREADS = 32 * MMA_WARPS + 32, MOMENTS_THREADS = 128 + 32;
+enum { PRODUCT = 1, COLUMNS, MOMENTS_START, MOMENTS_DONE, NORMED };
+constexpr int PRODUCT_THREADS = 32 + (NORM ? TEAM : 32 * MMA_WARPS), MOMENTS_THREADS = 128 + 32;
 DEVICE void arrive() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -126,10 +137,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
     float epsilon, float* mean, float* rstd, const TR* row0,
     const TR* row1, const TR* row2, const TR* row3,
     const TV* col0, const TV* col1, float alpha, float beta,
-    float act_alpha) {
+    float act_alpha, const T* gamma, const T* beta_) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem), full = base + BAR_AT, empty = full + STAGES * 8;
-    u32 summed = empty + STAGES * 8, counted = summed + 8;
+    u32 summed = empty + STAGES * 8, counted = summed + 8, here = counted + 8;  // here: NORM's a, by steps
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int rank = CLUSTER > 1 ? (int)cluster_rank() : 0, part = rank % SPLIT, side = rank / SPLIT;
     int tiles_m = (M + 64 * WGM - 1) / (64 * WGM), tile = blockIdx.x / CLUSTER;
@@ -140,19 +151,167 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
     auto release = [&](int step) {
         if (RING && step + STAGES < steps) {
             u32 bar = empty + step % STAGES * 8;
-            if (SHARE == 1) {
+            if (SHARE == 1 || NORM) {
                 if (lane == 0) mbarrier_arrive(bar);
             } else if (lane < SHARE) {
                 mbarrier_arrive_remote(bar, part + SPLIT * lane);
             }
         }
     };
+    // The rows' (mean, rstd) of all the cluster's parts.
+    auto moments = [&](int r) {
+        float mu = 0, m2 = 0;  // m2: sum of squared deviations
+#pragma unroll
+        for (int o = 0; o < SPLIT; o++) {
+            int left = K - o * per * BK;
+            float count = left < per * BK ? left : per * BK, before = o * per * BK;
+            float share = o ? __fdividef(count, before + count) : 1.0f;
+            float2 v = *(const float2*)(smem + MOMENT_AT + (o * ROWS + r) * 8);
+            float d = v.x - mu;
+            m2 += v.y + d * d * (before * share);
+            mu += d * share;
+        }
+        return make_float2(mu, rsqrtf(fmaxf(m2, 0.0f) / K + epsilon));
+    };
+    // By thread t of TEAM: 8 lanes a row, a lane has one 16-byte chunk of each step.
+    auto take_moments = [&](int t) {
+        constexpr int EACH = ROWS / SHARE, PASSES = (EACH + LINES - 1) / LINES;
+        int sub = t / 8, chunk = lane % 8;
+        int left = K - first * BK;
+        float shift[PASSES] = {}, s1[PASSES] = {}, s2[PASSES] = {};
+        auto over_lanes = [&](float (&v)[PASSES]) {  // sums over the 8 lanes of a row, to all of them
+#pragma unroll
+            for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) v[i] += __shfl_xor_sync(~0u, v[i], step);
+        };
+        struct Chunks { uint4 of[PASSES]; } even, odd;
+        auto fetch = [&](Chunks& v, int step) {
+            int s = step % STAGES;
+            mbarrier_wait(NORM ? here + step * 8 : full + s * 8, NORM ? 0 : step / STAGES & 1);
+#pragma unroll
+            for (int i = 0; i < PASSES; i++) {
+                int r = side * EACH + i * LINES + sub;
+                v.of[i] = uint4{};
+                if (EACH % LINES == 0 || i * LINES + sub < EACH)
+                    v.of[i] = *(const uint4*)(smem + (NORM ? step * A_BYTES : s * STAGE) + r * 128 +
+                                              ((chunk ^ (r & 7)) << 4));
+            }
+        };
+        auto observe = [&](const Chunks& v, int step) {
+            if (!RMS && step == 0) {  // the rows' first 64 values tell where about the mean is
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) {
+                    float2 a = unpack2<T>(v.of[i].x), b = unpack2<T>(v.of[i].y);
+                    float2 c = unpack2<T>(v.of[i].z), d = unpack2<T>(v.of[i].w);
+                    shift[i] = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+                }
+                over_lanes(shift);
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) shift[i] *= 1.0f / (left < BK ? left : BK);
+            }
+            if (step * BK + chunk * 8 < left)
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) {
+                    u32 words[4] = {v.of[i].x, v.of[i].y, v.of[i].z, v.of[i].w};
+                    float t1 = 0, t2 = 0;  // added up first: fewer roundings of the long sums
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        float2 p = unpack2<T>(words[j]);
+                        float a = p.x - shift[i], b = p.y - shift[i];
+                        t1 += a + b;
+                        t2 += a * a;
+                        t2 += b * b;
+                    }
+                    s1[i] += t1;
+                    s2[i] += t2;
+                }
+            if (RING && !NORM) {
+                __syncwarp();
+                release(step);
+            }
+        };
+        fetch(even, 0);
+        for (int step = 0; step < steps; step += 2) {  // one step is read while another is added up
+            if (step + 1 < steps) fetch(odd, step + 1);
+            observe(even, step);
+            if (step + 1 == steps) break;
+            if (step + 2 < steps) fetch(even, step + 2);
+            observe(odd, step + 1);
+        }
+        over_lanes(s1);
+        over_lanes(s2);
+        float inverse = 1.0f / (left < per * BK ? left : per * BK);
+        u32 at = base + MOMENT_AT + (part * ROWS + side * EACH + sub) * 8, bar = counted;
+        if (CLUSTER > 1) {  // lane j of a row tells CTA j
+            at = cluster_address(at, chunk % CLUSTER);
+            bar = cluster_address(bar, chunk % CLUSTER);
+        }
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            float over = s1[i] * inverse, mu = RMS ? 0.0f : shift[i] + over;
+            float m2 = RMS ? s2[i] : s2[i] - s1[i] * over;
+            if (chunk < CLUSTER && (EACH % LINES == 0 || i * LINES + sub < EACH)) {
+                if (CLUSTER > 1) push(at + i * LINES * 8, bar, mu, m2);
+                else *(float2*)(smem + (at - base) + i * LINES * 8) = make_float2(mu, m2);
+            }
+        }
+    };
+    // NORM: this CTA's part of a, as soon as all its bytes and gamma and beta are there.
+    auto normalise = [&] {
+        constexpr int GAINS = NORM ? (HELD * BK + TEAM - 1) / TEAM : 1, EACH = (ROWS + LINES - 1) / LINES;
+        const int t = threadIdx.x;
+        T* gain = (T*)(smem + GAIN_AT);
+        T g[GAINS], b[GAINS];
+#pragma unroll
+        for (int i = 0; i < GAINS; i++) {
+            int k = first * BK + t + i * TEAM;
+            g[i] = k < K ? gamma[k] : T{};
+            b[i] = k < K && beta_ ? beta_[k] : T{};
+        }
+        take_moments(t);
+#pragma unroll
+        for (int i = 0; i < GAINS; i++)
+            if (HELD * BK % TEAM == 0 || t + i * TEAM < HELD * BK)
+                gain[t + i * TEAM] = g[i], gain[HELD * BK + t + i * TEAM] = b[i];
+        bar_sync(MOMENTS_DONE, TEAM);
+        if (CLUSTER > 1) mbarrier_wait(counted, 0);
+        float2 of[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int r = t / 8 + i * LINES;
+            of[i] = moments(min(r, ROWS - 1));
+            if (n0 == 0 && part == 0 && t % 8 == 0 && r < ROWS && m0 + r < M)
+                mean[m0 + r] = of[i].x, rstd[m0 + r] = of[i].y;
+        }
+#pragma unroll 2
+        for (int step = 0; step < steps; step++) {
+            const uint4 g4 = *(const uint4*)(gain + step * BK + t % 8 * 8);
+            const uint4 b4 = *(const uint4*)(gain + (HELD + step) * BK + t % 8 * 8);
+            mbarrier_wait(here + step * 8, 0);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                int r = t / 8 + i * LINES;
+                if (ROWS % LINES && r >= ROWS) continue;
+                uint4* at = (uint4*)(smem + step * A_BYTES + r * 128 + ((t % 8 ^ (r & 7)) << 4));
+                uint4 v = *at;
+                auto word = [&](u32& both, u32 gs, u32 bs) {
+                    float2 x = unpack2<T>(both), g = unpack2<T>(gs), b = unpack2<T>(bs);
+                    both = pack2<T>((x.x - of[i].x) * of[i].y * g.x + b.x, (x.y - of[i].x) * of[i].y * g.y + b.y);
+                };
+                word(v.x, g4.x, b4.x), word(v.y, g4.y, b4.y), word(v.z, g4.z, b4.z), word(v.w, g4.w, b4.w);
+                *at = v;
+            }
+        }
+        fence_proxy_async();
+        bar_sync(NORMED, TEAM);
+    };
     launch_dependents();
 
     if (warp == PRODUCER) {
         auto load_b = [&](int step) {
             int s = step % STAGES, k = (first + step) * BK;
-            u32 b = base + s * STAGE + A_BYTES, bar = full + s * 8;
+            u32 b = base + B_AT + s * STAGE, bar = full + s * 8;
             mbarrier_expect(bar, STAGE);
             if (TRANS_B)
                 tma_load(b, map_b, bar, k, n0, 0);
@@ -164,7 +323,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         };
         auto load_a = [&](int step) {  // this CTA's share of the rows (TRANS_A: of k), to all sharers
             int s = step % STAGES, k = (first + step) * BK;
-            u32 a = base + s * STAGE, bar = full + s * 8;
+            u32 a = base + (NORM ? step * A_BYTES : s * STAGE), bar = NORM ? here + step * 8 : full + s * 8;
+            if (NORM) mbarrier_expect(bar, A_BYTES);
             u16 sharers = 0;
             for (int i = 0; i < SHARE; i++) sharers |= 1 << (part + SPLIT * i);
 #pragma unroll
@@ -185,6 +345,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             }
             mbarrier_init(summed, 1);
             mbarrier_init(counted, 1);
+            for (int step = 0; step < HELD; step++) mbarrier_init(here + step * 8, 1);
             fence_barrier_init();
             if (SPLIT > 1) mbarrier_expect(summed, SUM_BYTES);
             if (STATS && CLUSTER > 1) mbarrier_expect(counted, MOMENT_BYTES);
@@ -194,13 +355,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         __syncwarp();
         arrive();
         if (CLUSTER == 1) bar_arrive(PRODUCT, PRODUCT_THREADS);
-        if (CLUSTER == 1 && STATS) bar_arrive(MOMENTS_START, MOMENTS_THREADS);
+        if (CLUSTER == 1 && STATS && !NORM) bar_arrive(MOMENTS_START, MOMENTS_THREADS);
         if (SHARE > 1) wait(0, 0);
         if (one_lane()) {
             grid_dependency_wait();
+            if (NORM)
+                for (int step = 0; step < steps; step++) load_a(step);
             for (int step = 0; step < STAGES && step < steps; step++) {
                 if (!STATIC_B) load_b(step);
-                load_a(step);
+                if (!NORM) load_a(step);
             }
         }
         __syncwarp();
@@ -210,12 +373,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             for (int step = STAGES; step < steps; step++) {
                 mbarrier_wait(empty + step % STAGES * 8, step / STAGES - 1 & 1);
                 load_b(step);
-                load_a(step);
+                if (!NORM) load_a(step);
             }
-    } else if (warp < MMA_WARPS) {
+        return;
+    }
+    if (NORM) {  // one copy of the code for both kinds of warps
         arrive();
         wait(PRODUCT, PRODUCT_THREADS);
         grid_dependency_wait();
+        normalise();
+    }
+    if (warp < MMA_WARPS) {
+        if (!NORM) {
+            arrive();
+            wait(PRODUCT, PRODUCT_THREADS);
+            grid_dependency_wait();
+        }
         // what the epilogue will need starts its way before the multiplication
         constexpr int MANY = EPI_COLS ? (WIDTH + 128 * WGM - 1) / (128 * WGM) : 1;
         float columns[MANY][2];
@@ -254,7 +427,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         int step = 0;
         do {  // (a loop that might not run at all has ptxas serialise the products)
             int s = step % STAGES;
-            u32 a = base + s * STAGE + warp / 4 * 8192, b = base + s * STAGE + A_BYTES;
+            u32 a = base + (NORM ? step * A_BYTES : s * STAGE) + warp / 4 * 8192, b = base + B_AT + s * STAGE;
             mbarrier_wait(full + s * 8, step / STAGES & 1);
             wgmma_fence();
 #pragma unroll
@@ -324,32 +497,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                     }
                 }
             }
-            if (STATS) {
+            if (STATS && !NORM) {
                 if (CLUSTER > 1) mbarrier_wait(counted, 0);
                 else bar_sync(MOMENTS_DONE, 32 * LIVE + 128);
-                struct { float mean, m2; } mo[2] = {};  // m2: sum of squared deviations
-#pragma unroll
-                for (int o = 0; o < SPLIT; o++) {
-                    int left = K - o * per * BK;
-                    float count = left < per * BK ? left : per * BK, before = o * per * BK;
-                    float share = o ? __fdividef(count, before + count) : 1.0f;
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        int r = row + h * 8;
-                        if (ROWS % 16 && r >= ROWS) continue;
-                        float2 v = *(const float2*)(smem + MOMENT_AT + (o * ROWS + r) * 8);
-                        float d = v.x - mo[h].mean;
-                        mo[h].m2 += v.y + d * d * (before * share);
-                        mo[h].mean += d * share;
-                    }
-                }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    rows[h].r0 = rsqrtf(fmaxf(mo[h].m2, 0.0f) / K + epsilon);
-                    rows[h].r1 = mo[h].mean;
+                    int r = row + h * 8;
+                    if (ROWS % 16 && r >= ROWS) continue;
+                    float2 of = moments(r);
+                    rows[h].r0 = of.y, rows[h].r1 = of.x;
                     if (n0 == 0 && part == 0 && lane % 4 == 0 && m + h * 8 < M) {
-                        mean[m + h * 8] = mo[h].mean;
-                        rstd[m + h * 8] = rows[h].r0;
+                        mean[m + h * 8] = of.x;
+                        rstd[m + h * 8] = of.y;
                     }
                 }
             }
@@ -399,89 +558,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 }
             }
         }
-    } else if (STATS) {  // 8 lanes a row, a lane takes one 16-byte chunk of each step
+    } else if (STATS && !NORM) {  // 8 lanes a row, a lane takes one 16-byte chunk of each step
         arrive();
         wait(MOMENTS_START, MOMENTS_THREADS);
-        constexpr int EACH = ROWS / SHARE, PASSES = (EACH + 15) / 16;
-        int sub = (warp - MMA_WARPS) * 4 + lane / 8, chunk = lane % 8;
-        int left = K - first * BK;
-        float shift[PASSES] = {}, s1[PASSES] = {}, s2[PASSES] = {};
-        auto over_lanes = [&](float (&v)[PASSES]) {  // sums over the 8 lanes of a row, to all of them
-#pragma unroll
-            for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) v[i] += __shfl_xor_sync(~0u, v[i], step);
-        };
-        struct Chunks { uint4 of[PASSES]; } even, odd;
-        auto fetch = [&](Chunks& v, int step) {
-            int s = step % STAGES;
-            mbarrier_wait(full + s * 8, step / STAGES & 1);
-#pragma unroll
-            for (int i = 0; i < PASSES; i++) {
-                int r = side * EACH + i * 16 + sub;
-                v.of[i] = uint4{};
-                if (EACH % 16 == 0 || i * 16 + sub < EACH)
-                    v.of[i] = *(const uint4*)(smem + s * STAGE + r * 128 + ((chunk ^ (r & 7)) << 4));
-            }
-        };
-        auto observe = [&](const Chunks& v, int step) {
-            if (!RMS && step == 0) {  // the rows' first 64 values tell where about the mean is
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) {
-                    float2 a = unpack2<T>(v.of[i].x), b = unpack2<T>(v.of[i].y);
-                    float2 c = unpack2<T>(v.of[i].z), d = unpack2<T>(v.of[i].w);
-                    shift[i] = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
-                }
-                over_lanes(shift);
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) shift[i] *= 1.0f / (left < BK ? left : BK);
-            }
-            if (step * BK + chunk * 8 < left)
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) {
-                    u32 words[4] = {v.of[i].x, v.of[i].y, v.of[i].z, v.of[i].w};
-                    float t1 = 0, t2 = 0;  // added up first: fewer roundings of the long sums
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        float2 p = unpack2<T>(words[j]);
-                        float a = p.x - shift[i], b = p.y - shift[i];
-                        t1 += a + b;
-                        t2 += a * a;
-                        t2 += b * b;
-                    }
-                    s1[i] += t1;
-                    s2[i] += t2;
-                }
-            if (RING) {
-                __syncwarp();
-                release(step);
-            }
-        };
-        fetch(even, 0);
-        for (int step = 0; step < steps; step += 2) {  // one step is read while another is added up
-            if (step + 1 < steps) fetch(odd, step + 1);
-            observe(even, step);
-            if (step + 1 == steps) break;
-            if (step + 2 < steps) fetch(even, step + 2);
-            observe(odd, step + 1);
-        }
-        over_lanes(s1);
-        over_lanes(s2);
-        float inverse = 1.0f / (left < per * BK ? left : per * BK);
-        u32 at = base + MOMENT_AT + (part * ROWS + side * EACH + sub) * 8, bar = counted;
-        if (CLUSTER > 1) {  // lane j of a row tells CTA j
-            at = cluster_address(at, chunk % CLUSTER);
-            bar = cluster_address(bar, chunk % CLUSTER);
-        }
-#pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            float over = s1[i] * inverse, mu = RMS ? 0.0f : shift[i] + over;
-            float m2 = RMS ? s2[i] : s2[i] - s1[i] * over;
-            if (chunk < CLUSTER && (EACH % 16 == 0 || i * 16 + sub < EACH)) {
-                if (CLUSTER > 1) push(at + i * 128, bar, mu, m2);
-                else *(float2*)(smem + (at - base) + i * 128) = make_float2(mu, m2);
-            }
-        }
+        take_moments(threadIdx.x - 32 * MMA_WARPS);
         if (CLUSTER == 1) bar_arrive(MOMENTS_DONE, 32 * LIVE + 128);  // st.async is for clusters alone
     }
 }

@@ -24,6 +24,7 @@ class Cluster:
 
     name = "cluster"
     source = "gemm/cluster_sm90.cu"
+    norms = False  # whether gamma and beta are applied to a in shared memory
 
     def sources(self) -> tuple[str, ...]:
         """The kernel."""
@@ -85,15 +86,19 @@ class Cluster:
         """64-wide steps of k that a CTA makes."""
         return ceil(ceil(problem.k / BK) / config.integer("split"))
 
+    def _held(self, problem: Problem, config: Config) -> int:
+        """Steps of which a stays in shared memory."""
+        return self._steps(problem, config) if self.norms else 0
+
     def _smem(self, problem: Problem, config: Config, stages: int) -> int:
         wgm, bn, split, share, _ = self._shape(config)
-        rows = self._rows(problem, wgm, share)
-        stage = (rows + bn) * BK * 2
+        rows, held = self._rows(problem, wgm, share), self._held(problem, config)
+        stage = ((0 if held else rows) + bn) * BK * 2
         sums = (split - 1) * (bn // split // 8) * ceil(rows / 16) * 512
         moments = split * rows * 8 if self._stats(problem) else 0
-        rest = sums + moments + 2 * (bn // split) * 4 + 16 * stages + 16
+        rest = sums + moments + 2 * (bn // split) * 4 + 16 * stages + 16 + held * (BK * 4 + 8)
         # the last stage's a is read as whole 64-row blocks
-        return stages * stage + max(rest, wgm * 8192 - stage)
+        return held * rows * BK * 2 + stages * stage + max(rest, wgm * 8192 - stage)
 
     def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
         # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
@@ -177,7 +182,9 @@ class Cluster:
         # with every SM taken nothing is read ahead, and a's first tile would only wait behind b's:
         # 7.7 us in place of 7.2 at 512x768x3072 (H200, 2026-11)
         early = problem.attr("static_b") and grid <= 0.9 * config.integer("room") * hw.sm_count
-        if norm:
+        if self.norms:
+            epilogue |= {"NORM": 1, "HELD": self._held(problem, config)}
+        elif norm:
             types["TV"] = "float"
             epilogue |= {"EPI_LN": 1}
             epilogue.pop("EPI_BIAS", None)  # it is in cv
@@ -189,7 +196,9 @@ class Cluster:
             {"STATS": 1} if stats else {}, {"RMS": 1} if problem.attr("rms") and stats else {},
         )  # fmt: skip
         size = ITEMSIZE[problem.dtype]
-        if norm:
+        if self.norms:
+            names = ("x", "w", "r", "none", "c", "none", "none")
+        elif norm:
             names = ("x", "wq", "r", "cs", "cv", "rstd", "mean")
         else:
             names = ("a", "b", "c", "col0", "col1", "row0", "row1")
@@ -221,6 +230,7 @@ class Cluster:
             Ptr(row0), Ptr(row1), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
             Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
             Num("f32", problem.number("act_alpha", 1.0)),
+            *(Ptr(name if self.norms else "none") for name in ("gamma", "beta")),
         )  # fmt: skip
         threads = 128 * wgm + (128 if stats else 0) + 32
         return (
@@ -229,3 +239,25 @@ class Cluster:
                 smem=self._smem(problem, config, stages), cluster=split * share,
             ),
         )  # fmt: skip
+
+
+class NormCluster(Cluster):
+    """A LayerNormGemm whose weights are not folded: a's rows are normalised in shared memory."""
+
+    name = "norm_cluster"
+    norms = True
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if problem.attr("folded"):
+            return "the weights are folded: gamma and beta are not given"
+        if problem.attr("stats"):
+            return "it makes the statistics itself"
+        return super().supports(problem.having(folded=True), hw)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The product, which waits for all of a, and what a thread rewrites of it."""
+        wgm, _, _, share, _ = self._shape(config)
+        threads, held = 128 * wgm + 128, self._held(problem, config)
+        chunks = ceil(self._rows(problem, wgm, share) * 8 / threads) * held
+        return super().cost(problem, config, hw) + 0.6e-6 + 5e-8 * chunks
