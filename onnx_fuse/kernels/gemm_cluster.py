@@ -230,7 +230,7 @@ class Cluster:
             Ptr(row0), Ptr(row1), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
             Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
             Num("f32", problem.number("act_alpha", 1.0)),
-            *(Ptr(name if self.norms else "none") for name in ("gamma", "beta")),
+            Ptr("gamma" if self.norms else "none"), Ptr("beta" if self.norms else "none"),
         )  # fmt: skip
         threads = 128 * wgm + (128 if stats else 0) + 32
         return (
