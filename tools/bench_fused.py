@@ -235,7 +235,7 @@ class Bench:
         us = interleaved(arms, sets, launches)
         low = [(op.inputs["x"].bfloat16(), op.inputs["w"].bfloat16()) for op in ops]
         arms["cublas bf16"] = lambda i: t.matmul(*low[i])
-        rested = interleaved(arms, sets, sets, rounds=3, rest=REST)
+        rested = interleaved(arms, sets, launches, rounds=3, rest=REST)
         return us | {f"rested {name}": time for name, time in rested.items()}
 
     def fp32(self) -> dict[str, float]:
