@@ -70,6 +70,8 @@ PROBLEMS = (
     Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=4096, folded=True, add="here", **BF16),
     Problem.of("LayerNormGemmGrad", m=4096, n=4096, k=4096, act="silu", add="here", **BF16),
     Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=4096, rms=True, folded=True, **BF16),
+    Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=1024, math="bf16x3", act="gelu"),
+    Problem.of("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
 )
 PER_KERNEL = 3  # configurations, the likeliest by cost

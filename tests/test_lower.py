@@ -813,10 +813,13 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
     np.testing.assert_array_equal(found(3)[1]["wq"][1], -wq)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float"])
+@pytest.mark.parametrize(
+    ("dtype", "math"),
+    [("bfloat16", "ieee"), *(("float", how) for how in ("ieee", "tf32", "bf16x3", "bf16x6"))],
+)
 @pytest.mark.parametrize("act", ["", "Gelu"])
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
-def test_a_norm_before_a_product_has_one_gradient_call(dtype, act, norm):
+def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
     layer = norm == "LayerNorm"
     text = f"""agraph ({dtype}[32,128] dy, {dtype}[32,64] x, {dtype}[64] s,
         {f"{dtype}[64] b," if layer else ""} {dtype}[64,128] w, {dtype}[128] c,
@@ -830,9 +833,9 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, act, norm):
         v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "bfloat16")
         for v in model.graph.inputs
     }
-    calls = lower.lower(model, feeds, H200).calls
+    calls = lower.lower(model, feeds, H200, math=math).calls
     kinds = [call.problem.op for call in calls if call.problem is not None]
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" or math.startswith("bf16"):
         assert kinds == ["LayerNormGemmGrad"]
         assert calls[0].problem.text("act") == act.lower()
         assert bool(calls[0].problem.attr("rms")) != layer
@@ -840,8 +843,28 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, act, norm):
         names = [name for name in names if layer or name not in ("beta", "mean")]
         assert [name for name, _ in calls[0].reads] == names
         assert ("dbeta" in dict(calls[0].writes)) == layer
-    else:  # no kernel for fp32: the op's body
+    else:  # no kernel for fp32 as it is: the op's body
         assert set(kinds) == {"Gemm"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "kinds"),
+    [
+        ((8192, 1024, 4096), {"LayerNormGemmGrad"}),
+        ((8192, 64, 64), {"Gemm"}),  # splitting its operands costs more than the products
+        ((64, 60, 128), {"Gemm"}),  # rows of no whole 16 bytes
+    ],
+)
+def test_a_float32_gradient_by_split_products_is_one_call_where_that_is_faster(shape, kinds):
+    m, k, n = shape
+    model = ir.text_model(f"""agraph (float[{m},{n}] dy, float[{m},{k}] x, float[{k}] s,
+        float[{k}] b, float[{k},{n}] w, float[{n}] c, float[{m},1] mean, float[{m},1] rstd,
+        float[{m},{n}] z)
+    => (float[{m},{k}] dx, float[{k}] ds, float[{k}] db, float[{k},{n}] dw, float[{n}] dc)
+    {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, s, b, w, c, mean, rstd, z) }}""")
+    feeds = {v.name: (tuple(v.shape), "float32") for v in model.graph.inputs}
+    calls = lower.lower(model, feeds, H200, math="bf16x6").calls
+    assert {call.problem.op for call in calls if call.problem is not None} == kinds
 
 
 @pytest.mark.parametrize(("rows", "folds"), [(8192, 1), (64, 0)])

@@ -17,7 +17,8 @@
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
-//            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each);
+//            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
+//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access);
 //            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Code     : kernels that take turns share the instruction cache, and one whose epilogue has left it
 //            takes 4 us more: loops that need no unrolling have none.
@@ -43,6 +44,9 @@
 #endif
 #ifndef SINGLE
 #define SINGLE 0
+#endif
+#ifndef EVEN
+#define EVEN 0
 #endif
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
@@ -233,6 +237,15 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     else
                         tma_load(a, map_a, bar, k, t.m, za);
                     if (++s == STAGES) s = 0, phase ^= 1;
+                    if (EVEN) {  // rows of c: they are in L2 when the epilogue asks for them
+                        int to = BM - (steps - 1 - step) * 4, wide = (N - t.n < BN ? N - t.n : BN) * 4;
+#pragma unroll 1
+                        for (int row = step ? to - 4 : 0; row < to; row++)
+                            if (row >= 0 && t.m + row < M)
+                                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                                                 c + (i64)(t.m + row) * N + t.n),
+                                             "r"(wide));
+                    }
                 }
             }
             if (EARLY) atomicExch(limit, M);
@@ -492,6 +505,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     read_columns(0);
 #pragma unroll
                     for (int q = 0; q < 4 && j * 64 + q * 16 < BN; q++) {
+                        if (EVEN) __syncwarp();  // or ptxas would load far ahead, and spill
                         int n = j * 64 + q * 16 + lane % 4 * 2;  // and n + 8, in the tile
                         u32 swizzled = brow * 128 + (((q * 2 + bchunk) ^ (brow & 7)) << 4);
                         u32 cr[4];
@@ -510,8 +524,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             i64 at = ((i64)t.batch * M + gm) * N + gn;
                             bool in = gm < M && gn < N, both = in && gn + 1 < N;
                             if (EPI_OPERAND && plain) {
-                                if (in) cc.x = to_float(c[at]);
-                                if (both) cc.y = to_float(c[at + 1]);
+                                if (EVEN && in) cc = *(const float2*)(c + at);
+                                if (!EVEN && in) cc.x = to_float(c[at]);
+                                if (!EVEN && both) cc.y = to_float(c[at + 1]);
                             }
 #if EPI_OPERAND && !DIRECT
                             if (!plain) cc = unpack2<TO>(cr[e]);
@@ -550,11 +565,13 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             if (plain) {
                                 at += (i64)t.split * M * N;
                                 TO* into = pass == 0 ? z : y;
-                                if (in) {
+                                if (EVEN && !ACCUMULATE) {
+                                    if (in) *(float2*)(into + at) = v;
+                                } else if (in) {
                                     leave(into, at, v.x, pass);
                                     if (SAVE_Z && !TWICE) z[at] = from_float<TO>(zz.x);
                                 }
-                                if (both) {
+                                if (both && (!EVEN || ACCUMULATE)) {
                                     leave(into, at + 1, v.y, pass);
                                     if (SAVE_Z && !TWICE) z[at + 1] = from_float<TO>(zz.y);
                                 }

@@ -4,15 +4,25 @@
 // Idea     : a warp keeps RPW rows' sums in registers while the block walks along n in steps of 256; the
 //            16 warps' column sums meet in smem, in warp order. One pass over dy and z.
 // Inputs   : dy, z [M,N] T; cs, cv [N] f32.   Outputs: c1, c2 [M] f32, part [ceil(M/ROWS), N] f32,
-//            dz [M,N] T (ACT other than NONE).   N a multiple of 8, rows 16-byte aligned.
-// Macros   : T, ACT, RPW.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
+//            dz [M,N] T (ACT other than NONE; or, T float, [PLANES,M,N] bf16 that add up to it).
+//            N a multiple of 8, rows 16-byte aligned.
+// Macros   : T, ACT, RPW, PLANES.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
 // Bound    : bytes of dy and z (and dz).
+#ifndef PLANES
+#define PLANES 0
+#endif
 #include "common.cuh"
+#include "norm/planes.cuh"
 constexpr int ROWS = 16 * RPW;
+#if PLANES
+typedef bf16 TZ;
+#else
+typedef T TZ;
+#endif
 
 extern "C" __global__ __launch_bounds__(512) void row_dots(
     const T* dy, const T* z, const float* cs,
-    const float* cv, int M, int N, float inv_k, float act_alpha, T* dz,
+    const float* cv, int M, int N, float inv_k, float act_alpha, TZ* dz,
     float* c1, float* c2, float* part) {
     after_previous_launch();
     __shared__ float sums[2][16][256];
@@ -33,18 +43,26 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #pragma unroll
             for (int r = 0; r < RPW; r++) {
                 if (m0 + r >= M) continue;
-                Vec<T, 8> out;
+                Vec<TZ, 8> out;
+                float whole[8];
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     float d = to_float(g[r].at[j]), zz = to_float(v[r].at[j]);
-                    if (ACT != NONE) {
-                        out.at[j] = from_float<T>(d * act_grad<ACT, T>(zz, act_alpha));
+                    if (ACT != NONE) d *= act_grad<ACT, T>(zz, act_alpha);
+                    if (ACT != NONE && !PLANES) {
+                        out.at[j] = from_float<TZ>(d);
                         d = to_float(out.at[j]);  // what the products will see
                     }
+                    whole[j] = d;
                     s1[r] += d * k1.at[j], s2[r] += d * (zz - k2.at[j]);
                     column[j] += d;
                 }
-                if (ACT != NONE) store<8>(dz + (i64)(m0 + r) * N + n, out);
+                TZ* to = dz + (i64)(m0 + r) * N + n;
+#if PLANES
+                store_planes<PLANES>(to, (i64)M * N, whole);
+#else
+                if (ACT != NONE) store<8>(to, out);
+#endif
             }
         }
 #pragma unroll

@@ -4,7 +4,8 @@
 //            over rows, the next one already on its way while this one is summed.
 // Inputs   : x [M,K] T, row stride ldx; VEC elements an access (1 where rows are not 16-byte aligned).
 // Outputs  : mean, rstd [M] f32 (STATS 1); PLANES 1: out [M,K] TO; PLANES 2, 3: out [PLANES][M][K] bf16,
-//            planes whose sum is the value to 2^-17, 2^-25. The value: NORM ? (x - mean) rstd gamma + beta : x.
+//            planes whose sum is the value to 2^-17, 2^-25. The value: NORM ? (x - mean) rstd gamma + beta : x;
+//            NORM 2: by the mean and rstd that are given.
 // Macros   : T, TO, TP (gamma, beta), STATS, NORM, PLANES, TPR, ROWS, HELD, VEC.
 // Launch   : up to ceil(M / ROWS) blocks of TPR * ROWS threads (ROWS 1 unless TPR is 32).
 // Numerics : two-pass f32, fixed tree: bits depend on K alone. RMS: 1 leaves the mean out (mean = 0).
@@ -67,6 +68,7 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
     };
     const T* p = x;
     Line<T, (VEC > 1)> held[HELD], next[HELD];
+    float2 ahead = {};
     auto fetch = [&](int row) {
         const T* from = x + row * ldx;
 #pragma unroll
@@ -74,6 +76,7 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
             int k = (t + i * TPR) * VEC;
             next[i].read(from + k, K - k);
         }
+        if (NORM == 2) ahead = {RMS ? 0.0f : mean[row], rstd[row]};
     };
     float mu = 0, rs = 0;
     auto each = [&](auto f) {  // f(vector, its first column, how many of it exist)
@@ -94,8 +97,9 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
         p = x + row * ldx;
 #pragma unroll
         for (int i = 0; i < HELD; i++) held[i] = next[i];
+        if (NORM == 2) mu = ahead.x, rs = ahead.y;
         if (row + step < M) fetch(row + step);
-        if (STATS || NORM) {
+        if (STATS || NORM == 1) {
             float s = 0;
             if (!RMS) {
                 each([&](const Line<T, (VEC > 1)>& v, int, int n) {

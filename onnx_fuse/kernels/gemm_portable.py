@@ -58,7 +58,7 @@ def type_defines(problem: Problem) -> dict[str, str]:
         "T": C_TYPES[problem.dtype],
         "TO": C_TYPES[problem.out],
         "TV": C_TYPES[column],
-    } | ({"TR": C_TYPES[problem.dtype]} if problem.attr("dw") else {})
+    } | ({"TR": C_TYPES[problem.out]} if problem.attr("dw") else {})
 
 
 def as_defines(*tables: Mapping[str, object]) -> Defines:

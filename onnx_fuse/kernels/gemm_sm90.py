@@ -34,6 +34,8 @@ TILES = (
     (1, 256, 0), (2, 128, 0), (2, 192, 1), (2, 128, 1), (1, 256, 1), (1, 192, 1), (1, 128, 1),
     (1, 128, 0), (1, 64, 0), (1, 144, 0), (1, 192, 0),
 )  # fmt: skip
+PLANES = {"bf16x3": 2, "bf16x6": 3}
+"""Products of float32 -> bf16 planes that an operand is split into."""
 BK = 64
 BOX = 2048
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
@@ -288,6 +290,9 @@ class Wgmma:
         tile |= {"SINGLE": 1} if batches * splits == 1 else {}
         tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
+        whole_c = bool(problem.attr("dx") or problem.attr("dw"))  # y and c begin with their buffers
+        if whole_c and not problem.attr("save_z") and out_size == 4 and splits == 1 and n % 4 == 0:
+            tile |= {"EVEN": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
         if side == "tiles":
@@ -359,7 +364,7 @@ class SplitWgmma:
 
     def planes(self, problem: Problem) -> int:
         """bf16 planes an operand is split into."""
-        return 2 if problem.math == "bf16x3" else 3
+        return PLANES.get(problem.math, 0)
 
     def _gemm(self, problem: Problem) -> Problem:
         own = {"lda", "ldb", "static_b"}  # the planes are made just before
@@ -374,7 +379,7 @@ class SplitWgmma:
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """None, or why not."""
-        if problem.dtype != "float32" or problem.math not in ("bf16x3", "bf16x6"):
+        if problem.dtype != "float32" or not self.planes(problem):
             return f"for fp32 operands and bf16x3 or bf16x6, not {problem.dtype} {problem.math}"
         if problem.batch:
             return "no batches"

@@ -10,6 +10,9 @@ forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's
 or to what dx holds ("here": "add" is dx).
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
 where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
+
+float32 goes by bf16x3 or bf16x6: dz, xh and wq are split into bf16 planes by the passes that make
+them, once for both products.
 """
 
 from __future__ import annotations
@@ -18,9 +21,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_skinny import Skinny
-from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
-from onnx_fuse.kernels.rows import fold, rename, row_dots, sum_parts
+from onnx_fuse.kernels.rows import (
+    fold,
+    fold_planes,
+    rename,
+    row_dots,
+    row_stats,
+    sum_parts,
+)
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
 if TYPE_CHECKING:
@@ -40,21 +50,33 @@ class TwoGemms:
         }  # fmt: skip
 
     def sources(self) -> tuple[str, ...]:
-        """The GEMM's, and the three passes around it."""
-        around = ("norm/fold.cu", "norm/row_dots.cu", "norm/sum_parts.cu")
-        return (*self.inner.sources(), *Skinny().sources(), *around)
+        """The GEMM's, and the passes around it."""
+        around = ("fold", "fold_planes", "row_dots", "row_stats", "sum_parts")
+        passes = (f"norm/{name}.cu" for name in around)
+        return (*self.inner.sources(), *Skinny().sources(), *passes)
+
+    def _planes(self, problem: Problem) -> int:
+        """bf16 planes of an fp32 operand; 0 for 16-bit ones."""
+        return PLANES.get(problem.math, 0) if problem.dtype == "float32" else 0
+
+    def _types(self, problem: Problem) -> dict[str, str | int]:
+        if planes := self._planes(problem):
+            return {"dtype": "bfloat16", "out_dtype": "float32", "planes": planes}
+        return {"dtype": problem.dtype}
 
     def _dx(self, problem: Problem, kernel: str = "wgmma") -> Problem:
         return Problem.of(
-            "Gemm", m=problem.m, n=problem.k, k=problem.n, dtype=problem.dtype, trans_b=True,
-            dx=True, save_z=True, **({"rows": "tiles"} if kernel == "tiles" else {}),
-            **({"accumulate": True} if problem.attr("add") else {}), **self._rms(problem),
+            "Gemm", m=problem.m, n=problem.k, k=problem.n, trans_b=True, dx=True,
+            **({} if self._planes(problem) else {"save_z": True}),
+            **({"rows": "tiles"} if kernel == "tiles" else {}),
+            **({"accumulate": True} if problem.attr("add") else {}),
+            **self._rms(problem), **self._types(problem),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
         return Problem.of(
-            "Gemm", m=problem.k, n=problem.n, k=problem.m, dtype=problem.dtype, trans_a=True,
-            dw=True, **self._rms(problem),
+            "Gemm", m=problem.k, n=problem.n, k=problem.m, trans_a=True, dw=True,
+            **self._rms(problem), **self._types(problem),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _rms(self, problem: Problem) -> dict[str, bool]:
@@ -66,6 +88,10 @@ class TwoGemms:
             return "w is [k, n]"
         if problem.attr("add") == "apart":
             return "dx is added to what is there, not to another tensor"
+        if problem.dtype == "float32" and not self._planes(problem):
+            return f"fp32 by bf16x3 or bf16x6, not {problem.math}"
+        if problem.dtype == "float32" and problem.attr("folded"):
+            return "fp32 weights are folded here"
         if problem.k % 8 or problem.n % 8:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
         if problem.integer("align", 16) % 16:
@@ -93,6 +119,7 @@ class TwoGemms:
             return [how for how, _ in sorted(every, key=lambda pair: pair[1])][:6]
 
         names = [name for name in self.for_dx if name != "tiles" or not problem.attr("act")]
+        names = ["wgmma"] if self._planes(problem) else names
         dx = best({name: self._dx(problem, name) for name in names})
         dw = best({"wgmma": self._dw(problem)})
         pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
@@ -109,22 +136,25 @@ class TwoGemms:
         seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
         if gemm.attr("dw") or gemm.attr("rows"):
             return seconds
-        moved = 2 * ITEMSIZE[gemm.dtype] * gemm.m * gemm.k
+        moved = 2 * ITEMSIZE[gemm.out] * gemm.m * gemm.k
         return seconds + moved / (0.7 * hw.bandwidth) + hw.launch_seconds
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
         dx, dw = self._split(config)
-        size = ITEMSIZE[problem.dtype]
-        passes = 2 * problem.m * problem.k + problem.k * problem.n
-        passes += 0 if problem.attr("folded") else 2 * problem.k * problem.n
-        passes += problem.m * problem.n if problem.attr("act") else 0
-        passes += problem.m * problem.k if problem.attr("add") else 0
+        m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
+        planes = self._planes(problem)
+        low = 2 * planes or size
+        moved = (size + low) * m * k + size * k * n
+        moved += 0 if problem.attr("folded") else (size + low) * k * n
+        moved += low * m * n if problem.attr("act") or planes else 0
+        moved += size * m * k if problem.attr("add") else 0
+        moved += size * m * k if planes else 0  # xh by a pass of its own
         return (
             self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
             + self._cost(self._dw(problem), dw, hw)
-            + passes * size / (0.85 * hw.bandwidth)
-            + 4 * hw.launch_seconds
+            + moved / (0.85 * hw.bandwidth)
+            + (6 if planes else 4) * hw.launch_seconds
         )
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
@@ -132,40 +162,57 @@ class TwoGemms:
         return self._plan(problem, config, hw)[1]
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """Fold, row dots, dbias, dx, dw, the last sums."""
+        """Fold, row dots, dbias, dx, (xh,) dw, the last sums."""
         return self._plan(problem, config, hw)[0]
 
     def _plan(
         self, problem: Problem, config: Config, hw: Hardware
     ) -> tuple[tuple[Launch, ...], int]:
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-        size, act = ITEMSIZE[dtype], problem.text("act")
+        act, planes = problem.text("act"), self._planes(problem)
+        size = 2 * planes or ITEMSIZE[dtype]
         how_dx, how_dw = self._split(config)
         gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
         own = bool(gemm_dx.attr("rows"))
-        dots, rows = row_dots(m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0))
+        dots, rows = row_dots(
+            m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0), planes=planes
+        )
         arena = Arena()
-        xh, dz = arena.take(size * m * k), arena.take(size * m * n) if act else Ptr("dy")
+        xh, dz = arena.take(size * m * k), arena.take(size * m * n) if act or planes else Ptr("dy")
         dc, wq, cs, cv = arena.take(4 * n), Ptr("wq"), Ptr("cs"), Ptr("cv")
         if not problem.attr("folded"):
             wq, cs, cv = arena.take(size * k * n), arena.take(4 * n), arena.take(4 * n)
         c1, c2 = arena.take(4 * m), arena.take(4 * m)
         if own:
             rows = self.inner.row_tiles(gemm_dx, how_dx)
-        # partial sums of dbias, of a split k: one after the other
+        # partial sums of the fold, of dbias, of a split k: one after the other
         tiles = self.inner.parts(gemm_dw, how_dw)
+        whole, strips = fold_planes(k, n, planes)
         scratch = max(
             4 * rows * n,
+            8 * strips * n if planes else 0,
             self.for_dx[how_dx.text("kernel")].workspace(gemm_dx, how_dx, hw),
             self.inner.workspace(gemm_dw, how_dw, hw),
         )
         part, dots_part = arena.take(scratch), arena.take(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
+        folds: tuple[Launch, ...] = (
+            () if problem.attr("folded") else (fold(k, n, dtype, False, hw),)
+        )
+        if planes:
+            folds = (whole, sum_parts(strips, n, 2, "float32"))
+        normed = row_stats(
+            m, k, dtype, stats=False, norm=True, given=True, planes=planes,
+            rms=bool(problem.attr("rms")),
+        )  # fmt: skip
         calls = [
             *(
-                rename(call, {"wq": wq, "cs": cs, "cv": cv})
-                for call in (() if problem.attr("folded") else (fold(k, n, dtype, False, hw),))
+                rename(call, {
+                    "wq": wq, "cs": cs, "cv": cv, "part": part, "out0": cs, "out1": cv,
+                    "wide": Ptr("none"),
+                })
+                for call in folds
             ),
             *(() if own else (first, db)),
             *(
@@ -176,6 +223,11 @@ class TwoGemms:
                 for call in self.for_dx[how_dx.text("kernel")].launch(gemm_dx, how_dx, hw)
             ),
             *((db,) if own else ()),
+            *(
+                (rename(normed, {"out": xh, "gamma": Ptr("none"), "beta": Ptr("none")}),)
+                if planes
+                else ()
+            ),
             *(
                 rename(call, {
                     "a": xh, "b": dz, "y": Ptr("dw"), "c": Ptr("w"), "row0": Ptr("gamma"),

@@ -15,7 +15,7 @@ from onnx_fuse.kernels.pointwise import FLOATS
 from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
-from onnx_fuse.problem import ITEMSIZE, Problem
+from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
 
 MAX_BATCH = 3
 
@@ -353,11 +353,15 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         n=n,
         k=k,
         dtype=x.dtype,
+        math=ctx.math if x.dtype == "float32" else "ieee",
         **({"rms": True} if rms else {}),
         **activation(ctx, node, suffix),  # type: ignore[arg-type]
     )
-    if select("LayerNormGemmGrad", problem, ctx.hw) is None:
+    choice = select("LayerNormGemmGrad", problem, ctx.hw)
+    if choice is None:
         return f"no kernel serves {problem}"
+    if x.dtype == "float32" and choice.seconds >= _apart_seconds(problem, ctx.hw):
+        return "its products and passes apart are faster"
     reads = {key: row if key == "c" else ctx.dense(node, i) for i, key in enumerate(names)}
     if (made := ctx.folds.get(_places(reads))) is not None:
         problem, reads = problem.having(folded=True), reads | made
@@ -368,6 +372,18 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
     }
     return ctx.select(node, problem, reads, writes)
+
+
+def _apart_seconds(problem: Problem, hw: Hardware) -> float:
+    """The op's body: two products, passes over [m, n], [m, k] and [k, n], some fifteen launches."""
+    m, n, k = problem.m, problem.n, problem.k
+    both = (
+        Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, math=problem.math),
+        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=problem.math),
+    )
+    products = sum(choice.seconds for p in both if (choice := select(p.op, p, hw)))
+    passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.attr("act") else 0)
+    return products + 4 * passes / hw.bandwidth + 15 * hw.launch_seconds
 
 
 def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""Launches of norm/row_stats.cu and norm/fold.cu: statistics, rewritten rows, folded weights."""
+"""Launches of the passes in norm/: statistics, rewritten rows, folded weights, sums."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ def row_stats(
     epsilon: float = 1e-5,
     stats: bool = True,
     norm: bool = False,
+    given: bool = False,
     rms: bool = False,
     planes: int = 0,
     out_dtype: str = "bfloat16",
     param_dtype: str = "",
     align: int = 16,
 ) -> Launch:
-    """Pointers x, mean, rstd, gamma, beta, out; x is [m, k], out is [planes, m, k]."""
+    """Pointers x, mean, rstd, gamma, beta, out; x is [m, k], out is [planes, m, k].
+
+    `given`: `norm` by the mean and rstd that are there.
+    """
     size, ldx = ITEMSIZE[dtype], ldx or k
     vec = 16 // size if (ldx * size) % 16 == 0 and align % 16 == 0 else 1
     if planes and k % vec:
@@ -64,8 +68,8 @@ def row_stats(
         ),
         as_defines({
             "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype], "TP": C_TYPES[param_dtype or dtype],
-            "STATS": stats, "NORM": norm, "PLANES": planes, "TPR": tpr, "ROWS": rows,
-            "HELD": held, "VEC": vec,
+            "STATS": stats, "NORM": 2 if given else norm, "PLANES": planes,
+            "TPR": tpr, "ROWS": rows, "HELD": held, "VEC": vec,
         } | ({"RMS": 1} if rms else {})),
     )  # fmt: skip
 
@@ -136,11 +140,29 @@ def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
     )
 
 
+def fold_planes(k: int, n: int, planes: int) -> tuple[Launch, int]:
+    """Pointers w, gamma, beta, c -> wq, bf16 planes, and part [parts, 2, n]; and how many parts."""
+    rows = 64
+    call = Launch(
+        "norm/fold_planes.cu",
+        "fold_planes",
+        (ceil(n / 128), ceil(k / rows), 1),
+        (256, 1, 1),
+        (
+            Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"), Num("i32", k), Num("i32", n),
+            Ptr("wq"), Ptr("part"),
+        ),
+        as_defines({"PLANES": planes, "ROWS": rows}),
+    )  # fmt: skip
+    return call, ceil(k / rows)
+
+
 def row_dots(
-    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0
+    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0, planes: int = 0
 ) -> tuple[Launch, int]:
-    """Pointers dy, z, cs, cv -> c1, c2, part (and dz with `act`); and how many parts of dbias."""
-    rpw = next(r for r in (4, 2, 1) if ceil(m / (16 * r)) >= 100 or r == 1)
+    """Pointers dy, z, cs, cv -> c1, c2, part (dz with `act`, planes); how many parts of dbias."""
+    held = (2, 1) if planes else (4, 2, 1)
+    rpw = next(r for r in held if ceil(m / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
         "norm/row_dots.cu",
@@ -152,7 +174,10 @@ def row_dots(
             Num("f32", 1.0 / k), Num("f32", act_alpha), Ptr("dz"), Ptr("c1"), Ptr("c2"),
             Ptr("part"),
         ),
-        as_defines({"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw}),
+        as_defines(
+            {"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw},
+            {"PLANES": planes} if planes else {},
+        ),
     )  # fmt: skip
     return call, parts
 

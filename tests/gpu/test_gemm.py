@@ -473,6 +473,13 @@ GRADIENTS = [
         (384, 264, {"act": "gelu"}), (260, 4104, {"folded": True, "add": "here"}), (260, 520, {}),
         (40, 520, {"folded": True}), (12, 264, {"act": "gelu", "add": "apart"}),
     )
+] + [
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, math=math, **attrs)
+    for m, k, attrs in (
+        (384, 264, {}), (200, 1032, {"act": "gelu"}), (33, 264, {"add": "here"}),
+        (16, 520, {"act": "gelu", "rms": True}), (4200, 72, {}),
+    )
+    for math in ("bf16x3", "bf16x6")
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
@@ -536,6 +543,8 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
              "mean": mean[:, 0].astype(np.float32), "rstd": rstd[:, 0].astype(np.float32),
              "z": z.astype(TYPES[dtype])}  # fmt: skip
     wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
+    # a float32 mean is off by 2^-24 of itself, which is ratio standard deviations
+    bound = TOLERANCE[dtype] if dtype != "float32" else TOLERANCE[problem.math] + 6e-8 * ratio
     given |= {"wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
               "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
     if rms:
@@ -551,9 +560,7 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
             memory = Memory(given | blank)
             memory.run(kernel, problem, how, hw)
             for name, value in want.items():
-                assert error(memory.read(name), value) <= TOLERANCE[dtype], (
-                    f"{kernel.name} {how}: {name}"
-                )
+                assert error(memory.read(name), value) <= bound, f"{kernel.name} {how}: {name}"
             bits.append(b"".join(memory.read(name).tobytes() for name in want))
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
 
