@@ -219,8 +219,8 @@ class Lowerer(Values):
     def _lower(self, node: ir.Node) -> None:
         lowering = lowerings().get((node.domain, _base(node)))
         mark = self._mark()
-        self._owner = self._owner or self.label(node)
-        own = self._owner == self.label(node)
+        own = not self._owner
+        self._owner = self.label(node)
         try:
             unsupported = next(
                 (v for v in node.inputs if v is not None and not self._numeric(v)), None
