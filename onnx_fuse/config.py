@@ -44,7 +44,13 @@ def _cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "onnx-fuse"
 
 
-DEBUG = Variable("ONNX_FUSE_DEBUG", int, 0, "1 prints the plan of each program, 2 the program too")
+DEBUG = Variable(
+    "ONNX_FUSE_DEBUG",
+    int,
+    0,
+    "1 prints the plan of each program, and waits for each launch where there is no CUDA graph, so "
+    "that a fault names its kernel; 2 prints the program too",
+)
 DUMP = Variable(
     "ONNX_FUSE_DUMP",
     Path,

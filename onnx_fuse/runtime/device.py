@@ -34,8 +34,21 @@ def check(result: Sequence[Any], what: str) -> Any:
         detail = f"{_text(name)} ({_text(text)})"
         if "OUT_OF_MEMORY" in detail:
             raise DeviceMemoryError(f"{what}: {detail}")
+        if any(fault in detail for fault in _FATAL):
+            detail += (
+                "; this process can use the GPU no more (with ONNX_FUSE_GRAPH=0 and "
+                "ONNX_FUSE_DEBUG=1 a new one names the kernel that failed)"
+            )
         raise DeviceError(f"{what}: {detail}")
     return result[1] if len(result) > 1 else None
+
+
+# faults of a kernel or of the GPU itself, which take the context along
+_FATAL = (
+    *("ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "ASSERT"),
+    *("ILLEGAL_INSTRUCTION", "HARDWARE_STACK", "LAUNCH_FAILED", "LAUNCH_TIMEOUT"),
+    *("ECC_UNCORRECTABLE", "DEVICE_UNAVAILABLE", "CONTEXT_IS_DESTROYED"),
+)
 
 
 class DeviceMemoryError(DeviceError):
@@ -104,6 +117,11 @@ def start(device_id: int = 0) -> None:
     if getattr(_thread, "device", None) != device_id:
         check(bindings().cuCtxSetCurrent(_context(device_id)), f"the context of GPU {device_id}")
         _thread.device = device_id
+
+
+def free_memory() -> int:
+    """Bytes of the current GPU's memory that nobody holds."""
+    return int(check(bindings().cuMemGetInfo(), "free memory"))
 
 
 class Memory:

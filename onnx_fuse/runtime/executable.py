@@ -122,12 +122,17 @@ class Executable:
         """What `run_with_iobinding` takes."""
         return Binding([v.name or "" for v in self.model.graph.outputs], self.device_id)
 
-    def run_with_iobinding(self, binding: Binding) -> None:
-        """Run on what is bound; the results are the binding's. GPU tensors are read in place."""
+    def run_with_iobinding(self, binding: Binding, feeds: Mapping[str, Any] | None = None) -> None:
+        """Run on what is bound; the results are the binding's. GPU tensors are read in place.
+
+        `feeds` are the binding's, checked.
+        """
+        if not binding.targets:
+            raise UsageError("no output is bound: bind_output(name) says which are wanted")
         kept = [n for n, place in binding.targets.items() if place == "cuda"]
         fetched = [n for n in binding.targets if n not in kept]
         with self._lock:
-            adopted = self._adopted(binding.feeds)
+            adopted = self._adopted(binding.feeds if feeds is None else feeds)
             places = {
                 name: value.address
                 for name, value in adopted.items()
@@ -136,7 +141,7 @@ class Executable:
             instance = self.instance(adopted, places)
             instance.feed(adopted)
             instance.launch()
-            values = dict(zip(kept, instance.keep(kept), strict=True))
+            values = dict(zip(kept, instance.keep(kept, binding.places), strict=True))
             if fetched:
                 values |= zip(fetched, instance.fetch(fetched), strict=True)
         binding.results = [values[n] for n in binding.targets]
@@ -296,6 +301,7 @@ class Instance:
         jit.compile_all((x for c in program.calls for x in c.launches), owner.hw.arch)
         device.start(owner.device_id)
         self._place_weights()
+        free = device.free_memory()
         own = [b for b in program.buffers if b.kind in ("input", "output", "constant")]
         elsewhere = {name: address for name, (_, address) in owner.resident.items()} | dict(places)
         own = [b for b in own if b.name not in elsewhere or b.kind == "output"]
@@ -342,13 +348,16 @@ class Instance:
         self._inputs = {name: t for name, t in program.inputs if name not in elsewhere}
         self._steps = [self._prepare(s) for s in segments(program)]
         self._tail: Any = None
+        self.taken = free - device.free_memory()
+        """Bytes of GPU memory that making it took, as the driver counts them."""
 
     def __str__(self) -> str:
         fallbacks = "".join(f"on onnxruntime: {f}\n" for f in self.program.fallbacks)
         weights = sum(b.nbytes for b in self.program.buffers if b.kind == "weight")
         return (
             f"{self.program}\n{fallbacks}{self.plan}\n"
-            f"this shape holds {self.memory.nbytes:,} bytes, weights {weights:,}"
+            f"this shape holds {self.memory.nbytes:,} bytes, with kernels and graph "
+            f"{self.taken:,} (measured); weights {weights:,}"
         )
 
     def _set_apart(self, buffers: Sequence[Buffer]) -> None:
@@ -400,6 +409,8 @@ class Instance:
         def run(label: str, step: jit.Step) -> None:
             try:
                 step.enqueue(owner.stream.handle)
+                if config.DEBUG.value and not config.GRAPH.value:
+                    owner.stream.wait("after its launch")
             except DeviceError as error:
                 raise DeviceError(f"{label}: {error}") from error
 
@@ -436,9 +447,10 @@ class Instance:
         }
         if call.workspace:
             pointers["workspace"] = self._workspaces[i]
-        label = f"{call.kernel} ({', '.join(call.nodes[:3])})"
+        label = f"{call.kernel} ({', '.join(call.nodes[:3])}): {call.problem or ''}"
+        hw = self.owner.hw
         try:
-            return [(label, jit.bind(x, pointers, self.owner.hw, early)) for x in call.launches]
+            return [(f"{label} {x.entry}", jit.bind(x, pointers, hw, early)) for x in call.launches]
         except DeviceError as error:
             raise DeviceError(f"{label}: {error}") from error
 
@@ -518,22 +530,34 @@ class Instance:
                 found.append((call, min(times) / 20))
         return found
 
-    def keep(self, names: Sequence[str] | None = None) -> list[Any]:
-        """The outputs named, in memory of their own on the GPU; an array where it is known."""
+    def keep(
+        self, names: Sequence[str] | None = None, places: Mapping[str, DeviceTensor] | None = None
+    ) -> list[Any]:
+        """The outputs named, at `places` or in memory of their own on the GPU.
+
+        An array where the output is known without a run.
+        """
         known, stream = dict(self.program.outputs), self.owner.stream
         wanted = list(known) if names is None else names
         results: list[Any] = []
         for name in wanted:
-            value = known[name]
-            if not isinstance(value, Tensor):
-                results += self.fetch([name])
+            value, target = known[name], (places or {}).get(name)
+            made = value if isinstance(value, Tensor) else self.fetch([name])[0]
+            if target is not None and signature(target) != (made.shape, str(made.dtype)):
+                raise UsageError(f"output {name} is {made.dtype}{list(made.shape)}, not {target}")
+            if isinstance(made, np.ndarray):
+                if target is not None and made.nbytes:
+                    stream.upload(target.address, made.ctypes.data, made.nbytes)
+                    stream.wait(f"output {name}")
+                results.append(made if target is None else target)
                 continue
-            memory = device.Memory(value.nbytes, f"output {name}")
-            if value.nbytes:
-                stream.move(memory.address, self.address[value.buffer], value.nbytes)
-            results.append(
-                DeviceTensor(memory.address, value.shape, value.dtype, self.owner.device_id, memory)
-            )
+            if target is None:
+                memory = device.Memory(made.nbytes, f"output {name}")
+                own = self.owner.device_id
+                target = DeviceTensor(memory.address, made.shape, made.dtype, own, memory)
+            if made.nbytes:
+                stream.move(target.address, self.address[made.buffer], made.nbytes)
+            results.append(target)
         stream.wait(self.describe())
         return results
 
@@ -652,7 +676,7 @@ _NUMBERS = itertools.count(1)
 def dump(folder: Path, model: ir.Model, program: str) -> None:
     """The fused model and the program of one shape, under the next free number."""
     folder.mkdir(parents=True, exist_ok=True)
-    number = next(_NUMBERS)
+    number = next(n for n in _NUMBERS if not (folder / f"{n:02d}.program.txt").exists())
     save(model, folder / f"{number:02d}.model.onnx")
     (folder / f"{number:02d}.program.txt").write_text(program)
 

@@ -112,6 +112,7 @@ class Binding:
         self.known, self.device_id = list(outputs), device_id
         self.feeds: dict[str, Any] = {}
         self.targets: dict[str, str] = {}
+        self.places: dict[str, DeviceTensor] = {}
         self.results: list[Any] = []
 
     def bind_cpu_input(self, name: str, array: np.ndarray[Any, Any]) -> None:
@@ -133,18 +134,41 @@ class Binding:
         buffer_ptr: int,
     ) -> None:
         """Feed GPU memory by its address."""
+        self.feeds[name] = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Sequence[int] | None = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        """Where the output shall stand after a run: "cpu", "cuda", or GPU memory of the caller's.
+
+        The latter by its address, with the element type and shape that the output must have.
+        """
+        if name not in self.known:
+            raise UsageError(f"the model has no output '{name}'")
+        if device_type not in ("cpu", "cuda"):
+            raise UsageError(f"an output is bound to 'cpu' or 'cuda', not to '{device_type}'")
+        self.targets[name] = device_type
+        self.places.pop(name, None)
+        if buffer_ptr is not None:
+            memory = (device_type, device_id, element_type, shape or (), buffer_ptr)
+            self.places[name] = self._memory(*memory)
+
+    @staticmethod
+    def _memory(
+        device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int
+    ) -> DeviceTensor:
         if device_type != "cuda":
-            raise UsageError(f"bind_input takes GPU memory, not '{device_type}'")
+            raise UsageError(f"an address is one of GPU memory, not of '{device_type}'")
         dtype = np.dtype(element_type).name
         if dtype not in ITEMSIZE:
             raise UsageError(f"no GPU tensor has the element type {dtype}")
-        self.feeds[name] = DeviceTensor(buffer_ptr, shape, dtype, device_id, None)
-
-    def bind_output(self, name: str, device_type: str = "cpu", device_id: int = 0) -> None:
-        """Where the output shall stand after a run: "cpu" or "cuda"."""
-        if name not in self.known:
-            raise UsageError(f"the model has no output '{name}'")
-        self.targets[name] = device_type
+        return DeviceTensor(address, shape, dtype, device_id, None)
 
     def get_outputs(self) -> list[Any]:
         """The outputs bound, in that order: arrays, or DeviceTensors where bound to "cuda"."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
+import sys
 import threading
 from math import erf, pi
 from pathlib import Path
@@ -13,9 +17,10 @@ import onnxruntime
 import pytest
 import test_lower
 import test_train
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from onnx_fuse import InferenceSession, ir, passes, train
-from onnx_fuse.errors import DeviceError
+from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import pointwise, reduce
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import device, plan
@@ -222,6 +227,58 @@ def test_io_binding() -> None:
     (y,) = binding.get_outputs()
     assert y.shape == (4, 16)
     np.testing.assert_allclose(binding.copy_outputs_to_cpu()[0], expected(feeds), atol=1e-6)
+    binding.bind_output("y", "cuda", 0, np.float32, y.shape, y.address)
+    binding.bind_cpu_input("b", -feeds["b"])
+    session.run_with_iobinding(binding)
+    negated = {**feeds, "b": -feeds["b"]}
+    np.testing.assert_allclose(y.numpy(), expected(negated), atol=1e-6)
+    binding.bind_output("y", "cuda", 0, np.float32, (4, 8), y.address)
+    with pytest.raises(UsageError, match=r"output y is float32\[4, 16\], not .*\[4, 8\]"):
+        session.run_with_iobinding(binding)
+    binding.bind_cpu_input("b", feeds["b"].astype(np.float64))
+    with pytest.raises(InvalidArgument, match=r"Actual: \(tensor\(double\)\)"):
+        session.run_with_iobinding(binding)
+    unbound = session.io_binding()
+    for name, array in feeds.items():
+        unbound.bind_cpu_input(name, array)
+    with pytest.raises(UsageError, match="no output is bound"):
+        session.run_with_iobinding(unbound)
+
+
+FAULT = """
+import sys
+import numpy as np
+from onnx_fuse import ir
+from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.kernels import jit
+from onnx_fuse.runtime.executable import Executable
+
+text = "agraph (float[8,64] x, float[64,8] w) => (float[8,8] y) { y = MatMul (x, w) }"
+feeds = {"x": np.ones((8, 64), np.float32), "w": np.ones((64, 8), np.float32)}
+whole = Executable(ir.text_model(text))
+whole.run(None, feeds)
+pack = jit.Bound._pack
+jit.Bound._pack = lambda self, arg, pointers: pack(self, arg, dict.fromkeys(pointers, 256))
+for runner in (Executable(ir.text_model(text)), whole):
+    try:
+        runner.run(None, feeds)
+    except DeviceError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_kernels_fault_is_said_and_the_lost_gpu_too(named: bool) -> None:
+    single = {"ONNX_FUSE_GRAPH": "0", "ONNX_FUSE_DEBUG": "1"} if named else {}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULT], env={**os.environ, **single}, capture_output=True, text=True
+    )
+    first, second = done.stdout.splitlines()
+    where = (
+        r"MatMul \(y\): Gemm m=8 n=8 k=64 .* gemm_\w+" if named else "running a program of 1 calls"
+    )
+    assert re.search(rf"^{where}: .*ILLEGAL_ADDRESS.*can use the GPU no more", first), done
+    assert re.search("ILLEGAL_ADDRESS.*can use the GPU no more", second), done
 
 
 def test_bound_gpu_memory_is_read_in_place() -> None:
@@ -587,7 +644,7 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
 
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     hw = Hardware.detect()
-    program = tune.program_of("LayerNormGemm", (64, 512, 768), "bfloat16", hw)
+    program = tune.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
     launch = Skinny.launch
     monkeypatch.setattr(  # a kernel that does another thing
         Skinny, "launch", lambda self, p, how, hw: launch(self, p.having(act="relu"), how, hw)
