@@ -20,6 +20,7 @@ from onnx_fuse import ir, passes
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.lower import lower
+from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
@@ -149,10 +150,11 @@ def run_once(
     feeds: Feeds | None = None,
     *,
     device: str = "cpu",
+    precision: str = "fp32",
     profile: bool = False,
 ) -> RunResult:
     """Run the fusion of `graph`; `profile` adds the time by operator, or by kernel on "cuda"."""
-    session = InferenceSession(graph, device=device)
+    session = InferenceSession(graph, device=device, precision=precision)
     feeds = feeds or generate(graph, lambda f: session.run(None, f))[0][0]
     started = time.perf_counter()
     outputs = session.run(None, feeds)
@@ -169,15 +171,18 @@ def run_once(
     return result
 
 
-def program(graph: onnx_ir.Model, hw: Hardware, feeds: Feeds | None = None) -> Program:
+def program(
+    graph: onnx_ir.Model, hw: Hardware, feeds: Feeds | None = None, precision: str = "fp32"
+) -> Program:
     """What a GPU would run for `graph` as it is: needs none. Feeds left out are generated."""
+    graph, math = in_precision(graph, precision)
     feeds = feeds or generate(graph, lambda f: [np.ones(1)])[0][0]
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     with contextlib.suppress(NeedsValues):
-        return lower(graph, shapes, hw)
+        return lower(graph, shapes, hw, math=math)
     # shapes depend on values: those of all small integer inputs are given at once
     values = {k: a for k, a in feeds.items() if a.dtype.kind in "iub" and a.size <= 64}
-    return lower(graph, shapes, hw, values=values)
+    return lower(graph, shapes, hw, math=math, values=values)
 
 
 def sites(program: Program, hw: Hardware) -> list[Site]:

@@ -42,6 +42,9 @@ Inputs = Annotated[
     Path | None,
     typer.Option(metavar="FILE.npz", help="Arrays named like the inputs; default: generated."),
 ]
+Precision = Annotated[
+    str, typer.Option(metavar="NAME", help="On cuda: fp32, tf32, bf16x3, bf16x6, bf16 or fp16.")
+]
 ModelArg = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
 Shapes = Annotated[
     list[str] | None,
@@ -90,6 +93,7 @@ def optimize(
             metavar="GPU", help="And each kernel this GPU would run (h200, a100, ...; cuda: yours)."
         ),
     ] = None,
+    precision: Precision = "fp32",
     inline: Annotated[
         bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
     ] = False,
@@ -117,8 +121,13 @@ def optimize(
         raise UsageError("give the MODEL to optimize")
     output = output or model.with_suffix(".fused.onnx")
     _refuse_same(model, output)
-    from onnx_fuse import ir, passes, report
+    from onnx_fuse import bench, ir, passes, report
 
+    _check_precision(precision)
+    if precision != "fp32" and not target:
+        raise UsageError(
+            "--precision is of the kernels that --target lists; the file keeps its types"
+        )
     hardware = _hardware(target) if target else None
     started = time.perf_counter()
     original = ir.read(model)
@@ -140,7 +149,10 @@ def optimize(
             for path in draft.parent.iterdir():
                 path.unlink()
     _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
-    kernels = _show_kernels(printer, graph, hardware) if hardware is not None else []
+    kernels = []
+    if hardware is not None:
+        lowered = bench.program(graph, hardware, precision=precision)
+        kernels = _show_kernels(printer, lowered, hardware)
     data = {
         "input": str(model),
         "output": None if failed and not keep else str(output),
@@ -236,14 +248,13 @@ def _hardware(target: str) -> Any:
 
 
 def _show_kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, Any]]:
-    """The table of a program's kernels (of a graph: at generated shapes), and the same as JSON."""
+    """The table of a program's kernels, and the same as JSON."""
     from collections import Counter
     from dataclasses import asdict
 
     from onnx_fuse import bench
-    from onnx_fuse.llir import Program
+    from onnx_fuse.runtime.plan import plan
 
-    program = program if isinstance(program, Program) else bench.program(program, hw)
     sites = bench.sites(program, hw)
     rows = [
         [
@@ -266,7 +277,7 @@ def _show_kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[s
     floor = sum(s.floor for s in sites)
     shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in program.inputs)
     printer.text(f"{len(sites)} calls, {total * 1e6:.1f} µs; their floors {floor * 1e6:.1f} µs")
-    printer.text(f"at {shapes}")
+    printer.text(f"at {shapes}", f"memory: {plan(program)}")
     for fallback in program.fallbacks:
         printer.text(f"on onnxruntime: {fallback}")
     return [asdict(s) for s in sites]
@@ -375,9 +386,11 @@ def run(
         Path | None, typer.Option("-o", "--output", metavar="OUT.npz", help="Save the outputs.")
     ] = None,
     device: Device = "cpu",
+    precision: Precision = "fp32",
     input_shapes: Shapes = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Time by operator, as onnxruntime sees it.")
+        bool,
+        typer.Option("--profile", help="Time by operator (as onnxruntime sees it), or by kernel."),
     ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="On cuda: each kernel, its time and why it runs.")
@@ -394,13 +407,16 @@ def run(
 
     printer = _printer()
     _check_device(device)
+    _check_precision(precision)
     if explain and device != "cuda":
         raise UsageError("--explain needs --device cuda; without a GPU: optimize --target h200")
     graph = _load(model, str(model))
     feeds = checks.read_feeds(inputs, graph) if inputs else None
     ir.fix_shapes(graph, _shapes(input_shapes))
     result = _guarded(
-        lambda: bench.run_once(graph, feeds, device=device, profile=profile), str(model), device
+        lambda: bench.run_once(graph, feeds, device=device, precision=precision, profile=profile),
+        str(model),
+        device,
     )
     rows = [
         [name, str(y.dtype), str(list(y.shape)), _range(y)] for name, y in result.outputs.items()
@@ -535,7 +551,7 @@ def train(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
     precision: Annotated[
-        str, typer.Option(help="fp32, tf32, bf16 or fp16; on the CPU fp32 or fp16.")
+        str, typer.Option(metavar="NAME", help="As for run; on the CPU fp32 or fp16.")
     ] = "fp32",
     device: Device = "cpu",
     checkpoint: Annotated[
@@ -657,7 +673,7 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option(metavar="M,K,N", help="Of an operator to tune.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="To tune in: fp32, tf32, bf16, fp16.")] = "fp32",
+    precision: Precision = "fp32",
     limit: Annotated[float, typer.Option(min=1, help="Seconds that tuning may take.")] = 120,
     top: Annotated[int, typer.Option(min=1, help="Configurations tried of each kernel.")] = 6,
     records: Annotated[
@@ -708,17 +724,16 @@ def _to_tune(
     """The calls to tune, of a model or of an operator at each of `shape`, and the Hardware."""
     from onnx_fuse import ir, tune
     from onnx_fuse import validate as checks
-    from onnx_fuse.session import ELEMENT, InferenceSession
+    from onnx_fuse.session import InferenceSession
 
-    if how not in ELEMENT:
-        raise UsageError(f"--precision {how}: choose one of {', '.join(ELEMENT)}")
+    _check_precision(how)
     if not model.exists() and str(model) in tune.OPS:
-        op, math = str(model), "tf32" if how == "tf32" else "ieee"
+        op = str(model)
         sizes = [_mkn(text) for text in shape]
         if not sizes:
             raise UsageError(f"{op} is tuned at --shape M,K,N")
         hw = _hardware("cuda")
-        programs = [tune.program_of(op, size, ELEMENT[how], hw, math) for size in sizes]
+        programs = [tune.program_of(op, size, how, hw) for size in sizes]
         return [call for p in programs for call in tune.calls_of(p, op)], hw
     graph = _load(model, str(model))
     ir.fix_shapes(graph, _shapes(input_shapes) or {})
@@ -799,8 +814,12 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     found = {"python": platform.python_version(), "onnx-fuse": __version__}
     found |= {name: installed.get(name, "not installed") for name in _PACKAGES}
     printer.table("versions", ["package", "version"], [[k, v] for k, v in found.items()])
+    values = {
+        v.name: int(v.value) if isinstance(v.value, bool) else v.value for v in config.VARIABLES
+    }
     variables = {
-        v.name: (str(v.value if v.value is not None else ""), v.help) for v in config.VARIABLES
+        v.name: ("" if values[v.name] is None else str(values[v.name]), v.help)
+        for v in config.VARIABLES
     }
     rows = [[name, value, text] for name, (value, text) in variables.items()]
     printer.table("settings", ["variable", "value", "what"], rows, left=3)
@@ -818,7 +837,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
 
 _PACKAGES = (
     *("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors"),
-    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"),
+    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvmath-python"),
 )
 
 
@@ -920,6 +939,13 @@ def _guarded(work: Callable[[], Any], name: str, device: str) -> Any:
 def _check_device(device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: choose cpu or cuda")
+
+
+def _check_precision(precision: str) -> None:
+    from onnx_fuse.problem import PRECISIONS
+
+    if precision not in PRECISIONS:
+        raise UsageError(f"--precision {precision}: choose one of {', '.join(PRECISIONS)}")
 
 
 def _names(values: Sequence[str] | None) -> list[str]:

@@ -13,6 +13,13 @@ ITEMSIZE = {
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
+PRECISIONS = {
+    "fp32": ("float32", "ieee"), "tf32": ("float32", "tf32"),
+    "bf16x3": ("float32", "bf16x3"), "bf16x6": ("float32", "bf16x6"),
+    "bf16": ("bfloat16", "ieee"), "fp16": ("float16", "ieee"),
+}  # fmt: skip
+"""What a user may ask for -> the dtype that is computed in, and `Problem.math`."""
+
 
 class _Attrs:
     """Named extra scalars kept as a sorted tuple, so that the dataclass stays hashable."""

@@ -12,22 +12,21 @@ import onnx_ir
 
 from onnx_fuse import ir
 from onnx_fuse.errors import UsageError
+from onnx_fuse.problem import PRECISIONS
 from onnx_fuse.runtime import ort
 
 DEVICES = ("cpu", "cuda")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-ELEMENT = {"fp32": "float", "tf32": "float", "bf16": "bfloat16", "fp16": "float16"}
-"""Precision -> ONNX element type that products read."""
-HALF = {"bf16": onnx_ir.DataType.BFLOAT16, "fp16": onnx_ir.DataType.FLOAT16}
 
 
 class InferenceSession:
     """Runs a path, bytes, ModelProto or ir.Model; `optimize=False` runs the graph as it is.
 
-    `precision` ("fp32", "tf32", "bf16", "fp16") is what "cuda" computes in; inputs and outputs keep
-    their types. `device="cpu"` is onnxruntime on the fused graph, `device="cuda"` this project's
-    own kernels.
-    `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`. Whatever else an
+    `precision` is what "cuda" computes in: "fp32" (IEEE products), "tf32", "bf16x3" and "bf16x6"
+    (products of float32 as three or six of bfloat16: errors of 4e-6, and of float32 itself),
+    "bf16", "fp16". Inputs and outputs keep their types. `device="cpu"` is onnxruntime on the fused
+    graph, `device="cuda"` this project's own kernels.
+    `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`, and
+    `providers=[("CUDAExecutionProvider", {"device_id": 1})]` the second GPU. Whatever else an
     onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too. Raises
     ModelError for a bad model, DeviceError without a usable GPU, and onnxruntime's own errors from
     `run`.
@@ -45,10 +44,14 @@ class InferenceSession:
         precision: str = "fp32",
     ) -> None:
         self.device = _device(device, providers)
-        if precision not in PRECISIONS or (precision != "fp32" and self.device != "cuda"):
-            raise UsageError(f"there is no precision '{precision}' on device '{self.device}'")
+        if precision not in (PRECISIONS if self.device == "cuda" else ("fp32",)):
+            raise UsageError(
+                f"there is no precision '{precision}' on device '{self.device}': "
+                f"device 'cuda' has {', '.join(PRECISIONS)}, device 'cpu' fp32"
+            )
+        gpu = _gpu(providers)
         if self.device == "cuda":
-            _begin()
+            _begin(gpu)
         graph = load(model)
         if optimize:
             from onnx_fuse import passes
@@ -59,13 +62,7 @@ class InferenceSession:
         self._options = sess_options
         if self.device == "cpu":
             self._session  # noqa: B018 - what onnxruntime refuses, it refuses now
-        if precision in HALF:
-            from onnx_fuse.passes.precision import lower_precision
-
-            graph = graph.clone()
-            lower_precision(graph, HALF[precision])
-        math = "tf32" if precision == "tf32" else "ieee"
-        self._executable = _executable(graph, math=math) if self.device == "cuda" else None
+        self._executable = _executable(graph, precision, gpu) if self.device == "cuda" else None
 
     @cached_property
     def _session(self) -> Any:
@@ -111,7 +108,7 @@ class InferenceSession:
         if self._executable is None:
             self._session.run_with_iobinding(iobinding, run_options)
         else:
-            self._executable.run_with_iobinding(iobinding)
+            self._executable.run_with_iobinding(iobinding, self._feeds(iobinding.feeds))
 
     def explain(self, input_feed: Mapping[str, Any]) -> str:
         """The program that runs for these feeds on "cuda": calls, kernels chosen, memory plan."""
@@ -180,16 +177,24 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> str:
     return device
 
 
-def _begin() -> None:
+def _gpu(providers: Sequence[Any] | None) -> int:
+    """The first provider's "device_id"."""
+    named = not providers or isinstance(providers[0], str)
+    return 0 if named else int(providers[0][1].get("device_id", 0))  # type: ignore[index]
+
+
+def _begin(gpu: int) -> None:
     from onnx_fuse.runtime import device
 
-    device.begin()
+    device.begin(gpu)
 
 
-def _executable(model: onnx_ir.Model, math: str) -> Any:
+def _executable(model: onnx_ir.Model, precision: str, gpu: int) -> Any:
+    from onnx_fuse.passes.precision import in_precision
     from onnx_fuse.runtime.executable import Executable
 
-    return Executable(model, math=math)
+    graph, math = in_precision(model, precision)
+    return Executable(graph, math=math, device_id=gpu)
 
 
 def _host(value: Any) -> Any:

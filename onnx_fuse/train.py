@@ -24,6 +24,7 @@ from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch, params
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.problem import PRECISIONS
 from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]
@@ -114,8 +115,9 @@ def training_model(
     if free_batch:
         batch.free_batch(source)
     prepared = _prepare(source, trainable, frozen, level)
-    if precision in HALF:
-        lower_precision(prepared, HALF[precision], masters=True)
+    dtype, _ = PRECISIONS[precision]
+    if dtype != "float32":
+        lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
     step = _Step(prepared, mode, named)
     statistics = step.batch_norms(trainable, frozen)
     step.dropouts()
@@ -712,8 +714,9 @@ class Trainer:
     clip_norm bounds the norm of all gradients together. With accumulate=k, every k-th step updates,
     by the mean of k gradients. Batch and sequence may change from step to step where the model's
     inputs leave them open; free_batch opens a batch that was exported fixed, and proves on the
-    first feeds that the results of the original stay. Equal seeds and data give equal bits. In
-    precision "bf16" and "fp16" forward and backward are in 16 bits, weights and update in float32;
+    first feeds that the results of the original stay. Equal seeds and data give equal bits.
+    `precision` is as in InferenceSession: "tf32", "bf16x3" and "bf16x6" are of products alone; with
+    "bf16" and "fp16" forward and backward are in 16 bits, weights and update in float32, and
     "fp16" scales the loss, by `loss_scale` at first, and leaves out updates whose gradients
     overflow. `level` is that of the fusions: onnxruntime is fastest without (measured: 5 to 20 %).
     Raises ModelError, UsageError.
@@ -774,7 +777,9 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         self._device: _Portable | _Cuda = (
-            _Portable(spec.states) if device == "cpu" else _Cuda(spec.states, MATH[precision])
+            _Portable(spec.states)
+            if device == "cpu"
+            else _Cuda(spec.states, PRECISIONS[precision][1])
         )
         self._device.add("update", graph)
 
@@ -1049,19 +1054,12 @@ class Trainer:
         return digest.hexdigest()
 
 
-MATH = {"fp32": "ieee", "tf32": "tf32", "bf16": "ieee", "fp16": "ieee"}
-"""Precision of a run on a GPU -> which products of float32 its matrix multiplications may use."""
-HALF = {"bf16": onnx_ir.DataType.BFLOAT16, "fp16": onnx_ir.DataType.FLOAT16}
-"""Precision -> type that forward and backward compute in; weights and updates stay float32."""
-
-
 def _supported(precision: str, device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise UsageError(f"training runs on device 'cpu' or 'cuda', not on '{device}'")
-    if device == "cuda":
-        if precision not in MATH:
-            raise UsageError(f"precision '{precision}' is not one of {', '.join(MATH)}")
-    elif precision not in ("fp32", "fp16"):
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    if device == "cpu" and precision not in ("fp32", "fp16"):
         raise UsageError(
             f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
             "matrix product; use precision 'fp32'"

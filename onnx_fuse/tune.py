@@ -18,14 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir
 
 from onnx_fuse import autodiff, config, passes
 from onnx_fuse.kernels import Choice, candidates, jit, select, tuning
 from onnx_fuse.kernels.callgraph import chosen
 from onnx_fuse.llir import Call, Program, Tensor
 from onnx_fuse.lower import lower
-from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
+from onnx_fuse.problem import ITEMSIZE, PRECISIONS, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
 from onnx_fuse.session import load
@@ -34,6 +33,7 @@ SETS = 16  # of operands at most
 SAMPLE = 1 << 19  # elements compared at either end of a result
 # Relative Frobenius difference of two kernels' results: each rounds once, and sums in its order.
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+TF32 = 2e-3  # where one kernel's products of float32 are IEEE's, another's of ten bits of mantissa
 
 OPS = {
     "Gemm": "y = Gemm (x, w, c)",
@@ -60,14 +60,14 @@ class Tuned:
     """Configurations whose results differed from the present choice's."""
 
 
-def program_of(
-    op: str, shape: tuple[int, int, int], dtype: str, hw: Hardware, math: str = "ieee"
-) -> Program:
+def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
     """The program of one of OPS at [M,K,N]: x [M,K], w [K,N], c [N]; weights are constants."""
     m, k, n = shape
+    dtype, math = PRECISIONS[precision]
+    element = "float" if dtype == "float32" else dtype
     text = (
         f'<ir_version: 9, opset_import: ["" : 17]>\n'
-        f"g ({dtype}[{m},{k}] x) => ({dtype}[{m},{n}] y) {{ {OPS[op]} }}"
+        f"g ({element}[{m},{k}] x) => ({element}[{m},{n}] y) {{ {OPS[op]} }}"
     )
     proto = onnx.parser.parse_model(text)
     kind = proto.graph.input[0].type.tensor_type.elem_type
@@ -78,11 +78,10 @@ def program_of(
             proto.graph.initializer.append(tensor)
     graph = load(proto)
     passes.optimize(graph)
-    numpy_type = onnx_ir.DataType(kind).numpy().name
-    shapes = {"x": ((m, k), numpy_type)}
+    shapes = {"x": ((m, k), dtype)}
     if op.endswith("Grad"):
         graph = autodiff.gradient(graph)
-        shapes["y.grad"] = ((m, n), numpy_type)
+        shapes["y.grad"] = ((m, n), dtype)
     return lower(graph, shapes, hw, math=math)
 
 
@@ -154,7 +153,7 @@ def _tune(
     for choice, attempt in zip(choices[1:], tries[1:], strict=True):
         if time.monotonic() > until:
             break
-        if not operands.agree(operands.results(attempt), truth):
+        if not operands.agree(operands.results(attempt), truth, problem.math):
             refused.append(f"{choice.kernel.name} {choice.config}")
             continue
         kept.append(choice)
@@ -233,12 +232,13 @@ class _Operands:
         return found
 
     @staticmethod
-    def agree(got: list[np.ndarray], want: list[np.ndarray]) -> bool:
+    def agree(got: list[np.ndarray], want: list[np.ndarray], math: str = "ieee") -> bool:
         """Whether two runs differ by their roundings alone; what is not finite is the same."""
+        limits = TOLERANCE | ({"float32": TF32} if math == "tf32" else {})
         for a, b in zip(got, want, strict=True):
             x, y = a.astype(np.float64), b.astype(np.float64)
             finite = np.isfinite(y)
-            bound = TOLERANCE.get(b.dtype.name, 0.0) * np.linalg.norm(y[finite])
+            bound = limits.get(b.dtype.name, 0.0) * np.linalg.norm(y[finite])
             if not np.linalg.norm(x[finite] - y[finite]) <= bound:
                 return False
             if not np.array_equal(x[~finite], y[~finite], equal_nan=True):

@@ -149,6 +149,13 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
             assert site["kernel"] in ("fma", "simt")  # the two with fp32 products
             assert "tile=" in site["config"]
             assert ["mma", "products asked for are ieee"] in site["refused"]
+    split = cli("optimize", encoder(tmp_path), *options, "--precision", "bf16x3")
+    assert split.code == 0
+    sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
+    assert {"mma", "wgmma_split"}.isdisjoint(
+        name for s in sites if s["op"] == "Gemm" for name, _ in s["refused"]
+    )
+    assert cli("optimize", encoder(tmp_path), "--precision", "fp16").code == 2
     for text in ("kernels on NVIDIA H200", "of floor", "for 16-bit operands, not float32"):
         assert text in result.out
 
@@ -156,27 +163,33 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
 class Played:
     """An Executable whose GPU is an H200 on paper and onnxruntime underneath."""
 
-    def __init__(self, model: Any, math: str) -> None:
-        self.hw, self.model = CHIPS["H200"], model
+    def __init__(self, model: Any, precision: str, gpu: int) -> None:
+        self.hw, self.model, self.precision = CHIPS["H200"], model, precision
 
     def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         return portable.run(portable.session(self.model), feeds, names)
 
     def instance(self, feeds: dict[str, np.ndarray]) -> Any:
-        return SimpleNamespace(program=bench.program(self.model, self.hw, feeds))
+        program = bench.program(self.model, self.hw, feeds, self.precision)
+        return SimpleNamespace(program=program)
 
 
 def test_run_explains_the_kernels_of_its_feeds(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(session, "_begin", lambda: None)
+    monkeypatch.setattr(session, "_begin", lambda gpu: None)
     monkeypatch.setattr(session, "_executable", Played)
     np.savez(tmp_path / "x.npz", **FEEDS)
     options = ["--inputs", tmp_path / "x.npz", "--json", tmp_path / "r.json"]
-    result = cli("run", ENCODER, "--device", "cuda", "--explain", *options)
+    result = cli("run", ENCODER, "--device", "cuda", "--explain", "--precision", "tf32", *options)
     assert (result.code, result.err) == (0, "")
     sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
     assert {"Gemm", "LayerNormGemm", "Sdpa"} <= {s["op"] for s in sites}
+    # also of the parts that a fused operator is made of: its name, none of lowering's own
+    assert not [s for s in sites if any(name.startswith("value_") for name in s["nodes"])]
+    assert ["wgmma_split", "for fp32 operands and bf16x3 or bf16x6, not float32 tf32"] in [
+        r for s in sites for r in s["refused"]
+    ]
     assert "at input_ids [2, 4]" in result.out
 
 

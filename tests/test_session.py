@@ -135,8 +135,8 @@ def test_run_answers_and_complains_as_onnxruntime_does(case: str) -> None:
 class Echo:
     """Stands in for the CUDA executable: what it is asked for, and what it is fed."""
 
-    def __init__(self, model: onnx_ir.Model, math: str) -> None:
-        self.session = stock()
+    def __init__(self, model: onnx_ir.Model, precision: str, gpu: int) -> None:
+        self.session, self.gpu = stock(), gpu
 
     def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[Any]:
         return list(self.session.run(names, feeds))
@@ -149,7 +149,8 @@ def test_the_checks_before_a_cuda_run_use_the_same_words(
     monkeypatch.setattr(session, "_executable", Echo)
     names, feeds = RUNS[case]
     expected = outcome(lambda: stock().run(names, feeds))
-    ours = of.InferenceSession(model(), device="cuda")
+    ours = of.InferenceSession(model(), providers=[("CUDAExecutionProvider", {"device_id": 2})])
+    assert ours._executable.gpu == 2
     assert ours.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert outcome(lambda: ours.run(names, feeds)) == expected
 
@@ -252,6 +253,8 @@ def test_without_the_cuda_packages_the_error_says_what_to_install(
     for options in ({"device": "cuda"}, {"providers": ["CUDAExecutionProvider"]}):
         with pytest.raises(of.DeviceError, match=r"pip install 'onnx-fuse\[cuda13\]'"):
             of.InferenceSession(model(), **options)
+    with pytest.raises(of.UsageError, match="device 'cuda' has fp32, tf32, bf16x3, bf16x6, bf16"):
+        of.InferenceSession(model(), precision="bf16x3")
     with pytest.raises(of.UsageError, match="unknown device 'tpu'"):
         of.InferenceSession(model(), device="tpu")
 

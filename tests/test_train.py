@@ -511,6 +511,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
     "loss": (LINEAR, {"loss": "hinge"}, UsageError, "no loss 'hinge'"),
     "output": (LINEAR, {"output": "z"}, UsageError, "no output 'z'"),
     "precision": (LINEAR, {"precision": "bf16"}, UsageError, "precision 'bf16' needs a GPU"),
+    "no precision": (
+        LINEAR,
+        {"precision": "int8"},
+        UsageError,
+        "one of fp32, tf32, bf16x3, bf16x6",
+    ),
     "scale": (LINEAR, {"loss_scale": 0.0}, UsageError, "loss scale is 0.0"),
     "device": (LINEAR, {"device": "tpu"}, UsageError, "not on 'tpu'"),
     "accumulate": (LINEAR, {"accumulate": 0}, UsageError, "accumulate is at least 1"),

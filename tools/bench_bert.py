@@ -1,4 +1,4 @@
-"""A BERT-base encoder in fp16 against torch.compile, on one GPU, in one run.
+"""A BERT-base encoder in fp16 against torch.compile (needs torch), on one GPU, in one run.
 
     python tools/bench_bert.py [--shape B,T ...] [--layers N] [--quick] [--json FILE] [--freeze]
 

@@ -9,7 +9,7 @@ F.linear's three: the better of folding the weights first (that included) and ta
 are. Linear+GELU: the forward that keeps z, what GELU is of; and the program of forward and
 backward. At last LayerNorm+Linear in fp16, and fp32 products as sums of bf16 ones against cuBLAS's
 IEEE fp32. CUDA-graph replays rotating over operands larger than L2, interleaved, medians. Ratios
-hold from run to run better than times.
+hold from run to run better than times. Needs torch.
 `--freeze` first tries the likely candidates of each problem; the fastest ship as tuning records.
 `python tools/performance_page.py` makes docs/performance.md of the JSON.
 """

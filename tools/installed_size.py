@@ -8,8 +8,8 @@ MB are 10^6 bytes; pip itself is left out.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
-import sys
 import tempfile
 import venv
 from importlib import metadata
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main(extra: str = "cuda13") -> None:
+def main(extra: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         pip = [f"{folder}/bin/python", "-m", "pip", "install", "-q", f"{ROOT}[{extra}]"]
@@ -38,4 +38,6 @@ def main(extra: str = "cuda13") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("extra", nargs="?", default="cuda13")
+    main(parser.parse_args().extra)

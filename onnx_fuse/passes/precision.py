@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.ir import Builder
+from onnx_fuse.problem import PRECISIONS
 
 F32 = ir.DataType.FLOAT
 # Inputs that stay float32, by operator: sizes are no data, and running statistics need the digits.
@@ -18,6 +19,15 @@ KEPT_INPUTS: dict[str, tuple[int, ...]] = {
     "Resize": (1, 2),
     "Upsample": (1,),
 }
+
+
+def in_precision(model: ir.Model, precision: str) -> tuple[ir.Model, str]:
+    """(`model`, or a copy in 16 bits; which products of float32 it may use), by PRECISIONS."""
+    dtype, math = PRECISIONS[precision]
+    if dtype != "float32":
+        model = model.clone()
+        lower_precision(model, ir.DataType[dtype.upper()])
+    return model, math
 
 
 def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = False) -> None:

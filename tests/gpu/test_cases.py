@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from cases import RealCase, real_cases
 
@@ -95,7 +96,10 @@ def test_training_follows_the_portable_backend(name: str, clip: float | None) ->
         assert array.tobytes() == same[key].tobytes(), key
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("tf32", 5e-3), ("fp16", 2e-2), ("bf16", 1e-1)])
+LOWER = {"bf16x6": 1e-4, "bf16x3": 1e-4, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
+
+
+@pytest.mark.parametrize(("precision", "bound"), LOWER.items())
 @pytest.mark.parametrize("name", CASES)
 def test_lower_precision(name: str, precision: str, bound: float) -> None:
     """Outputs keep their type, and differ by what the precision rounds."""
@@ -105,6 +109,50 @@ def test_lower_precision(name: str, precision: str, bound: float) -> None:
     for y, want in zip(session.run(list(expected), feeds), expected.values(), strict=True):
         assert y.dtype == want.dtype
         np.testing.assert_allclose(y, want, rtol=0, atol=bound * max(1, np.abs(want).max()))
+
+
+LAYER = """<ir_version: 9, opset_import: ["" : 20]>
+    g (float[2048,768] x) => (float[2048,768] y) {
+    h = LayerNormalization <axis = -1> (x, gamma, beta)
+    u = MatMul (h, w) a = Add (u, b) g = Relu (a) v = MatMul (g, o) y = Add (v, x) }"""
+
+
+def layer() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    proto, rng = onnx.parser.parse_model(LAYER), np.random.default_rng(0)
+    weights = {}
+    sizes = {"gamma": (768,), "beta": (768,), "w": (768, 1024), "b": (1024,), "o": (1024, 768)}
+    for name, shape in sizes.items():
+        array = rng.standard_normal(shape) / 30 + (name == "gamma")
+        weights[name] = array.astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weights[name], name))
+    return proto, {name: array.astype(np.float64) for name, array in weights.items()}
+
+
+# relative Frobenius errors of two products: 4e-6 each, and what float32's sums leave
+@pytest.mark.parametrize(("precision", "bound"), [("bf16x3", 2e-5), ("bf16x6", 5e-6)])
+def test_products_of_float32_by_bfloat16(precision: str, bound: float) -> None:
+    """They err as stated, run on tensor cores, and train as float32 does, to the same bits."""
+    x = np.random.default_rng(1).standard_normal((2048, 768)).astype(np.float32)
+    model, w = layer()
+    session = InferenceSession(model, device="cuda", precision=precision)
+    wide = x.astype(np.float64)
+    h = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    h = h * w["gamma"] + w["beta"]
+    want = np.maximum(h @ w["w"] + w["b"], 0) @ w["o"] + wide
+    [got] = session.run(None, {"x": x})
+    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+    program, hw = session.program({"x": x})
+    chosen = [call.why for call in program.calls if call.problem]
+    assert hw.cc != 90 or all("wgmma_split" in why for why in chosen), chosen
+
+    def losses(precision: str) -> list[float]:
+        options = {"loss": "mse", "optimizer": optim.AdamW(lr=1e-3), "device": "cuda"}
+        trainer = train.Trainer(model, precision=precision, **options)
+        return [float(trainer.step({"x": x, "labels": x[::-1].copy()})) for _ in range(5)]
+
+    first = losses(precision)
+    np.testing.assert_allclose(first, losses("fp32"), rtol=1e-4)
+    assert first == losses(precision)
 
 
 def half_trainer(
