@@ -276,7 +276,7 @@ def _show_kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[s
     total = sum(s.seconds for s in sites)
     floor = sum(s.floor for s in sites)
     shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in program.inputs)
-    printer.text(f"{len(sites)} calls, {total * 1e6:.1f} µs; their floors {floor * 1e6:.1f} µs")
+    printer.text(f"{len(sites)} calls, {total * 1e6:.1f} µs; their floors {floor * 1e6:.3g} µs")
     printer.text(f"at {shapes}", f"memory: {plan(program)}")
     for fallback in program.fallbacks:
         printer.text(f"on onnxruntime: {fallback}")
@@ -735,6 +735,8 @@ def _to_tune(
         hw = _hardware("cuda")
         programs = [tune.program_of(op, size, how, hw) for size in sizes]
         return [call for p in programs for call in tune.calls_of(p, op)], hw
+    if not model.exists():
+        raise UsageError(f"{model} is neither a file nor one of {', '.join(tune.OPS)}")
     graph = _load(model, str(model))
     ir.fix_shapes(graph, _shapes(input_shapes) or {})
     session = InferenceSession(graph, device="cuda", precision=how)

@@ -231,6 +231,9 @@ def test_select_prefers_force_then_record_then_cost(
         select("Gemm", problem, A100, {"Gemm": "wgmma"})
     with pytest.raises(UsageError, match="no kernel 'nothing'"):
         select("Gemm", problem, H200, {"Gemm": "nothing"})
+    monkeypatch.setenv(config.KERNEL.name, "Gem=simt")
+    with pytest.raises(UsageError, match="is called Gem; there are Gemm, LayerNormGemm"):
+        select("Gemm", problem, H200)
 
 
 def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(

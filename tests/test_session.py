@@ -141,6 +141,9 @@ class Echo:
     def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[Any]:
         return list(self.session.run(names, feeds))
 
+    def release_memory(self) -> int:
+        return 7
+
 
 @pytest.mark.parametrize("case", RUNS)
 def test_the_checks_before_a_cuda_run_use_the_same_words(
@@ -151,6 +154,7 @@ def test_the_checks_before_a_cuda_run_use_the_same_words(
     expected = outcome(lambda: stock().run(names, feeds))
     ours = of.InferenceSession(model(), providers=[("CUDAExecutionProvider", {"device_id": 2})])
     assert ours._executable.gpu == 2
+    assert ours.release_memory() == 7
     assert ours.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert outcome(lambda: ours.run(names, feeds)) == expected
 

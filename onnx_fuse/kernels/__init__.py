@@ -87,7 +87,13 @@ def candidates(op: str) -> Sequence[Kernel]:
 def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
     """op -> candidate name asked for by ONNX_FUSE_KERNEL, overridden by `prefs`."""
     entries = (entry.partition("=") for entry in config.KERNEL.value.split(",") if entry)
-    return {op: name for op, _, name in entries} | dict(prefs or {})
+    asked = {op: name for op, _, name in entries}
+    if unknown := asked.keys() - MODULES.keys():
+        raise UsageError(
+            f"{config.KERNEL.name}: no operator with kernels to choose from is called "
+            f"{', '.join(sorted(unknown))}; there are {', '.join(MODULES)}"
+        )
+    return asked | dict(prefs or {})
 
 
 def select(

@@ -324,7 +324,8 @@ class Instance:
             weights = sum(m.nbytes for m in owner._blocks)
             raise device.DeviceMemoryError(
                 f"{error}; weights and state hold {weights:,} bytes, this shape's temporaries need "
-                f"{self.plan.arena:,}: lower the batch or sequence length, or call release_memory()"
+                f"{self.plan.arena:,}: lower the batch or sequence length, or "
+                "release_memory() of other sessions"
             ) from error
         base = self.memory.address
         owner.stream.clear(base, total)  # gaps between tensors travel with them
