@@ -18,6 +18,8 @@ from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
 
 MAX_BATCH = 3
+TILE_ROWS = 128
+"""Of a product in a batch: a copy of rows that stand apart costs less than many with fewer."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def product(
         s == 0 or d == 1 for d, s in zip(b.shape[:-2], b.strides[:-2], strict=True)
     ):
         strides = reshape_strides(a.shape, a.strides, (prod(batch) * m, k))
-        if strides is None and a.strides[-1] != 1:
+        if strides is None and (a.strides[-1] != 1 or m < TILE_ROWS < prod(batch) * m):
             a = ctx.contiguous(a)
         flat = a.reshape((prod(batch) * m, k))
     if flat is not None:
