@@ -546,6 +546,10 @@ def train(
     freeze: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Weights that stay.")
     ] = None,
+    level: Annotated[
+        int | None,
+        typer.Option(min=0, max=3, help="Of fusions; default: 2 on a GPU in 16 bits, else 0."),
+    ] = None,
     free_batch: Annotated[
         bool, typer.Option("--free-batch", help="Open a batch that was exported fixed, if it can.")
     ] = False,
@@ -593,6 +597,7 @@ def train(
         clip_norm=clip_norm,
         accumulate=accumulate,
         free_batch=free_batch,
+        level=level,
         seed=seed,
         precision=precision,
         device=device,

@@ -503,6 +503,31 @@ def test_float16_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 # ---- refusals ----------------------------------------------------------------------------------
 
+
+class Nowhere:
+    """States on no GPU."""
+
+    def __init__(self, states: object, math: str) -> None:
+        self.math = math
+
+    def add(self, key: str, model: object) -> None:
+        self.model = model
+
+
+@pytest.mark.parametrize(
+    ("precision", "level", "math"),
+    [("fp32", 0, "ieee"), ("bf16x3", 0, "bf16x3"), ("bf16", 2, "ieee"), ("fp16", 2, "ieee")],
+)
+def test_a_gpu_trains_fused_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch, precision: str, level: int, math: str
+) -> None:
+    monkeypatch.setattr(train, "_Cuda", Nowhere)
+    monkeypatch.setattr("onnx_fuse.runtime.device.begin", lambda: None)
+    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse", precision=precision, device="cuda")
+    assert trainer._options["level"] == level
+    assert trainer._device.math == math
+
+
 NO_WEIGHTS = "net (float[2] x) => (float[2] y) { y = Relu (x) }"
 REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
     "no weights": (NO_WEIGHTS, {}, ModelError, "no float weights"),

@@ -170,11 +170,11 @@ def half_trainer(
 @pytest.mark.parametrize(
     "options",
     [
+        {"level": 0},
+        {"level": 0, "clip_norm": 1.0, "accumulate": 2},
         {},
-        {"clip_norm": 1.0, "accumulate": 2},
-        {"level": 2},
-        {"level": 2, "name": "llama__dynamo23"},
-        {"level": 2, "name": "encoder_layer_prenorm__dynamo"},
+        {"name": "llama__dynamo23"},
+        {"name": "encoder_layer_prenorm__dynamo"},
     ],
     ids=["", "clipped", "fused", "fused llama", "fused pre-norm"],
 )
