@@ -528,7 +528,6 @@ def attach_loss(
     options: Mapping[str, Any] | None = None,
     *,
     output: str | None = None,
-    labels: str = "labels",
 ) -> tuple[ir.Value, ir.Value | None]:
     """Append the loss named `loss` of an output (the first); returns it and its new label input.
 
@@ -549,7 +548,7 @@ def attach_loss(
     logits = named[output] if output is not None else graph.outputs[0]
     op = Emitter(model)
     op.stem = "loss"
-    label = label_value(logits, loss, op.fresh(labels), settings)
+    label = label_value(logits, loss, op.fresh("labels"), settings)
     graph.inputs.append(label)
     for key in ("weight", "pos_weight"):
         if settings.get(key) is not None:

@@ -154,10 +154,10 @@ class Site:
     """Candidates that cannot serve this problem, and why."""
 
 
-def site(call: Call, hw: Hardware, prefs: Mapping[str, str] | None = None) -> Site:
+def site(call: Call, hw: Hardware) -> Site:
     """The Site of a call; a registry op's is chosen anew, which gives the same."""
     problem = call.problem
-    choice = None if problem is None else select(problem.op, problem, hw, prefs)
+    choice = None if problem is None else select(problem.op, problem, hw)
     if problem is None or choice is None:
         floor = call.bytes / hw.bandwidth
         seconds = floor + len(call.launches) * hw.launch_seconds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -26,11 +25,11 @@ class NoGrad:
 
 @dataclass(frozen=True)
 class OpDef:
-    """One operator: its name and, for ours, its ONNX function body; its gradient, kernel problem.
+    """One operator: its name and, for ours, its ONNX function body; its gradient.
 
     `body` is the text of one ONNX function without header imports. Attributes are by reference and
     every input is bound at a call. `saves` names values inside the body that the gradient wants:
-    in a training graph the node becomes `exposed(saves)`, the same body with more outputs.
+    in a training graph the node becomes `op_type(saves)`, the same body with more outputs.
     `newer` is the same function by an operator of a later opset, which a node asks for with the
     overload "newer": for graphs that had that operator, which onnxruntime runs in fewer passes.
     """
@@ -41,7 +40,6 @@ class OpDef:
     newer: str = ""
     grad: GradRule | NoGrad | None = None
     saves: tuple[str, ...] = ()
-    problem: Callable[..., Any] | None = None
 
     def op_type(self, exposed: Sequence[str] = ()) -> str:
         """Name of the op whose body also returns the inner values `exposed`, in that order."""

@@ -177,10 +177,10 @@ def label(node: ir.Node) -> str:
     return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
 
 
-def made_by(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
-    """The node that computes `value`, when it is one of `op_types`."""
+def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The node that computes `value`, when it is one of ONNX's `op_types`."""
     node = value.producer() if value is not None else None
-    return node if node and node.domain == domain and node.op_type in op_types else None
+    return node if node and not node.domain and node.op_type in op_types else None
 
 
 def users(value: ir.Value) -> list[ir.Node]:
@@ -261,9 +261,9 @@ def typed(
     return value
 
 
-def close(a: float | None, b: float, rtol: float = 2e-3) -> bool:
+def close(a: float | None, b: float) -> bool:
     """Constants of an exporter agree with the formula's; fp16 files hold three digits of them."""
-    return a is not None and math.isclose(a, b, rel_tol=rtol)
+    return a is not None and math.isclose(a, b, rel_tol=2e-3)
 
 
 # A row-wise view moves whole rows (all but the last axis), so it commutes with whatever works along
