@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import indexing, jit, linear, merge, pointwise, reduce, views
+from onnx_fuse.kernels import indexing, jit, linear, merge, pointwise, reduce, site, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
@@ -299,6 +299,16 @@ def test_rows_that_stand_apart_are_one_product():
     assert (product.m, product.batch) == (160, ())
     want = feeds["x"].swapaxes(0, 1) @ feeds["w"]
     np.testing.assert_allclose(interpret(program, feeds, {})["y"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_floor_of_a_convolution_counts_its_products():
+    text = (
+        "agraph (float[2,64,32,32] x, float[64,64,3,3] w) => (float[2,64,32,32] y) "
+        "{ y = Conv <pads = [1,1,1,1]> (x, w) }"
+    )
+    calls = program_of(ir.text_model(text), arrays(x=(2, 64, 32, 32), w=(64, 64, 3, 3))).calls
+    floor = sum(site(call, H200).floor for call in calls)
+    assert floor >= 2 * 2 * 64 * 32 * 32 * 64 * 9 / H200.rate("float32")
 
 
 def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from onnx_fuse import config
@@ -159,7 +160,8 @@ def site(call: Call, hw: Hardware) -> Site:
     problem = call.problem
     choice = None if problem is None else select(problem.op, problem, hw)
     if problem is None or choice is None:
-        floor = call.bytes / hw.bandwidth
+        rate = hw.rate(call.writes[0][1].dtype) if call.writes else inf
+        floor = max(call.bytes / hw.bandwidth, call.flops / rate)
         seconds = floor + len(call.launches) * hw.launch_seconds
         return Site(call.nodes, call.kernel, "", "-", seconds, floor, call.why or "the only one")
     refused = refusals(problem.op, problem, hw)
