@@ -321,3 +321,19 @@ def test_attention_through_a_sliding_window_stays():
     report = passes.optimize(model)
     assert [node.op_type for node in model.graph] == ["Attention"]
     assert "sliding window" in report.not_fused[0].reason
+
+
+@pytest.mark.parametrize(("columns", "fused"), [(1025, False), (1032, True)])
+def test_a_large_product_whose_gradient_has_no_kernel_trains_without_its_norm(columns, fused):
+    text = (
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[8,1024] x, float[1024] gamma, '
+        f"float[1024] beta, float[1024,{columns}] w) => (float[8,{columns}] y) "
+        "{ h = LayerNormalization (x, gamma, beta) y = MatMul (h, w) }"
+    )
+    for training in (False, True):
+        model = fir.text_model(text)
+        found = passes.optimize(model, level=1, training=training)
+        assert ("LayerNormGemm" in found.fusions) == (fused or not training)
+        assert any("multiples of 8" in r.reason for r in found.not_fused) == (
+            training and not fused
+        )

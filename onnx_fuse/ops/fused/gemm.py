@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -99,6 +100,10 @@ register(*(_define(p, a) for p, a in _VARIANTS), *(gemm_grad_def(p, a) for p, a 
 
 
 # ---- recognition -----------------------------------------------------------------------------
+
+
+_LARGE = 1 << 20
+"""Elements of a weight from which a gradient by parts, fifteen passes, costs more than the norm."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,11 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
         return site
     if norm.x.dtype != site.w.dtype or any(a.dtype != site.w.dtype for a in norm.affine):
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], "norm and weight differ in dtype")
+        return site
+    sizes = [dim(site.w, i) or 0 for i in range(2)]
+    if rw.training and prod(sizes) >= _LARGE and any(size % 8 for size in sizes):
+        reason = f"no kernel has its gradient at {sizes}: only rows of multiples of 8 are aligned"
+        rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     return replace(site, norm=norm, views=tuple(views))
 
