@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -43,20 +43,28 @@ ELEMENTWISE = frozenset(
 MATRIX = frozenset(("MatMul", "Gemm"))
 
 
+Whole: TypeAlias = Callable[[ir.Node], bool]
+"""Whether kernels serve the gradients of a fused float32 node better than those of its parts."""
+
 # ---- emit ------------------------------------------------------------------------------------
 
 
 class Emitter(Builder):
     """A Builder that names and types each node it makes, and makes one node of equal ones.
 
-    `fused`: rules may answer with operators of ours where kernels have them.
+    `fused`: rules may answer with operators of ours where kernels have them; a fused node in
+    float32 that is not `whole` is differentiated by its parts then.
     """
 
     def __init__(
-        self, model: ir.Model, taken: set[str | None] | None = None, fused: bool = False
+        self,
+        model: ir.Model,
+        taken: set[str | None] | None = None,
+        fused: bool = False,
+        whole: Whole | None = None,
     ) -> None:
         super().__init__()
-        self.fused = fused
+        self.fused, self.whole = fused, whole
         self.opset: int = model.graph.opset_imports[""]
         self.stem = "grad"
         self.active: set[ir.Value] = set()
@@ -276,6 +284,7 @@ def backward(
     *,
     strict: bool = True,
     fused: bool = False,
+    whole: Whole | None = None,
 ) -> dict[str, ir.Value]:
     """Append the backward to `model`; returns {name: d loss / d value} for each value of `wrt`.
 
@@ -284,11 +293,12 @@ def backward(
     their function bodies, but compute what they did. Raises ModelError where the gradient would
     have to flow through a node that has none, naming the node, its operator and the reason; without
     `strict`, a value all of whose paths end at such nodes is left out. `fused`
-    allows operators of ours in the backward.
+    allows operators of ours in the backward; a fused node in float32 is then differentiated by its
+    parts, unless it is `whole`.
     """
     if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
-    found = _walk(Emitter(model, fused=fused), model.graph, dys, wrt, strict=strict)
+    found = _walk(Emitter(model, fused=fused, whole=whole), model.graph, dys, wrt, strict=strict)
     return without_rows(Emitter(model), model.graph, found) if fused else found
 
 
@@ -355,7 +365,7 @@ def _mark(
         if isinstance(rule, NoGrad):
             stops.append((node, rule.reason))
             continue
-        apart = rule is None or (op.fused and _split(node))
+        apart = rule is None or (op.fused and _split(op, node, active))
         if apart and not _captures(node) and (made := expand(graph, op, node)) is not None:
             todo.extend(reversed(made))
             continue
@@ -369,11 +379,16 @@ def _mark(
     return nodes, active, stops
 
 
-def _split(node: ir.Node) -> bool:
-    """Whether kernels serve the gradients of a fused node's parts better than its own: in fp32."""
+def _split(op: Emitter, node: ir.Node, active: set[ir.Value]) -> bool:
+    """Whether a fused node's parts are differentiated in its place: in fp32, where it is not whole
+    or its x needs no gradient.
+    """
     base = node.op_type.split("_")[0]
     product = node.domain == FUSE and "Gemm" in base and not base.endswith("Grad")
-    return product and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
+    x = node.inputs[0]
+    if not product or x is None or x.dtype != ir.DataType.FLOAT:
+        return False
+    return op.whole is None or x not in active or not op.whole(node)
 
 
 def _captures(node: ir.Node) -> bool:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import total_ordering
+from functools import partial, total_ordering
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -24,7 +24,7 @@ from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch, params
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.problem import PRECISIONS
+from onnx_fuse.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]
@@ -98,6 +98,7 @@ def training_model(
     precision: str = "fp32",
     loss_scale: float = 65536.0,
     fused: bool = False,
+    whole: autodiff.Whole | None = None,
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and what its ends mean.
 
@@ -107,8 +108,8 @@ def training_model(
     A state has one name in all modes. `trainable` and `frozen` are globs over initializers; without
     `trainable`, all float weights that have an axis and reach the loss train. `free_batch` opens a
     batch that was exported fixed. `level` is that of `passes.optimize`; `fused` allows operators of
-    ours in the backward at any. In precision "fp16" the backward is scaled, by `loss_scale` at
-    first: see `_Step.scale`. Raises ModelError, UsageError.
+    ours in the backward at any, `whole` as in `autodiff.backward`. In precision "fp16" the backward
+    is scaled, by `loss_scale` at first: see `_Step.scale`. Raises ModelError, UsageError.
     """
     original = ir.read(model)
     named, source = set(original.graph.initializers), ir.load(original)
@@ -129,7 +130,9 @@ def training_model(
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
-    gradients = step.differentiate(weights, accumulate, strict=trainable is not None, fused=fused)
+    gradients = step.differentiate(
+        weights, accumulate, strict=trainable is not None, fused=fused, whole=whole
+    )
     if accumulate > 1:
         gradients = step.accumulate(gradients)
     if mode == "update":
@@ -330,6 +333,7 @@ class _Step:
         *,
         strict: bool,
         fused: bool,
+        whole: autodiff.Whole | None,
     ) -> dict[onnx_ir.Value, onnx_ir.Value]:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:
@@ -347,7 +351,9 @@ class _Step:
             dy = scale if dy is None else self.op.Mul(scale, dy)
             dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
-        found = autodiff.backward(self.model, {self.loss: dy}, weights, strict=strict, fused=fused)
+        found = autodiff.backward(
+            self.model, {self.loss: dy}, weights, strict=strict, fused=fused, whole=whole
+        )
         for w in weights:
             if w.name not in found:
                 w.const_value = kept[w]
@@ -767,7 +773,8 @@ class Trainer:
             "precision": precision,
             "loss_scale": loss_scale,
         }
-        self._fused = device == "cuda"
+        math = PRECISIONS[precision][1]
+        self._whole = partial(_whole, math=math) if device == "cuda" else None
         self.seed, self.accumulate = seed, accumulate
         self._ignored = ignored_label(loss_options or {})
         self._unproved: bool = free_batch
@@ -779,9 +786,7 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         self._device: _Portable | _Cuda = (
-            _Portable(spec.states)
-            if device == "cpu"
-            else _Cuda(spec.states, PRECISIONS[precision][1])
+            _Portable(spec.states) if device == "cpu" else _Cuda(spec.states, math)
         )
         self._device.add("update", graph)
 
@@ -794,7 +799,12 @@ class Trainer:
             names = _weight_names(self._specs["update"])
             options |= {"trainable": [_literal(n) for n in names], "frozen": ()}
         return training_model(
-            self._source, optimizer=self.optimizer, mode=mode, fused=self._fused, **options
+            self._source,
+            optimizer=self.optimizer,
+            mode=mode,
+            fused=self._whole is not None,
+            whole=self._whole,
+            **options,
         )
 
     def spec(self, mode: Mode = "update") -> Spec:
@@ -1059,6 +1069,13 @@ class Trainer:
 def _level(precision: str, device: str) -> int:
     """The default level of the fusions."""
     return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
+
+
+def _whole(node: onnx_ir.Node, math: str) -> bool:
+    """Whether a fused node's gradients are best made by one call on this GPU."""
+    from onnx_fuse.kernels.linear import gradient_pays
+
+    return gradient_pays(node, math, Hardware.detect(0))
 
 
 def _supported(precision: str, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import math_cases
@@ -466,6 +467,32 @@ def test_convolution_and_pooling_train_in_bfloat16():
     assert not any(call.host for call in calls)
     made = {t.dtype for c in calls if "Conv" in c.kernel for _, t in c.reads if len(t.shape) == 4}
     assert made == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "hw", "count"),
+    [(8192, H200, 1), ("rows", H200, 0), (64, H200, 0), (8192, CHIPS["A100"], 0)],
+)
+def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, count):
+    """Where that is faster than norm and product apart, behind a norm whose x has a gradient."""
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[{rows},768] x) => (float[{rows},768] y) {{
+        h = LayerNormalization <axis = -1> (x, g0, b0) p = MatMul (h, w0) r = Add (p, c0)
+        n = LayerNormalization <axis = -1> (r, g1, b1) q = MatMul (n, w1) y = Add (q, c1) }}""")
+    for name in ("w0", "g0", "b0", "c0", "w1", "g1", "b1", "c1"):
+        ones = np.ones((768, 768) if name[0] == "w" else 768, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
+    graph, _ = train.training_model(
+        model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
+        whole=partial(linear.gradient_pays, math="bf16x3", hw=hw),
+    )  # fmt: skip
+    shapes = {
+        v.name: (tuple(d if isinstance(d, int) else 2048 for d in v.shape), v.dtype.numpy().name)
+        for v in graph.graph.inputs
+    }
+    calls = lower.lower(graph, shapes, hw, math="bf16x3").calls
+    ops = [call.problem.op for call in calls if call.problem is not None]
+    assert ops.count("LayerNormGemmGrad") == count
 
 
 def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):

@@ -18,6 +18,7 @@ them, once for both products.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_skinny import Skinny
@@ -136,8 +137,11 @@ class TwoGemms:
         seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
         if gemm.attr("dw") or gemm.attr("rows"):
             return seconds
-        moved = 2 * ITEMSIZE[gemm.out] * gemm.m * gemm.k
-        return seconds + moved / (0.7 * hw.bandwidth) + hw.launch_seconds
+        planes, fed = gemm.integer("planes"), 0.7
+        if planes:  # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
+            fed *= min(1.0, 2 * ceil(gemm.m / 16) / hw.sm_count)
+        moved = 2 * (ITEMSIZE[gemm.out] + planes) * gemm.m * gemm.k
+        return seconds + moved / (fed * hw.bandwidth) + hw.launch_seconds
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
@@ -147,7 +151,7 @@ class TwoGemms:
         low = 2 * planes or size
         moved = (size + low) * m * k + size * k * n
         moved += 0 if problem.attr("folded") else (size + low) * k * n
-        moved += low * m * n if problem.attr("act") or planes else 0
+        moved += low * m * n if problem.attr("act") and not planes else 0
         moved += size * m * k if problem.attr("add") else 0
         moved += size * m * k if planes else 0  # xh by a pass of its own
         return (

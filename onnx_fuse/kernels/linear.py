@@ -15,7 +15,8 @@ from onnx_fuse.kernels.pointwise import FLOATS
 from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
-from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
+from onnx_fuse.ops.rewrite import dim
+from onnx_fuse.problem import ITEMSIZE, Hardware, Problem, Value
 
 MAX_BATCH = 3
 TILE_ROWS = 128
@@ -374,6 +375,41 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
     }
     return ctx.select(node, problem, reads, writes)
+
+
+def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
+    """Whether a float32 norm and product with one call for its gradients beat the two apart.
+
+    Forward and backward of both ways; rows whose count is not known yet are taken for 1024.
+    """
+    prefix, _, suffix = node.op_type.partition("Gemm")
+    if prefix not in ("LayerNorm", "RMSNorm") or suffix not in ACTIVATIONS:
+        return False
+    x, w = node.inputs[0], node.inputs[3 if prefix == "LayerNorm" else 2]
+    k, n = dim(w, 0), dim(w, 1)
+    if x is None or x.shape is None or not k or not n:
+        return False
+    rows = [dim(x, i) for i in range(len(x.shape) - 1)]
+    m = 1024 if None in rows else prod(d for d in rows if d is not None)
+    act: dict[str, Value] = {"act": ACTIVATIONS[suffix]} if suffix else {}
+    kept: dict[str, Value] = act | {"save_z": True} if act else {}
+    how: dict[str, Value] = {"m": m, "math": math}
+    whole = (
+        Problem.of("LayerNormGemm", n=n, k=k, bias=True, **how, **kept),
+        Problem.of("LayerNormGemmGrad", n=n, k=k, **how, **act),
+    )
+    apart = (
+        Problem.of("Gemm", n=n, k=k, bias=True, **how, **kept),
+        Problem.of("Gemm", n=k, k=n, trans_b=True, **how),
+        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
+    )
+    once, each = ([select(p.op, p, hw) for p in way] for way in (whole, apart))
+    if None in once or None in each:
+        return False
+    # the norm and its gradient, dz, its sums; small launches beside others take half their time
+    passes = 5 * m * k + (4 if act else 1) * m * n
+    more = 4 * passes / hw.bandwidth + (4 if act else 3) * hw.launch_seconds
+    return sum(c.seconds for c in once if c) < sum(c.seconds for c in each if c) + more
 
 
 def _apart_seconds(problem: Problem, hw: Hardware) -> float:

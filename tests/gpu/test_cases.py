@@ -11,6 +11,7 @@ import pytest
 from cases import RealCase, real_cases
 
 from onnx_fuse import autodiff, optim, passes, train
+from onnx_fuse.problem import Hardware
 from onnx_fuse.session import InferenceSession, load
 
 CASES = {case.name: case for case in real_cases()}
@@ -117,10 +118,17 @@ LAYER = """<ir_version: 9, opset_import: ["" : 20]>
     u = MatMul (h, w) a = Add (u, b) g = Relu (a) v = MatMul (g, o) y = Add (v, x) }"""
 
 
-def layer() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    proto, rng = onnx.parser.parse_model(LAYER), np.random.default_rng(0)
+BLOCK = """<ir_version: 9, opset_import: ["" : 20]>
+    g (float[2048,768] x) => (float[2048,768] y) {
+    p = MatMul (x, v) h = LayerNormalization <axis = -1> (p, gamma, beta)
+    u = MatMul (h, w) a = Add (u, b) g = Gelu (a) y = MatMul (g, o) }"""
+
+
+def layer(text: str = LAYER) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    proto, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
     weights = {}
     sizes = {"gamma": (768,), "beta": (768,), "w": (768, 1024), "b": (1024,), "o": (1024, 768)}
+    sizes |= {"v": (768, 768)} if text == BLOCK else {}
     for name, shape in sizes.items():
         array = rng.standard_normal(shape) / 30 + (name == "gamma")
         weights[name] = array.astype(np.float32)
@@ -153,6 +161,32 @@ def test_products_of_float32_by_bfloat16(precision: str, bound: float) -> None:
     first = losses(precision)
     np.testing.assert_allclose(first, losses("fp32"), rtol=1e-4)
     assert first == losses(precision)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("bf16x3", 2e-5), ("bf16x6", 5e-6)])
+def test_float32_gradients_by_bfloat16_in_one_call(precision: str, bound: float) -> None:
+    """What a step of SGD takes from each weight, beside the step with IEEE products."""
+    x = np.random.default_rng(1).standard_normal((2048, 768)).astype(np.float32)
+    model, _ = layer(BLOCK)
+
+    def step(precision: str) -> tuple[dict[str, np.ndarray], list[str]]:
+        trainer = train.Trainer(
+            model, loss="mse", optimizer=optim.SGD(lr=2.0**20), device="cuda", level=1,
+            precision=precision,
+        )  # fmt: skip
+        before = {name: array.astype(np.float64) for name, array in trainer.weights().items()}
+        trainer.step({"x": x, "labels": x[::-1].copy()})
+        taken = {name: before[name] - array for name, array in trainer.weights().items()}
+        executable = trainer._device._states._executables["update"]
+        [program] = executable.programs()
+        return taken, [call.problem.op for call in program.calls if call.problem]
+
+    (want, _), (got, ops), (again, _) = step("fp32"), step(precision), step(precision)
+    for name, array in want.items():
+        assert np.linalg.norm(got[name] - array) <= bound * np.linalg.norm(array), name
+        assert got[name].tobytes() == again[name].tobytes(), name
+    hopper = Hardware.detect(0).arch == "sm_90a"
+    assert ops.count("LayerNormGemmGrad") == hopper
 
 
 def half_trainer(
