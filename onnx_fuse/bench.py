@@ -1,4 +1,4 @@
-"""Timing: a model as it is against the same model fused, taking turns under onnxruntime."""
+"""Timing: a model as it is against the same model fused, taking turns on one device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,9 @@ def timing(seconds: Array) -> Timing:
     return Timing(median, low, high)
 
 
+Clock = Callable[[int], float]  # seconds that one of so many runs takes
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The same feeds through both models; `ratio` is the median of fused / original by round.
@@ -70,12 +73,16 @@ def compare(
     shapes: Mapping[str, Sequence[int]] | None = None,
     repeat: int = 50,
     threads: int = 0,
+    device: str = "cpu",
+    precision: str = "fp32",
 ) -> Comparison:
     """Time the file at `path` and the fusion of `graph` (the same model, loaded) in rounds.
 
-    Each round runs both, first the one, then the other first, so that a change of the machine's
-    speed meets both alike; the rounds are spread over PAIRS of sessions. `threads=0` is as many
-    as onnxruntime takes; one thread is timed by its own clock, which stops while others run.
+    On "cpu" both run in onnxruntime; on "cuda" the model at level 0 and at level 2, in `precision`,
+    by its launches, with feeds that lie there already. Each round runs both, first the one, then
+    the other first, so that a change of the machine's speed meets both alike; the rounds are
+    spread over PAIRS of sessions. `threads=0` is as many as onnxruntime takes; one thread is timed
+    by its own clock, which stops while others run.
     `shapes` are those of generated feeds alone: fixed in one of the two models, they would let
     onnxruntime rewrite that one further.
     """
@@ -85,8 +92,14 @@ def compare(
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     fused = graph.clone()
     passes.optimize(fused)
+
+    def pair() -> list[Clock]:
+        if device == "cuda":
+            return [_gpu_clock(graph, feeds, level, precision) for level in (0, 2)]
+        return [_clock(model, feeds, threads) for model in (path, fused)]
+
     parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
-    groups = [_rounds((path, fused), feeds, len(part), threads) for part in parts]
+    groups = [_rounds(pair(), len(part)) for part in parts]
     times = np.concatenate(groups)
     medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
     return Comparison(
@@ -98,24 +111,38 @@ def compare(
     )
 
 
-def _rounds(models: Sequence[Any], feeds: Feeds, count: int, threads: int) -> Array:
-    """[count, 2] seconds of a run of either model, in one new pair of sessions."""
-    clock = time.process_time if threads == 1 else time.perf_counter
-
-    def seconds(session: Any, runs: int) -> float:
-        started = clock()
-        for _ in range(runs):
-            ort.run(session, feeds)
-        return (clock() - started) / runs
-
-    sessions = [_session(model, threads) for model in models]
-    warm = [seconds(session, 1) for _ in range(3) for session in sessions]
+def _rounds(clocks: Sequence[Clock], count: int) -> Array:
+    """[count, 2] seconds of a run by either clock."""
+    warm = [clock(1) for _ in range(3) for clock in clocks]
     runs = math.ceil(_BLOCK / min(warm))
     times = np.empty((count, 2))
     for i in range(count):
         for k in (0, 1) if i % 2 else (1, 0):
-            times[i, k] = seconds(sessions[k], runs)
+            times[i, k] = clocks[k](runs)
     return times
+
+
+def _clock(model: Path | onnx_ir.Model, feeds: Feeds, threads: int) -> Clock:
+    """Of a new session of onnxruntime."""
+    session = _session(model, threads)
+    now = time.process_time if threads == 1 else time.perf_counter
+
+    def seconds(runs: int) -> float:
+        started = now()
+        for _ in range(runs):
+            ort.run(session, feeds)
+        return (now() - started) / runs
+
+    return seconds
+
+
+def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str) -> Clock:
+    """Of a new session on the GPU: by events around the launches of a run."""
+    session = InferenceSession(graph, device="cuda", level=level, precision=precision)
+    session.run(None, feeds)
+    executable = session._on_cuda()
+    launch = executable.instance(feeds).launch
+    return lambda runs: executable.stream.timed(launch, runs)
 
 
 def _session(model: Path | onnx_ir.Model, threads: int) -> Any:

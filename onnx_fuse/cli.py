@@ -667,6 +667,7 @@ def bench(
     ],
     inputs: Inputs = None,
     input_shapes: Shapes = None,
+    device: Device = "cpu",
     repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
     threads: Annotated[
         int, typer.Option(min=0, help="0: as onnxruntime likes; 1 is timed by CPU time.")
@@ -688,9 +689,10 @@ def bench(
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Time MODEL as it is and fused, under onnxruntime, taking turns; print the ratio.
+    """Time MODEL as it is and fused, taking turns; print the ratio.
 
-    With --tune: time the kernels that serve MODEL (or an operator) on this GPU.
+    Under onnxruntime, or with --device cuda on the GPU (level 0 and 2, one launch a run, feeds
+    and outputs there). With --tune: time the kernels that serve MODEL (or an operator) on this GPU.
     """
     from onnx_fuse import bench as timing
     from onnx_fuse import validate as checks
@@ -703,19 +705,29 @@ def bench(
         return
     if shape:
         raise UsageError("--shape is an operator's, and operators are timed with --tune")
+    _check_device(device)
+    _check_precision(precision)
+    if precision != "fp32" and device != "cuda":
+        raise UsageError("--precision is of --device cuda, and of --tune")
+    if threads and device == "cuda":
+        raise UsageError("--threads is of --device cpu")
     graph = _load(model, str(model))
     feeds = checks.read_feeds(inputs, graph) if inputs else None
     shapes = _shapes(input_shapes)
     result = _guarded(
-        lambda: timing.compare(model, graph, feeds, shapes=shapes, repeat=repeat, threads=threads),
+        lambda: timing.compare(
+            model, graph, feeds, shapes=shapes, repeat=repeat, threads=threads, device=device,
+            precision=precision,
+        ),
         str(model),
-        "cpu",
-    )
+        device,
+    )  # fmt: skip
     rows = [
-        [name, f"{t.median:.3f}", f"{t.low:.3f}", f"{t.high:.3f}"]
+        [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
         for name, t in (("original", result.original), ("fused", result.fused))
     ]
-    printer.table("onnxruntime, CPU", ["model", "median ms", "10 %", "90 %"], rows)
+    where = f"{_hardware('cuda').name}, {precision}" if device == "cuda" else "onnxruntime, CPU"
+    printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
     low, high = result.noise
     printer.text(
         f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"

@@ -341,6 +341,13 @@ def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
     assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
 
 
+@pytest.mark.parametrize(
+    "options", [["--precision", "fp16"], ["--device", "cuda", "--threads", 1], ["--device", "tpu"]]
+)
+def test_bench_refuses_what_a_device_has_not(cli: Cli, options: list[Any]) -> None:
+    assert cli("bench", ENCODER, *options).code == 2
+
+
 def test_inspect_shows_models_side_by_side(cli: Cli, tmp_path: Path, saved: Save) -> None:
     result = cli("inspect", ENCODER, saved(RELU, "relu.onnx"), "--json", tmp_path / "r.json")
     assert result.code == 0

@@ -19,7 +19,7 @@ import test_lower
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from onnx_fuse import InferenceSession, ir, passes, train
+from onnx_fuse import InferenceSession, bench, ir, passes, train
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import pointwise, reduce
 from onnx_fuse.problem import Hardware
@@ -656,3 +656,10 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
     choice = select("LayerNormGemm", found.problem, hw)
     assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
     assert choice.why == "tuning record"
+
+
+def test_a_model_is_timed_fused_against_unfused() -> None:
+    path = Path(__file__).parents[2] / "models" / "encoder.onnx"
+    found = bench.compare(path, ir.read(path), repeat=4, device="cuda", precision="fp16")
+    assert 0 < found.noise[0] <= found.ratio <= found.noise[1]
+    assert 0 < found.fused.low <= found.fused.median <= found.fused.high
