@@ -228,7 +228,7 @@ def fused_page(found: Row, hw: Hardware) -> list[str]:
                 f"- fp32 {shape}: cuBLAS IEEE {us['cublas']:.0f} us; as three bf16 products (error "
                 f"4e-6) {three:.2f} of that, as six (as accurate as fp32) {six:.2f}."
             )
-        lines += [f"- {line}." for line in fp16_verdict(row)]
+    lines += [f"- {line}." for row in rows for line in fp16_verdict(row)]
     lines += ["", "How far from the machine's limits (fused, statistics included):", "",
               "![roofline](performance/roofline.svg)", ""]  # fmt: skip
     return lines
