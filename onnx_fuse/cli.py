@@ -315,6 +315,7 @@ def validate(
         bool, typer.Option("--blame", help="Trace a difference to the node that makes it.")
     ] = False,
     device: Device = "cpu",
+    precision: Precision = "fp32",
     inputs: Inputs = None,
     input_shapes: Shapes = None,
     rtol: Annotated[float | None, typer.Option(min=0.0, help="Of the largest value.")] = None,
@@ -323,11 +324,14 @@ def validate(
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Compare MODEL with ORIGINAL (or with its own fusion) under onnxruntime."""
+    """Compare MODEL, or its fusion, with ORIGINAL under onnxruntime; see --device, --precision."""
     from onnx_fuse import ir, report
 
     printer = _printer()
     _check_device(device)
+    _check_precision(precision)
+    if precision != "fp32" and (device != "cuda" or grad or blame):
+        raise UsageError("--precision is of --device cuda, without --grad and --blame")
     original = against or model
     candidate: Any = model
     source = _load(ir.read(original), str(original))
@@ -347,6 +351,7 @@ def validate(
         rtol=rtol,
         atol=atol,
         device=device,
+        precision=precision,
         blame=blame,
     )
     printer.text(*report.check_lines(checked))
@@ -924,6 +929,7 @@ def _check(
     rtol: float | None = None,
     atol: float | None = None,
     device: str = "cpu",
+    precision: str = "fp32",
     blame: bool = False,
 ) -> Check:
     from onnx_fuse import validate as checks
@@ -938,6 +944,7 @@ def _check(
             rtol=rtol,
             atol=atol,
             device=device,
+            precision=precision,
             find_culprit=blame,
         )
 

@@ -55,15 +55,24 @@ TOLERANCES = {
 them; integers and booleans must be equal."""
 
 
-def tolerance_of(model: onnx_ir.Model) -> Tolerance:
-    """The tolerance for the coarsest float type among the model's values."""
+COMPUTED = {
+    "tf32": Tolerance(2e-2, 2e-3, "tf32: each operand of a product is rounded to 2^-11"),
+    "fp16": TOLERANCES[DataType.FLOAT16],
+    "bf16": TOLERANCES[DataType.BFLOAT16],
+}
+"""By the precision that the fused model is computed in, where that is coarser than float."""
+
+
+def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
+    """The tolerance for the coarsest float type among the model's values and the `precision`."""
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values()]
     values += [v for node in onnx_ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
     found = {v.dtype for v in values}
     norms = [n for n in graph if n.op_type in ("LayerNormalization", "RMSNormalization")]
     found |= {DataType(n.attributes.get_int("stash_type", _F32.value)) for n in norms}
-    return next((t for kind, t in reversed(TOLERANCES.items()) if kind in found), TOLERANCES[_F32])
+    own = next((t for kind, t in reversed(TOLERANCES.items()) if kind in found), TOLERANCES[_F32])
+    return max(own, COMPUTED.get(precision, own), key=lambda t: t.rtol)
 
 
 _F32 = DataType.FLOAT
@@ -180,20 +189,22 @@ def validate(
     rtol: float | None = None,
     atol: float | None = None,
     device: str = "cpu",
+    precision: str = "fp32",
     seed: int = 0,
     find_culprit: bool = False,
 ) -> Check:
     """Run both models on `feeds` (or on generated ones) and compare every output.
 
-    The oracle is onnxruntime on `original` as it is written; `fused` runs on `device`. `shapes`
-    fixes the shapes of inputs by name. With `find_culprit` a difference is traced to its nodes.
+    The oracle is onnxruntime on `original` as it is written; `fused` runs on `device`, on "cuda" in
+    the session's `precision`. `shapes` fixes the shapes of inputs by name. With `find_culprit` a
+    difference in the model's own precision is traced to its nodes.
     Raises ModelError where onnxruntime cannot run the original.
     """
     model = load(original)
     if shapes:
         ir.fix_shapes(model, shapes)
     ir.infer_shapes(model)
-    check = Check(tolerance=tolerance_of(model))
+    check = Check(tolerance=tolerance_of(model, precision))
     if rtol is not None or atol is not None:
         base = check.tolerance
         check.tolerance = Tolerance(
@@ -202,7 +213,7 @@ def validate(
     with ort.faults("the original"):
         oracle = ort.session(_runnable(original), as_written=True)
     names = [v.name for v in oracle.get_outputs()]
-    candidate, given = _runner(fused, device)
+    candidate, given = _runner(fused, device, precision)
     if given != names:
         raise ModelError(f"the fused model's outputs are {given}, the original's {names}")
     pairs = _reference(model, lambda f: ort.run(oracle, f), feeds, seed, check.notes)
@@ -219,7 +230,7 @@ def validate(
             check.differences.append(difference(name, a, b, check.tolerance))
             if isinstance(a, np.ndarray) and a.dtype.kind == "f" and np.isnan(a).all() and a.size:
                 check.notes.append(f"'{name}' is NaN everywhere in the original too")
-    if find_culprit and not check.ok:
+    if find_culprit and precision == "fp32" and not check.ok:
         bad = next(i for i, (f, _) in enumerate(pairs) if not _feed_ok(check, i, len(names)))
         check.culprits = blame(original, fused, pairs[bad][0], check.tolerance, device=device)
     return check
@@ -233,12 +244,12 @@ def _runnable(model: ir.Model) -> Any:
     return model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
 
 
-def _runner(model: ir.Model, device: str) -> tuple[Run, list[str]]:
+def _runner(model: ir.Model, device: str, precision: str) -> tuple[Run, list[str]]:
     if device == "cpu":
         with ort.faults("the fused model"):
             session = ort.session(_runnable(model))
         return lambda feeds: ort.run(session, feeds), [v.name for v in session.get_outputs()]
-    own = InferenceSession(model, device=device, optimize=False)
+    own = InferenceSession(model, device=device, optimize=False, precision=precision)
     return lambda feeds: own.run(None, feeds), [v.name for v in own.get_outputs()]
 
 

@@ -348,6 +348,11 @@ def test_bench_refuses_what_a_device_has_not(cli: Cli, options: list[Any]) -> No
     assert cli("bench", ENCODER, *options).code == 2
 
 
+@pytest.mark.parametrize("options", [[], ["--device", "cuda", "--grad"], ["--blame"]])
+def test_validate_takes_a_precision_on_a_gpu_alone(cli: Cli, options: list[Any]) -> None:
+    assert cli("validate", ENCODER, "--precision", "fp16", *options).code == 2
+
+
 def test_inspect_shows_models_side_by_side(cli: Cli, tmp_path: Path, saved: Save) -> None:
     result = cli("inspect", ENCODER, saved(RELU, "relu.onnx"), "--json", tmp_path / "r.json")
     assert result.code == 0

@@ -416,3 +416,13 @@ def test_wide_floats_compute_wide() -> None:
     x = np.array([1 + 1e-9])
     [y] = ort.run(ort.session(validate.to_double(model)), {"x": x})
     np.testing.assert_allclose(y, x * np.float64(np.float32(0.1)), rtol=1e-15)
+
+
+def test_the_coarser_of_types_and_precision_sets_the_tolerance() -> None:
+    single = ir.text_model("g (float[4] x) => (float[4] y) { y = Relu (x) }")
+    half = ir.text_model("g (bfloat16[4] x) => (bfloat16[4] y) { y = Relu (x) }")
+    own = validate.tolerance_of(single)
+    assert validate.tolerance_of(single, "bf16x3") == own
+    assert own.rtol < validate.tolerance_of(single, "tf32").rtol
+    assert validate.tolerance_of(single, "bf16") == validate.tolerance_of(half)
+    assert validate.tolerance_of(half, "fp16") == validate.tolerance_of(half)

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from cases import RealCase, real_cases
 
-from onnx_fuse import autodiff, optim, passes, train
-from onnx_fuse.problem import Hardware
+from onnx_fuse import autodiff, ir, optim, passes, train, validate
+from onnx_fuse.problem import PRECISIONS, Hardware
 from onnx_fuse.session import InferenceSession, load
 
 CASES = {case.name: case for case in real_cases()}
@@ -303,3 +303,13 @@ def test_float16_overflow_is_left_out_and_halves_the_scale(tmp_path) -> None:
     for key, array in trainer.state().items():
         assert array.tobytes() == fresh.state()[key].tobytes(), key
         assert array.tobytes() == resumed.state()[key].tobytes(), key
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp32"])
+@pytest.mark.parametrize("name", ["bert__ts13", "llama__dynamo23", "vit__dynamo"])
+def test_a_precision_is_validated_against_the_original(name: str, precision: str) -> None:
+    path = CASES[name].path
+    fused = load(ir.read(path))
+    passes.optimize(fused)
+    check = validate.validate(path, fused, device="cuda", precision=precision)
+    assert check.ok, [d for d in check.differences if not d.ok]
