@@ -1059,7 +1059,3 @@ def _fail(text: str, code: int) -> int:
     with contextlib.suppress(OSError):
         print(f"onnx-fuse: {line}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    main()

@@ -32,6 +32,7 @@ LAYERS = (
     ("validate",),
     ("bench", "report", "tune"),
     ("cli",),
+    ("__main__",),
 )
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

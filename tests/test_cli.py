@@ -486,7 +486,7 @@ def test_version(cli: Cli) -> None:
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "onnx_fuse.cli", "optimize", str(tmp_path / "none.onnx")]
+    command = [sys.executable, "-m", "onnx_fuse", "optimize", str(tmp_path / "none.onnx")]
     plain = subprocess.run(command, capture_output=True, text=True, check=False)
     debug = subprocess.run([*command, "--debug"], capture_output=True, text=True, check=False)
     assert plain.returncode == debug.returncode == 1
@@ -495,7 +495,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "onnx_fuse.cli", "optimize", str(encoder(tmp_path))]
+    command = [sys.executable, "-m", "onnx_fuse", "optimize", str(encoder(tmp_path))]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
@@ -507,7 +507,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     fifo = tmp_path / "slow.onnx"
     os.mkfifo(fifo)
-    command = [sys.executable, "-m", "onnx_fuse.cli", "optimize", str(fifo)]
+    command = [sys.executable, "-m", "onnx_fuse", "optimize", str(fifo)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     writer = os.open(fifo, os.O_WRONLY)  # opens once the command reads
     time.sleep(0.2)
