@@ -208,6 +208,7 @@ def test_select_prefers_force_then_record_then_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none")
     problem = Problem.of("Gemm", m=8192, n=4096, k=4096, trans_b=True, **BF16)
     by_cost = select("Gemm", problem, H200)
     assert by_cost is not None
