@@ -90,16 +90,15 @@ def compare(
         sized = graph.clone()
         ir.fix_shapes(sized, shapes or {})
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
-    fused = graph.clone()
-    passes.optimize(fused)
-
-    def pair() -> list[Clock]:
-        if device == "cuda":
-            return [_gpu_clock(graph, feeds, level, precision) for level in (0, 2)]
-        return [_clock(model, feeds, threads) for model in (path, fused)]
-
+    makers: list[Callable[[], Clock]]
+    if device == "cuda":  # a session fuses what it is given
+        makers = [partial(_gpu_clock, graph, feeds, level, precision) for level in (0, 2)]
+    else:
+        fused = graph.clone()
+        passes.optimize(fused)
+        makers = [partial(_clock, model, feeds, threads) for model in (path, fused)]
     parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
-    groups = [_rounds(pair(), len(part)) for part in parts]
+    groups = [_rounds([make() for make in makers], len(part)) for part in parts]
     times = np.concatenate(groups)
     medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
     return Comparison(
