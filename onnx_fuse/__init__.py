@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onnx_fuse.session import InferenceSession as InferenceSession
     from onnx_fuse.session import load as load
     from onnx_fuse.session import optimize as optimize
+    from onnx_fuse.training import optim as optim
 
 __version__ = "0.1.0"
 
@@ -29,13 +30,13 @@ _NAMES = {
     "InferenceSession": "session",
     "ModelError": "errors",
     "OnnxFuseError": "errors",
-    "Trainer": "train",
+    "Trainer": "training.trainer",
     "UsageError": "errors",
     "gradient": "autodiff",
     "load": "session",
     "optimize": "session",
 }
-_MODULES = ("backend", "optim", "validate")
+_MODULES = {"backend": "backend", "optim": "training.optim", "validate": "validate"}
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]
 
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if name in _MODULES:
-        return importlib.import_module(f"onnx_fuse.{name}")
+        return importlib.import_module(f"onnx_fuse.{_MODULES[name]}")
     raise AttributeError(f"module 'onnx_fuse' has no attribute '{name}'")
 
 

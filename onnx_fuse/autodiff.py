@@ -13,16 +13,11 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.ir import (
-    FUSE,
-    Builder,
-    Model,
-    fused_function,
-    infer_shapes,
-    load,
-    one_line,
-    subgraphs,
-)
+from onnx_fuse.onnx.build import Builder, subgraphs
+from onnx_fuse.onnx.common import FUSE, Model, one_line
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import fused_function
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, text, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value

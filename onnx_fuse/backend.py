@@ -12,7 +12,7 @@ from onnx.backend.base import Backend as Base
 from onnx.backend.base import BackendRep, Device, DeviceType, namedtupledict
 
 from onnx_fuse.errors import DeviceError, ModelError
-from onnx_fuse.ir import CANONICAL_OPSET
+from onnx_fuse.onnx.common import CANONICAL_OPSET
 from onnx_fuse.session import InferenceSession, load
 
 _DEVICES = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}

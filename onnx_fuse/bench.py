@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import ir, passes
+from onnx_fuse import passes
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.lower import lower
+from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.validate import Array, Feeds, generate
+from onnx_fuse.validate.inputs import Array, Feeds, generate
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def compare(
     """
     if feeds is None:
         sized = graph.clone()
-        ir.fix_shapes(sized, shapes or {})
+        fix_shapes(sized, shapes or {})
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     makers: list[Callable[[], Clock]]
     if device == "cuda":  # a session fuses what it is given

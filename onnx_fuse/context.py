@@ -16,11 +16,13 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import FUSE, infer_shapes, one_line, subgraphs
 from onnx_fuse.kernels import refusals, select
 from onnx_fuse.kernels.callgraph import chosen
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import Buffer, Call, Tensor, dense_strides
+from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.common import FUSE, one_line
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 
 WEIGHT_LIMIT = 1 << 12

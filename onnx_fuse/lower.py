@@ -20,12 +20,14 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, data_type, type_proto
-from onnx_fuse.ir import CANONICAL_OPSET, FUSE, Builder, inline, one_line, subgraphs, to_proto
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.deferred import defer
 from onnx_fuse.kernels.merge import call_early, merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tail, Tensor
+from onnx_fuse.onnx.build import Builder, subgraphs
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, one_line
+from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.

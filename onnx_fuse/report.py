@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import onnx_ir
     from rich.console import Console
 
-    from onnx_fuse.validate import Check, GradientCheck
+    from onnx_fuse.validate.check import Check
+    from onnx_fuse.validate.gradients import GradientCheck
 
 
 @dataclass
@@ -46,7 +47,7 @@ def summary(model: onnx_ir.Model, name: str, path: str | os.PathLike[str] | None
     """The Summary of a model; its bytes are those of its files where it has a `path`."""
     import onnx_ir
 
-    from onnx_fuse import ir
+    from onnx_fuse.onnx.save import weight_bytes
 
     graph = model.graph
     ops: Counter[str] = Counter()
@@ -63,12 +64,12 @@ def summary(model: onnx_ir.Model, name: str, path: str | os.PathLike[str] | None
         outputs={v.name or "": _type(v) for v in graph.outputs},
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         parameters=sum(t.size for t in tensors if t.dtype.is_floating_point()),
-        bytes=file_bytes(path) if path else ir.weight_bytes(model),
+        bytes=file_bytes(path) if path else weight_bytes(model),
     )
 
 
 def file_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes of a model file and of the data file that `ir.save` puts beside it."""
+    """Bytes of a model file and of the data file that `onnx.save.save` puts beside it."""
     files = (Path(path), Path(f"{os.fspath(path)}.data"))
     return sum(f.stat().st_size for f in files if f.is_file())
 

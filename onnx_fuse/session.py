@@ -10,8 +10,10 @@ import numpy as np
 import onnx
 import onnx_ir
 
-from onnx_fuse import ir
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.load import load as load_model
+from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.problem import PRECISIONS
 from onnx_fuse.runtime import ort
 
@@ -34,7 +36,7 @@ class InferenceSession:
 
     def __init__(
         self,
-        model: ir.Model,
+        model: Model,
         sess_options: Any = None,
         providers: Sequence[Any] | None = None,
         *,
@@ -282,7 +284,7 @@ def _invalid(text: str) -> Exception:
     return error
 
 
-def load(model: ir.Model) -> onnx_ir.Model:
+def load(model: Model) -> onnx_ir.Model:
     """The checked model at the canonical opset, from a path, bytes, ModelProto or ir.Model.
 
     Local functions are inlined; this project's fused ops stay nodes; the standard's training
@@ -291,7 +293,7 @@ def load(model: ir.Model) -> onnx_ir.Model:
     from onnx_fuse import ops  # noqa: F401 - the table says which functions are fused ops
     from onnx_fuse.ops.update import PREVIEW
 
-    graph = ir.load(model)
+    graph = load_model(model)
     if PREVIEW in graph.graph.opset_imports:
         from onnx_fuse.autodiff import expand_training_ops
 
@@ -300,7 +302,7 @@ def load(model: ir.Model) -> onnx_ir.Model:
 
 
 def optimize(
-    model: ir.Model,
+    model: Model,
     *,
     level: int = 2,
     fuse: Sequence[str] = (),
@@ -309,7 +311,7 @@ def optimize(
     """The fused model, in the kind it came in: bytes, ir.Model, else (path, ModelProto) ModelProto.
 
     The result runs on stock onnxruntime: every fused op carries its body as an ONNX function. A
-    ModelProto has no inner shapes (see `ir.save`).
+    ModelProto has no inner shapes (see `onnx.save.save`).
     """
     from onnx_fuse import passes
 
@@ -317,5 +319,5 @@ def optimize(
     passes.optimize(graph, level=level, fuse=fuse, skip=skip)
     if isinstance(model, onnx_ir.Model):
         return graph
-    proto = ir.to_proto(graph, shapes=False)
+    proto = to_proto(graph, shapes=False)
     return proto.SerializeToString() if isinstance(model, bytes) else proto

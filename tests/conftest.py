@@ -10,7 +10,8 @@ import pytest
 from support import Cli, Result
 
 from onnx_fuse import cli as command
-from onnx_fuse import ir
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save as save_model
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 
     def save(model: str | onnx_ir.Model, name: str = "model.onnx") -> Path:
         path = tmp_path / name
-        ir.save(ir.text_model(model) if isinstance(model, str) else model, path)
+        save_model(text_model(model) if isinstance(model, str) else model, path)
         return path
 
     return save

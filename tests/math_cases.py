@@ -15,6 +15,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
@@ -22,11 +23,12 @@ import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
-from onnx_fuse import context, ir
-from onnx_fuse.ir import FUSE
+from onnx_fuse import context
 from onnx_fuse.kernels import Choice, candidates, select
 from onnx_fuse.llir import Program
 from onnx_fuse.lower import lower
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.save import inline
 from onnx_fuse.problem import CHIPS, Hardware, Launch, Problem
 
 H200 = CHIPS["H200"]
@@ -106,7 +108,7 @@ class Case:
         """The case lowered: no GPU is needed."""
         arrays = self.arrays()
         proto = self.model(arrays)
-        model = ir.ir.serde.deserialize_model(proto)
+        model = onnx_ir.serde.deserialize_model(proto)
         shapes = {
             v.name or "": (arrays[int((v.name or "x0")[1:])].shape, kind_of(arrays, v.name))
             for v in model.graph.inputs
@@ -147,8 +149,8 @@ class Case:
         arrays = self.arrays()
         proto = self.model(arrays, wide=True)
         if self.domain:
-            model = ir.inline(ir.ir.serde.deserialize_model(proto))
-            proto = ir.ir.serde.serialize_model(model)
+            model = inline(onnx_ir.serde.deserialize_model(proto))
+            proto = onnx_ir.serde.serialize_model(model)
         feeds = {
             f"x{i}": widen(a) for i, a in enumerate(arrays)
             if a is not None and f"x{i}" in {v.name for v in proto.graph.input}

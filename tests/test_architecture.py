@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 LAYERS = (
     ("errors",),
     ("config",),
-    ("ir",),
+    ("onnx",),
     ("problem",),
     ("ops",),
     ("passes",),
@@ -25,9 +25,7 @@ LAYERS = (
     ("runtime",),
     ("session",),
     ("backend",),
-    ("optim", "checkpoint", "data"),
-    ("train",),
-    ("fit",),
+    ("training",),
     ("nn",),
     ("validate",),
     ("bench", "report", "tune"),
@@ -96,11 +94,13 @@ def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
     """What `InferenceSession(device="cuda")` and a first run import, but for the driver's calls."""
     code = (
         "import sys\n"
-        "from onnx_fuse import InferenceSession, ir, passes\n"
+        "from onnx_fuse import InferenceSession, passes\n"
         "from onnx_fuse.lower import lower\n"
+        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.onnx.load import load\n"
         "from onnx_fuse.problem import CHIPS\n"
         "from onnx_fuse.runtime import executable\n"
-        "m = ir.load(ir.text_model('agraph (float[N,8] x) => (float[N,4] y) <float[8] s = {1,1,1,1,"
+        "m = load(text_model('agraph (float[N,8] x) => (float[N,4] y) <float[8] s = {1,1,1,1,"
         "1,1,1,1}, float[8] b = {0,0,0,0,0,0,0,0}, float[8,4] w = {" + "1," * 31 + "1}, float[4] c"
         " = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(n, w, c) }'))\n"
         "passes.optimize(m)\n"

@@ -15,8 +15,12 @@ from onnx.backend.test import BackendTest
 from test_gradients import session
 
 import onnx_fuse.ops.fused  # noqa: F401
-from onnx_fuse import autodiff, backend, ir, passes
+from onnx_fuse import autodiff, backend, passes
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
 
@@ -29,7 +33,7 @@ def rng(seed=0):
 
 def weighted(text, **weights):
     """An ONNX text model whose inputs named in `weights` become initializers."""
-    model = ir.text_model(text)
+    model = text_model(text)
     for name, array in weights.items():
         value = next(v for v in model.graph.inputs if v.name == name)
         model.graph.inputs.remove(value)
@@ -53,7 +57,7 @@ def ops_of(model):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_stored_gradients(case, fused):
-    model = ir.load(case.path)
+    model = load(case.path)
     outputs = [v.name for v in model.graph.outputs]
     if fused:
         passes.optimize(model, training=True)
@@ -73,7 +77,7 @@ def test_stored_gradients(case, fused):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_second_feed_of_other_sizes_runs(case):
-    model = ir.load(case.path)
+    model = load(case.path)
     feeds, expected = case.feeds[1]
     feeds = {**feeds, **{f"{k}.grad": np.ones_like(v) for k, v in expected.items()}}
     for name, value in run(autodiff.gradient(model), feeds).items():
@@ -174,7 +178,7 @@ def test_an_operator_without_rule_goes_through_its_body():
     ],
 )
 def test_refused_with_the_node_and_the_reason(body, error, words):
-    model = ir.text_model(f"agraph (float[2,2] x) => (float[n,m] y) {{\n{body}\n}}")
+    model = text_model(f"agraph (float[2,2] x) => (float[n,m] y) {{\n{body}\n}}")
     with pytest.raises(error) as caught:
         autodiff.gradient(model, wrt=["x"])
     for word in words:
@@ -191,7 +195,7 @@ def test_a_rank_that_constants_decide_is_found(form):
       y = Einsum <equation = "abk,kn->abn"> (r, w) }""".replace(*form)
     x = np.arange(12, dtype=np.float32).reshape(2, 6)
     feeds = {"x": x, "y.grad": np.ones((2, 2, 1), np.float32)}
-    _, dw = session(autodiff.gradient(ir.text_model(text), wrt=["w"])).run(None, feeds)
+    _, dw = session(autodiff.gradient(text_model(text), wrt=["w"])).run(None, feeds)
     np.testing.assert_allclose(dw[:, 0], x.reshape(-1, 3).sum(0))
 
 
@@ -203,7 +207,7 @@ def test_loops_are_refused():
         }>
     }"""
     with pytest.raises(ModelError, match=r"\(Loop\): the gradient does not pass through loops"):
-        autodiff.gradient(ir.text_model(text), wrt=["x"])
+        autodiff.gradient(text_model(text), wrt=["x"])
 
 
 @pytest.mark.parametrize("condition", [True, False])
@@ -218,7 +222,7 @@ def test_if_gets_an_if(condition):
     x, dy = rng().standard_normal((2, 3, 2), "f")
     w = np.array([0.5, -1.5], "f")
     feeds = {"x": x, "w": w, "c": np.array(condition), "y.grad": dy}
-    got = run(autodiff.gradient(ir.text_model(text), wrt=["w", "x"]), feeds)
+    got = run(autodiff.gradient(text_model(text), wrt=["w", "x"]), feeds)
     h = x * w
     z, dz, k, dk = (
         (np.sin(h), np.cos(h), np.exp(w), np.exp(w)) if condition else (h * h, 2 * h, w, 1)
@@ -230,7 +234,7 @@ def test_if_gets_an_if(condition):
 
 
 def test_a_stopped_path_is_zero_where_another_is_open():
-    model = ir.text_model("agraph (float[2] x) => (float[2] y) { f = Floor (x)\n y = Mul (f, x) }")
+    model = text_model("agraph (float[2] x) => (float[2] y) { f = Floor (x)\n y = Mul (f, x) }")
     x = np.array([1.5, -2.5], np.float32)
     got = run(autodiff.gradient(model, wrt=["x"]), {"x": x, "y.grad": np.ones(2, "f")})
     np.testing.assert_array_equal(got["x.grad"], np.floor(x))
@@ -249,7 +253,7 @@ def test_wrong_requests(wrt, loss, words):
         "agraph (float[2] x, int64[2] n) => (float[2] y) { m = Cast <to = 1> (n)\n y = Mul (x, m) }"
     )
     with pytest.raises(UsageError, match=words):
-        autodiff.gradient(ir.text_model(text), wrt=wrt, loss=loss)
+        autodiff.gradient(text_model(text), wrt=wrt, loss=loss)
 
 
 # ---- losses ----------------------------------------------------------------------------------
@@ -319,7 +323,7 @@ def test_losses(loss, shape, options):
     floats = loss != "bce_with_logits"  # softplus has no float64 kernel in onnxruntime
     dtype, kind = (np.float64, "double") if floats else (np.float32, "float")
     dims = ",".join(["B", *map(str, shape[1:])])
-    model = ir.text_model(f"agraph ({kind}[{dims}] x) => ({kind}[{dims}] y) {{ y = Identity (x) }}")
+    model = text_model(f"agraph ({kind}[{dims}] x) => ({kind}[{dims}] y) {{ y = Identity (x) }}")
     found = autodiff.gradient(model, wrt=["x"], loss=loss, **options)
     feeds = {"x": x.astype(dtype)}
     feeds["labels"] = labels if labels.dtype == np.int64 else labels.astype(dtype)
@@ -337,7 +341,7 @@ def test_losses(loss, shape, options):
 
 
 def test_an_output_may_be_the_loss():
-    model = ir.text_model(
+    model = text_model(
         "agraph (float[N] x) => (float[N] y, float total) "
         "{ y = Exp (x)\n total = ReduceSum <keepdims = 0> (y) }"
     )
@@ -363,14 +367,14 @@ def fused(call, outputs="y", kind="float", **inputs):
         for name, array in arrays.items()
     )
     out = ", ".join(f"{kind}[a,b,c] {o}" for o in outputs.split(", "))
-    model = ir.text_model(f"agraph ({declared}) => ({out}) {{ {outputs} = onnx_fuse.{call} }}")
+    model = text_model(f"agraph ({declared}) => ({out}) {{ {outputs} = onnx_fuse.{call} }}")
     return model, arrays
 
 
 def against_body(model, arrays):
     """The gradients of a fused graph, which must be those of its body."""
     found = autodiff.gradient(model, wrt=list(arrays))
-    plain = autodiff.gradient(ir.inline(model), wrt=list(arrays))
+    plain = autodiff.gradient(inline(model), wrt=list(arrays))
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     shapes = run(model, arrays)
     feeds = {**arrays}
@@ -391,11 +395,11 @@ def test_gemm_gradients(prefix, activation):
     affine = dict.fromkeys(NORM_INPUTS[prefix].replace(",", "").split(), (K,))
     model, arrays = fused(call, x=(2, 3, K), **affine, w=(K, N), c=(N,))
     found = against_body(model, arrays)
-    names = [n.op_type for n in found.graph if n.domain == ir.FUSE]
+    names = [n.op_type for n in found.graph if n.domain == FUSE]
     assert names[1] == f"{prefix}Gemm{activation}Grad"
     kept = names[0].split("_")[1:]
     assert "n" not in kept  # never the normalised copy
-    assert kept == [*OPS[ir.FUSE, f"{prefix}Gemm{activation}"].saves]
+    assert kept == [*OPS[FUSE, f"{prefix}Gemm{activation}"].saves]
 
 
 @pytest.mark.parametrize("c", [(), (1,), (1, N), (1, 1, N), (3, 1), (2, 3, 1), (2, 1, N)], ids=str)
@@ -462,7 +466,7 @@ def test_skip_norm_with_one_output_read():
 def test_batch_norm_in_training_has_one_gradient_operator(shape):
     results = []
     for fused in (False, True):
-        model = ir.text_model(
+        model = text_model(
             f"agraph (float{list(shape)} x, float[4] s, float[4] b, float[4] m, float[4] v)"
             " => (float loss) {"
             " y, rm, rv = BatchNormalization <training_mode = 1, epsilon = 0.01> (x, s, b, m, v)"
@@ -487,7 +491,7 @@ def test_a_norm_whose_x_needs_no_gradient_makes_no_rows(turned, wanted):
     weights, product = ("6, 5", "MatMul (h, w)") if turned else ("5, 6", "Gemm <transB = 1> (h, w)")
     results = []
     for fused in (False, True):
-        model = ir.text_model(
+        model = text_model(
             f"agraph (float[20, 6] x, float[6] s, float[6] b, float[{weights}] w, float[5] c)"
             f" => (float loss) {{ h = LayerNormalization (x, s, b) t = {product} u = Add(t, c)"
             " z = Sin(u) loss = ReduceSum <keepdims = 0> (z) }"
@@ -563,7 +567,7 @@ GRADIENTS = {  # body: (y, p, q) at a = 3, b = 5
 @pytest.mark.parametrize(("body", "expected"), GRADIENTS.items())
 def test_gradient_operator(body, expected):
     body = body.replace("GRAD", f"{TRAINING}.Gradient")
-    model = ir.text_model(
+    model = text_model(
         f'<ir_version: 10, opset_import: ["" : 21, "{TRAINING}" : 1]>\n'
         f"agraph (float a, float b) => (float y, float p, float q) {{ {body} }}"
     )
@@ -587,7 +591,7 @@ def test_the_standards_own_cases(suite, name):
 
 
 def test_gradient_operator_names_must_exist():
-    model = ir.text_model(
+    model = text_model(
         f'<ir_version: 10, opset_import: ["" : 21, "{TRAINING}" : 1]>\n'
         f'agraph (float a) => (float p) {{ p = {TRAINING}.Gradient <xs = ["a"], y = "z"> (a) }}'
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from support import ENCODER, Cli
 
-from onnx_fuse import ir
+from onnx_fuse.onnx.load import read
 
 TEXT = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -434,7 +434,7 @@ def survives(cli: Cli, folder: Path, data: bytes) -> None:
     assert "Traceback" not in result.err
     assert sorted(folder.iterdir()) == sorted([path, output] if result.code == 0 else [path])
     if result.code == 0:
-        ir.read(output)
+        read(output)
     result = cli("gradient", path, "-o", output)
     assert result.code in (0, 1), result
     assert "internal error" not in result.err, result.err

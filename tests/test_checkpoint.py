@@ -11,8 +11,10 @@ import numpy as np
 import onnx_ir
 import pytest
 
-from onnx_fuse import checkpoint, fit, ir, optim, train
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.training import checkpoint, fit, optim
+from onnx_fuse.training.trainer import Trainer
 
 Array = np.ndarray[Any, Any]
 EPOCHS, BATCH, EVERY = 3, 8, 2
@@ -31,10 +33,11 @@ CHILD = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import test_checkpoint as t
-from onnx_fuse import checkpoint, train
+from onnx_fuse.training import checkpoint
+from onnx_fuse.training.backends import Portable
 
 point, folder = sys.argv[2], sys.argv[3]
-write, replace, commit = checkpoint._write, os.replace, train._Portable.commit
+write, replace, commit = checkpoint._write, os.replace, Portable.commit
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +66,7 @@ def commit_half(self, spec):
         die()
     commit(self, spec)
 
-checkpoint._write, os.replace, train._Portable.commit = write_half, replace_and, commit_half
+checkpoint._write, os.replace, Portable.commit = write_half, replace_and, commit_half
 t.RUN = t.trainer()
 t.run(t.RUN, folder)
 """
@@ -71,7 +74,7 @@ RUN: Any = None  # of the child
 
 
 def model() -> Any:
-    result = ir.text_model(MODEL)
+    result = text_model(MODEL)
     rng = np.random.default_rng(0)
     for value in list(result.graph.inputs[1:]):
         array = np.abs(rng.normal(size=value.shape.numpy())).astype(np.float32)
@@ -81,8 +84,8 @@ def model() -> Any:
     return result
 
 
-def trainer() -> train.Trainer:
-    return train.Trainer(
+def trainer() -> Trainer:
+    return Trainer(
         model(),
         loss="cross_entropy",
         optimizer=optim.AdamW(lr=optim.cosine(0.02, 20, warmup=2)),
@@ -99,7 +102,7 @@ def arrays() -> dict[str, Array]:
     return {"x": x, "labels": rng.integers(0, 4, 37)}
 
 
-def run(trainer: train.Trainer, folder: Path | str) -> fit.History:
+def run(trainer: Trainer, folder: Path | str) -> fit.History:
     return fit.fit(
         trainer,
         arrays(),
@@ -112,15 +115,13 @@ def run(trainer: train.Trainer, folder: Path | str) -> fit.History:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Trainer, fit.History]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, fit.History]:
     """An uninterrupted run."""
     started = trainer()
     return started, run(started, tmp_path_factory.mktemp("whole"))
 
 
-def assert_same(
-    resumed: tuple[train.Trainer, fit.History], whole: tuple[train.Trainer, fit.History]
-) -> None:
+def assert_same(resumed: tuple[Trainer, fit.History], whole: tuple[Trainer, fit.History]) -> None:
     """Equal to the last bit: states, losses, epochs."""
     assert resumed[1] == whole[1]
     expected = whole[0].state()
@@ -135,13 +136,13 @@ POINTS = ["state.safetensors", "manifest.json", "before rename", "after rename",
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_run_goes_on_to_the_same_bits(
-    point: str, whole: tuple[train.Trainer, fit.History], tmp_path: Path
+    point: str, whole: tuple[Trainer, fit.History], tmp_path: Path
 ) -> None:
     """SIGKILL half way through a file, beside either rename, and half way through a step."""
     command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), point, str(tmp_path)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr
-    resumed = train.Trainer.resume(tmp_path, model())
+    resumed = Trainer.resume(tmp_path, model())
     assert 2 <= resumed.calls < 8
     assert_same((resumed, run(resumed, tmp_path)), whole)
     assert not list(tmp_path.glob(".*"))  # drafts of the dead are swept
@@ -156,7 +157,7 @@ def test_checkpoint_between_two_updates_keeps_the_sum(tmp_path: Path) -> None:
         first.step(feeds)
     first.checkpoint(tmp_path)
     assert any(a.any() for k, a in first.state().items() if k.endswith(".accumulated"))
-    second = train.Trainer.resume(tmp_path, model())
+    second = Trainer.resume(tmp_path, model())
     assert [first.step(feeds) for _ in range(3)] == [second.step(feeds) for _ in range(3)]
     for name, array in first.state().items():
         assert second.state()[name].tobytes() == array.tobytes(), name
@@ -173,16 +174,16 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        assert train.Trainer.resume(tmp_path, model()).calls == 1
+        assert Trainer.resume(tmp_path, model()).calls == 1
     (last / "manifest.json").write_text("{")
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        assert train.Trainer.resume(tmp_path, model()).calls == 1
+        assert Trainer.resume(tmp_path, model()).calls == 1
 
 
 def test_states_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
     """A finite loss may have an infinite gradient: the checkpoint before it stays the newest."""
     text = "net (float[batch] x) => (float[batch] y) <float[1] w = {0}> { y = Mul (x, w) }"
-    started = train.Trainer(ir.text_model(text), loss="mse", optimizer=optim.SGD(lr=1.0))
+    started = Trainer(text_model(text), loss="mse", optimizer=optim.SGD(lr=1.0))
     started.checkpoint(tmp_path)
     feeds = {"x": np.array([3e38, 3e38], np.float32), "labels": np.full(2, 10, np.float32)}
     assert started.step(feeds) == 100
@@ -193,18 +194,18 @@ def test_states_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
 
 def test_resume_refuses(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no whole checkpoint"):
-        train.Trainer.resume(tmp_path, model())
+        Trainer.resume(tmp_path, model())
     trainer().checkpoint(tmp_path)
     other = model()
     other.graph.initializers["ratio"].const_value = onnx_ir.tensor(np.float32(0.3), name="ratio")
     with pytest.raises(DataError, match="is of another model"):
-        train.Trainer.resume(tmp_path, other)
+        Trainer.resume(tmp_path, other)
     changed = trainer()
     changed.schedule(optim.Schedule(0.5))
     with pytest.raises(UsageError, match="was started with optimizer"):
         changed.restore(tmp_path)
     run(trainer(), tmp_path)
-    resumed = train.Trainer.resume(tmp_path, model())
+    resumed = Trainer.resume(tmp_path, model())
     with pytest.raises(UsageError, match="37 examples in batches of 8, not 37 in batches of 4"):
         fit.fit(resumed, arrays(), epochs=EPOCHS, batch_size=4)
 

@@ -22,9 +22,11 @@ import pytest
 from cuda.bindings import driver, nvrtc
 from support import ENCODER, Cli
 
-from onnx_fuse import bench, config, ir, passes, session
+from onnx_fuse import bench, config, passes, session
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.kernels import jit
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import CHIPS
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import ort as portable
@@ -117,11 +119,11 @@ def test_list_names_every_fusion_and_the_names_work(cli: Cli, tmp_path: Path) ->
     assert ops == {""}
     assert cli("optimize", encoder(tmp_path), "--level", 0, "--fuse", ",".join(names)).code == 0
     ops = {n.domain for n in onnx.load(tmp_path / "encoder.fused.onnx").graph.node}
-    assert ir.FUSE in ops
+    assert FUSE in ops
 
 
 def test_explain_prints_each_refusal(cli: Cli, tmp_path: Path, saved: Save) -> None:
-    model = ir.text_model(
+    model = text_model(
         '<ir_version: 10, opset_import: ["" : 23]> g (float[B, 2, S, 4] q, float[B, 2, S, 4] k) '
         "=> (float[B, 2, S, 4] y) { y = Attention <softcap = 2.0> (q, k, k) }"
     )
@@ -194,7 +196,7 @@ def test_run_explains_the_kernels_of_its_feeds(
 
 
 def test_input_shapes_are_split_from_the_right(cli: Cli, tmp_path: Path, saved: Save) -> None:
-    model = ir.text_model(
+    model = text_model(
         "g (float[N, L] a, float[N, M] b) => (float[N, K] y) { y = Concat <axis = 1> (a, b) }"
     )
     model.graph.inputs[0].name = "a:0"
@@ -223,7 +225,7 @@ def test_external_data(cli: Cli, tmp_path: Path) -> None:
 def test_a_model_over_the_protobuf_limit_gets_a_data_file(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ir, "MAX_PROTOBUF", (64 << 20) + 1000)
+    monkeypatch.setattr("onnx_fuse.onnx.save.MAX_PROTOBUF", (64 << 20) + 1000)
     path = encoder(tmp_path)
     assert cli("optimize", path).code == 0
     assert (tmp_path / "encoder.fused.onnx.data").stat().st_size > 100_000

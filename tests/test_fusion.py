@@ -11,8 +11,11 @@ import pytest
 from cases import FUSION_CASES, NEWEST_OPSET, FusionCase, RealCase, real_cases
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse import ir as fir
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.rewrite import through_row_views, users
 from onnx_fuse.passes import params
@@ -30,8 +33,8 @@ def test_a_wrong_shape_in_the_file_changes_nothing(stale: str, last: str) -> Non
     text = (
         f"g (float[N, 6] x) => (float[M] y) <int64[1] to = {{-1}}, float[{stale}] a, float[12] b>"
     )
-    proto = fir.to_proto(fir.text_model(f"{text} {{ a = Reshape (x, to) {last} }}"))
-    model = fir.load(proto)
+    proto = to_proto(text_model(f"{text} {{ a = Reshape (x, to) {last} }}"))
+    model = load(proto)
     passes.optimize(model)
     x = np.arange(-6, 6, dtype=np.float32).reshape(2, 6)
     np.testing.assert_array_equal(run(model, {"x": x})["y"], np.maximum(x.reshape(-1), 0))
@@ -40,7 +43,7 @@ def test_a_wrong_shape_in_the_file_changes_nothing(stale: str, last: str) -> Non
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(fir.to_proto(model).SerializeToString(), options)
+    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, session.run(None, feeds), strict=True))
 
@@ -59,7 +62,7 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 def fused_ops(model: ir.Model) -> list[str]:
-    return [node.op_type for node in model.graph if node.domain == fir.FUSE]
+    return [node.op_type for node in model.graph if node.domain == FUSE]
 
 
 RUNNABLE = [case for case in FUSION_CASES if case.opset <= NEWEST_OPSET]
@@ -68,14 +71,14 @@ SIZES = ({"B": 2, "H": 3, "G": 1, "S": 6, "T": 5}, {"B": 3, "H": 2, "G": 2, "S":
 
 @pytest.mark.parametrize("case", RUNNABLE, ids=lambda c: c.name)
 def test_fusion(case: FusionCase) -> None:
-    original = fir.load(case.model())
-    model = fir.load(case.model())
+    original = load(case.model())
+    model = load(case.model())
     report = passes.optimize(model, level=case.level)
     assert tuple(fused_ops(model)) == case.fused
     assert not {node.op_type for node in model.graph}.intersection(case.gone)
     if case.reason:
         assert any(case.reason in r.reason for r in report.not_fused), report.not_fused
-    flat = fir.inline(model)
+    flat = inline(model)
     assert not fused_ops(flat)
     for sizes in SIZES:
         feeds = case.feeds(**sizes)
@@ -87,13 +90,13 @@ def test_fusion(case: FusionCase) -> None:
 @pytest.mark.parametrize("case", RUNNABLE, ids=lambda c: c.name)
 def test_training_keeps_every_weight(case: FusionCase) -> None:
     """With training=True each float initializer survives, as it is or inside a packed one."""
-    original = fir.load(case.model())
+    original = load(case.model())
     wanted = {
         v.name: v.const_value.numpy()
         for v in original.graph.initializers.values()
         if v.const_value is not None and v.const_value.size > 1 and v.name in case.inputs
     }
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model, training=True)
     found: dict[str, np.ndarray] = {}
     for value in model.graph.initializers.values():
@@ -108,7 +111,7 @@ def test_training_keeps_every_weight(case: FusionCase) -> None:
 @pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_real_graphs(case: RealCase, level: int) -> None:
-    model = fir.load(case.path)
+    model = load(case.path)
     names = [[v.name for v in ends] for ends in (model.graph.inputs, model.graph.outputs)]
     shapes = [str(v.shape) for v in (*model.graph.inputs, *model.graph.outputs)]
     passes.optimize(model, level=level)
@@ -133,9 +136,9 @@ def assert_no_norm_left_before_a_gemm(model: ir.Model) -> None:
 
 @pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
 def test_inlined_real_graphs_hold_plain_onnx(case: RealCase) -> None:
-    model = fir.load(case.path)
+    model = load(case.path)
     passes.optimize(model)
-    flat = fir.inline(model)
+    flat = inline(model)
     assert {node.domain for node in flat.graph} == {""}
     for feeds, expected in case.feeds:
         assert_close(run(flat, feeds), expected)
@@ -143,14 +146,14 @@ def test_inlined_real_graphs_hold_plain_onnx(case: RealCase) -> None:
 
 def test_fused_file_loads_with_its_ops_and_a_forged_body_is_inlined(tmp_path) -> None:
     case = FUSION_CASES[0]
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model)
-    fir.save(model, tmp_path / "fused.onnx")
-    assert fused_ops(fir.load(tmp_path / "fused.onnx")) == ["LayerNormGemm"]
-    proto = fir.to_proto(model)
+    save(model, tmp_path / "fused.onnx")
+    assert fused_ops(load(tmp_path / "fused.onnx")) == ["LayerNormGemm"]
+    proto = to_proto(model)
     (body,) = proto.functions
     body.node[-1].op_type = "Sub"  # y = m - c, under our name
-    forged = fir.load(proto)
+    forged = load(proto)
     assert fused_ops(forged) == []
     feeds = case.feeds(**SIZES[0])
     options = onnxruntime.SessionOptions()
@@ -163,36 +166,36 @@ def test_an_attention_node_stays_the_body_of_its_sdpa(tmp_path, training) -> Non
     text = """<ir_version: 10, opset_import: ["" : 23]>
     agraph (float[2,4,5,8] q, float[2,2,6,8] k, float[2,2,6,8] v, bool[2,1,5,6] mask)
     => (float[2,4,5,8] y) { y = Attention(q, k, v, mask) }"""
-    model = fir.text_model(text)
+    model = text_model(text)
     passes.optimize(model, training=training)
-    fir.save(model, tmp_path / "fused.onnx")
-    model = fir.load(tmp_path / "fused.onnx")
+    save(model, tmp_path / "fused.onnx")
+    model = load(tmp_path / "fused.onnx")
     assert fused_ops(model) == ["GroupedSdpaMaskGuard"]
-    (body,) = fir.to_proto(model).functions
+    (body,) = to_proto(model).functions
     assert [node.op_type for node in body.node] == ["Attention"]
-    assert "Attention" in {node.op_type for node in fir.inline(model).graph}
+    assert "Attention" in {node.op_type for node in inline(model).graph}
 
 
 def test_an_op_without_a_newer_body_keeps_its_own_under_that_overload() -> None:
     case = FUSION_CASES[0]
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model)
-    proto = fir.to_proto(model)
+    proto = to_proto(model)
     for called in (*proto.graph.node, *proto.functions):
-        if called.domain == fir.FUSE:
+        if called.domain == FUSE:
             called.overload = "newer"
     feeds = case.feeds(**SIZES[0])
-    loaded = fir.load(proto)
+    loaded = load(proto)
     assert fused_ops(loaded) == ["LayerNormGemm"]
     assert_close(run(loaded, feeds), run(model, feeds))
 
 
 def test_skip_and_fuse_select_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model, skip=["MergedGemm"])
     assert fused_ops(model) == ["LayerNormGemm"] * 3
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model, level=0, fuse=["Gemm"])
     assert fused_ops(model) == ["LayerNormGemm"] * 3
     with pytest.raises(UsageError, match="there is no fusion 'Gem'"):
@@ -201,7 +204,7 @@ def test_skip_and_fuse_select_by_name() -> None:
 
 def test_level_3_folds_the_affine_part() -> None:
     case = FUSION_CASES[0]
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model, level=3)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     scale = node.inputs[1]
@@ -209,13 +212,13 @@ def test_level_3_folds_the_affine_part() -> None:
     assert scale.const_value is not None
     assert (scale.const_value.numpy() == 1).all()
     feeds = case.feeds(**SIZES[0])
-    assert_close(run(model, feeds), run(fir.load(case.model()), feeds))
+    assert_close(run(model, feeds), run(load(case.model()), feeds))
 
 
 def test_constants_are_compared_exactly() -> None:
     """An epsilon of 1e-12 is no zero: dropping it would divide by zero on a constant row."""
     case = next(c for c in FUSION_CASES if c.name == "norm_written_out_pow_div")
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     assert node.attributes["epsilon"].as_float() == pytest.approx(1e-12)
@@ -223,7 +226,7 @@ def test_constants_are_compared_exactly() -> None:
 
 def test_packed_weights_remember_their_origin() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
-    model = fir.load(case.model())
+    model = load(case.model())
     passes.optimize(model)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     weight = node.inputs[3]
@@ -235,7 +238,7 @@ def test_packed_weights_remember_their_origin() -> None:
 
 def test_tied_weights_stay_tied_in_training() -> None:
     """A weight two Gemms read is packed by nodes: as two copies it would part ways."""
-    model = fir.text_model(
+    model = text_model(
         """agraph (float[N,8] x, float[8,8] w, float[8] c) => (float[N,8] y) {
           a = Gemm <transB = 1> (x, w, c)
           h = Relu (a)
@@ -250,9 +253,9 @@ def test_tied_weights_stay_tied_in_training() -> None:
         model.graph.inputs.remove(value)
         model.graph.register_initializer(value)
     feeds = {"x": rng.standard_normal((3, 8)).astype(np.float32)}
-    expected = run(fir.load(model), feeds)
+    expected = run(load(model), feeds)
     for training, transposes in ((False, 0), (True, 1)):
-        fused = fir.load(model)
+        fused = load(model)
         passes.optimize(fused, training=training)
         assert fused_ops(fused) == ["GemmRelu", "GemmTanh"]
         assert sum(n.op_type == "Transpose" for n in fused.graph) == transposes
@@ -264,11 +267,11 @@ def test_tied_weights_stay_tied_in_training() -> None:
 
 def test_a_scalar_parameter_is_not_folded_in_training() -> None:
     """exp(logit_scale) of contrastive models: one number, and trained all the same."""
-    model = fir.text_model(
+    model = text_model(
         "agraph (float[N,4] x) => (float[N,4] y) <float s = {0.5}> { e = Exp (s) y = Mul (x, e) }"
     )
     for training, exps in ((False, 0), (True, 1)):
-        fused = fir.load(model)
+        fused = load(model)
         passes.optimize(fused, training=training)
         assert sum(n.op_type == "Exp" for n in fused.graph) == exps
 
@@ -279,7 +282,7 @@ def test_a_scalar_parameter_is_not_folded_in_training() -> None:
 def test_attention_gradients_are_those_of_the_plain_graph(case: FusionCase) -> None:
     answers = []
     for fuse in (False, True):
-        model = fir.load(case.model())
+        model = load(case.model())
         if fuse:
             passes.optimize(model, training=True)
         floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
@@ -297,7 +300,7 @@ def test_attention_gradients_are_those_of_the_plain_graph(case: FusionCase) -> N
 
 def test_the_report_counts_fused_ops_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "norm_read_by_a_residual")
-    model = fir.load(case.model())
+    model = load(case.model())
     report = passes.optimize(model)
     assert report.fusions == {"LayerNormGemm": 1}
     assert any("kept as a second output" in note for note in report.notes)
@@ -317,7 +320,7 @@ def test_attention_through_a_sliding_window_stays():
     shape = "float[2,2,5,8]"
     text = f"""agraph ({shape} q, {shape} k, {shape} v) => ({shape} y)
     {{ y = Attention<left_window_size=2>(q, k, v) }}"""
-    model = fir.text_model(text)
+    model = text_model(text)
     report = passes.optimize(model)
     assert [node.op_type for node in model.graph] == ["Attention"]
     assert "sliding window" in report.not_fused[0].reason
@@ -331,7 +334,7 @@ def test_a_large_product_whose_gradient_has_no_kernel_trains_without_its_norm(co
         "{ h = LayerNormalization (x, gamma, beta) y = MatMul (h, w) }"
     )
     for training in (False, True):
-        model = fir.text_model(text)
+        model = text_model(text)
         found = passes.optimize(model, level=1, training=training)
         assert ("LayerNormGemm" in found.fusions) == (fused or not training)
         assert any("multiples of 8" in r.reason for r in found.not_fused) == (

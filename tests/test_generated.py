@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_fuse import ir
 from onnx_fuse.kernels import jit, pointwise
 from onnx_fuse.kernels.pointwise import COMPARES, FLOATS, STORAGE, TABLE, Code, launch_of
 from onnx_fuse.llir import Tensor
 from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.problem import CHIPS
 
 INTEGERS = ("Bitwise", "Shift")
@@ -125,7 +125,7 @@ def test_rows_by_indices_compile(name: str, dtype: str, index: str) -> None:
 @pytest.mark.parametrize("nodes", ["y = Cast<to=1>(n)", "a = Add(n, r) t = Gelu(a) y = Mul(t, q)"])
 def test_norms_with_a_suffix_compile(nodes: str, shape: str) -> None:
     kind, size = "float" if "Cast" in nodes else "float16", tuple(map(int, shape.split(",")))
-    model = ir.text_model(
+    model = text_model(
         f"agraph (float16[{shape}] x, float16[{size[1]}] g, float16[{size[1]}] b, "
         f"float16[{shape}] r, float16[{shape}] q) => ({kind}[{shape}] y) "
         f"{{ n = LayerNormalization(x, g, b) {nodes} }}"
@@ -162,7 +162,7 @@ def test_batched_launches_compile() -> None:
     ends = ", ".join(f"float[64,32] x{i}" for i in count)
     outs = ", ".join(f"float[32] y{i}" for i in count)
     nodes = " ".join(f"y{i} = ReduceSum<keepdims=0>(x{i}, axes)" for i in count)
-    model = ir.text_model(f"agraph ({ends}) => ({outs}) <int64[1] axes = {{0}}> {{ {nodes} }}")
+    model = text_model(f"agraph ({ends}) => ({outs}) <int64[1] axes = {{0}}> {{ {nodes} }}")
     shapes = {f"x{i}": ((64, 32), "float32") for i in count}
     calls = lower(model, shapes, CHIPS["H200"]).calls
     assert all("x3" in call.kernel for call in calls)

@@ -16,7 +16,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_fuse import autodiff, ir
+from onnx_fuse import autodiff
+from onnx_fuse.onnx.save import to_proto
 
 onnxruntime.set_default_logger_severity(4)
 F64, F32 = np.float64, np.float32
@@ -1116,7 +1117,7 @@ def build(case, arrays, dynamic):
 def session(model):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
+    proto = model if isinstance(model, onnx.ModelProto) else to_proto(model)
     return onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

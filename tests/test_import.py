@@ -12,8 +12,12 @@ import onnx_ir
 import onnxruntime
 import pytest
 
-from onnx_fuse import ir, passes
+from onnx_fuse import passes
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import save, to_proto
 
 
 def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -80,11 +84,11 @@ def test_every_opset_is_brought_up(opset: int) -> None:
     proto = spelled(opset)
     x = np.random.default_rng(0).standard_normal((2, 3, 5, 4)).astype(np.float32)
     expected = run(proto.SerializeToString(), {"x": x})
-    model = ir.load(proto)
-    assert model.graph.opset_imports[""] == ir.CANONICAL_OPSET
+    model = load(proto)
+    assert model.graph.opset_imports[""] == CANONICAL_OPSET
     assert [v.name for v in model.graph.inputs] == ["x"]
     passes.optimize(model)
-    actual = run(ir.to_proto(model).SerializeToString(), {"x": x})
+    actual = run(to_proto(model).SerializeToString(), {"x": x})
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
@@ -98,9 +102,9 @@ def test_a_batch_norm_that_trains_by_its_outputs_still_trains(opset: int) -> Non
         "  y = Relu (n) }"
     )
     x = np.random.default_rng(0).standard_normal((7, 2)).astype(np.float32) + 3
-    model = ir.load(proto)
+    model = load(proto)
     passes.optimize(model)
-    actual = run(ir.to_proto(model).SerializeToString(), {"x": x})
+    actual = run(to_proto(model).SerializeToString(), {"x": x})
     unit = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
     np.testing.assert_allclose(actual[0], np.maximum(unit * [1, 2] + [0, 1], 0), atol=1e-5)
     np.testing.assert_allclose(actual[1], 0.2 * x.mean(0), rtol=1e-5)
@@ -131,9 +135,9 @@ def annotated() -> onnx.ModelProto:
 
 
 def test_what_the_user_wrote_is_kept(tmp_path: Path) -> None:
-    model = ir.load(annotated())
+    model = load(annotated())
     passes.optimize(model)
-    ir.save(model, tmp_path / "kept.onnx")
+    save(model, tmp_path / "kept.onnx")
     proto = onnx.load(tmp_path / "kept.onnx")
     onnx.checker.check_model(proto)
     assert (proto.producer_name, proto.model_version) == ("someone", 3)
@@ -144,7 +148,7 @@ def test_what_the_user_wrote_is_kept(tmp_path: Path) -> None:
     assert [o.name for o in proto.graph.output] == ["out", "n"]
     assert proto.graph.input[0].doc_string == "of the input"
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-    (node,) = [n for n in proto.graph.node if n.domain == ir.FUSE]
+    (node,) = [n for n in proto.graph.node if n.domain == FUSE]
     assert (node.op_type, node.name) == ("LayerNormGemm_n", "the product")
     assert node.doc_string == "of the node"
 
@@ -162,7 +166,7 @@ def test_local_functions_are_inlined() -> None:
         }
         """
     )
-    model = ir.load(proto)
+    model = load(proto)
     assert not model.functions
     passes.optimize(model)
     (node,) = list(model.graph)
@@ -171,15 +175,15 @@ def test_local_functions_are_inlined() -> None:
 
 
 def test_external_data_is_read_and_written(tmp_path: Path) -> None:
-    model = ir.load(annotated())
+    model = load(annotated())
     feeds = {k: np.ones((2, 4), np.float32) * i for i, k in enumerate(("second", "first"))}
     feeds["first"][0] = [1, -2, 3, 5]
     expected = run(annotated().SerializeToString(), feeds)
-    ir.save(model, tmp_path / "a.onnx", external=True)
+    save(model, tmp_path / "a.onnx", external=True)
     assert (tmp_path / "a.onnx.data").exists()
-    again = ir.load(tmp_path / "a.onnx")
+    again = load(tmp_path / "a.onnx")
     passes.optimize(again)
-    ir.save(again, tmp_path / "b.onnx", external=True)
+    save(again, tmp_path / "b.onnx", external=True)
     for actual, truth in zip(run(str(tmp_path / "b.onnx"), feeds), expected, strict=True):
         np.testing.assert_allclose(actual, truth, rtol=1e-5, atol=1e-6)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -194,7 +198,7 @@ def test_weights_over_two_gigabytes(tmp_path: Path) -> None:
         file.truncate(rows * width * 4)
         file.seek(7 * width * 4)
         file.write(np.arange(width, dtype=np.float32).tobytes())
-    model = ir.text_model(
+    model = text_model(
         f"agraph (int64[N] i, float[{rows},{width}] table) => (float[N,{width}] y) {{\n"
         "  y = Gather (table, i)\n}"
     )
@@ -210,34 +214,34 @@ def test_weights_over_two_gigabytes(tmp_path: Path) -> None:
     )
     model.graph.register_initializer(table)
     (tmp_path / "big.onnx").write_bytes(onnx_ir.to_proto(model).SerializeToString())
-    loaded = ir.load(tmp_path / "big.onnx")
+    loaded = load(tmp_path / "big.onnx")
     passes.optimize(loaded)
-    ir.save(loaded, tmp_path / "out.onnx")  # no flag: it cannot fit a protobuf
+    save(loaded, tmp_path / "out.onnx")  # no flag: it cannot fit a protobuf
     assert (tmp_path / "out.onnx").stat().st_size < 10_000
     (row,) = run(str(tmp_path / "out.onnx"), {"i": np.array([7])})
     np.testing.assert_array_equal(row[0], np.arange(width, dtype=np.float32))
 
 
 def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    model = ir.load(annotated())
+    model = load(annotated())
     with pytest.raises(ModelError, match="cannot be written"):
-        ir.save(model, tmp_path / "no such folder" / "x.onnx")
+        save(model, tmp_path / "no such folder" / "x.onnx")
     (tmp_path / "x.onnx").mkdir()
     with pytest.raises(ModelError, match="cannot be written"):
-        ir.save(model, tmp_path / "x.onnx")
+        save(model, tmp_path / "x.onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["x.onnx"]
 
 
 def test_large_weights_are_streamed_to_the_same_model(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    model = ir.text_model(
+    model = text_model(
         "agraph (float[N,256] x, float[256,256] w) => (float[N,256] y) {y = MatMul (x, w)}"
     )
     w = model.graph.inputs.pop()
     w.const_value = onnx_ir.tensor(rng.standard_normal((256, 256)).astype(np.float32), name="w")
     model.graph.register_initializer(w)
-    ir.save(model, tmp_path / "streamed.onnx")
-    whole = ir.to_proto(model)
+    save(model, tmp_path / "streamed.onnx")
+    whole = to_proto(model)
     del whole.graph.value_info[:]  # an initializer states its own type
     assert onnx.load(tmp_path / "streamed.onnx") == whole
     onnx.checker.check_model(tmp_path / "streamed.onnx")
@@ -247,11 +251,12 @@ def test_operators_that_did_not_change_need_no_converter() -> None:
     head = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x) => (float[N,4] y)'
     code = (
         "import sys\n"
-        "from onnx_fuse import ir\n"
-        f"model = ir.load(ir.text_model({head!r} + sys.argv[1]))\n"
+        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.onnx.load import load\n"
+        f"model = load(text_model({head!r} + sys.argv[1]))\n"
         "print(model.graph.opset_imports[''], 'onnxscript' in sys.modules)\n"
     )
     for body, converted in (("{ y = Softmax(x) }", "False"), ("{ y = Identity(x) }", "True")):
         command = [sys.executable, "-c", code, body]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [str(ir.CANONICAL_OPSET), converted]
+        assert done.stdout.split() == [str(CANONICAL_OPSET), converted]

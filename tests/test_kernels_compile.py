@@ -15,14 +15,18 @@ import cuda.pathfinder
 import pytest
 from cuda.bindings import driver
 
-from onnx_fuse import config, ir, optim, train
+from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit, refusals, select, tuning
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import read
 from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
 from onnx_fuse.runtime import executable
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
 
 H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 
@@ -143,7 +147,7 @@ def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
 @pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
 def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> None:
     """Without a bound of one block ptxas parked some to fit more blocks on a multiprocessor."""
-    model = ir.text_model("""agraph (float16[1000,96] a, float16[1000,96] b)
+    model = text_model("""agraph (float16[1000,96] a, float16[1000,96] b)
         => (float16[96] y, float16[96] z) <int64[1] axes = {0}>
         { y = ReduceSum <keepdims = 0> (a, axes) z = ReduceSum <keepdims = 0> (b, axes) }""")
     rows = ((1000, 96), "float16")
@@ -269,7 +273,7 @@ def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(
         text = (
             "agraph (float[8,4] x, float[4,6] w) => (float[8,6] y) { p = MatMul(x, w) y = ACT(p) }"
         )
-        model = ir.text_model(text.replace("ACT", act))
+        model = text_model(text.replace("ACT", act))
         shapes = {"x": ((8, 4), "float32"), "w": ((4, 6), "float32")}
         assert len(lower(model, shapes, H200, prefs={"Gemm": "cublaslt"}).calls) == calls
     hashed = tuning.kernel_hash(cublaslt.CublasLt())
@@ -383,7 +387,7 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "models"))
     mlp = importlib.import_module("mlp")
-    model, spec = train.training_model(
+    model, spec = training_model(
         mlp.build(mlp.Config((64, 64, 64, 10))),
         loss="cross_entropy",
         optimizer=optim.AdamW(),
@@ -454,14 +458,14 @@ def test_dump_writes_source_cubin_and_sass_of_what_is_compiled_or_loaded(
 
 
 def test_dump_writes_model_and_program_of_each_shape(tmp_path: Path) -> None:
-    model = ir.text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
+    model = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
     for n in (4, 8):
         program = lower(model, {"x": ((n,), "float32")}, H200)
         executable.dump(tmp_path, model, str(program))
     programs = sorted(tmp_path.glob("*.program.txt"))
     for n, path in zip((4, 8), programs, strict=True):
         assert f"float32[{n}]" in path.read_text()
-    assert all(ir.read(path) is not None for path in tmp_path.glob("*.model.onnx"))
+    assert all(read(path) is not None for path in tmp_path.glob("*.model.onnx"))
     assert len(list(tmp_path.iterdir())) == 4
 
 

@@ -14,13 +14,20 @@ import pytest
 from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
-from onnx_fuse import autodiff, ir, lower, optim, passes, session, train
+from onnx_fuse import autodiff, lower, passes, session
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import indexing, jit, linear, merge, pointwise, reduce, site, views
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import CHIPS
 from onnx_fuse.runtime.states import SOUND, guarded
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
+from onnx_fuse.training.trainer import Trainer
 
 H200 = CHIPS["H200"]
 
@@ -282,9 +289,9 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_gives_onnxruntimes_results(name, moves_only):
     text, feeds = GRAPHS[name]
-    model = ir.text_model(text)
+    model = text_model(text)
     program = program_of(model, feeds)
-    expected = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, feeds)
+    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
     got = interpret(program, feeds, weights_of(model))
     for value, want in zip(model.graph.outputs, expected, strict=True):
         assert got[value.name].shape == want.shape
@@ -294,7 +301,7 @@ def test_graph_gives_onnxruntimes_results(name, moves_only):
 def test_rows_that_stand_apart_are_one_product():
     """As torch's MultiheadAttention asks for: a product for each place takes 20 times as long."""
     text, feeds = GRAPHS["a product of rows that stand apart"]
-    model = ir.text_model(text)
+    model = text_model(text)
     program = program_of(model, feeds)
     [product] = [call.problem for call in program.calls if call.problem]
     assert (product.m, product.batch) == (160, ())
@@ -307,7 +314,7 @@ def test_the_floor_of_a_convolution_counts_its_products():
         "agraph (float[2,64,32,32] x, float[64,64,3,3] w) => (float[2,64,32,32] y) "
         "{ y = Conv <pads = [1,1,1,1]> (x, w) }"
     )
-    calls = program_of(ir.text_model(text), arrays(x=(2, 64, 32, 32), w=(64, 64, 3, 3))).calls
+    calls = program_of(text_model(text), arrays(x=(2, 64, 32, 32), w=(64, 64, 3, 3))).calls
     floor = sum(site(call, H200).floor for call in calls)
     assert floor >= 2 * 2 * 64 * 32 * 32 * 64 * 9 / H200.rate("float32")
 
@@ -322,7 +329,7 @@ def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
     monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
     text = "agraph (float[3,4,6] x) => (float[6,4,3] y) "
     model, feeds = (
-        ir.text_model(text + "{ t = Transpose<perm=[2,1,0]>(x) y = Softmax(t) }"),
+        text_model(text + "{ t = Transpose<perm=[2,1,0]>(x) y = Softmax(t) }"),
         {"x": X},
     )
     expected = np.exp(X.T) / np.exp(X.T).sum(-1, keepdims=True)
@@ -333,7 +340,7 @@ def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
 def test_feeds_that_decide_about_shapes_are_asked_for():
     text = """agraph (float[6] x, int64[2] s) => (float[A,B] y)
     { e = Exp(x) t = Identity(s) y = Reshape(e, t) }"""
-    model, feeds = ir.text_model(text), {"x": np.zeros(6, np.float32), "s": np.array([2, 3])}
+    model, feeds = text_model(text), {"x": np.zeros(6, np.float32), "s": np.array([2, 3])}
     with pytest.raises(NeedsValues) as needs:
         program_of(model, feeds)
     assert needs.value.names == ("s",)
@@ -345,7 +352,7 @@ def test_feeds_that_decide_about_shapes_are_asked_for():
 def test_large_feeds_are_not():
     text = "agraph (float[6] x, int64[200] s) => (int64[1,N] y) { y = NonZero(s) }"
     feeds = {"x": np.zeros(6, np.float32), "s": np.zeros(200, np.int64)}
-    program = program_of(ir.text_model(text), feeds)
+    program = program_of(text_model(text), feeds)
     assert program.tail is not None
     assert program.fallbacks == ("NonZero: no kernel",)
 
@@ -354,13 +361,13 @@ def test_views_launch_nothing():
     text = """agraph (float[4,6] x) => (float[2,12] y)
     <int64[3] a = {2, 2, 6}, int64[2] b = {2, 12}>
     { r = Reshape(x, a) e = Exp(r) y = Reshape(e, b) }"""
-    program = program_of(ir.text_model(text), {"x": np.zeros((4, 6), np.float32)})
+    program = program_of(text_model(text), {"x": np.zeros((4, 6), np.float32)})
     assert [call.kernel for call in program.calls] == ["Exp"]
 
 
 def test_chain_is_one_kernel_that_stores_what_is_read_later():
     text = "agraph (float[8] x) => (float[8] y, float[8] z) { a = Exp(x) y = Neg(a) z = Mul(a, y) }"
-    program = program_of(ir.text_model(text), {"x": np.zeros(8, np.float32)})
+    program = program_of(text_model(text), {"x": np.zeros(8, np.float32)})
     (call,) = program.calls
     assert len(call.reads) == 1
     assert len(call.writes) == 2
@@ -370,28 +377,28 @@ def test_a_number_of_one_chain_is_worked_out_where_it_is_read():
     text = """agraph (float[8] x, float s) => (float[8] y) <float one = {1}>
         { r = Div(one, s) y = Mul(x, r) }"""
     feeds = {"x": np.zeros(8, np.float32), "s": np.array(2, np.float32)}
-    (call,) = program_of(ir.text_model(text), feeds).calls
+    (call,) = program_of(text_model(text), feeds).calls
     assert [len(call.reads), len(call.writes)] == [2, 1]
-    kept = ir.text_model(text.replace("=> (", "=> (float r, "))
+    kept = text_model(text.replace("=> (", "=> (float r, "))
     assert len(program_of(kept, feeds).calls) == 2  # many threads would store it
 
 
 def test_equal_nodes_run_once():
     text = "agraph (float[8] x) => (float[8] y) { a = Softmax(x) b = Softmax(x) y = Add(a, b) }"
-    program = program_of(ir.text_model(text), {"x": np.zeros(8, np.float32)})
+    program = program_of(text_model(text), {"x": np.zeros(8, np.float32)})
     assert len([c for c in program.calls if "Softmax" in c.kernel]) == 1
 
 
 def test_program_is_a_function_of_its_arguments():
     text, feeds = GRAPHS["chain with broadcasting"]
-    first, second = (program_of(ir.text_model(text), feeds) for _ in range(2))
+    first, second = (program_of(text_model(text), feeds) for _ in range(2))
     assert str(first) == str(second)
     assert first.calls == second.calls
 
 
 def test_names_never_reach_the_source():
     text = "agraph (float[8] x) => (float[8] y) { z = Exp(x) y = Neg(z) }"
-    model = ir.text_model(text)
+    model = text_model(text)
     for value in (*model.graph.inputs, *model.graph.outputs, model.graph[0].outputs[0]):
         value.name = f'{value.name}"; #error'
     for node in model.graph:
@@ -407,7 +414,7 @@ def test_small_equal_calls_share_a_launch():
     text = "agraph (float[7,96] x, float[7,96] z) => (float[7,96] y, float[7,96] w) "
     text += "{ y = Softmax(x) w = Softmax(z) }"
     feeds = {name: np.ones((7, 96), np.float32) for name in "xz"}
-    (call,) = program_of(ir.text_model(text), feeds).calls
+    (call,) = program_of(text_model(text), feeds).calls
     assert call.launches[0].entry == "twins"
 
 
@@ -417,7 +424,7 @@ def test_the_gradient_of_a_batch_norm_takes_the_forwards_statistics():
         y, rm, rv = BatchNormalization <training_mode = 1> (x, s, b, m, v)
         dx, ds, db = onnx_fuse.BatchNormGrad (dy, x, s) }"""
     feeds = arrays(x=(8, 4, 6, 6), s=(4,), b=(4,), m=(4,), v=(4,), dy=(8, 4, 6, 6))
-    entries = [x.entry for c in program_of(ir.text_model(text), feeds).calls for x in c.launches]
+    entries = [x.entry for c in program_of(text_model(text), feeds).calls for x in c.launches]
     assert sum(entry.startswith("reduce_") for entry in entries) == 2  # once, in two passes
     assert {"channel_sums", "channel_params", "channel_dx"} <= set(entries)
 
@@ -433,7 +440,7 @@ def norm_graph(sizes: list[int], dtype: str = "float") -> str:
 def test_a_global_norm_is_two_launches(monkeypatch):
     sizes = [1, 8192, 8193, 0, 20000]
     feeds = {f"g{i}": np.zeros(n, np.float32) for i, n in enumerate(sizes)}
-    (call,) = program_of(ir.text_model(norm_graph(sizes)), feeds).calls
+    (call,) = program_of(text_model(norm_graph(sizes)), feeds).calls
     assert [(x.entry, x.grid[0]) for x in call.launches] == [
         ("sum_squares", 1 + 1 + 2 + 0 + 3),
         ("sum_squares_total", 1),
@@ -442,13 +449,13 @@ def test_a_global_norm_is_two_launches(monkeypatch):
         found = jit.resources(call.launches[0].source, call.launches[0].defines, arch)
         assert all(entry.clean for entry in found.values())
     monkeypatch.setattr(reduce, "ROWS", 2)  # a table holds so many: more take more launches
-    (call,) = program_of(ir.text_model(norm_graph(sizes)), feeds).calls
+    (call,) = program_of(text_model(norm_graph(sizes)), feeds).calls
     assert [x.grid[0] for x in call.launches] == [2, 2, 3, 1]
     parts = [x.args[-1].offset for x in call.launches[:3]]
     assert parts == [0, 8, 16]
     # a sum of other things stays one expression
     other = norm_graph(sizes[:3]).replace("s0 = ReduceSumSquare", "s0 = ReduceSum")
-    assert len(program_of(ir.text_model(other), feeds).calls) > 1
+    assert len(program_of(text_model(other), feeds).calls) > 1
 
 
 def test_convolution_and_pooling_train_in_bfloat16():
@@ -457,8 +464,8 @@ def test_convolution_and_pooling_train_in_bfloat16():
     <float[4,3,3,3] w = {W}> { c = Conv <pads = [1,1,1,1]> (x, w) r = Relu(c)
       y = MaxPool <kernel_shape = [2,2], strides = [2,2]> (r) }"""
     text = text.replace("{W}", "{" + ", ".join(["0.1"] * 108) + "}")
-    graph, spec = train.training_model(
-        ir.text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True
+    graph, spec = training_model(
+        text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True
     )
     feeds = {"x": np.zeros((2, 3, 9, 9), np.float32), "labels": np.zeros((2, 4, 4, 4), np.float32)}
     feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
@@ -482,7 +489,7 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
     for name in ("w0", "g0", "b0", "c0", "w1", "g1", "b1", "c1"):
         ones = np.ones((768, 768) if name[0] == "w" else 768, np.float32)
         model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
-    graph, _ = train.training_model(
+    graph, _ = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
         whole=partial(linear.gradient_pays, math="bf16x3", hw=hw),
     )  # fmt: skip
@@ -502,9 +509,7 @@ def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
     text = f"agraph (float[4,6] x) => (float[4,5] y) <float[6,5] w = {{{numbers}}}> "
     text += "{ p = MatMul(x, w) y = Tanh(p) }"
     options = {"loss": "mse", "optimizer": optim.AdamW(lr=0.02), "clip_norm": 1.0}
-    graph, spec = train.training_model(
-        ir.text_model(text), precision="fp16", loss_scale=2.0**22, **options
-    )
+    graph, spec = training_model(text_model(text), precision="fp16", loss_scale=2.0**22, **options)
     successors = {s.next: s.name for s in spec.states if s.next}
     model = guarded(graph, successors, [spec.loss])
     successors[f"{SOUND}.next"] = SOUND
@@ -522,7 +527,7 @@ def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
     skipped = 20 - int(states["loss_scale.updates"])
     assert 3 <= skipped <= 12
     assert scales == [2.0 ** (22 - min(i, skipped)) for i in range(21)]
-    full = train.Trainer(ir.text_model(text), **options)
+    full = Trainer(text_model(text), **options)
     np.testing.assert_allclose(
         losses, [losses[0]] * skipped + [full.step(feeds) for _ in range(20 - skipped)], rtol=5e-3
     )
@@ -533,7 +538,7 @@ def test_a_recurrence_of_no_steps_is_onnxruntimes(op, gates):
     text = f"agraph (float[T,2,3] x) => (float[T,1,2,4] y) <float[1,{gates * 4},3] w = "
     text += f"{{{'1,' * (gates * 12 - 1)}1}}, float[1,{gates * 4},4] r = "
     text += f"{{{'1,' * (gates * 16 - 1)}1}}> {{ y = {op} <hidden_size = 4> (x, w, r) }}"
-    model = ir.text_model(text)
+    model = text_model(text)
     found = [program_of(model, {"x": np.zeros((t, 2, 3), np.float32)}).fallbacks for t in (0, 1)]
     assert found == [(f"{op}: no kernel",), ()]
 
@@ -542,7 +547,7 @@ def test_state_is_written_in_place():
     text = """agraph (float[8] w, float[8] g) => (float[8] w1) <float r = {0.5}>
     { s = Mul(g, r) w1 = Sub(w, s) }"""
     feeds = {"w": np.zeros(8, np.float32), "g": np.zeros(8, np.float32)}
-    program = program_of(ir.text_model(text), feeds, state={"w1": "w"})
+    program = program_of(text_model(text), feeds, state={"w1": "w"})
     (call,) = program.calls
     assert dict(program.outputs)["w1"] == dict(program.inputs)["w"]
     assert call.writes[0][1].buffer == dict(program.inputs)["w"].buffer
@@ -558,7 +563,7 @@ def test_state_is_written_in_place():
 )
 def test_states_made_of_states_take_their_values_before(nodes):
     text = f"agraph (float[4,4] a, float[4,4] b) => (float[4,4] a1, float[4,4] b1) {{ {nodes} }}"
-    model, feeds = ir.text_model(text), arrays(a=(4, 4), b=(4, 4))
+    model, feeds = text_model(text), arrays(a=(4, 4), b=(4, 4))
     want = session.InferenceSession(model, device="cpu").run(None, feeds)
     got = interpret(program_of(model, feeds, state={"a1": "a", "b1": "b"}), feeds, {})
     for name, value in zip(("a1", "b1"), want, strict=True):
@@ -596,15 +601,15 @@ def test_width_follows_alignment():
 def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
     text = """agraph (float[2,4] x) => (float[2,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}>
     { a = MatMul(x, w) y = Exp(a) }"""
-    model = ir.text_model(text)
-    ir.infer_shapes(model)
+    model = text_model(text)
+    infer_shapes(model)
     half = model.clone()
-    lower_precision(half, ir.ir.DataType[dtype])
+    lower_precision(half, onnx_ir.DataType[dtype])
     feeds = {"x": np.ones((2, 4), np.float32)}
     matmul = next(c for c in program_of(half, feeds).calls if "MatMul" in c.kernel)
     assert {t.dtype for _, t in (*matmul.reads, *matmul.writes)} == {dtype.lower()}
-    assert {v.dtype for n in model.graph for v in n.outputs} == {ir.ir.DataType.FLOAT}
-    assert [v.dtype for v in half.graph.outputs] == [ir.ir.DataType.FLOAT]
+    assert {v.dtype for n in model.graph for v in n.outputs} == {onnx_ir.DataType.FLOAT}
+    assert [v.dtype for v in half.graph.outputs] == [onnx_ir.DataType.FLOAT]
 
 
 @pytest.mark.parametrize("initializer", [False, True])
@@ -616,11 +621,11 @@ def test_a_mask_of_the_lowest_float_stays_finite_in_16_bits(dtype, masters, init
     {"<float low = {-3.4028234e38}>" if initializer else ""}
     {{ one = Constant <value_float = 1.0> () {"" if initializer else low}
       gone = Sub(one, keep) mask = Mul(gone, low) t = Add(s, mask) y = Softmax(t) }}"""
-    model = ir.text_model(text)
-    ir.infer_shapes(model)
-    lower_precision(model, ir.ir.DataType[dtype], masters=masters)
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType[dtype], masters=masters)
     keep, s = np.float32([[1, 1, 0, 0], [1, 1, 1, 1]]), np.zeros((2, 4), np.float32)
-    (y,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {"keep": keep, "s": s})
+    (y,) = ReferenceEvaluator(to_proto(model)).run(None, {"keep": keep, "s": s})
     np.testing.assert_array_equal(y, [[0.5, 0.5, 0, 0], [0.25] * 4])
 
 
@@ -629,16 +634,16 @@ def test_what_an_opset_has_in_wider_types_only_trains_between_casts(dtype):
     text = """agraph (float[3,4] x) => (float[3,4] y, float[3,4] c)
     <float[4,4] w = {1,0,0,2,0,1,0,0,0,0,1,0,0,0,0,1}>
     { a = Celu<alpha = 2.0>(x) b = Celu(a) m = MatMul(b, w) c = Celu(m) y = Add(m, c) }"""
-    model, x = ir.text_model(text), np.float32([[-1, 2, 0.5, -4], [1, 1, 1, 1], [0, -8, 8, 0.25]])
-    ir.infer_shapes(model)
-    want = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
-    lower_precision(model, ir.ir.DataType[dtype], masters=True)
+    model, x = text_model(text), np.float32([[-1, 2, 0.5, -4], [1, 1, 1, 1], [0, -8, 8, 0.25]])
+    infer_shapes(model)
+    want = ReferenceEvaluator(to_proto(model)).run(None, {"x": x})
+    lower_precision(model, onnx_ir.DataType[dtype], masters=True)
     kinds = [(n.op_type, n.inputs[0].dtype.name) for n in model.graph if n.op_type != "Cast"]
     assert kinds == [("Celu", "FLOAT")] * 2 + [("MatMul", dtype), ("Celu", "FLOAT"), ("Add", dtype)]
-    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    found = ReferenceEvaluator(to_proto(model)).run(None, {"x": x})
     for y, exact in zip(found, want, strict=True):
         np.testing.assert_allclose(y, exact, rtol=2**-7, atol=2**-7)  # bfloat16 has 8 bits
-    onnx.checker.check_model(ir.to_proto(autodiff.gradient(model)), full_check=True)
+    onnx.checker.check_model(to_proto(autodiff.gradient(model)), full_check=True)
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -651,10 +656,10 @@ def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
     <float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}, float[2] pair = {1,1}, float[1] last = {1}>
     { n = BatchNormalization(x, g, b, b, g) m = GroupNormalization<num_groups = 2>(n, g, b)
       t = Add(s, last) z = Concat<axis = 0>(pair, t, last) y = Resize<mode = "linear">(m, , z) }"""
-    model = ir.text_model(text)
-    ir.infer_shapes(model)
-    lower_precision(model, ir.ir.DataType.BFLOAT16, masters=masters)
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType.BFLOAT16, masters=masters)
+    onnx.checker.check_model(to_proto(model), full_check=True)
     assert {n.inputs[0].dtype.name for n in model.graph if n.op_type in ("Add", "Concat")} == {
         "FLOAT"
     }
@@ -677,7 +682,7 @@ def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
 )
 def test_operands_that_do_not_fit_are_refused_not_read_past_their_end(text, shapes):
     x, z, y = (",".join(f"{n}{i}" for i in range(len(shapes[n == "z"]))) for n in "xzy")
-    model = ir.text_model(f"agraph (float[{x}] x, float[{z}] z, float[5] r) => (float[{y}] y)"
+    model = text_model(f"agraph (float[{x}] x, float[{z}] z, float[5] r) => (float[{y}] y)"
                           f"{{ {text} }}")  # fmt: skip
     feeds = {name: np.zeros(s, np.float32) for name, s in zip("xz", shapes, strict=True)}
     with pytest.raises(ModelError, match=r"node '.*' \(\w+\) of \["):
@@ -689,7 +694,7 @@ def test_each_pass_of_a_loop_has_its_own_shapes():
     { n = Constant <value = int64 {3}> () c = Constant <value = bool {1}> ()
       y = Loop (n, c, x) <body = inner (int64 i, bool ci, float[P] v) => (bool co, float[Q] w)
       { co = Identity (ci) u = Concat <axis = 0> (v, v) w = Softmax <axis = 0> (u) }> }"""
-    program = program_of(ir.text_model(text), {"x": np.zeros(2, np.float32)})
+    program = program_of(text_model(text), {"x": np.zeros(2, np.float32)})
     assert [c.writes[0][1].shape for c in program.calls if c.kernel == "Softmax"] == [
         (4,), (8,), (16,)
     ]  # fmt: skip
@@ -700,7 +705,7 @@ def test_a_fused_product_of_no_rows_is_no_call(norm):
     text = f"""agraph (float16[B,8] x, float16[8] g, float16[8,4] w, float16[4] c)
     => (float16[B,4] y) {{ y = onnx_fuse.{norm}Gemm (x, g, {"g, " * (norm[0] == "L")}w, c) }}"""
     feeds = {"x": np.zeros((0, 8)), "g": np.ones(8), "w": np.ones((8, 4)), "c": np.ones(4)}
-    program = program_of(ir.text_model(text), {k: a.astype(np.float16) for k, a in feeds.items()})
+    program = program_of(text_model(text), {k: a.astype(np.float16) for k, a in feeds.items()})
     assert not program.fallbacks
     assert dict(program.outputs)["y"].shape == (0, 4)
 
@@ -710,7 +715,7 @@ def test_a_residual_is_added_in_the_product():
     { a = MatMul(x, w) y = Add(r, a) }"""
     feeds = {name: np.ones((4, 64), np.float32) for name in "xr"}
     feeds["w"] = np.ones((64, 64), np.float32)
-    program = program_of(ir.text_model(text), feeds)
+    program = program_of(text_model(text), feeds)
     (call,) = program.calls
     assert call.problem is not None
     assert call.problem.attr("residual")
@@ -719,7 +724,7 @@ def test_a_residual_is_added_in_the_product():
 
 def post_norm_model(text: str, dtype=np.float16, width: int = 768, rows: int = 256, batch: int = 1):
     """A graph over x [batch, rows / batch, width]; its other names are weights."""
-    model = ir.text_model(f"agraph ({text}")
+    model = text_model(f"agraph ({text}")
     shapes = {"g": (width,), "b": (width,), "c": (width,), "w": (width,) * 2, "v": (width,) * 2}
     for node in model.graph:
         for value in node.inputs:
@@ -826,9 +831,9 @@ def norm_model(norm: str):
     shapes = {"gamma": (64,), "beta": (64,), "w": (64, 32), "c": (32,)}
     if norm == "RMSNorm":
         del shapes["beta"]
-    model = ir.text_model(
+    model = text_model(
         "agraph (float16[B,64] x) => (float16[B,32] y) "
-        f"{{ y = {ir.FUSE}.{norm}Gemm(x, {', '.join(shapes)}) }}"
+        f"{{ y = {FUSE}.{norm}Gemm(x, {', '.join(shapes)}) }}"
     )
     values = {name: RNG.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
     for value in model.graph[0].inputs[1:]:
@@ -881,9 +886,9 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
         {dtype}[64,128] dw, {dtype}[128] dc)
     {{ dx, ds, {"db," if layer else ""} dw, dc = onnx_fuse.{norm}Gemm{act}Grad
        (dy, x, s, {"b," if layer else ""} w, c, {"mean," if layer else ""} rstd, z) }}"""
-    model = ir.text_model(text)
+    model = text_model(text)
     feeds = {
-        v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "bfloat16")
+        v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "bfloat16")
         for v in model.graph.inputs
     }
     calls = lower.lower(model, feeds, H200, math=math).calls
@@ -910,7 +915,7 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
 )
 def test_a_float32_gradient_by_split_products_is_one_call_where_that_is_faster(shape, kinds):
     m, k, n = shape
-    model = ir.text_model(f"""agraph (float[{m},{n}] dy, float[{m},{k}] x, float[{k}] s,
+    model = text_model(f"""agraph (float[{m},{n}] dy, float[{m},{k}] x, float[{k}] s,
         float[{k}] b, float[{k},{n}] w, float[{n}] c, float[{m},1] mean, float[{m},1] rstd,
         float[{m},{n}] z)
     => (float[{m},{k}] dx, float[{k}] ds, float[{k}] db, float[{k},{n}] dw, float[{n}] dc)
@@ -923,7 +928,7 @@ def test_a_float32_gradient_by_split_products_is_one_call_where_that_is_faster(s
 @pytest.mark.parametrize(("rows", "folds"), [(8192, 1), (64, 0)])
 def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
     sizes = {"gamma": (2048,), "beta": (2048,), "w": (2048, 2048), "c": (2048,)}
-    model = ir.text_model(
+    model = text_model(
         """agraph (bfloat16[M,2048] x, bfloat16[2048] gamma, bfloat16[2048] beta,
         bfloat16[2048,2048] w, bfloat16[2048] c) => (bfloat16[M,2048] y)
         { h = LayerNormalization (x, gamma, beta)  p = MatMul (h, w)  y = Add (p, c) }"""
@@ -950,8 +955,8 @@ def test_the_weights_of_a_mixed_precision_step_fold_in_one_launch(monkeypatch):
         f"float{shape} {name} = {{{', '.join(['0.5'] * int(np.prod(shape)))}}}"
         for name, shape in shapes.items()
     )
-    graph, spec = train.training_model(
-        ir.text_model(
+    graph, spec = training_model(
+        text_model(
             f"""agraph (float[40,16] x) => (float[40,8] y) <{", ".join(weights)}> {{
             h = LayerNormalization (x, g1, b1)  p = MatMul (h, w1)  s = Add (p, c1)
             k = LayerNormalization (s, g2, b2)  q = MatMul (k, w2)  y = Add (q, c2) }}"""
@@ -984,7 +989,7 @@ def test_an_encoder_layer_moves_nothing():
     """Heads split and merged by strides, positions by a view: in a layer only what computes."""
     model = session.load(Path(__file__).parents[1] / "models/encoder.onnx")
     passes.optimize(model)
-    lower_precision(model, ir.ir.DataType.FLOAT16)
+    lower_precision(model, onnx_ir.DataType.FLOAT16)
     names = ("input_ids", "attention_mask", "token_type_ids")
     program = program_of(model, {name: np.ones((1, 64), np.int64) for name in names})
     layer = ["LayerNormGemm", "SdpaMask", "Gemm", "LayerNormGemmGelu", "Gemm"]
@@ -999,7 +1004,7 @@ def test_a_launch_calls_early_for_one_whose_blocks_fill_a_multiprocessor():
     { a = MatMul(x, v) b = MatMul(a, w) y = LayerNormalization(b, s) }"""
     shapes = {"x": (4096, 768), "v": (768, 3072), "w": (3072, 3072), "s": (3072,)}
     feeds = {name: np.empty(shape, np.float16) for name, shape in shapes.items()}
-    calls = program_of(ir.text_model(text), feeds).calls
+    calls = program_of(text_model(text), feeds).calls
     assert [call.kernel for call in calls] == ["MatMul", "MatMul", "LayerNormalization"]
     early = [dict(call.launches[0].defines).get("NEXT_ALONE") for call in calls]
     assert early == ["1", None, None]
@@ -1013,7 +1018,7 @@ def test_an_activation_is_applied_in_the_product(also):
     {{ z = Gemm(x, w, c) y = Gelu(z) {also if t == "t" else ""} }}"""
     feeds = {"x": np.ones((4, 64), np.float32), "w": np.ones((64, 64), np.float32)}
     feeds["c"] = np.ones(64, np.float32)
-    calls = program_of(ir.text_model(text), feeds).calls
+    calls = program_of(text_model(text), feeds).calls
     (product,) = [call for call in calls if call.problem is not None]
     assert len(calls) == (2 if t == "t" else 1)
     assert product.problem is not None
@@ -1029,7 +1034,7 @@ def test_a_norms_backward_takes_in_what_follows_it():
       y = Mul(dx, h) }"""
     shapes = {"dy": (6, 64), "x": (6, 64), "s": (64,), "m": (6, 1), "r": (6, 1), "z": (6, 64)}
     feeds = arrays(**shapes)
-    program = program_of(ir.text_model(text), feeds)
+    program = program_of(text_model(text), feeds)
     main, finish = program.calls
     assert main.kernel == "LayerNormGrad+Exp+Add+Mul"
     assert set(dict(main.writes)) == {"dx", "part"}
@@ -1052,7 +1057,7 @@ def test_a_norm_stores_what_its_one_reader_makes_of_it(also, kernel):
     => (float[9,64] y) {{ t = Tanh(x) n = LayerNormalization(t, g, b) {also} }}"""
     shapes = dict.fromkeys("xr", (9, 64)) | dict.fromkeys("gb", (64,))
     feeds = {name: np.ones(shape, np.float16) for name, shape in shapes.items()}
-    program = program_of(ir.text_model(text), feeds)
+    program = program_of(text_model(text), feeds)
     (norm,) = [c for c in program.calls if c.kernel.startswith("LayerNormalization")]
     assert norm.kernel == kernel
     if "+" in kernel:
@@ -1071,7 +1076,7 @@ def test_a_norm_stores_what_its_one_reader_makes_of_it(also, kernel):
 def test_a_product_stores_the_type_that_its_one_reader_wants(nodes, rows, wide):
     sizes = {"x": (rows, 64), "w": (64, 64), "c": (64,), "r": (rows, 64)}
     ends = ", ".join(f"float16[{','.join(map(str, s))}] {name}" for name, s in sizes.items())
-    model = ir.text_model(f"agraph ({ends}) => (float[{rows},64] y) {{ {nodes} }}")
+    model = text_model(f"agraph ({ends}) => (float[{rows},64] y) {{ {nodes} }}")
     calls = program_of(model, {n: np.ones(s, np.float16) for n, s in sizes.items()}).calls
     (product,) = [call for call in calls if call.problem is not None]
     assert (product.problem.out == "float32") == wide == (len(calls) == 1)
@@ -1094,7 +1099,7 @@ def norm_grad_of_a_product(k, turned, also=""):
 def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k, also, taken, turned):
     """dy = a · b over a classifier's classes has no launch, where nothing else reads it."""
     text, feeds = norm_grad_of_a_product(k, turned, also)
-    program = program_of(ir.text_model(text), feeds)
+    program = program_of(text_model(text), feeds)
     kernels = [call.kernel for call in program.calls]
     assert ("Gemm" not in kernels) == taken
     assert ("Gemm+LayerNormGrad" in kernels) == taken
@@ -1127,7 +1132,7 @@ def product_of_a_norm(n, turned, also="", of="w", dtype="float32", shape=(40, 64
 def test_a_norm_makes_a_product_of_few_columns(n, more, taken, turned):
     """z = y · w + c over a classifier's classes has no launch, and y is stored where it is read."""
     text, feeds = product_of_a_norm(n, turned, **more)
-    program = program_of(ir.text_model(text), feeds)
+    program = program_of(text_model(text), feeds)
     fused = [call for call in program.calls if call.kernel == "LayerNormalization+Gemm"]
     assert len(fused) == taken
     assert any(call.problem is not None for call in program.calls) != taken
@@ -1144,7 +1149,7 @@ def test_a_row_added_to_a_product_is_its_bias(row, column):
     text = f"""agraph (float[2,5,3] x, float[3,4] w, float[{row}] c) => (float[2,5,4] y)
     {{ z = MatMul(x, w) y = Add(c, z) }}"""
     shape = tuple(map(int, row.split(",")))
-    calls = program_of(ir.text_model(text), arrays(x=(2, 5, 3), w=(3, 4), c=shape)).calls
+    calls = program_of(text_model(text), arrays(x=(2, 5, 3), w=(3, 4), c=shape)).calls
     (product,) = [call for call in calls if call.problem is not None]
     assert len(calls) == (1 if column else 2)
     assert {name for name in ("bias", "residual") if product.problem.attr(name)} == {column} - {""}
@@ -1162,7 +1167,7 @@ def test_large_tensors_that_are_ready_last_are_updated_apart():
     big = dict.fromkeys("guvw", (256, 256))
     feeds = arrays(**big, s=(4,), t=(5,), h=(4,), k=(5,))
     state = {f"{name}1": name for name in "uvwst"}
-    program = program_of(ir.text_model(text), feeds, state=state)
+    program = program_of(text_model(text), feeds, state=state)
     name = {t.buffer: name for name, t in program.inputs}
     updates = [{name[t.buffer] for _, t in call.writes} for call in program.calls
                if call.kernel.startswith("Sub")]  # fmt: skip
@@ -1182,7 +1187,7 @@ def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
     feeds = arrays(
         **{name: names.get(name, (6, 64)) for name in ("dy", "x", "s", "m", "r", "z", "h")}
     )
-    program = program_of(ir.text_model(text), feeds, state={"new": "h"})
+    program = program_of(text_model(text), feeds, state={"new": "h"})
     state = dict(program.inputs)["h"].buffer
     (wrote,) = [i for i, c in enumerate(program.calls) for _, t in c.writes if t.buffer == state]
     (reader,) = [i for i, c in enumerate(program.calls) for _, t in c.reads if t.buffer == state]
@@ -1202,7 +1207,7 @@ def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
 def test_a_product_without_a_bias_has_the_kernel_of_one_with_it(nodes, op):
     text = f"""agraph (float16[40,64] x, float16[64] s, float16[64,72] w, float16[1] c)
     => (float16[40,72] y) {{ {nodes} }}"""
-    model = ir.text_model(text)
+    model = text_model(text)
     passes.optimize(model)
     shapes = {v.name: (tuple(v.shape), "float16") for v in model.graph.inputs}
     program = lower.lower(model, shapes, H200)
@@ -1229,9 +1234,9 @@ BLOCK_GRAD = """agraph (bfloat16[M,256] g, bfloat16[512,256] v, bfloat16[M,256] 
 
 def block_gradient(rows, more="", node="", order="dx, r"):
     text = BLOCK_GRAD.replace("MORE", more).replace("NODE", node).replace("ORDER", order)
-    model = ir.text_model(text.replace("M,", f"{rows},"))
+    model = text_model(text.replace("M,", f"{rows},"))
     shapes = {
-        v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "bfloat16")
+        v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "bfloat16")
         for v in model.graph.inputs
     }
     program = lower.lower(model, shapes, H200)
@@ -1260,7 +1265,7 @@ def hidden_gradient(rows, width, inner, more):
     text = HIDDEN_GRAD.replace("MORE", more).replace("M,", f"{rows},")
     for name, size in (("K", width), ("N", inner)):
         text = text.replace(f"{name}]", f"{size}]").replace(f"[{name},", f"[{size},")
-    return ir.text_model(text)
+    return text_model(text)
 
 
 @pytest.mark.parametrize(
@@ -1339,9 +1344,9 @@ def test_gradients_of_empty_products_are_their_bodies(op, rows, columns):
         float16[{m},{n}] z) => (float16[{m},64] dx, {extra} float16[64,{n}] dw, float16[{n}] dc)
     {{ dx, {"ds, db," if norm else ""} dw, dc = onnx_fuse.{op}Grad
        (dy, x, {"s, b," if norm else ""} w, {"c, mean, rstd," if norm else ""} z) }}"""
-    model = ir.text_model(text)
+    model = text_model(text)
     shapes = {
-        v.name: (tuple(v.shape), "float32" if v.dtype == ir.ir.DataType.FLOAT else "float16")
+        v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "float16")
         for v in model.graph.inputs
     }
     program = lower.lower(model, shapes, H200)

@@ -11,9 +11,13 @@ import onnx_ir
 import onnxruntime as ort
 import pytest
 
-from onnx_fuse import ir, ops, optim
+from onnx_fuse import ops
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import Builder, text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.ops.update import expand_standard_updates
+from onnx_fuse.training import optim
 
 LR, STEPS, SHAPE = 0.1, 4, (3, 5)
 Array = np.ndarray[Any, Any]
@@ -81,19 +85,19 @@ def update_model(optimizer: optim.Optimizer, dtype: np.dtype[Any]) -> onnx_ir.Mo
     w, g, *slots = (onnx_ir.Value(name=n, **like) for n in ("w", "g", *optimizer.slots))
     lr = onnx_ir.val("lr", onnx_ir.DataType.FLOAT, [])
     step = onnx_ir.val("step", onnx_ir.DataType.INT64, [])
-    op = ir.Builder()
+    op = Builder()
     news = optimizer.update(op, "w", w, g, slots, lr, step)
     for name, value in zip(("w", *optimizer.slots), news, strict=True):
         value.name, value.shape, value.type = f"{name}.new", like["shape"], like["type"]
     inputs = [w, g, *slots, lr, step]
     graph = onnx_ir.Graph(
-        inputs, news, nodes=op.nodes, opset_imports={"": 21, ir.FUSE: 1}, name="update"
+        inputs, news, nodes=op.nodes, opset_imports={"": 21, FUSE: 1}, name="update"
     )
     return onnx_ir.Model(graph, ir_version=10)
 
 
 def session(model: onnx_ir.Model) -> ort.InferenceSession:
-    data = ir.to_proto(model).SerializeToString()
+    data = to_proto(model).SerializeToString()
     return ort.InferenceSession(data, providers=["CPUExecutionProvider"])
 
 
@@ -123,7 +127,7 @@ def test_update_is_its_formula(name: str, dtype: type, rtol: float) -> None:
 
 @pytest.mark.parametrize("norm", [0.5, 2.0, 40.0])
 def test_clip_factor(norm: float) -> None:
-    model = ir.text_model(
+    model = text_model(
         "clip (float s) => (float n, float f) { n, f = onnx_fuse.ClipFactor <max_norm = 2.0> (s) }"
     )
     n, f = session(model).run(None, {"s": np.array(norm**2, np.float32)})
@@ -155,8 +159,8 @@ def test_standard_update_as_plain_nodes(case: str, t: int) -> None:
         {", ".join(f"{n}_new" for n in outputs)} =
             ai.onnx.preview.training.{op_type} {STANDARD[case]} (r, t, {", ".join(names)})
     }}"""
-    model = ir.text_model(text)
-    proto = ir.to_proto(model)
+    model = text_model(text)
+    proto = to_proto(model)
     rng = np.random.default_rng(2)
     feeds = {n: np.abs(rng.normal(size=[int(d) for d in shapes[n[1]].split(",")])) for n in names}
     feeds = {n: np.asarray(a, np.float32) for n, a in {**feeds, "r": np.array(0.1)}.items()}
@@ -211,4 +215,4 @@ def test_json_round_trip(name: str) -> None:
 
 def test_every_update_op_is_registered_without_a_gradient() -> None:
     kinds = [o.rule(decay)[0] for o, _ in UPDATES.values() for decay in (0.0, 0.2)]
-    assert all(isinstance(ops.OPS[ir.FUSE, kind].grad, ops.NoGrad) for kind in kinds)
+    assert all(isinstance(ops.OPS[FUSE, kind].grad, ops.NoGrad) for kind in kinds)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onnx_fuse import ir
 from onnx_fuse.llir import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.problem import CHIPS, Launch
 from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
@@ -97,7 +97,7 @@ def test_workspaces_live_for_their_call() -> None:
 
 def test_segments_are_cut_at_host_calls() -> None:
     text = """agraph (float[2,2] x) => (float[] y) { a = Exp(x) d = Det(a) y = Neg(d) }"""
-    p = lower(ir.text_model(text), {"x": ((2, 2), "float32")}, H200)
+    p = lower(text_model(text), {"x": ((2, 2), "float32")}, H200)
     parts = segments(p)
     assert [bool(part.host) for part in parts] == [False, True, False]
     assert [part.first for part in parts] == [0, 1, 2]

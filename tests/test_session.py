@@ -20,7 +20,12 @@ import pytest
 from support import ENCODER
 
 import onnx_fuse as of
-from onnx_fuse import ir, session
+from onnx_fuse import session
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import save, to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
@@ -89,7 +94,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(
 
 
 def model() -> onnx.ModelProto:
-    proto = ir.to_proto(ir.text_model(TEXT))
+    proto = to_proto(text_model(TEXT))
     proto.producer_name, proto.doc_string, proto.model_version = "somebody", "a note", 7
     proto.graph.doc_string = "graph note"
     onnx.helper.set_model_props(proto, {"author": "somebody", "license": "theirs"})
@@ -207,14 +212,14 @@ def test_the_callers_model_stays_as_it_was() -> None:
 def test_it_optimizes_unless_told_otherwise() -> None:
     def fused(**options: Any) -> int:
         graph = of.InferenceSession(ENCODER, **options).model.graph
-        return sum(node.domain == ir.FUSE for node in graph)
+        return sum(node.domain == FUSE for node in graph)
 
     assert fused() > fused(level=0) >= fused(optimize=False) == 0
 
 
 def test_an_output_that_another_output_is_made_of_keeps_its_name() -> None:
     text = "agraph (float[N] x) => (float[N] a, float[N] b) { a = Relu (x)  b = Identity (a) }"
-    ours = of.InferenceSession(ir.text_model(text))
+    ours = of.InferenceSession(text_model(text))
     assert [v.name for v in ours.get_outputs()] == ["a", "b"]
     assert [y.tolist() for y in ours.run(["b", "a"], {"x": X[0]})] == [[0, 2, 3]] * 2
 
@@ -264,7 +269,7 @@ def test_without_the_cuda_packages_the_error_says_what_to_install(
 
 
 def test_external_data_lives_on_without_its_file(tmp_path: Path) -> None:
-    ir.save(ir.load(ENCODER), tmp_path / "m.onnx", external=True)
+    save(load(ENCODER), tmp_path / "m.onnx", external=True)
     assert (tmp_path / "m.onnx.data").stat().st_size > 100_000
     fused = of.optimize(tmp_path / "m.onnx")
     for path in tmp_path.iterdir():
@@ -292,10 +297,10 @@ g (float[N, 4] x, bool c) => (float[N, 4] y)
 def test_what_is_written_for_onnxruntime_has_no_inner_shapes(
     external: bool, tmp_path: Path
 ) -> None:
-    graph = ir.load(ir.text_model(LOOP))
-    ir.infer_shapes(graph)
+    graph = load(text_model(LOOP))
+    infer_shapes(graph)
     for shapes, known in ((True, {"h", "b", "k"}), (False, set())):
-        ir.save(graph, tmp_path / "m.onnx", external=external, shapes=shapes)
+        save(graph, tmp_path / "m.onnx", external=external, shapes=shapes)
         written = onnx.load(tmp_path / "m.onnx")
         branch = next(n for n in written.graph.node if n.op_type == "If").attribute[0].g
         assert {v.name for v in (*written.graph.value_info, *branch.value_info)} == known

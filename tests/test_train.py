@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnx_fuse import fit, ir, optim, passes, train
+from onnx_fuse import passes
 from onnx_fuse.errors import (
     CheckFailed,
     DataError,
@@ -19,6 +19,15 @@ from onnx_fuse.errors import (
     OnnxFuseError,
     UsageError,
 )
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import save, to_proto
+from onnx_fuse.onnx.shapes import fix_shapes
+from onnx_fuse.training import fit, optim
+from onnx_fuse.training.backends import Cuda, Portable
+from onnx_fuse.training.loss import Loss
+from onnx_fuse.training.step import Spec, training_model
+from onnx_fuse.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("models", "tests", "tools")]
@@ -54,21 +63,19 @@ def gradients(w: Array, b: Array, feeds: dict[str, Array]) -> tuple[Array, Array
 
 def test_float64_weights_train_under_a_scaled_loss() -> None:
     """Only float32 becomes 16 bits: the graph of a float64 model is what it was, and typed."""
-    model = ir.text_model(LINEAR.replace("float", "double"))
-    graph, _ = train.training_model(
-        model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="fp16"
-    )
-    onnx.checker.check_model(ir.to_proto(graph), full_check=True)
+    model = text_model(LINEAR.replace("float", "double"))
+    graph, _ = training_model(model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="fp16")
+    onnx.checker.check_model(to_proto(graph), full_check=True)
     assert {v.dtype.name for v in graph.graph.outputs if v.name in ("w.next", "b.next")} == {
         "DOUBLE"
     }
 
 
 def test_the_scales_of_a_resize_are_no_weights() -> None:
-    model = ir.text_model("""agraph (float[B,1,4,4] x) => (float[B,1,8,8] y)
+    model = text_model("""agraph (float[B,1,4,4] x) => (float[B,1,8,8] y)
       <float[1,1,1,1] w = {2}, float[4] scales = {1,1,2,2}>
       { z = Mul (x, w) y = Resize <mode = "nearest"> (z, , scales) }""")
-    _, spec = train.training_model(model, loss="mse", optimizer=optim.AdamW())
+    _, spec = training_model(model, loss="mse", optimizer=optim.AdamW())
     assert [s.name for s in spec.states if s.kind == "parameter"] == ["w"]
 
 
@@ -80,8 +87,8 @@ START = np.arange(1.0, 7.0).reshape(3, 2), np.array([0.5, -0.5])
 @pytest.mark.parametrize("rows", [(8, 8), (8, 5)])
 def test_step_is_the_formula(clip: float | None, accumulate: int, rows: tuple[int, ...]) -> None:
     """SGD over batches of different sizes, with clipping and accumulation, in float64 beside it."""
-    trainer = train.Trainer(
-        ir.text_model(LINEAR),
+    trainer = Trainer(
+        text_model(LINEAR),
         loss="mse",
         optimizer=optim.SGD(lr=optim.step(0.1, every=2, gamma=0.5)),
         clip_norm=clip,
@@ -106,16 +113,16 @@ def test_step_is_the_formula(clip: float | None, accumulate: int, rows: tuple[in
 
 
 def test_frozen_weights_stay_bit_for_bit() -> None:
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse", frozen=["b"])
+    trainer = Trainer(text_model(LINEAR), loss="mse", frozen=["b"])
     trainer.step(batch())
     assert set(trainer.weights()) == {"w"}
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse", trainable=["b*"])
+    trainer = Trainer(text_model(LINEAR), loss="mse", trainable=["b*"])
     trainer.step(batch())
     assert set(trainer.weights()) == {"b"}
 
 
 def test_evaluate_is_onnxruntime_on_the_saved_model(tmp_path: Path) -> None:
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    trainer = Trainer(text_model(LINEAR), loss="mse")
     for i in range(3):
         trainer.step(batch(i))
     trainer.save(tmp_path / "tuned.onnx")
@@ -175,8 +182,7 @@ def test_fused_and_plain_graphs_train_alike(name: str, tmp_path: Path) -> None:
     build, feeds, loss = MODELS[name]
     model = build()
     trainers = [
-        train.Trainer(model, loss=loss, optimizer=optim.SGD(lr=0.05), level=level)
-        for level in (0, 2)
+        Trainer(model, loss=loss, optimizer=optim.SGD(lr=0.05), level=level) for level in (0, 2)
     ]
     losses = np.array([[t.step(feeds(i)) for i in range(4)] for t in trainers])
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
@@ -184,7 +190,7 @@ def test_fused_and_plain_graphs_train_alike(name: str, tmp_path: Path) -> None:
     assert plain.keys() == fused.keys()
     for key in plain:
         np.testing.assert_allclose(plain[key], fused[key], rtol=1e-4, atol=2e-6, err_msg=key)
-    assert_saves(trainers[1], ir.to_proto(model), feeds(9), tmp_path / "tuned.onnx")
+    assert_saves(trainers[1], to_proto(model), feeds(9), tmp_path / "tuned.onnx")
 
 
 def structure(proto: onnx.ModelProto) -> list[str]:
@@ -199,7 +205,7 @@ def structure(proto: onnx.ModelProto) -> list[str]:
 
 
 def assert_saves(
-    trainer: train.Trainer, original: onnx.ModelProto, feeds: dict[str, Array], path: Path
+    trainer: Trainer, original: onnx.ModelProto, feeds: dict[str, Array], path: Path
 ) -> None:
     """The file differs from the original in the content of trained weights alone, and runs."""
     trainer.save(path)
@@ -235,7 +241,7 @@ def test_exported_models_train_and_save(case: RealCase, level: int, tmp_path: Pa
     target = next(iter(outputs.values()))
     noise = np.random.default_rng(0).normal(size=target.shape)
     feeds = {**feeds, "labels": (target + noise).astype(target.dtype)}
-    trainer = train.Trainer(case.path, loss="mse", optimizer=optim.SGD(lr=2e-3), level=level)
+    trainer = Trainer(case.path, loss="mse", optimizer=optim.SGD(lr=2e-3), level=level)
     losses = [trainer.step(feeds) for _ in range(4)]
     assert losses[0] > losses[1] > losses[2] > losses[3]
     assert_saves(trainer, onnx.load(case.path), feeds, tmp_path / "tuned.onnx")
@@ -244,10 +250,10 @@ def test_exported_models_train_and_save(case: RealCase, level: int, tmp_path: Pa
 def test_external_data_comes_back_external(tmp_path: Path) -> None:
     """The weights lie beside the saved model as they lay beside the original, which stays."""
     model = mlp.build(mlp.SIZES["digits"])
-    ir.save(model, tmp_path / "model.onnx", external=True)
+    save(model, tmp_path / "model.onnx", external=True)
     before = (tmp_path / "model.onnx.data").read_bytes()
     name, feeds = "mlp", MODELS["mlp"][1](0)
-    trainer = train.Trainer(tmp_path / "model.onnx", loss=MODELS[name][2])
+    trainer = Trainer(tmp_path / "model.onnx", loss=MODELS[name][2])
     trainer.step(feeds)
     trainer.save(tmp_path / "tuned.onnx")
     stored = onnx.load(tmp_path / "tuned.onnx", load_external_data=False).graph.initializer
@@ -269,7 +275,7 @@ def test_old_file_whose_weights_are_inputs_too(tmp_path: Path) -> None:
     }"""
     proto = onnx.parser.parse_model(text)
     onnx.save(proto, tmp_path / "old.onnx")
-    trainer = train.Trainer(tmp_path / "old.onnx", loss="mse")
+    trainer = Trainer(tmp_path / "old.onnx", loss="mse")
     feeds = batch()
     assert trainer.step(feeds) > trainer.step(feeds)
     assert_saves(trainer, proto, feeds, tmp_path / "tuned.onnx")
@@ -288,9 +294,7 @@ def test_tied_weights_stay_one(tmp_path: Path) -> None:
     d = 2 * (x @ w @ w.T - t) / t.size
     expected = w - 0.1 * (x.T @ d @ w + d.T @ x @ w)
     for level in (0, 2):
-        trainer = train.Trainer(
-            ir.text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), level=level
-        )
+        trainer = Trainer(text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), level=level)
         trainer.step({"x": x, "labels": t})
         np.testing.assert_allclose(trainer.weights()["w"], expected, rtol=1e-4, atol=1e-6)
 
@@ -298,8 +302,8 @@ def test_tied_weights_stay_one(tmp_path: Path) -> None:
 def fixed(case: RealCase) -> tuple[Any, dict[str, Array]]:
     """The model as if exported for one example, its shapes computed; and three examples."""
     feeds, outputs = case.feeds[0]
-    model = ir.load(case.path)
-    ir.fix_shapes(model, {k: [1, *v.shape[1:]] for k, v in feeds.items()})
+    model = load(case.path)
+    fix_shapes(model, {k: [1, *v.shape[1:]] for k, v in feeds.items()})
     passes.optimize(model, level=0, training=True)
     feeds = {**feeds, "labels": 1 + next(iter(outputs.values()))}
     return model, {k: np.concatenate([v[:2], v[:1]]) for k, v in feeds.items()}
@@ -311,10 +315,10 @@ def test_fixed_batch_is_freed(name: str) -> None:
     (case,) = (case for case in real_cases() if case.name == name)
     model, feeds = fixed(case)
     with pytest.raises(DataError, match="has shape"):
-        train.Trainer(model, loss="mse").step(feeds)
-    free = train.Trainer(case.path, loss="mse")
+        Trainer(model, loss="mse").step(feeds)
+    free = Trainer(case.path, loss="mse")
     names = list(free.weights())  # constants that got names in `fixed` are none
-    freed = train.Trainer(model, loss="mse", free_batch=True, trainable=names)
+    freed = Trainer(model, loss="mse", free_batch=True, trainable=names)
     losses = [[t.step(feeds) for _ in range(3)] for t in (freed, free)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
@@ -326,15 +330,13 @@ def test_batch_that_cannot_be_freed(name: str) -> None:
     """One breaks at a node; the others would read one example for another."""
     (case,) = (case for case in real_cases() if case.name == name)
     model, feeds = fixed(case)
-    trainer = train.Trainer(model, loss="mse", free_batch=True)
+    trainer = Trainer(model, loss="mse", free_batch=True)
     with pytest.raises(ModelError, match="the batch of the model cannot be freed"):
         trainer.step(feeds)
 
 
 def test_batch_and_sequence_change_from_step_to_step() -> None:
-    trainer = train.Trainer(
-        gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.SGD(lr=0.0)
-    )
+    trainer = Trainer(gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.SGD(lr=0.0))
     for rows, length in [(2, 8), (3, 16), (1, 5), (2, 8)]:
         ids = np.random.default_rng(rows).integers(0, 256, (rows, length + 1))
         assert 5 < trainer.step({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}) < 6
@@ -349,15 +351,15 @@ def test_running_statistics_follow_the_batches() -> None:
     stem = model.clone()
     conv = next(n for n in stem.graph if n.op_type == "Conv")
     stem.graph.outputs[:] = [conv.outputs[0]]
-    run = ort.InferenceSession(ir.to_proto(stem).SerializeToString())
+    run = ort.InferenceSession(to_proto(stem).SerializeToString())
     (h,) = run.run(None, {"x": feeds["x"]})
-    trainer = train.Trainer(model, loss="cross_entropy")
+    trainer = Trainer(model, loss="cross_entropy")
     trainer.step(feeds)
     found = trainer.weights()
     mean, var = h.mean((0, 2, 3)), h.var((0, 2, 3))
     np.testing.assert_allclose(found["stem.norm.running_mean"], 0.1 * mean, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found["stem.norm.running_var"], 0.9 + 0.1 * var, rtol=1e-4)
-    still = train.Trainer(model, loss="cross_entropy", frozen=["*.running_*"])
+    still = Trainer(model, loss="cross_entropy", frozen=["*.running_*"])
     still.step(feeds)
     assert not [name for name in still.weights() if "running" in name]
 
@@ -374,9 +376,7 @@ def test_dropout_draws_by_seed_and_step() -> None:
     feeds = {"x": np.ones((500, 64), np.float32), "labels": np.zeros((500, 64), np.float32)}
 
     def losses(seed: int) -> list[float]:
-        trainer = train.Trainer(
-            ir.text_model(DROPOUT), loss="mse", optimizer=optim.SGD(lr=0.0), seed=seed
-        )
+        trainer = Trainer(text_model(DROPOUT), loss="mse", optimizer=optim.SGD(lr=0.0), seed=seed)
         assert trainer.evaluate(feeds).loss == 1  # no mask in inference
         return [trainer.step(feeds) for _ in range(3)]
 
@@ -388,7 +388,7 @@ def test_dropout_draws_by_seed_and_step() -> None:
 
 
 def test_dropout_gradient_goes_through_the_kept() -> None:
-    trainer = train.Trainer(ir.text_model(DROPOUT), loss="mse", optimizer=optim.SGD(lr=1.0))
+    trainer = Trainer(text_model(DROPOUT), loss="mse", optimizer=optim.SGD(lr=1.0))
     feeds = {"x": np.ones((1, 64), np.float32), "labels": np.zeros((1, 64), np.float32)}
     trainer.step(feeds)
     steps = np.unique((1 - trainer.weights()["w"]) * 64)
@@ -398,18 +398,16 @@ def test_dropout_gradient_goes_through_the_kept() -> None:
 # ---- float16 -----------------------------------------------------------------------------------
 
 
-def half(loss_scale: float = 65536.0, **options: Any) -> train.Trainer:
+def half(loss_scale: float = 65536.0, **options: Any) -> Trainer:
     settings = {"loss": "mse", "optimizer": optim.AdamW(lr=0.01), **options}
-    return train.Trainer(ir.text_model(LINEAR), precision="fp16", loss_scale=loss_scale, **settings)
+    return Trainer(text_model(LINEAR), precision="fp16", loss_scale=loss_scale, **settings)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 3.0])
 def test_float16_follows_float32(clip: float | None, accumulate: int) -> None:
     options = {"clip_norm": clip, "accumulate": accumulate}
-    full = train.Trainer(
-        ir.text_model(LINEAR), loss="mse", optimizer=optim.AdamW(lr=0.01), **options
-    )
+    full = Trainer(text_model(LINEAR), loss="mse", optimizer=optim.AdamW(lr=0.01), **options)
     losses = [[t.step(batch(i)) for i in range(20)] for t in (half(**options), full)]
     np.testing.assert_allclose(*losses, rtol=5e-3)  # float16 has 11 bits
 
@@ -418,19 +416,15 @@ def test_float16_follows_float32(clip: float | None, accumulate: int) -> None:
 def test_float16_steps_are_typed(name: str) -> None:
     """What CUDA lowers is ONNX whose types agree; onnxruntime's CPU lacks some of its operators."""
     case = next(c for c in real_cases() if c.name == name)
-    graph, _ = train.training_model(
-        case.path, loss="mse", optimizer=optim.AdamW(), precision="fp16"
-    )
-    proto = ir.to_proto(graph)
+    graph, _ = training_model(case.path, loss="mse", optimizer=optim.AdamW(), precision="fp16")
+    proto = to_proto(graph)
     onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
 
 
 @pytest.mark.parametrize("case", real_cases(), ids=lambda case: case.name)
 def test_a_step_of_fused_operators_knows_its_ranks(case: RealCase) -> None:
     """As CUDA trains in float32: what is fused in the forward is differentiated by its parts."""
-    graph, _ = train.training_model(
-        case.path, loss="mse", optimizer=optim.SGD(), level=2, fused=True
-    )
+    graph, _ = training_model(case.path, loss="mse", optimizer=optim.SGD(), level=2, fused=True)
     products = [n for n in graph.graph if n.op_type == "MatMul" and not n.domain]
     assert all(v.shape is not None for n in products for v in n.inputs if v is not None)
 
@@ -467,7 +461,7 @@ def test_float16_overflow_halves_the_scale_and_leaves_the_rest() -> None:
 
 
 def test_float16_scale_doubles_after_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "GROWTH", 3)
+    monkeypatch.setattr("onnx_fuse.training.step.GROWTH", 3)
     trainer = half(256.0)
     found = []
     for i in range(7):
@@ -479,7 +473,7 @@ def test_float16_scale_doubles_after_good_steps(monkeypatch: pytest.MonkeyPatch)
 
 def test_float16_scale_stays_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of zero overflow at no scale."""
-    monkeypatch.setattr(train, "GROWTH", 1)
+    monkeypatch.setattr("onnx_fuse.training.step.GROWTH", 1)
     trainer = half(2.0**125)
     exact = {"x": np.zeros((8, 3), np.float32), "labels": np.full((8, 2), [0.5, -0.5], np.float32)}
     for scale in (2.0**126, 2.0**127, 2.0**127, 2.0**127):
@@ -493,7 +487,7 @@ def test_float16_resumes_to_the_same_bits(tmp_path: Path) -> None:
     for i in range(5):
         whole.step(far(i))
     whole.checkpoint(tmp_path)
-    resumed = train.Trainer.resume(tmp_path, ir.text_model(LINEAR))
+    resumed = Trainer.resume(tmp_path, text_model(LINEAR))
     for i in range(5, 16):
         assert whole.step(far(i)) == resumed.step(far(i))
     assert whole.state()["loss_scale"] < 2.0**123
@@ -521,9 +515,9 @@ class Nowhere:
 def test_a_gpu_trains_fused_in_16_bits(
     monkeypatch: pytest.MonkeyPatch, precision: str, level: int, math: str
 ) -> None:
-    monkeypatch.setattr(train, "_Cuda", Nowhere)
+    monkeypatch.setattr("onnx_fuse.training.trainer.Cuda", Nowhere)
     monkeypatch.setattr("onnx_fuse.runtime.device.begin", lambda: None)
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse", precision=precision, device="cuda")
+    trainer = Trainer(text_model(LINEAR), loss="mse", precision=precision, device="cuda")
     assert trainer._options["level"] == level
     assert trainer._device.math == math
 
@@ -552,7 +546,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
 def test_refuses(case: str) -> None:
     text, options, error, words = REFUSED[case]
     with pytest.raises(error, match=words.replace("*", r"\*")):
-        train.Trainer(ir.text_model(text), **{"loss": "mse", **options})
+        Trainer(text_model(text), **{"loss": "mse", **options})
 
 
 WRONG_FEEDS = {
@@ -567,13 +561,13 @@ WRONG_FEEDS = {
 @pytest.mark.parametrize("case", WRONG_FEEDS)
 def test_refuses_feeds(case: str) -> None:
     feeds, words = WRONG_FEEDS[case]
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    trainer = Trainer(text_model(LINEAR), loss="mse")
     with pytest.raises(DataError, match=words):
         trainer.step(feeds)
 
 
 def test_labels_out_of_range() -> None:
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="cross_entropy")
+    trainer = Trainer(text_model(LINEAR), loss="cross_entropy")
     x = batch()["x"][:3]
     trainer.step({"x": x, "labels": np.array([0, 1, -100])})  # -100 is left out of the loss
     for wrong in (2, -1):
@@ -589,7 +583,7 @@ OVERFLOWS = """net (float[batch, 3] x) => (float[batch, 3] y) <float[3] w = {1, 
 
 
 def test_step_that_is_not_finite_is_named_and_dropped() -> None:
-    trainer = train.Trainer(ir.text_model(OVERFLOWS), loss="mse")
+    trainer = Trainer(text_model(OVERFLOWS), loss="mse")
     good = {"x": np.ones((2, 3), np.float32), "labels": np.zeros((2, 3), np.float32)}
     trainer.step(good)
     before = trainer.state()
@@ -604,27 +598,28 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
 
 def test_a_step_that_onnxruntime_cannot_look_into_is_still_a_failed_check(monkeypatch) -> None:
     """A graph in bfloat16, of which it runs little: its error is told behind the step's."""
-    monkeypatch.setattr(train, "_first_not_finite", lambda *_: ort.InferenceSession(b"no model"))
-    trainer = train.Trainer(ir.text_model(OVERFLOWS), loss="mse")
+    found = "onnx_fuse.training.trainer._first_not_finite"
+    monkeypatch.setattr(found, lambda *_: ort.InferenceSession(b"no model"))
+    trainer = Trainer(text_model(OVERFLOWS), loss="mse")
     feeds = {"x": np.full((2, 3), 100, np.float32), "labels": np.zeros((2, 3), np.float32)}
     with pytest.raises(CheckFailed, match=r"step 1: .* inf; looking for .*onnxruntime: "):
         trainer.step(feeds)
 
 
-class Ahead(train._Portable):
+class Ahead(Portable):
     """The contract of a device that runs ahead: after a fault no step changes a state."""
 
     ahead = 4
     sound = True
 
-    def start(self, key: str, spec: train.Spec, feeds: Any) -> Any:
+    def start(self, key: str, spec: Spec, feeds: Any) -> Any:
         found = {name: array.copy() for name, array in self._run(key, spec, feeds).items()}
         self.sound &= all(np.isfinite(found[name]) for name in (spec.loss, spec.norm) if name)
         if self.sound:
             super().commit(spec)
         return lambda: found
 
-    def commit(self, spec: train.Spec) -> None:
+    def commit(self, spec: Spec) -> None:
         """Done in `start`."""
 
     def go_on(self) -> None:
@@ -637,14 +632,12 @@ def late_losses(device: str, accumulate: int) -> None:
     tests/gpu runs this too.
     """
     made = [
-        train.Trainer(
-            ir.text_model(LINEAR), loss="mse", device=device, accumulate=accumulate, clip_norm=2.0
-        )
+        Trainer(text_model(LINEAR), loss="mse", device=device, accumulate=accumulate, clip_norm=2.0)
         for _ in range(2)
     ]
     late = [made[0].step(batch(i)) for i in range(9)]
     early = [float(made[1].step(batch(i))) for i in range(9)]
-    assert all(isinstance(loss, train.Loss) for loss in late)
+    assert all(isinstance(loss, Loss) for loss in late)
     assert late == early
     assert f"{late[0]:.3f}" == f"{early[0]:.3f}"
     assert sum(late) == sum(early)
@@ -673,7 +666,7 @@ def late_losses(device: str, accumulate: int) -> None:
     with pytest.raises(CheckFailed, match="step 13: "):
         made[0].weights()
     made[0].step(bad)
-    for i in range(train._Cuda.ahead - 1):
+    for i in range(Cuda.ahead - 1):
         made[0].step(batch(i))
     with pytest.raises(CheckFailed, match="step 13: "):
         made[0].step(batch())
@@ -681,10 +674,10 @@ def late_losses(device: str, accumulate: int) -> None:
 
 
 def test_a_wait_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_Portable", Ahead)
-    trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    monkeypatch.setattr("onnx_fuse.training.trainer.Portable", Ahead)
+    trainer = Trainer(text_model(LINEAR), loss="mse")
     loss, after = trainer.step(batch()), trainer.step(batch(1))
-    assert isinstance(loss, train.Loss)
+    assert isinstance(loss, Loss)
 
     def gone() -> dict[str, Array]:
         raise DeviceError("gone")
@@ -699,16 +692,16 @@ def test_a_wait_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_may_come_late(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
-    monkeypatch.setattr(train, "_Portable", Ahead)
+    monkeypatch.setattr("onnx_fuse.training.trainer.Portable", Ahead)
     late_losses("cpu", accumulate)
 
 
 def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arrays = {name: np.concatenate([batch(i)[name] for i in range(5)]) for name in batch()}
     histories = []
-    for device in (train._Portable, Ahead):
-        monkeypatch.setattr(train, "_Portable", device)
-        trainer = train.Trainer(ir.text_model(LINEAR), loss="mse")
+    for device in (Portable, Ahead):
+        monkeypatch.setattr("onnx_fuse.training.trainer.Portable", device)
+        trainer = Trainer(text_model(LINEAR), loss="mse")
         seen: list[int] = []
         folder = tmp_path / device.__name__
         histories.append(
@@ -723,7 +716,7 @@ def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_p
             )
         )
         assert sorted(set(seen)) == list(range(1, 11))
-        assert train.Trainer.resume(folder, ir.text_model(LINEAR)).calls == 10
+        assert Trainer.resume(folder, text_model(LINEAR)).calls == 10
     assert histories[0] == histories[1]
     assert all(type(loss) is float for loss in histories[1].losses)
 
@@ -732,9 +725,7 @@ def test_gpt_learns_the_standard_library() -> None:
     """Each quarter of the steps is better than the one before; tools/text_data.py goes on
     to 1.9 nats a byte."""
     arrays = text_data.windows(64, ("argparse",))
-    trainer = train.Trainer(
-        gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.AdamW(lr=3e-3)
-    )
+    trainer = Trainer(gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.AdamW(lr=3e-3))
     history = fit.fit(trainer, {k: a[:640] for k, a in arrays.items()}, epochs=1, batch_size=8)
     quarters = np.array(history.losses).reshape(4, 20).mean(1)
     assert np.all(np.diff(quarters) < -0.02), quarters
@@ -752,7 +743,7 @@ def test_curve_is_pytorchs(name: str, level: int) -> None:
     """50 losses, step by step, within 1e-4; the batches change in size."""
     model, optimizer = name.split()
     kind, options = pytorch_curves.OPTIMIZERS[optimizer]
-    trainer = train.Trainer(
+    trainer = Trainer(
         pytorch_curves.MODELS[model](),
         loss=pytorch_curves.LOSSES[model],
         optimizer=getattr(optim, kind)(**options),

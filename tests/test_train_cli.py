@@ -10,7 +10,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnx_fuse import cli, ir
+from onnx_fuse import cli
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp
@@ -24,7 +26,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sklearn.datasets import load_digits
 
     folder = tmp_path_factory.mktemp("digits")
-    ir.save(mlp.build(mlp.SIZES["digits"]), folder / "mlp.onnx")
+    save(mlp.build(mlp.SIZES["digits"]), folder / "mlp.onnx")
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
     x, y = (x[order] / 16).astype(np.float32), y[order].astype(np.int64)
@@ -40,7 +42,7 @@ def small(tmp_path: Path) -> Path:
     text = """net (float[batch, 3] x) => (float[batch, 4] y) <float[3, 4] w = {WEIGHTS}> {
         y = MatMul (x, w)
     }""".replace("WEIGHTS", ", ".join(map(str, range(12))))
-    ir.save(ir.text_model(text), tmp_path / "model.onnx")
+    save(text_model(text), tmp_path / "model.onnx")
     x = rng.normal(size=(20, 3)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, labels=rng.integers(0, 4, 20))
     return tmp_path

@@ -11,10 +11,21 @@ import onnx_ir
 import pytest
 from support import ENCODER, Cli
 
-from onnx_fuse import ir, ops, passes, validate
+from onnx_fuse import ops, passes
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx.build import Builder, const_array, text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load as load_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
+from onnx_fuse.validate.blame import ORACLE, blame
+from onnx_fuse.validate.check import validate
+from onnx_fuse.validate.compare import TOLERANCES, difference, random_outputs, tolerance_of
+from onnx_fuse.validate.gradients import check_gradients, to_double
+from onnx_fuse.validate.inputs import Array, Feeds, generate, index_bound
+from onnx_fuse.validate.values import values_of
 
 Model = onnx_ir.Model
 
@@ -23,12 +34,12 @@ def ones(count: int) -> str:
     return "{" + ", ".join("1" * count) + "}"
 
 
-def feeds_for(text: str, **shapes: list[int]) -> tuple[list[validate.Feeds], list[str]]:
-    model = ir.text_model(text)
-    ir.fix_shapes(model, shapes)
+def feeds_for(text: str, **shapes: list[int]) -> tuple[list[Feeds], list[str]]:
+    model = text_model(text)
+    fix_shapes(model, shapes)
     session = ort.session(model)
     notes: list[str] = []
-    pairs = validate.generate(model, lambda f: ort.run(session, f), notes=notes)
+    pairs = generate(model, lambda f: ort.run(session, f), notes=notes)
     return [feed for feed, _ in pairs], notes
 
 
@@ -59,10 +70,10 @@ def test_ids_stay_within_what_they_index() -> None:
         "  r = ReduceMean <keepdims = 0> (y)  h = Gather <axis = 1> (table, l)"
         "  s = ReduceSum <keepdims = 0> (h)  z = Add (r, s) }"
     )
-    model = ir.text_model(text)
-    bounds = {v.name: validate.index_bound(v) for v in model.graph.inputs}
+    model = text_model(text)
+    bounds = {v.name: index_bound(v) for v in model.graph.inputs}
     assert bounds == {"ids": 5, "shifted": None, "label": 2}
-    check = validate.validate(model, load(model))
+    check = validate(model, load(model))
     assert check.ok
     assert len(check.feeds) == 2
 
@@ -108,13 +119,13 @@ def test_an_axis_that_takes_one_size_only_is_named() -> None:
 
 
 def test_dimensions_may_be_expressions_of_others() -> None:
-    model = ir.text_model(
+    model = text_model(
         "g (float[B, P] past, float[B, S] x, float[B, T] all) => (float[B, T] y)"
         "{ c = Concat <axis = 1> (past, x)  y = Add (c, all) }"
     )
     total = onnx_ir.SymbolicDim("P + S")
     model.graph.inputs[2].shape = onnx_ir.Shape([model.graph.inputs[2].shape[0], total])
-    check = validate.validate(model, model)
+    check = validate(model, model)
     for feed in check.feeds:
         assert feed["all"][1] == feed["past"][1] + feed["x"][1]
 
@@ -151,7 +162,7 @@ def test_shapes_given_are_used_and_checked() -> None:
 
 # ---- comparison ------------------------------------------------------------------------------
 
-FLOAT = validate.TOLERANCES[onnx_ir.DataType.FLOAT]
+FLOAT = TOLERANCES[onnx_ir.DataType.FLOAT]
 HUGE, NAN, INF = 1e30, float("nan"), float("inf")
 COMPARISONS = [
     ([1.0, 2.0], [1.0, 2.0], True, 0.0, "y[0]"),
@@ -173,7 +184,7 @@ def test_difference(
     expected: list[float], got: list[float], ok: bool, max_abs: float, where: str
 ) -> None:
     a, b = np.array(expected, np.float32), np.array(got, np.float32)
-    found = validate.difference("y", a, b, FLOAT)
+    found = difference("y", a, b, FLOAT)
     assert found.ok == ok
     assert found.where == where
     assert found.max_abs == pytest.approx(max_abs, rel=1e-2)
@@ -181,42 +192,42 @@ def test_difference(
 
 def test_integers_booleans_and_strings_must_be_equal() -> None:
     for a, b in (([1, 2], [1, 3]), ([True, False], [True, True]), (["a"], ["b"])):
-        assert validate.difference("y", np.array(a), np.array(a), FLOAT).ok
-        assert not validate.difference("y", np.array(a), np.array(b), FLOAT).ok
+        assert difference("y", np.array(a), np.array(a), FLOAT).ok
+        assert not difference("y", np.array(a), np.array(b), FLOAT).ok
 
 
 def test_another_shape_dtype_or_length_is_a_difference() -> None:
     x = np.ones((2, 3), np.float32)
     for y in (x[0], x.astype(np.float64), [x]):
-        assert not validate.difference("y", x, y, FLOAT).ok
-    assert validate.difference("y", [x, x], [x, x], FLOAT).ok
-    worst = validate.difference("y", [x, x], [x, x + 1], FLOAT)
+        assert not difference("y", x, y, FLOAT).ok
+    assert difference("y", [x, x], [x, x], FLOAT).ok
+    worst = difference("y", [x, x], [x, x + 1], FLOAT)
     assert (worst.ok, worst.where) == (False, "y.1[0, 0]")
 
 
 def test_the_coarsest_float_type_sets_the_tolerance() -> None:
     cast = "g (float[N] x) => (float[N] y) {{ h = Cast <to = {}> (x)  y = Cast <to = 1> (h) }}"
     for code, kind in ((1, "FLOAT"), (10, "FLOAT16"), (16, "BFLOAT16")):
-        model = ir.text_model(cast.format(code))
-        ir.infer_shapes(model)
-        assert validate.tolerance_of(model) == validate.TOLERANCES[onnx_ir.DataType[kind]]
+        model = text_model(cast.format(code))
+        infer_shapes(model)
+        assert tolerance_of(model) == TOLERANCES[onnx_ir.DataType[kind]]
 
 
 def test_random_outputs_are_found_and_only_their_shapes_compared() -> None:
-    model = ir.text_model(
+    model = text_model(
         "g (float[N, 3] x) => (float[N, 3] y, float[N, 3] z) { r = RandomNormalLike (x)"
         "  y = Add (x, r)  z = Relu (x) }"
     )
-    assert validate.random_outputs(model) == ["y"]
-    check = validate.validate(model, model)
+    assert random_outputs(model) == ["y"]
+    check = validate(model, model)
     assert check.ok
     assert any("random by design" in note and "y" in note for note in check.notes)
     dropout = (
         "g (float[N] x) => (float[N] y) { r = Constant <value_float = 0.5> ()"
         "  t = Constant <value = bool {%d}> ()  y = Dropout (x, r, t) }"
     )
-    assert validate.random_outputs(ir.text_model(dropout % 1)) == ["y"]
-    assert validate.random_outputs(ir.text_model(dropout % 0)) == []
+    assert random_outputs(text_model(dropout % 1)) == ["y"]
+    assert random_outputs(text_model(dropout % 0)) == []
 
 
 # ---- blame -----------------------------------------------------------------------------------
@@ -229,7 +240,7 @@ def fused_encoder() -> Model:
 
 
 def nodes_of(model: Model, op: str) -> list[onnx_ir.Node]:
-    return [n for n in model.graph if n.domain == ir.FUSE and n.op_type.startswith(op)]
+    return [n for n in model.graph if n.domain == FUSE and n.op_type.startswith(op)]
 
 
 def wrong_bias(model: Model) -> str:
@@ -237,7 +248,7 @@ def wrong_bias(model: Model) -> str:
     node = nodes_of(model, "Gemm")[1]
     bias = node.inputs[2]
     assert bias is not None
-    other = ir.const_array(bias)
+    other = const_array(bias)
     assert other is not None
     other = other + np.linspace(0, 0.5, other.size, dtype=np.float32)
     value = onnx_ir.Value(name="planted", const_value=onnx_ir.tensor(other, name="planted"))
@@ -267,7 +278,7 @@ PLANTS: list[Callable[[Model], str]] = [wrong_bias, wrong_epsilon, wrong_operand
 def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
     model = fused_encoder()
     name = plant(model)
-    check = validate.validate(ENCODER, model, find_culprit=True)
+    check = validate(ENCODER, model, find_culprit=True)
     assert not check.ok
     assert len(check.culprits) == 1
     [culprit] = check.culprits
@@ -278,14 +289,14 @@ def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
 def test_two_planted_faults_are_both_named() -> None:
     model = fused_encoder()
     names = {wrong_bias(model), wrong_epsilon(model)}
-    check = validate.validate(ENCODER, model, find_culprit=True)
+    check = validate(ENCODER, model, find_culprit=True)
     found = {n.outputs[0].name for c in check.culprits for n in model.graph if n.name in c.nodes}
     assert names <= found
     assert all(c.confirmed for c in check.culprits)
 
 
 def test_a_wrong_body_in_the_file_is_named(cli: Cli, tmp_path: Path) -> None:
-    proto = ir.to_proto(fused_encoder())
+    proto = to_proto(fused_encoder())
     body = next(f for f in proto.functions if f.name.startswith("LayerNormGemmGelu"))
     gelu = next(n for n in body.node if n.op_type == "Gelu")
     gelu.op_type = "Relu"
@@ -304,28 +315,28 @@ def test_a_fault_that_shows_only_in_place_is_found_by_bisection(
     model = fused_encoder()
     victim = nodes_of(model, "SdpaMask")[0].outputs[0].name
     runs = []
-    plain = validate._values
+    plain = values_of
 
-    def spoiled(model: Model, feeds: validate.Feeds, names: list[str], **options: object) -> object:
+    def spoiled(model: Model, feeds: Feeds, names: list[str], **options: object) -> object:
         runs.append(len(names))
         values = plain(model, feeds, names)
-        whole = not any(v.name.endswith(validate._ORACLE) for v in model.graph.inputs)
-        alive = any(n.domain == ir.FUSE and n.outputs[0].name == victim for n in model.graph)
+        whole = not any(v.name.endswith(ORACLE) for v in model.graph.inputs)
+        alive = any(n.domain == FUSE and n.outputs[0].name == victim for n in model.graph)
         if whole and alive and len(names) == 2:
             return {name: value + 1 for name, value in values.items()}
         return values
 
-    monkeypatch.setattr(validate, "_values", spoiled)
-    feeds = validate.validate(ENCODER, model).feeds[0]
+    monkeypatch.setattr("onnx_fuse.validate.blame.values_of", spoiled)
+    feeds = validate(ENCODER, model).feeds[0]
     arrays = {name: np.ones(shape, np.int64) for name, shape in feeds.items()}
-    [culprit] = validate.blame(ENCODER, model, arrays, FLOAT)
+    [culprit] = blame(ENCODER, model, arrays, FLOAT)
     assert culprit.output == victim
-    fused = sum(n.domain == ir.FUSE for n in model.graph)
+    fused = sum(n.domain == FUSE for n in model.graph)
     assert len(runs) <= 5 + int(np.ceil(np.log2(fused))) + 1
 
 
 def test_without_a_difference_there_is_nobody_to_blame() -> None:
-    check = validate.validate(ENCODER, fused_encoder(), find_culprit=True)
+    check = validate(ENCODER, fused_encoder(), find_culprit=True)
     assert check.ok
     assert check.culprits == []
     assert check.to_dict()["ok"] is True
@@ -335,22 +346,24 @@ def test_without_a_difference_there_is_nobody_to_blame() -> None:
 
 
 def test_every_gradient_of_the_encoder_has_the_slope_it_says() -> None:
-    check = validate.check_gradients(ENCODER)
+    check = check_gradients(ENCODER)
     assert check.ok, check.failed
-    parameters = [v for v in ir.load(ENCODER).graph.initializers.values() if "const." not in v.name]
+    parameters = [
+        v for v in load_model(ENCODER).graph.initializers.values() if "const." not in v.name
+    ]
     assert {e.tensor for e in check.errors} >= {v.name for v in parameters}
 
 
 def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = (ir.FUSE, "SkipLayerNorm")
+    key = (FUSE, "SkipLayerNorm")
     right = ops.OPS[key]
 
-    def wrong(op: ir.Builder, node: onnx_ir.Node, dys: list[onnx_ir.Value | None]) -> object:
+    def wrong(op: Builder, node: onnx_ir.Node, dys: list[onnx_ir.Value | None]) -> object:
         dx, *rest = right.grad(op, node, dys)
         return [op.Mul(dx, 1.01), *rest]
 
     monkeypatch.setitem(ops.OPS, key, dataclasses.replace(right, grad=wrong))
-    check = validate.check_gradients(ENCODER)
+    check = check_gradients(ENCODER)
     assert not check.ok
     result = cli("validate", ENCODER, "--grad")
     assert result.code == 3
@@ -382,47 +395,47 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
          np.float16([[0.1, -0.7, 0.3]])),
     ],
 )  # fmt: skip
-def test_right_gradients_pass(text: str, x: validate.Array) -> None:
-    check = validate.check_gradients(ir.text_model(f"g ({text}"), feeds={"x": x})
+def test_right_gradients_pass(text: str, x: Array) -> None:
+    check = check_gradients(text_model(f"g ({text}"), feeds={"x": x})
     assert check.errors
     assert check.ok, check.failed
 
 
 def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Poor:
-        def run(self, names: None, feeds: validate.Feeds) -> list[validate.Array]:
+        def run(self, names: None, feeds: Feeds) -> list[Array]:
             raise TypeError("no such kernel")
 
-    monkeypatch.setattr(validate, "_reference_evaluator", lambda model: Poor())
+    monkeypatch.setattr("onnx_fuse.validate.gradients.reference_evaluator", lambda model: Poor())
     text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
     with pytest.raises(ModelError, match=r"float64.*no such kernel"):
-        validate.check_gradients(ir.text_model(text))
+        check_gradients(text_model(text))
 
 
 @pytest.mark.parametrize(("stash", "limit"), [(1, 5e-5), (11, 1e-9)])
 def test_statistics_in_float32_bound_what_a_float64_graph_keeps(stash: int, limit: float) -> None:
-    model = ir.text_model(
+    model = text_model(
         "g (double[N,4] x, double[4] s) => (double[N,4] y) "
         f"{{ y = LayerNormalization <stash_type = {stash}> (x, s) }}"
     )
-    assert validate.tolerance_of(model).rtol == limit
+    assert tolerance_of(model).rtol == limit
 
 
 def test_wide_floats_compute_wide() -> None:
-    model = ir.text_model(
+    model = text_model(
         "g (float[N] x) => (float[N] y) { c = Constant <value_float = 0.1> ()"
         "  h = Cast <to = 10> (x)  f = Cast <to = 1> (h)  y = Mul (f, c) }"
     )
     x = np.array([1 + 1e-9])
-    [y] = ort.run(ort.session(validate.to_double(model)), {"x": x})
+    [y] = ort.run(ort.session(to_double(model)), {"x": x})
     np.testing.assert_allclose(y, x * np.float64(np.float32(0.1)), rtol=1e-15)
 
 
 def test_the_coarser_of_types_and_precision_sets_the_tolerance() -> None:
-    single = ir.text_model("g (float[4] x) => (float[4] y) { y = Relu (x) }")
-    half = ir.text_model("g (bfloat16[4] x) => (bfloat16[4] y) { y = Relu (x) }")
-    own = validate.tolerance_of(single)
-    assert validate.tolerance_of(single, "bf16x3") == own
-    assert own.rtol < validate.tolerance_of(single, "tf32").rtol
-    assert validate.tolerance_of(single, "bf16") == validate.tolerance_of(half)
-    assert validate.tolerance_of(half, "fp16") == validate.tolerance_of(half)
+    single = text_model("g (float[4] x) => (float[4] y) { y = Relu (x) }")
+    half = text_model("g (bfloat16[4] x) => (bfloat16[4] y) { y = Relu (x) }")
+    own = tolerance_of(single)
+    assert tolerance_of(single, "bf16x3") == own
+    assert own.rtol < tolerance_of(single, "tf32").rtol
+    assert tolerance_of(single, "bf16") == tolerance_of(half)
+    assert tolerance_of(half, "fp16") == tolerance_of(half)

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "tests")]
+import onnx_ir  # noqa: E402
 from math_cases import BF16, F16, F32, Case, dtype_of, i64  # noqa: E402
 
-from onnx_fuse import ir  # noqa: E402
-from onnx_fuse.ir import FUSE  # noqa: E402
 from onnx_fuse.kernels import jit  # noqa: E402
 from onnx_fuse.llir import Program  # noqa: E402
 from onnx_fuse.lower import lower  # noqa: E402
+from onnx_fuse.onnx.common import FUSE  # noqa: E402
 from onnx_fuse.problem import Hardware  # noqa: E402
 from onnx_fuse.runtime import device  # noqa: E402
 
@@ -86,7 +86,7 @@ def program(case: Case, hw: Hardware) -> Program:
         else spec
         for spec in case.inputs
     ]
-    model = ir.ir.serde.deserialize_model(case.model(arrays))
+    model = onnx_ir.serde.deserialize_model(case.model(arrays))
     named = {v.name or "": arrays[int((v.name or "x0")[1:])] for v in model.graph.inputs}
     shapes = {name: (a.shape, a.dtype.name) for name, a in named.items() if a is not None}
     return lower(model, shapes, hw)

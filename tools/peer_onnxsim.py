@@ -111,9 +111,10 @@ def measure(arm: str, case: str) -> dict[str, list[float]]:
             return float(loop(feeds, LR))
 
     else:
-        from onnx_fuse import optim, train
+        from onnx_fuse.training import optim
+        from onnx_fuse.training.trainer import Trainer
 
-        trainer = train.Trainer(
+        trainer = Trainer(
             model, loss="loss", optimizer=optim.Adam(lr=LR), level=2 if arm == "ours, fused" else 0
         )
         step = trainer.step

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from onnx_fuse import ir
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
@@ -33,7 +33,7 @@ def main() -> None:
     text = "agraph (float[N,1024] x) => (float y) { t = Tanh(x) y = ReduceSum<keepdims=0>(t) }"
     print(f"{'MiB':>8s}{'copied µs':>12s}{'in place µs':>13s}{'first at a new place µs':>26s}")
     for mib in (1, 4, 16, 64, 256):
-        runner = Executable(ir.text_model(text))
+        runner = Executable(text_model(text))
         rows = mib * 256
         device.start()
         memory = device.Memory((mib << 20) + 256, "x")

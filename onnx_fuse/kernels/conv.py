@@ -8,11 +8,11 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.linear import product
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.linear import ACTIVATIONS
 from onnx_fuse.kernels.recurrent import GATES, recurrent
+from onnx_fuse.onnx.common import FUSE
 
 MAX_TABLE = 1 << 24
 """Elements of a Fourier transform's table: longer ones are onnxruntime's."""

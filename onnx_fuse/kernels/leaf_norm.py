@@ -12,12 +12,12 @@ from math import ceil, prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import Kernel, select
 from onnx_fuse.kernels.gemm_portable import Fma, as_defines
 from onnx_fuse.kernels.linear import alignment, matrix
 from onnx_fuse.kernels.rows import rename, sum_parts
 from onnx_fuse.llir import Context, Lowering
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
 

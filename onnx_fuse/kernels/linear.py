@@ -9,12 +9,12 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
 from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem, Value
 

@@ -6,10 +6,10 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, block_of, defines, team, vector
 from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import Launch, Num, Ptr
 
 

@@ -10,7 +10,6 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.reduce import (
     FLOATS,
@@ -24,6 +23,7 @@ from onnx_fuse.kernels.reduce import (
 )
 from onnx_fuse.kernels.softmax import row_items
 from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
 _GRAD_THREADS = 202752  # of a gradient's row loops: fixed, so that its sums are the shape's alone

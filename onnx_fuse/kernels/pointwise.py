@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.llir import INT32_LIMIT, UNKNOWN, Call, Context, Lowering, Tensor
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256

@@ -16,10 +16,10 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
 from onnx_fuse.kernels.gemm_portable import C_TYPES
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor, dense_strides
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
 
 ROWS, TILE = 64, 32  # of simt.cu

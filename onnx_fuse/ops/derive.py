@@ -13,7 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import FUSE, Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 from onnx_fuse.ops.rewrite import dim as dim  # rules take it from here
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import const_array
+from onnx_fuse.onnx.build import const_array
 from onnx_fuse.ops.derive import (
     Tensor,
     Unary,

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir import FUSE
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.derive import (
     Tensor,
     Values,

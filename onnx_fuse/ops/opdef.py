@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.ir import BODIES, CANONICAL_OPSET, FUSE, Builder
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE
 
 GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
 """`grad(op, node, dys)` emits the gradient of each input of `node` with `op` and returns them in

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import Builder, const_array, unique_name
+from onnx_fuse.onnx.build import Builder, const_array, unique_name
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `passes.params`."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir import FUSE, infer_shapes
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import Refusal, Rewriter, nodes_in_order

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir import Builder, const_array, infer_shapes, unique_name
+from onnx_fuse.onnx.build import Builder, const_array, unique_name
+from onnx_fuse.onnx.shapes import infer_shapes
 
 
 def free_batch(model: ir.Model) -> int:

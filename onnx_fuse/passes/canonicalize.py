@@ -9,14 +9,10 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.ir import (
-    MAKES_SEQUENCES,
-    Builder,
-    const_array,
-    infer_shapes,
-    quiet,
-    training_mode_kept,
-)
+from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.common import quiet
+from onnx_fuse.onnx.opsets import training_mode_kept
+from onnx_fuse.onnx.shapes import MAKES_SEQUENCES, infer_shapes
 from onnx_fuse.ops.rewrite import (
     CONSTANT,
     Rewriter,

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.derive import emit
 from onnx_fuse.ops.rewrite import attribute, dim, ints, made_by, only_use, rank, users
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import Builder
+from onnx_fuse.onnx.build import Builder
 from onnx_fuse.ops.rewrite import PACKED, typed
 
 

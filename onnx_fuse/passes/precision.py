@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.ir import Builder
+from onnx_fuse.onnx.build import Builder
 from onnx_fuse.problem import PRECISIONS
 
 F32 = ir.DataType.FLOAT

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import const_array
+from onnx_fuse.onnx.build import const_array
 from onnx_fuse.ops.rewrite import attribute
 
 Size: TypeAlias = tuple[int, tuple[str, ...]]

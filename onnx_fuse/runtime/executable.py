@@ -23,10 +23,10 @@ import onnx_ir as ir
 
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.ir import save
 from onnx_fuse.kernels import jit
 from onnx_fuse.llir import Buffer, Call, NeedsValues, Program, Tensor
 from onnx_fuse.lower import lower
+from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import device

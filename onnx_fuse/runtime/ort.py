@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import ir
 from onnx_fuse.errors import ModelError, OnnxFuseError
+from onnx_fuse.onnx.save import fits_protobuf, save, to_proto
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -45,12 +45,12 @@ def session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     providers = ["CPUExecutionProvider"]
     if isinstance(model, onnx_ir.Model):
-        if ir.weight_bytes(model) < ir.MAX_PROTOBUF - (64 << 20):
-            proto = ir.to_proto(model, shapes=False)
+        if fits_protobuf(model):
+            proto = to_proto(model, shapes=False)
             return ort.InferenceSession(proto.SerializeToString(), options, providers)
         with tempfile.TemporaryDirectory(prefix="onnx-fuse-") as folder:
             path = Path(folder) / "model.onnx"
-            ir.save(model, path, external=True, shapes=False)
+            save(model, path, external=True, shapes=False)
             return ort.InferenceSession(str(path), options, providers)
     source = model if isinstance(model, bytes) else os.fspath(model)
     return ort.InferenceSession(source, options, providers)

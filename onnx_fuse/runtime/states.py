@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import Builder
+from onnx_fuse.onnx.build import Builder
 from onnx_fuse.runtime.executable import Executable
 
 Array = np.ndarray[Any, Any]

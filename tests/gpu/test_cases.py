@@ -10,9 +10,13 @@ import onnx
 import pytest
 from cases import RealCase, real_cases
 
-from onnx_fuse import autodiff, ir, optim, passes, train, validate
+from onnx_fuse import autodiff, passes
+from onnx_fuse.onnx.load import read
 from onnx_fuse.problem import PRECISIONS, Hardware
 from onnx_fuse.session import InferenceSession, load
+from onnx_fuse.training import optim
+from onnx_fuse.training.trainer import Trainer
+from onnx_fuse.validate.check import validate
 
 CASES = {case.name: case for case in real_cases()}
 MODELS = Path(__file__).parents[2] / "models"
@@ -79,7 +83,7 @@ def test_training_follows_the_portable_backend(name: str, clip: float | None) ->
     ]
 
     def run(device: str) -> tuple[list[float], dict[str, np.ndarray]]:
-        trainer = train.Trainer(
+        trainer = Trainer(
             case.path,
             loss="mse",
             optimizer=optim.AdamW(lr=1e-3),
@@ -155,7 +159,7 @@ def test_products_of_float32_by_bfloat16(precision: str, bound: float) -> None:
 
     def losses(precision: str) -> list[float]:
         options = {"loss": "mse", "optimizer": optim.AdamW(lr=1e-3), "device": "cuda"}
-        trainer = train.Trainer(model, precision=precision, **options)
+        trainer = Trainer(model, precision=precision, **options)
         return [float(trainer.step({"x": x, "labels": x[::-1].copy()})) for _ in range(5)]
 
     first = losses(precision)
@@ -170,7 +174,7 @@ def test_float32_gradients_by_bfloat16_in_one_call(precision: str, bound: float)
     model, _ = layer(BLOCK)
 
     def step(precision: str) -> tuple[dict[str, np.ndarray], list[str]]:
-        trainer = train.Trainer(
+        trainer = Trainer(
             model, loss="mse", optimizer=optim.SGD(lr=2.0**20), device="cuda", level=1,
             precision=precision,
         )  # fmt: skip
@@ -191,13 +195,13 @@ def test_float32_gradients_by_bfloat16_in_one_call(precision: str, bound: float)
 
 def half_trainer(
     precision: str, name: str = "bert__ts13", **options
-) -> tuple[train.Trainer, dict[str, np.ndarray]]:
+) -> tuple[Trainer, dict[str, np.ndarray]]:
     case: RealCase = CASES[name]
     inputs, outputs = case.feeds[0]
     shape = next(iter(outputs.values())).shape
     labels = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     options = {"optimizer": optim.AdamW(lr=1e-3), **options}
-    trainer = train.Trainer(case.path, loss="mse", precision=precision, device="cuda", **options)
+    trainer = Trainer(case.path, loss="mse", precision=precision, device="cuda", **options)
     return trainer, {**inputs, "labels": labels}
 
 
@@ -274,7 +278,7 @@ def test_a_mask_of_the_lowest_float_trains_in_16_bits(precision: str) -> None:
     batch["attention_mask"][:2, 17:] = 0
     losses = []
     for kind in (precision, "fp32"):
-        trainer = train.Trainer(
+        trainer = Trainer(
             MODELS / "encoder.onnx", loss="mse", optimizer=optim.AdamW(lr=1e-3), precision=kind,
             device="cuda", level=2,
         )  # fmt: skip
@@ -297,7 +301,7 @@ def test_float16_overflow_is_left_out_and_halves_the_scale(tmp_path) -> None:
     fresh, _ = half_trainer("fp16", loss_scale=scales[-1])
     fresh.step(batch)
     trainer.checkpoint(tmp_path)
-    resumed = train.Trainer.resume(tmp_path, CASES["bert__ts13"].path, device="cuda")
+    resumed = Trainer.resume(tmp_path, CASES["bert__ts13"].path, device="cuda")
     for _ in range(3):
         assert trainer.step(batch) == fresh.step(batch) == resumed.step(batch)
     for key, array in trainer.state().items():
@@ -309,7 +313,7 @@ def test_float16_overflow_is_left_out_and_halves_the_scale(tmp_path) -> None:
 @pytest.mark.parametrize("name", ["bert__ts13", "llama__dynamo23", "vit__dynamo"])
 def test_a_precision_is_validated_against_the_original(name: str, precision: str) -> None:
     path = CASES[name].path
-    fused = load(ir.read(path))
+    fused = load(read(path))
     passes.optimize(fused)
-    check = validate.validate(path, fused, device="cuda", precision=precision)
+    check = validate(path, fused, device="cuda", precision=precision)
     assert check.ok, [d for d in check.differences if not d.ok]

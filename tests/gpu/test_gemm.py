@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnx_fuse import ir
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit
 from onnx_fuse.kernels.rows import fold, fold_many
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
@@ -220,7 +220,7 @@ def test_cublaslt_is_a_call_of_the_captured_graph(dtype: str, layout: str) -> No
     transposed = {"a": layout[0] == "T", "b": layout[1] == "T"}
     flags = ", ".join(f"trans{name.upper()} = {on:d}" for name, on in transposed.items())
     kind = shapes["a"].partition("[")[0]
-    model = ir.text_model(
+    model = text_model(
         f"agraph ({shapes['a']} a, {shapes['b']} b) => ({kind}[{m},{n}] y) {{"
         f" twice = Add(a, a) p = Gemm <alpha = 0.0625, {flags}> (twice, b) y = Tanh(p) }}"
     )

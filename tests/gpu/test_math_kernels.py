@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import onnx_ir
 import pytest
 
-from onnx_fuse import ir
 from onnx_fuse.kernels import jit
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
@@ -42,7 +42,7 @@ def test_case(case: Case) -> None:
 def check(case: Case, truths: list[np.ndarray]) -> None:
     """Run `case` twice: equal bits, and within the type's tolerance of float64."""
     arrays = case.arrays()
-    model = ir.ir.serde.deserialize_model(case.model(arrays))
+    model = onnx_ir.serde.deserialize_model(case.model(arrays))
     feeds = {v.name: arrays[int(v.name[1:])] for v in model.graph.inputs}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a fallback to onnxruntime would test nothing

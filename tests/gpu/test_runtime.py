@@ -19,13 +19,17 @@ import test_lower
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from onnx_fuse import InferenceSession, bench, ir, passes, train
+from onnx_fuse import InferenceSession, bench, passes
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import pointwise, reduce
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import read
+from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.training.trainer import Trainer
 
 CHAIN = "agraph (float[N,16] x, float[16] b) => (float[N,16] y) { s = Add(x, b) y = Tanh(s) }"
 
@@ -46,8 +50,8 @@ def expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.filterwarnings("ignore:runs on onnxruntime")
 def test_graphs_of_the_lowering_tests(name: str) -> None:
     text, feeds = test_lower.GRAPHS[name]
-    model = ir.text_model(text)
-    want = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, feeds)
+    model = text_model(text)
+    want = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
     for got, array in zip(Executable(model).run(None, feeds), want, strict=True):
         assert got.dtype == array.dtype
         np.testing.assert_allclose(got, array, rtol=1e-5, atol=1e-6)
@@ -68,7 +72,7 @@ def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool
     xh, g = (wide["x"] - wide["m"]) * wide["r"], dy * wide["s"]
     inner = (g * xh).mean(1, keepdims=True)
     dx = wide["r"] * (g - g.mean(1, keepdims=True) - xh * inner)
-    run = Executable(ir.text_model(text))
+    run = Executable(text_model(text))
     got, again = run.run(None, feeds), run.run(None, feeds)
     wants = ((dx, 2e-6 * np.abs(dx).max()), *(
         # float32 rounds by the size of the 40 terms, which may cancel
@@ -95,7 +99,7 @@ def test_a_norm_makes_a_product_of_few_columns(
     d = x - x.mean(-1, keepdims=True)
     y = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * s + b
     w = w.T if turned else w
-    run = Executable(ir.text_model(text))
+    run = Executable(text_model(text))
     got, again = run.run(None, feeds), run.run(None, feeds)
     (call,) = (call for call in run.instance(feeds).program.calls if "Gemm" in call.kernel)
     assert call.kernel == "LayerNormalization+Gemm"
@@ -128,23 +132,21 @@ def test_unary_ops_match_onnxruntime(dtype: str, size: int) -> None:
         kind = "bool" if op in pointwise.COMPARES else dtype
         text = f"agraph ({dtype}[N] x) => ({kind}[N] y) {{ y = {op}(x) }}"
         try:
-            session = onnxruntime.InferenceSession(
-                ir.to_proto(ir.text_model(text)).SerializeToString()
-            )
+            session = onnxruntime.InferenceSession(to_proto(text_model(text)).SerializeToString())
             outputs.append(session.run(None, {"x": x})[0])
         except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
             continue  # onnxruntime's CPU has no such kernel: nothing to compare with
         kept.append(f"{kind}[N] y_{op}")
         nodes.append(f"y_{op} = {op}(x)")
     text = f"agraph ({dtype}[N] x) => ({', '.join(kept)}) {{ {' '.join(nodes)} }}"
-    got = Executable(ir.text_model(text)).run(None, {"x": x})
+    got = Executable(text_model(text)).run(None, {"x": x})
     tolerance = {"float": 2e-6, "double": 1e-12, "float16": 2e-3}[dtype]
     for label, y, want in zip(kept, got, outputs, strict=True):
         np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance, err_msg=label)
 
 
 def test_session_runs_other_shapes_through_other_instances(tmp_path) -> None:
-    session = InferenceSession(ir.to_proto(ir.text_model(CHAIN)), device="cuda")
+    session = InferenceSession(to_proto(text_model(CHAIN)), device="cuda")
     for rows in (1, 5, 1, 64):
         feeds = feeds_of(rows)
         np.testing.assert_allclose(session.run(None, feeds)[0], expected(feeds), atol=1e-6)
@@ -152,7 +154,7 @@ def test_session_runs_other_shapes_through_other_instances(tmp_path) -> None:
 
 def test_instances_are_bounded(monkeypatch) -> None:
     monkeypatch.setattr(module, "INSTANCES", 3)
-    runner = Executable(ir.text_model(CHAIN))
+    runner = Executable(text_model(CHAIN))
     for rows in range(1, 8):
         feeds = feeds_of(rows)
         np.testing.assert_allclose(runner.run(None, feeds)[0], expected(feeds), atol=1e-6)
@@ -163,7 +165,7 @@ def test_instances_are_bounded(monkeypatch) -> None:
 
 def test_a_feed_that_decides_about_shapes_joins_the_key() -> None:
     text = "agraph (float[6] x, int64[2] s) => (float[A,B] y) { e = Exp(x) y = Reshape(e, s) }"
-    runner, x = Executable(ir.text_model(text)), np.arange(6, dtype=np.float32)
+    runner, x = Executable(text_model(text)), np.arange(6, dtype=np.float32)
     for shape in ([2, 3], [3, 2], [-1, 6], [2, 3]):
         (y,) = runner.run(None, {"x": x, "s": np.array(shape)})
         np.testing.assert_allclose(y, np.exp(x).reshape(shape), rtol=1e-6)
@@ -171,9 +173,9 @@ def test_a_feed_that_decides_about_shapes_joins_the_key() -> None:
 
 def test_graph_and_single_launches_agree(monkeypatch) -> None:
     feeds = feeds_of(33)
-    captured = Executable(ir.text_model(CHAIN)).run(None, feeds)[0]
+    captured = Executable(text_model(CHAIN)).run(None, feeds)[0]
     monkeypatch.setenv("ONNX_FUSE_GRAPH", "0")
-    assert Executable(ir.text_model(CHAIN)).run(None, feeds)[0].tobytes() == captured.tobytes()
+    assert Executable(text_model(CHAIN)).run(None, feeds)[0].tobytes() == captured.tobytes()
 
 
 def test_two_sessions_in_threads() -> None:
@@ -181,7 +183,7 @@ def test_two_sessions_in_threads() -> None:
 
     def work(seed: int) -> None:
         try:
-            runner = Executable(ir.text_model(CHAIN))
+            runner = Executable(text_model(CHAIN))
             for rows in (seed, seed + 3, seed):
                 feeds = feeds_of(rows)
                 np.testing.assert_allclose(runner.run(None, feeds)[0], expected(feeds), atol=1e-6)
@@ -197,7 +199,7 @@ def test_two_sessions_in_threads() -> None:
 
 
 def test_outputs_stay_on_the_device_and_come_back_as_feeds() -> None:
-    runner, feeds = Executable(ir.text_model(CHAIN)), feeds_of(9)
+    runner, feeds = Executable(text_model(CHAIN)), feeds_of(9)
     (y,) = runner.run(None, feeds, on_device=True)
     np.testing.assert_allclose(y.numpy(), expected(feeds), atol=1e-6)
     again = {"x": y, "b": feeds["b"]}
@@ -208,17 +210,17 @@ def test_outputs_stay_on_the_device_and_come_back_as_feeds() -> None:
 
 def test_tensors_of_another_library_in_and_out() -> None:
     torch = pytest.importorskip("torch")
-    runner, feeds = Executable(ir.text_model(CHAIN)), feeds_of(9)
+    runner, feeds = Executable(text_model(CHAIN)), feeds_of(9)
     tensors = {name: torch.from_numpy(a).cuda() for name, a in feeds.items()}
     (y,) = runner.run(None, tensors, on_device=True)
     for back in (torch.from_dlpack(y), torch.as_tensor(y, device="cuda")):
         np.testing.assert_allclose(back.cpu().numpy(), expected(feeds), atol=1e-6)
-    session = InferenceSession(ir.to_proto(ir.text_model(CHAIN)), device="cuda")
+    session = InferenceSession(to_proto(text_model(CHAIN)), device="cuda")
     np.testing.assert_allclose(session.run(None, tensors)[0], expected(feeds), atol=1e-6)
 
 
 def test_io_binding() -> None:
-    session, feeds = InferenceSession(ir.to_proto(ir.text_model(CHAIN)), device="cuda"), feeds_of(4)
+    session, feeds = InferenceSession(to_proto(text_model(CHAIN)), device="cuda"), feeds_of(4)
     binding = session.io_binding()
     for name, array in feeds.items():
         binding.bind_cpu_input(name, array)
@@ -248,18 +250,18 @@ def test_io_binding() -> None:
 FAULT = """
 import sys
 import numpy as np
-from onnx_fuse import ir
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import jit
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.runtime.executable import Executable
 
 text = "agraph (float[8,64] x, float[64,8] w) => (float[8,8] y) { y = MatMul (x, w) }"
 feeds = {"x": np.ones((8, 64), np.float32), "w": np.ones((64, 8), np.float32)}
-whole = Executable(ir.text_model(text))
+whole = Executable(text_model(text))
 whole.run(None, feeds)
 pack = jit.Bound._pack
 jit.Bound._pack = lambda self, arg, pointers: pack(self, arg, dict.fromkeys(pointers, 256))
-for runner in (Executable(ir.text_model(text)), whole):
+for runner in (Executable(text_model(text)), whole):
     try:
         runner.run(None, feeds)
     except DeviceError as error:
@@ -282,7 +284,7 @@ def test_a_kernels_fault_is_said_and_the_lost_gpu_too(named: bool) -> None:
 
 
 def test_bound_gpu_memory_is_read_in_place() -> None:
-    runner, feeds = Executable(ir.text_model(CHAIN)), feeds_of(9)
+    runner, feeds = Executable(text_model(CHAIN)), feeds_of(9)
     memory = device.Memory(1 << 12, "a caller's memory")
     binding = runner.io_binding()
     binding.bind_cpu_input("b", feeds["b"])
@@ -334,7 +336,7 @@ def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyP
     kind = {"float": np.float32, "double": np.float64, "float16": np.float16}[dtype]
     feeds = {f"g{i}": (rng.standard_normal(n) / 16).astype(kind) for i, n in enumerate(sizes)}
     want = sum(float((g.astype(np.float64) ** 2).sum()) for g in feeds.values())
-    model = ir.text_model(test_lower.norm_graph(sizes, dtype))
+    model = text_model(test_lower.norm_graph(sizes, dtype))
     found = [Executable(model).run(None, feeds)[0] for _ in range(2)]
     rounding = {"float": 1e-6, "double": 1e-13, "float16": 5e-4}[dtype]
     np.testing.assert_allclose(found[0], want, rtol=rounding)
@@ -343,7 +345,7 @@ def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.launches("random/philox.cu", "philox_fill")
 def test_random_numbers_are_the_same_in_every_process_and_new_in_every_run() -> None:
-    first, second = (Executable(ir.text_model(RANDOM)) for _ in range(2))
+    first, second = (Executable(text_model(RANDOM)) for _ in range(2))
     u, n, fixed, b = first.run(None, {})
     assert abs(u.mean() - 1) < 0.02
     assert u.min() >= -1
@@ -365,7 +367,7 @@ def test_dropout_keeps_the_mean_and_the_mask_agrees() -> None:
     text = """agraph (float[N] x) => (float[N] y, bool[N] m) <float r = {0.3}, bool t = {1}>
     { y, m = Dropout(x, r, t) }"""
     x = np.ones(100000, np.float32)
-    y, mask = Executable(ir.text_model(text)).run(None, {"x": x})
+    y, mask = Executable(text_model(text)).run(None, {"x": x})
     np.testing.assert_allclose(y, mask / np.float32(0.7), rtol=1e-6)
     assert abs(mask.mean() - 0.7) < 0.01
 
@@ -381,7 +383,7 @@ def test_feeds_may_change_while_steps_are_under_way() -> None:
     { y = MatMul(x, w) }"""
     runs = []
     for reads in (True, False):
-        trainer = train.Trainer(ir.text_model(text), loss="mse", device="cuda")
+        trainer = Trainer(text_model(text), loss="mse", device="cuda")
         feeds = {"x": np.zeros((4096, 4), np.float32), "labels": np.zeros((4096, 2), np.float32)}
         losses = []
         for i in range(20):
@@ -398,7 +400,7 @@ def test_small_equal_calls_share_a_launch() -> None:
     names = range(5)
     ends = [", ".join(f"float[7,96] {c}{i}" for i in names) for c in "xy"]
     nodes = " ".join(f"y{i} = Softmax(x{i})" for i in names)
-    runner = Executable(ir.text_model(f"agraph ({ends[0]}) => ({ends[1]}) {{ {nodes} }}"))
+    runner = Executable(text_model(f"agraph ({ends[0]}) => ({ends[1]}) {{ {nodes} }}"))
     feeds = {f"x{i}": np.random.default_rng(i).random((7, 96), np.float32) for i in names}
     for i, y in enumerate(runner.run(None, feeds)):
         e = np.exp(feeds[f"x{i}"])
@@ -412,7 +414,7 @@ def test_an_update_of_many_tensors_is_one_launch() -> None:
     weights = ", ".join(f"float[{3 + i},5] w{i}" for i in names)
     outputs = ", ".join(f"float[{3 + i},5] v{i}" for i in names)
     nodes = " ".join(f"a{i} = Mul(w{i}, r) v{i} = Sub(w{i}, a{i})" for i in names)
-    model = ir.text_model(f"agraph ({weights}) => ({outputs}) <float r = {{0.25}}> {{ {nodes} }}")
+    model = text_model(f"agraph ({weights}) => ({outputs}) <float r = {{0.25}}> {{ {nodes} }}")
     feeds = {f"w{i}": np.random.default_rng(i).random((3 + i, 5), np.float32) for i in names}
     runner = Executable(model)
     for i, y in enumerate(runner.run(None, feeds)):
@@ -476,7 +478,7 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
     text = test_lower.BLOCK_GRAD.replace("M,", f"{rows},").replace("ORDER", "dx, r")
     ways = []
     for more in ("", f", bfloat16[{rows},{inner}] dh, bfloat16[{rows},{width}] dx"):
-        runner = Executable(ir.text_model(text.replace("MORE", more).replace("NODE", "")))
+        runner = Executable(text_model(text.replace("MORE", more).replace("NODE", "")))
         y, dw, *_ = runner.run(None, feeds)
         for got, want in ((y, d - wide["g"]), (dw, h.T @ dz)):
             difference = np.linalg.norm(got.astype(np.float64) - want)
@@ -514,7 +516,7 @@ def test_out_of_memory_says_what_asked_for_how_much() -> None:
     text = "agraph (float[1,N] x, float[M,1] z) => (float[M,N] y) { y = Add(x, z) }"
     size = 1 << 20
     feeds = {"x": np.zeros((1, size), np.float32), "z": np.zeros((size, 1), np.float32)}
-    runner = Executable(ir.text_model(text))
+    runner = Executable(text_model(text))
     with pytest.raises(DeviceError, match=r"4,398,\d+,\d+,\d+ bytes.*lower the batch"):
         runner.run(None, feeds)
     small = {"x": np.ones((1, 8), np.float32), "z": np.ones((4, 1), np.float32)}
@@ -538,7 +540,7 @@ def test_rows_by_indices_outside_a_table_are_zero(kind: str, width: int) -> None
     inside = (i >= -5) & (i < 5)
     want = np.where(inside[..., None], w[np.where(inside, i, 0)], np.float16(0))
     feeds = {"w": w, "i": i, "u": np.ascontiguousarray(w.T)}
-    runner = Executable(ir.text_model(text))
+    runner = Executable(text_model(text))
     y, z, v = runner.run(None, feeds)
     assert z.tobytes() == want.tobytes()
     assert v.tobytes() == np.ascontiguousarray(np.moveaxis(want, 2, 0)).tobytes()
@@ -559,7 +561,7 @@ def test_what_follows_a_norm_is_stored_by_it(shape: tuple[int, int]) -> None:
       u = Abs(x) v = LayerNormalization(u, g, b) h = Add(v, r) a = Relu(h) z = Mul(a, r) }}"""
     shapes = {"x": (m, k), "g": (k,), "b": (k,), "r": (m, k)}
     feeds = {n: rng.standard_normal(s).astype(np.float16) for n, s in shapes.items()}
-    runner = Executable(ir.text_model(text))
+    runner = Executable(text_model(text))
     got = runner.run(None, feeds)
     x, g, b, r = (feeds[n].astype(np.float64) for n in "xgbr")
 
@@ -583,7 +585,7 @@ def test_what_a_product_stores_may_be_wider_than_its_operands(rows: int) -> None
     float16[256] b) => (float[{rows},256] y, float[{rows},256] z)
     {{ n = LayerNormalization(x, g, b) m = MatMul(n, w) p = Add(m, c) t = Tanh(p)
       y = Cast<to=1>(t) q = MatMul(x, w) u = Add(q, c) z = Cast<to=1>(u) }}"""
-    model, rng = ir.text_model(text), np.random.default_rng(rows)
+    model, rng = text_model(text), np.random.default_rng(rows)
     shapes = {"x": (rows, 256), "w": (256, 256), "c": (256,), "g": (256,), "b": (256,)}
     feeds = {n: (rng.standard_normal(s) / 16**(n == "w")).astype(np.float16)
              for n, s in shapes.items()}  # fmt: skip
@@ -606,7 +608,7 @@ def test_scatter_is_ordered_and_repeatable() -> None:
     rng = np.random.default_rng(0)
     x, u = np.zeros((64, 8), np.float32), rng.standard_normal((5000, 8)).astype(np.float32)
     i = rng.integers(0, 64, (5000, 1))
-    runner = Executable(ir.text_model(text))
+    runner = Executable(text_model(text))
     y = runner.run(None, {"x": x, "i": i, "u": u})[0]
     want = x.copy()
     for row, k in enumerate(i[:, 0]):
@@ -624,7 +626,7 @@ def test_calls_side_by_side_give_the_bits_of_calls_in_line(monkeypatch: pytest.M
 
     def states(device: str) -> dict[str, np.ndarray]:
         model = mlp.build(mlp.Config((196, 128, 128, 10)))
-        trainer = train.Trainer(model, loss="cross_entropy", device=device)
+        trainer = Trainer(model, loss="cross_entropy", device=device)
         for _ in range(5):
             float(trainer.step(feeds))
         return trainer.state()
@@ -660,6 +662,6 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
 
 def test_a_model_is_timed_fused_against_unfused() -> None:
     path = Path(__file__).parents[2] / "models" / "encoder.onnx"
-    found = bench.compare(path, ir.read(path), repeat=4, device="cuda", precision="fp16")
+    found = bench.compare(path, read(path), repeat=4, device="cuda", precision="fp16")
     assert 0 < found.noise[0] <= found.ratio <= found.noise[1]
     assert 0 < found.fused.low <= found.fused.median <= found.fused.high

@@ -13,7 +13,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, close, is_float, scalar, users
 

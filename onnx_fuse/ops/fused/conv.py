@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import (
     ACTIVATION_OPS,
     ACTIVATIONS,

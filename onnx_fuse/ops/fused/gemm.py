@@ -14,7 +14,8 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE, Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import (
     ACTIVATION_OPS,
     ACTIVATIONS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.derive import Tensor, Values, arguments, dim, emit, fail, reshape_like
 from onnx_fuse.ops.fused.activations import Activation, act_grad, signature

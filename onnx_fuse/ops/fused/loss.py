@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.ir import Builder
+from onnx_fuse.onnx.build import Builder
 from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, made_by, only_use, rank, users
 
 

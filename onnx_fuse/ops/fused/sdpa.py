@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import signature
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir import FUSE, Builder
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
 
 # ---- schedules ---------------------------------------------------------------------------------
 

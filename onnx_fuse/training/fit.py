@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse import checkpoint, data
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.train import Loss, Trainer
+from onnx_fuse.training import checkpoint, data
+from onnx_fuse.training.loss import Loss
+from onnx_fuse.training.trainer import Trainer
 
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped

@@ -1,0 +1,172 @@
+"""`onnx-fuse bench`: time a model as it is and fused, or tune the kernels that serve it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_fuse.cli import checking, files, show
+from onnx_fuse.cli.options import (
+    Debug,
+    Device,
+    Html,
+    Inputs,
+    Json,
+    Precision,
+    Shapes,
+    check_device,
+    check_precision,
+    hardware_of,
+    parse_shapes,
+)
+from onnx_fuse.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse import report
+
+
+def bench(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="An .onnx file; with --tune also an operator.")
+    ],
+    inputs: Inputs = None,
+    input_shapes: Shapes = None,
+    device: Device = "cpu",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
+    threads: Annotated[
+        int, typer.Option(min=0, help="0: as onnxruntime likes; 1 is timed by CPU time.")
+    ] = 0,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Time the GPU's kernels instead, and keep the fastest in use."),
+    ] = False,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="M,K,N", help="Of an operator to tune.")
+    ] = None,
+    precision: Precision = "fp32",
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that tuning may take.")] = 120,
+    top: Annotated[int, typer.Option(min=1, help="Configurations tried of each kernel.")] = 6,
+    records: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep what is tuned there, not in the cache.")
+    ] = None,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Time MODEL as it is and fused, taking turns; print the ratio.
+
+    Under onnxruntime, or with --device cuda on the GPU (level 0 and 2, one launch a run, feeds
+    and outputs there). With --tune: time the kernels that serve MODEL (or an operator) on this GPU.
+    """
+    from onnx_fuse import bench as timing
+    from onnx_fuse.validate.inputs import read_feeds
+
+    printer = show.printer()
+    if tune:
+        calls, hw = _to_tune(model, inputs, input_shapes, shape or [], precision)
+        data = _tune(printer, calls, hw, limit, top, records)
+        show.write_reports(
+            printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
+        )
+        return
+    if shape:
+        raise UsageError("--shape is an operator's, and operators are timed with --tune")
+    check_device(device)
+    check_precision(precision)
+    if precision != "fp32" and device != "cuda":
+        raise UsageError("--precision is of --device cuda, and of --tune")
+    if threads and device == "cuda":
+        raise UsageError("--threads is of --device cpu")
+    graph = files.load(model, str(model))
+    feeds = read_feeds(inputs, graph) if inputs else None
+    shapes = parse_shapes(input_shapes)
+    result = checking.guarded(
+        lambda: timing.compare(
+            model, graph, feeds, shapes=shapes, repeat=repeat, threads=threads, device=device,
+            precision=precision,
+        ),
+        str(model),
+        device,
+    )  # fmt: skip
+    rows = [
+        [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
+        for name, t in (("original", result.original), ("fused", result.fused))
+    ]
+    where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else "onnxruntime, CPU"
+    printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
+    low, high = result.noise
+    printer.text(
+        f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
+    )
+    show.write_reports(printer, {"model": str(model)} | result.to_dict(), json, html)
+
+
+def _to_tune(
+    model: Path, inputs: Path | None, input_shapes: list[str] | None, shape: list[str], how: str
+) -> tuple[list[Any], Any]:
+    """The calls to tune, of a model or of an operator at each of `shape`, and the Hardware."""
+    from onnx_fuse import tune
+    from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.session import InferenceSession
+    from onnx_fuse.validate.inputs import generate, read_feeds
+
+    check_precision(how)
+    if not model.exists() and str(model) in tune.OPS:
+        op = str(model)
+        sizes = [_mkn(text) for text in shape]
+        if not sizes:
+            raise UsageError(f"{op} is tuned at --shape M,K,N")
+        hw = hardware_of("cuda")
+        programs = [tune.program_of(op, size, how, hw) for size in sizes]
+        return [call for p in programs for call in tune.calls_of(p, op)], hw
+    if not model.exists():
+        raise UsageError(f"{model} is neither a file nor one of {', '.join(tune.OPS)}")
+    graph = files.load(model, str(model))
+    fix_shapes(graph, parse_shapes(input_shapes) or {})
+    session = InferenceSession(graph, device="cuda", precision=how)
+    feeds = read_feeds(inputs, graph) if inputs else None
+    feeds = feeds or generate(graph, lambda f: session.run(None, f))[0][0]
+    program, hw = session.program(feeds)
+    return tune.calls_of(program), hw
+
+
+def _mkn(text: str) -> tuple[int, int, int]:
+    try:
+        m, k, n = (int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--shape {text}: give M,K,N") from None
+    return m, k, n
+
+
+def _tune(
+    printer: report.Printer, calls: list[Any], hw: Any, limit: float, top: int, folder: Path | None
+) -> list[dict[str, Any]]:
+    """Tune with a bar; the table of what won, and the same as JSON."""
+    from dataclasses import asdict
+
+    from onnx_fuse import report, tune
+
+    with report.bar(printer, len(calls)) as watch:
+        work = tune.tune(calls, hw, top=top, seconds=limit, folder=folder, watch=watch)
+        found = list(work)
+    rows = [
+        [
+            str(t.problem),
+            f"{t.kernel} {t.config}",
+            f"{t.us:.1f}",
+            f"{t.before_us:.1f}",
+            f"{t.floor:.0%}",
+            f"{t.tried}",
+        ]
+        for t in found
+    ]
+    head = ["problem", "fastest", "µs", "before", "of floor", "tried"]
+    printer.table(f"kernels on {hw.name}", head, rows, left=2)
+    for t in found:
+        for name in t.refused:
+            printer.text(f"left out, another result: {name} at {t.problem}")
+    if len(found) < len(calls):
+        printer.text(f"{len(calls) - len(found)} of {len(calls)} problems not reached: --limit")
+    return [asdict(t) | {"problem": str(t.problem)} for t in found]

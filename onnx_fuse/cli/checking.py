@@ -1,0 +1,55 @@
+"""Comparing a model with its original, and work that a crash of onnxruntime cannot end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_fuse.cli import files
+
+if TYPE_CHECKING:
+    from onnx_fuse.validate.check import Check
+
+
+def check(
+    original: Path,
+    candidate: Any,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+    inputs: Path | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    device: str = "cpu",
+    precision: str = "fp32",
+    blame: bool = False,
+) -> Check:
+    from onnx_fuse.validate.check import validate
+    from onnx_fuse.validate.inputs import read_feeds
+
+    def work() -> Check:
+        feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
+        return validate(
+            original,
+            candidate,
+            feeds=feeds,
+            shapes=shapes,
+            rtol=rtol,
+            atol=atol,
+            device=device,
+            precision=precision,
+            find_culprit=blame,
+        )
+
+    checked: Check = guarded(work, str(original), device)
+    return checked
+
+
+def guarded(work: Callable[[], Any], name: str, device: str) -> Any:
+    """`work()` where a crash of onnxruntime cannot take this process along."""
+    from onnx_fuse.runtime import ort
+
+    if device == "cpu":
+        return ort.guarded(work, name)
+    with ort.faults(name):  # a CUDA context does not survive a fork
+        return work()

@@ -1,0 +1,71 @@
+"""`onnx-fuse doctor`: versions, devices and settings of this installation."""
+
+from __future__ import annotations
+
+from onnx_fuse import __version__
+from onnx_fuse.cli import show
+from onnx_fuse.cli.options import Debug, Html, Json
+
+_PACKAGES = (
+    *("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors"),
+    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvmath-python"),
+)
+
+
+def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
+    """Show versions, devices and settings, and try the portable backend."""
+    import platform
+    from importlib import metadata
+
+    from onnx_fuse import config
+    from onnx_fuse.runtime import ort
+
+    printer = show.printer()
+    installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    found = {"python": platform.python_version(), "onnx-fuse": __version__}
+    found |= {name: installed.get(name, "not installed") for name in _PACKAGES}
+    printer.table("versions", ["package", "version"], [[k, v] for k, v in found.items()])
+    values = {
+        v.name: int(v.value) if isinstance(v.value, bool) else v.value for v in config.VARIABLES
+    }
+    variables = {
+        v.name: ("" if values[v.name] is None else str(values[v.name]), v.help)
+        for v in config.VARIABLES
+    }
+    rows = [[name, value, text] for name, (value, text) in variables.items()]
+    printer.table("settings", ["variable", "value", "what"], rows, left=3)
+    cpu = ort.guarded(_try_onnxruntime, "onnxruntime")
+    gpu = _gpu()
+    printer.text(f"cpu: {cpu}", *(f"cuda: {line}" for line in gpu))
+    data = {
+        "versions": found,
+        "settings": {name: value for name, (value, _) in variables.items()},
+        "cpu": cpu,
+        "cuda": gpu,
+    }
+    show.write_reports(printer, data, json, html)
+
+
+def _try_onnxruntime() -> str:
+    """Run a small fused model, so that a broken installation shows here."""
+    import numpy as np
+
+    from onnx_fuse.onnx.build import text_model
+    from onnx_fuse.session import InferenceSession
+
+    model = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
+    [y] = InferenceSession(model).run(None, {"x": np.array([-1, 2], np.float32)})
+    return "ok" if y.tolist() == [0, 2] else f"wrong: Relu([-1, 2]) gave {y.tolist()}"
+
+
+def _gpu() -> list[str]:
+    """The GPU as the kernels see it, or what is missing and what mends it."""
+    from onnx_fuse.kernels import jit
+    from onnx_fuse.problem import Hardware
+    from onnx_fuse.runtime import device
+
+    if faults := device.faults():
+        return [f"not usable: {fault}" for fault in faults]
+    hw = Hardware.detect()
+    driver = f"{hw.driver // 1000}.{hw.driver % 1000 // 10}"
+    return [f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {jit.check_compiler()}"]

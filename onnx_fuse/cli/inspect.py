@@ -1,0 +1,27 @@
+"""`onnx-fuse inspect`: models side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onnx_fuse.cli import show
+from onnx_fuse.cli.options import Debug, Html, Json
+
+
+def inspect(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL ...", help="One or more files.")],
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Show models side by side: inputs, outputs, operators, sizes."""
+    from onnx_fuse import report
+    from onnx_fuse.onnx.load import read
+
+    printer = show.printer()
+    found = [report.summary(read(path), path.name, path) for path in models]
+    printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
+    show.write_reports(printer, {"models": [report.as_dict(m) for m in found]}, json, html)

@@ -1,0 +1,185 @@
+"""`onnx-fuse optimize`: fuse a model, check it and write it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_fuse.cli import checking, files, show
+from onnx_fuse.cli.options import (
+    Debug,
+    Html,
+    Json,
+    Precision,
+    Shapes,
+    check_precision,
+    hardware_of,
+    parse_shapes,
+    split_names,
+)
+from onnx_fuse.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse import report
+    from onnx_fuse.validate.check import Check
+
+_NOTES = 3  # shown without --explain
+
+
+def optimize(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="An .onnx file.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .fused.onnx."),
+    ] = None,
+    level: Annotated[int, typer.Option(min=0, max=3, help="0 canonicalize to 3.")] = 2,
+    fuse: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Turn a fusion on, whatever the level.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Turn a fusion off.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the fusions and levels.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which near misses were not fused, and why.")
+    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU", help="And each kernel this GPU would run (h200, a100, ...; cuda: yours)."
+        ),
+    ] = None,
+    precision: Precision = "fp32",
+    inline: Annotated[
+        bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare with onnxruntime on the original.")
+    ] = True,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Write the result even if the check fails.")
+    ] = False,
+    input_shapes: Shapes = None,
+    external: Annotated[
+        bool,
+        typer.Option("--save-as-external-data", help="Weights into OUT.data beside the model."),
+    ] = False,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Fuse MODEL into a file that still runs on stock onnxruntime, and check it."""
+    printer = show.printer()
+    if list_:
+        _list_fusions(printer, json, html)
+        return
+    if model is None or not model.name:
+        raise UsageError("give the MODEL to optimize")
+    output = output or model.with_suffix(".fused.onnx")
+    files.refuse_same(model, output)
+    from onnx_fuse import bench, passes, report
+    from onnx_fuse.onnx.load import read
+    from onnx_fuse.onnx.save import inline as inlined
+    from onnx_fuse.onnx.save import save
+    from onnx_fuse.onnx.shapes import fix_shapes
+
+    check_precision(precision)
+    if precision != "fp32" and not target:
+        raise UsageError(
+            "--precision is of the kernels that --target lists; the file keeps its types"
+        )
+    hardware = hardware_of(target) if target else None
+    started = time.perf_counter()
+    original = read(model)
+    before = report.summary(original, "original", model)
+    graph = files.load(original, str(model))
+    shapes = parse_shapes(input_shapes)
+    fix_shapes(graph, shapes)
+    found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    result = inlined(graph) if inline else graph
+    checked: Check | None = None
+    with files.written_beside(output) as draft:
+        save(result, draft, external=external, shapes=False)
+        seconds = time.perf_counter() - started
+        after = report.summary(result, "fused", draft)
+        if check:
+            checked = checking.check(model, draft, shapes=shapes)
+        failed = checked is not None and not checked.ok
+        if failed and not keep:
+            for path in draft.parent.iterdir():
+                path.unlink()
+    _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
+    kernels = []
+    if hardware is not None:
+        lowered = bench.program(graph, hardware, precision=precision)
+        kernels = show.kernels(printer, lowered, hardware)
+    data = {
+        "input": str(model),
+        "output": None if failed and not keep else str(output),
+        "fusions": dict(found.fusions),
+        "not_fused": [{"nodes": list(r.nodes), "reason": r.reason} for r in found.not_fused],
+        "notes": list(found.notes),
+        "nodes": {"before": before.nodes, "after": after.nodes},
+        "bytes": {"before": before.bytes, "after": after.bytes},
+        "seconds": seconds,
+        "models": [report.as_dict(before), report.as_dict(after)],
+        "check": checked.to_dict() if checked else None,
+        "kernels": kernels,
+    }
+    show.write_reports(printer, data, json, html)
+    if failed:
+        raise CheckFailed(
+            f"{model}: the fused model differs from the original "
+            + (f"(written all the same: {output})" if keep else "(nothing was written)")
+            + ": run onnx-fuse validate --blame"
+        )
+    printer.text(f"wrote {output}")
+
+
+def _show_optimize(
+    printer: report.Printer,
+    before: report.Summary,
+    after: report.Summary,
+    found: Any,
+    checked: Check | None,
+    seconds: float,
+    *,
+    explain: bool,
+) -> None:
+    from onnx_fuse import report
+
+    rows = report.models_rows([before, after])
+    rows.append(["seconds", "", f"{seconds:.2f}"])
+    printer.table("", ["", before.name, after.name], rows)
+    if found.fusions:
+        printer.table(
+            "fusions", ["fused op", "count"], [[k, str(v)] for k, v in found.fusions.items()]
+        )
+    else:
+        printer.text("fusions: none found (--explain says why)")
+    if explain:
+        rows = [[", ".join(r.nodes), r.reason] for r in found.not_fused]
+        printer.table("not fused", ["nodes", "reason"], rows, left=2)
+    notes = found.notes if explain else found.notes[:_NOTES]
+    printer.text(*(f"note: {note}" for note in notes))
+    if len(found.notes) > len(notes):
+        printer.text(f"note: {len(found.notes) - len(notes)} more with --explain")
+    if checked:
+        printer.text(*report.check_lines(checked))
+
+
+def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:
+    from onnx_fuse import passes
+
+    printer.table(
+        "levels", ["level", "what"], [[str(k), v] for k, v in passes.LEVELS.items()], left=2
+    )
+    rows = [[name, str(level)] for name, level in passes.FUSIONS.items()]
+    printer.table("fusions", ["name (for --fuse, --skip)", "from level"], rows)
+    levels = {str(k): v for k, v in passes.LEVELS.items()}
+    show.write_reports(printer, {"levels": levels, "fusions": dict(passes.FUSIONS)}, json, html)

@@ -1,0 +1,101 @@
+"""`onnx-fuse run`: run a model once, and say what came out and how long it took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onnx_fuse.cli import checking, files, show
+from onnx_fuse.cli.options import (
+    Debug,
+    Device,
+    Html,
+    Inputs,
+    Json,
+    ModelArg,
+    Precision,
+    Shapes,
+    check_device,
+    check_precision,
+    parse_shapes,
+)
+from onnx_fuse.errors import UsageError
+
+
+def run(
+    model: ModelArg,
+    inputs: Inputs = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT.npz", help="Save the outputs.")
+    ] = None,
+    device: Device = "cpu",
+    precision: Precision = "fp32",
+    input_shapes: Shapes = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Time by operator (as onnxruntime sees it), or by kernel."),
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="On cuda: each kernel, its time and why it runs.")
+    ] = False,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Run MODEL, fused, on given or generated inputs."""
+    import numpy as np
+
+    from onnx_fuse import bench
+    from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.validate.inputs import read_feeds
+
+    printer = show.printer()
+    check_device(device)
+    check_precision(precision)
+    if explain and device != "cuda":
+        raise UsageError("--explain needs --device cuda; without a GPU: optimize --target h200")
+    graph = files.load(model, str(model))
+    feeds = read_feeds(inputs, graph) if inputs else None
+    fix_shapes(graph, parse_shapes(input_shapes))
+    result = checking.guarded(
+        lambda: bench.run_once(graph, feeds, device=device, precision=precision, profile=profile),
+        str(model),
+        device,
+    )
+    rows = [
+        [name, str(y.dtype), str(list(y.shape)), _range(y)] for name, y in result.outputs.items()
+    ]
+    printer.table("outputs", ["name", "dtype", "shape", "min … max"], rows, left=3)
+    if result.operators:
+        rows = [
+            [op, str(n), f"{us:,.0f}", f"{us / result.total_us:.1%}"]
+            for op, (n, us) in result.operators.items()
+        ]
+        printer.table("time", ["operator", "runs", "µs", "share"], rows)
+    kernels = show.kernels(printer, result.program, result.hardware) if explain else []
+    printer.text(f"{result.milliseconds:.2f} ms on {device}")
+    data = {
+        "model": str(model),
+        "device": device,
+        "milliseconds": result.milliseconds,
+        "inputs": {k: list(v.shape) for k, v in result.feeds.items()},
+        "outputs": {
+            k: {"dtype": str(v.dtype), "shape": list(v.shape)} for k, v in result.outputs.items()
+        },
+        "operators": {k: {"runs": n, "us": us} for k, (n, us) in result.operators.items()},
+        "kernels": kernels,
+        "output": str(output) if output else None,
+    }
+    if output:
+        files.refuse_same(model, output)
+        with files.written_beside(output) as draft, draft.open("wb") as file:
+            np.savez(file, **result.outputs)
+    show.write_reports(printer, data, json, html)
+
+
+def _range(array: Any) -> str:
+    if not array.size or array.dtype.kind not in "biuf":
+        return ""
+    return f"{array.min():.6g} … {array.max():.6g}"

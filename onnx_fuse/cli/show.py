@@ -1,0 +1,63 @@
+"""What commands show: a terminal, the same as JSON and HTML, and the table of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnx_fuse import report
+
+
+def printer() -> report.Printer:
+    from onnx_fuse.report import Printer
+
+    return Printer()
+
+
+def write_reports(
+    printer: report.Printer, data: Mapping[str, Any], json: Path | None, html: Path | None
+) -> None:
+    from onnx_fuse import report
+
+    if json:
+        report.write_json(json, data)
+    if html:
+        printer.html(html)
+
+
+def kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, Any]]:
+    """The table of a program's kernels, and the same as JSON."""
+    from collections import Counter
+    from dataclasses import asdict
+
+    from onnx_fuse import bench
+    from onnx_fuse.runtime.plan import plan
+
+    sites = bench.sites(program, hw)
+    rows = [
+        [
+            " ".join(s.nodes[:3]) + (" …" if len(s.nodes) > 3 else ""),
+            f"{s.op} {s.kernel}",
+            s.config,
+            f"{s.seconds * 1e6:.1f}",
+            f"{s.floor / s.seconds:.0%}",
+            s.why,
+        ]
+        for s in sites
+    ]
+    head = ["nodes", "kernel", "config", "µs", "of floor", "why"]
+    printer.table(f"kernels on {hw.name}, predicted", head, rows, left=3)
+    refused = Counter((s.op, name, why) for s in sites for name, why in s.refused)
+    rows = [[f"{op} {name}", why, str(count)] for (op, name, why), count in refused.items()]
+    if rows:
+        printer.table("kernels that cannot serve", ["kernel", "why", "sites"], rows, left=2)
+    total = sum(s.seconds for s in sites)
+    floor = sum(s.floor for s in sites)
+    shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in program.inputs)
+    printer.text(f"{len(sites)} calls, {total * 1e6:.1f} µs; their floors {floor * 1e6:.3g} µs")
+    printer.text(f"at {shapes}", f"memory: {plan(program)}")
+    for fallback in program.fallbacks:
+        printer.text(f"on onnxruntime: {fallback}")
+    return [asdict(s) for s in sites]

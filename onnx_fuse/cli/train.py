@@ -1,0 +1,181 @@
+"""`onnx-fuse train`: fine-tune a model and write it with its new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_fuse.cli import files, show
+from onnx_fuse.cli.options import Debug, Device, Html, Json, ModelArg, split_names
+from onnx_fuse.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse.training.trainer import Trainer
+
+
+def train(
+    model: ModelArg,
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Arrays named like the inputs, and labels; or a folder of .npy.",
+        ),
+    ],
+    loss: Annotated[
+        str, typer.Option(metavar="NAME", help="cross_entropy, mse, ...; or an output that is one.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .tuned.onnx."),
+    ] = None,
+    val: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Evaluated after each epoch.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="sgd, adam, adamw, adagrad, lion.")
+    ] = "adamw",
+    lr: Annotated[float, typer.Option(help="Learning rate, at its peak.")] = 1e-3,
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="constant, linear, cosine, step.")
+    ] = "constant",
+    warmup: Annotated[int, typer.Option(min=0, help="Updates of growing rate.")] = 0,
+    lr_every: Annotated[
+        int, typer.Option(min=1, help="step: updates between decays by 10.")
+    ] = 1000,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Default: the optimizer's.")] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Bound on the norm of all gradients together.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Steps an update.")] = 1,
+    ignore_index: Annotated[
+        int | None, typer.Option(help="Label that does not count; default: -100.")
+    ] = None,
+    label_smoothing: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Of cross_entropy.")
+    ] = None,
+    logits: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Output the loss is of; default: the first.")
+    ] = None,
+    trainable: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Weights that train; default: all.")
+    ] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Weights that stay.")
+    ] = None,
+    level: Annotated[
+        int | None,
+        typer.Option(min=0, max=3, help="Of fusions; default: 2 on a GPU in 16 bits, else 0."),
+    ] = None,
+    free_batch: Annotated[
+        bool, typer.Option("--free-batch", help="Open a batch that was exported fixed, if it can.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
+    precision: Annotated[
+        str, typer.Option(metavar="NAME", help="As for run; on the CPU fp32 or fp16.")
+    ] = "fp32",
+    device: Device = "cpu",
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save the run there after each epoch.")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option("--checkpoint-every", min=1, help="And after each N steps.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR, if any.")
+    ] = False,
+    curve: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve.")
+    ] = None,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune MODEL, and write it as it was but for its weights."""
+    from onnx_fuse import report
+    from onnx_fuse.training import fit, optim
+    from onnx_fuse.training.data import load
+    from onnx_fuse.training.trainer import Trainer
+
+    printer = show.printer()
+    output = output or model.with_suffix(".tuned.onnx")
+    files.refuse_same(model, output)
+    if resume and checkpoint is None:
+        raise UsageError("--resume needs the folder: --checkpoint DIR")
+    arrays, held_out = load(data), load(val) if val else None
+    loss_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    trainer = Trainer(
+        model,
+        loss=loss,
+        loss_options={k: v for k, v in loss_options.items() if v is not None},
+        optimizer=optim.make(optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay),
+        output=logits,
+        trainable=split_names(trainable) or None,
+        frozen=split_names(freeze),
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+        free_batch=free_batch,
+        level=level,
+        seed=seed,
+        precision=precision,
+        device=device,
+    )
+    examples = fit.check(trainer, arrays, batch_size)
+    steps = epochs * fit.steps_per_epoch(trainer, examples, batch_size)
+    span = steps // accumulate if schedule in ("linear", "cosine") else 0
+    trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
+    if checkpoint is not None:
+        fit.begin(trainer, checkpoint, resume=resume)
+    weights = sum(a.size for a in trainer.weights().values())
+    printer.text(f"{model}: {weights:,} weights in {len(trainer.weights())} tensors train")
+    with report.progress(printer, steps, f"of {epochs}") as watch:
+        history = fit.fit(
+            trainer,
+            arrays,
+            epochs=epochs,
+            batch_size=batch_size,
+            validation=held_out,
+            folder=checkpoint,
+            every=every,
+            watch=lambda h: watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs),
+        )
+    with files.written_beside(output) as draft:
+        trainer.save(draft)
+        _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})
+    if curve is not None:
+        report.write_whole(curve, fit.curve(history, f"{model.name}: {loss}"))
+    printer.text(f"wrote {output}")
+    result = {"model": str(model), "output": str(output), "weights": weights}
+    rates = [trainer.optimizer.rate(i // accumulate) for i in range(len(history.losses))]
+    found = {"losses": history.losses, "rates": rates, "epochs": history.epochs}
+    show.write_reports(printer, result | found, json, html)
+
+
+def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> None:
+    """The file under stock onnxruntime against the trainer; a file that differs does not stay."""
+    from onnx_fuse.runtime import ort
+    from onnx_fuse.validate.compare import difference, random_outputs, tolerance_of
+
+    saved = files.load(draft, str(draft))
+    if random_outputs(saved) or any(
+        a.name == "training_mode" for node in saved.graph for a in node.attributes.values()
+    ):
+        return  # it computes by the statistics of the batch, or at random, as it did before
+    expected = trainer.evaluate(feeds).outputs
+    session = ort.session(draft)
+    own = {v.name: feeds[v.name] for v in session.get_inputs()}
+    tolerance = tolerance_of(saved)
+    for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):
+        found = difference(name, y, got, tolerance)
+        if not found.ok:
+            draft.unlink()
+            raise CheckFailed(
+                f"'{name}' of the saved model differs from the trained state by {found.max_abs:.3g}"
+                " (nothing was written)"
+            )

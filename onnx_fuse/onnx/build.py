@@ -1,0 +1,116 @@
+"""Build nodes and small models, and ask a graph what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
+
+
+class Builder:
+    """`op.Mul(a, b)` makes a Mul node and returns its output; the nodes collect in `op.nodes`.
+
+    An input may be a Value, None (absent), or a number, list or array, which becomes a Constant of
+    the first Value input's dtype (floats) or int64 (integers). `outputs=n` returns a tuple of n.
+    `domain=` and `name=` are the node's; all other keywords are attributes.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+
+        def build(*inputs: Any, **keywords: Any) -> Any:
+            return self.node(op_type, inputs, **keywords)
+
+        return build
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Any],
+        *,
+        outputs: int | Sequence[str] = 1,
+        domain: str = "",
+        name: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        """The node in full: `attributes` and further keywords together are its attributes."""
+        like = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype), None)
+        values = [
+            v if v is None or isinstance(v, ir.Value) else self.constant(v, like) for v in inputs
+        ]
+        while values and values[-1] is None:
+            values.pop()
+        count = outputs if isinstance(outputs, int) else len(outputs)
+        node = ir.node(
+            op_type,
+            values,
+            {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None},
+            domain=domain,
+            num_outputs=count,
+            name=name,
+        )
+        if not isinstance(outputs, int):
+            for value, label in zip(node.outputs, outputs, strict=True):
+                value.name = label
+        self.nodes.append(node)
+        return node.outputs[0] if count == 1 else tuple(node.outputs)
+
+    def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
+        """A Constant node; Python floats take `dtype`, integers and lists of integers int64."""
+        if isinstance(value, np.ndarray | np.generic):
+            tensor = ir.tensor(np.asarray(value))
+        else:
+            array = np.asarray(value)
+            floating = array.dtype.kind == "f"
+            kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
+            tensor = ir.tensor(array.astype(kind.numpy()))
+        output: ir.Value = self.node("Constant", (), value=tensor)
+        output.dtype, output.const_value = tensor.dtype, tensor
+        output.shape = ir.Shape(tensor.numpy().shape)
+        return output
+
+
+def text_model(text: str) -> ir.Model:
+    """A model from ONNX text: `agraph (float[N] x) => (float[N] y) { y = Relu(x) }`."""
+    if not text.lstrip().startswith("<"):
+        text = f'<ir_version: 10, opset_import: ["" : {CANONICAL_OPSET}, "{FUSE}" : 1]>\n{text}'
+    return ir.from_onnx_text(text)
+
+
+def const_array(value: ir.Value | None) -> np.ndarray | None:
+    """The constant a value holds (initializer or Constant node), else None."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def unique_name(graph: ir.Graph, stem: str) -> str:
+    """`stem`, or `stem_1`, `stem_2`, …: a value name the graph does not use yet."""
+    taken = {v.name for v in graph.inputs} | set(graph.initializers)
+    taken.update(v.name for n in graph for v in n.outputs)
+    return next(
+        name for i in range(len(taken) + 1) if (name := f"{stem}_{i}" if i else stem) not in taken
+    )
+
+
+def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
+    """The graphs an attribute holds (If, Loop, Scan)."""
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.GRAPH:
+        return (attribute.as_graph(),)
+    return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
+
+
+def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays that the model's inputs name."""
+    names = [v.name for v in model.graph.inputs if v.name is not None]
+    return {name: arrays[name] for name in names if name in arrays}

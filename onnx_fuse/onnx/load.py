@@ -1,0 +1,263 @@
+"""Read and check a model.
+
+Files are untrusted: sizes and external-data locations are checked before anything is read through
+them, and every fault becomes a `ModelError` of one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+from google.protobuf.message import DecodeError
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, Model, one_line
+from onnx_fuse.onnx.opsets import canonical
+from onnx_fuse.onnx.save import functions_attached
+
+# Domains whose operators the installed onnxruntime has kernels for.
+_SERVED_DOMAINS = ("ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
+
+
+def load(source: Model) -> ir.Model:
+    """Parse, check and canonicalize the opset of `source`: a path, bytes, ModelProto or ir.Model.
+
+    Local functions are inlined, except this project's own fused ops, whose bodies are taken off and
+    put back by `save`. Raises ModelError for anything that is not a valid model.
+    """
+    model = read(source)
+    with _faults(_name(source)):
+        return canonical(model)
+
+
+def read(source: Model) -> ir.Model:
+    """Parse and check `source` and leave it as it is: its functions, its opset, its weights' order.
+
+    External tensors are mapped into memory, so the model no longer depends on where its file was.
+    """
+    with _faults(_name(source)):
+        if isinstance(source, ir.Model):
+            model = source.clone()
+        else:
+            folder = None
+            if isinstance(source, onnx.ModelProto):
+                proto = _checked(source)
+            elif isinstance(source, bytes):
+                proto = _checked(_parse(source))
+            else:
+                folder = Path(source).parent
+                proto = _checked(_parse(Path(source).read_bytes()))
+            _check_tensors(proto, folder)
+            model = ir.serde.deserialize_model(proto)
+            model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
+            if folder is not None:
+                _map_external(model, folder)
+        _check_graph(model)
+    return model
+
+
+def _name(source: Model) -> str:
+    return str(source) if isinstance(source, str | os.PathLike) else "model"
+
+
+@contextlib.contextmanager
+def _faults(name: str) -> Iterator[None]:
+    """Whatever the parsers raise on an untrusted file becomes one sentence that names the file."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{name}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise ModelError(f"{name}: out of memory") from error
+    except Exception as error:
+        raise ModelError(f"{name}: {one_line(_root(error))}") from error
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _parse(data: bytes) -> onnx.ModelProto:
+    try:
+        proto: onnx.ModelProto = onnx.ModelProto.FromString(data)
+    except DecodeError as error:
+        raise ModelError(f"not an ONNX file ({one_line(error)})") from error
+    return proto
+
+
+def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
+    if not proto.ir_version or not proto.HasField("graph"):
+        raise ModelError("not an ONNX file (it holds no graph)")
+    imported = {o.domain for o in proto.opset_import}
+    if not imported & {"", "ai.onnx"} and any(n.domain == "" for n in proto.graph.node):
+        raise ModelError("the model imports no ai.onnx opset")
+    newest = onnx.defs.onnx_opset_version()
+    for opset in proto.opset_import:
+        if opset.domain in ("", "ai.onnx") and not 1 <= opset.version <= newest:
+            raise ModelError(f"ai.onnx opset {opset.version} is not known (1 to {newest} are)")
+    return proto
+
+
+def _check_tensors(proto: onnx.ModelProto, folder: Path | None) -> None:
+    """Sizes and locations of all stored tensors, before any is allocated or opened."""
+    nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
+    for tensor in itertools.chain(_tensors(proto.graph), _node_tensors(nodes)):
+        where = f"tensor '{tensor.name}'"
+        if any(d < 0 for d in tensor.dims):
+            raise ModelError(f"{where} has a negative dimension")
+        try:
+            dtype = ir.DataType(tensor.data_type)
+            bits = dtype.bitwidth if dtype != ir.DataType.STRING else 0
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{where} has the unknown element type {tensor.data_type}") from error
+        count = math.prod(tensor.dims)
+        nbytes = (count * bits + 7) // 8
+        if nbytes >= 2**48:
+            raise ModelError(f"{where} has shape {list(tensor.dims)}: its size overflows")
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_external(tensor, nbytes, folder, where)
+        elif bits and tensor.HasField("raw_data") and len(tensor.raw_data) != nbytes:
+            raise ModelError(
+                f"{where} holds {len(tensor.raw_data)} bytes, but its shape needs {nbytes}"
+            )
+        elif not tensor.HasField("raw_data") and _typed_count(tensor) != _entries(
+            tensor, count, bits
+        ):
+            raise ModelError(
+                f"{where} holds {_typed_count(tensor)} values, not those of {list(tensor.dims)}"
+            )
+
+
+def _typed_count(tensor: onnx.TensorProto) -> int:
+    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+    return sum(len(getattr(tensor, field)) for field in fields)
+
+
+def _entries(tensor: onnx.TensorProto, count: int, bits: int) -> int:
+    """Entries of a typed field for `count` elements: 4-bit pairs share one, complex takes two."""
+    if tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128):
+        return 2 * count
+    return -(-count * bits // 8) if 0 < bits < 8 else count
+
+
+def _check_external(tensor: onnx.TensorProto, nbytes: int, folder: Path | None, where: str) -> None:
+    entries = {e.key: e.value for e in tensor.external_data}
+    location = entries.get("location", "")
+    if folder is None:
+        raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
+    root = folder.resolve()
+    target = (root / location).resolve()
+    # resolve() follows symlinks, so a link that leaves the folder is caught as well as ../ is.
+    if not location or os.path.isabs(location) or not target.is_relative_to(root):
+        raise ModelError(f"{where}: external data '{location}' lies outside the model's folder")
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", nbytes))
+        size = target.stat().st_size
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}: external data '{location}': {error}") from error
+    if offset < 0 or length != nbytes or offset + length > size:
+        raise ModelError(
+            f"{where}: external data '{location}' has no {nbytes} bytes at offset {offset}"
+        )
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    if graph.sparse_initializer:
+        raise ModelError("sparse initializers are not supported: store them dense")
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for sub in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
+                yield from _tensors(sub)
+
+
+def _map_external(model: ir.Model, folder: Path) -> None:
+    """Replace external tensors by arrays over the mapped file."""
+    ir.external_data.set_base_dir(model.graph, folder)
+    graphs = [model.graph, *(f.graph for f in model.functions.values())]
+    for graph in itertools.chain.from_iterable((g, *g.subgraphs()) for g in graphs):
+        for value in getattr(graph, "initializers", {}).values():
+            value.const_value = _mapped(value.const_value)
+        for node in graph:
+            for name, attribute in node.attributes.items():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    node.attributes[name] = ir.AttrTensor(name, _mapped(attribute.as_tensor()))
+
+
+def _mapped(tensor: Any) -> Any:
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor
+    mapped = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+    mapped.meta["external"] = tensor.location  # what saves the same model again may want to know
+    return mapped
+
+
+def _check_graph(model: ir.Model) -> None:
+    """Cycles, undefined values and unknown operators; then the spec's own checker."""
+    known = set(model.functions)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_identifier() in known or (
+            node.domain == FUSE and node.op_type.split("_")[0] in BODIES
+        ):
+            continue
+        opset = model.graph.opset_imports.get(node.domain)
+        what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
+        if node.domain == "":
+            if not onnx.defs.has(node.op_type, max_inclusive_version=opset or 1):
+                raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
+        elif node.domain not in _SERVED_DOMAINS:
+            raise ModelError(
+                f"{what}: operator '{node.op_type}' is of the unknown domain '{node.domain}'"
+            )
+        elif opset is None:
+            raise ModelError(f"{what}: the model does not import its domain '{node.domain}'")
+    _check_defined(model.graph, set())
+    try:
+        common_passes.TopologicalSortPass()(model)
+    except (ValueError, ir.passes.PassError) as error:
+        raise ModelError("the graph has a cycle") from error
+    with functions_attached(model):
+        common_passes.CheckerPass()(model)
+
+
+def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
+    defined = outer | set(graph.inputs) | set(graph.initializers.values())
+    for value in graph.initializers.values():
+        if value.const_value is None:
+            raise ModelError(f"initializer '{value.name}' has no data")
+    for node in graph:
+        defined.update(node.outputs)
+    for node in graph:
+        for read in node.inputs:
+            if read is not None and read not in defined:
+                raise ModelError(
+                    f"node '{node.name}' ({node.op_type}) reads '{read.name}', which no node, "
+                    "input or initializer defines"
+                )
+        for attribute in node.attributes.values():
+            for sub in subgraphs(attribute):
+                _check_defined(sub, defined)
+    for output in graph.outputs:
+        if output not in defined:
+            raise ModelError(f"nothing defines the output '{output.name}'")

@@ -1,0 +1,118 @@
+"""What runs a training step and holds its states: stock onnxruntime, or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.runtime import ort
+from onnx_fuse.training.step import Spec, State
+
+Array = np.ndarray[Any, Any]
+
+
+class Portable:
+    """The states of a run and the graphs that read and write them, on stock onnxruntime.
+
+    Each state has two buffers: a step reads one and writes the other, so nothing is copied, and a
+    step that turns out bad is dropped by not changing over.
+    """
+
+    def __init__(self, states: Sequence[State]) -> None:
+        import onnxruntime
+
+        # Own memory, which onnxruntime reads and writes in place.
+        self._arrays = {s.name: [np.array(s.initial, order="C") for _ in range(2)] for s in states}
+        self._wrap = onnxruntime.OrtValue.ortvalue_from_numpy
+        self._values = {k: [self._wrap(a) for a in pair] for k, pair in self._arrays.items()}
+        self._now = dict.fromkeys(self._arrays, 0)
+        self._bindings: dict[tuple[Any, ...], Any] = {}
+        self._sessions: dict[str, Any] = {}
+        self._options = onnxruntime.RunOptions()
+        self._options.log_severity_level = ort.FATAL
+
+    def add(self, key: str, model: onnx_ir.Model) -> None:
+        with ort.faults("training graph"):
+            self._sessions[key] = ort.session(model)
+
+    def array(self, name: str) -> Array:
+        """The current content of a state, in place."""
+        return self._arrays[name][self._now[name]]
+
+    def write(self, name: str, array: Array) -> None:
+        """Replace a state."""
+        self.array(name)[...] = array
+
+    ahead = 0
+    """Steps that may be under way when the next one is asked for."""
+
+    def start(
+        self, key: str, spec: Spec, feeds: Mapping[str, Array]
+    ) -> Callable[[], dict[str, Array]]:
+        """Run; the outputs but for the states' successors, which `commit` makes current."""
+        found = self._run(key, spec, feeds)
+        return lambda: found
+
+    def go_on(self) -> None:
+        """Nothing was changed by a bad step."""
+
+    def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        scalars = [name for name in (spec.loss, spec.norm) if name]
+        pattern = (key, *(self._now[s.name] for s in spec.states))
+        binding = self._bindings.get(pattern)
+        if binding is None:
+            binding = self._bindings[pattern] = self._sessions[key].io_binding()
+            for name in scalars:
+                binding.bind_output(name)
+            for s in spec.states:
+                now = self._now[s.name]
+                binding.bind_ortvalue_input(s.name, self._values[s.name][now])
+                if s.next:
+                    binding.bind_ortvalue_output(s.next, self._values[s.name][1 - now])
+        for name in spec.outputs:
+            binding.bind_output(name)  # anew: its shape may be another
+        for name, array in feeds.items():
+            binding.bind_ortvalue_input(name, self._wrap(array))
+        with ort.faults("training step"):
+            self._sessions[key].run_with_iobinding(binding, self._options)
+        values = binding.get_outputs()
+        found = [*values[: len(scalars)], *values[len(values) - len(spec.outputs) :]]
+        return {
+            name: value.numpy()
+            for name, value in zip((*scalars, *spec.outputs), found, strict=True)
+        }
+
+    def commit(self, spec: Spec) -> None:
+        """Make what the last step wrote the current states."""
+        for s in spec.states:
+            if s.next:
+                self._now[s.name] = 1 - self._now[s.name]
+
+
+class Cuda:
+    """The same on a GPU: one graph launch a step, states replaced in place unless it was bad."""
+
+    ahead = 4
+
+    def __init__(self, states: Sequence[State], math: str) -> None:
+        from onnx_fuse.runtime.states import CudaStates
+
+        self._states = CudaStates({s.name: np.asarray(s.initial) for s in states}, math=math)
+        self.add = self._states.add
+        self.array = self._states.read
+        self.write = self._states.write
+        self.go_on = self._states.go_on
+
+    def start(
+        self, key: str, spec: Spec, feeds: Mapping[str, Array]
+    ) -> Callable[[], dict[str, Array]]:
+        successors = {s.next: s.name for s in spec.states if s.next}
+        scalars = [name for name in (spec.loss, spec.norm) if name]
+        guards = scalars if spec.strict else [spec.loss]
+        return self._states.start(key, successors, scalars, spec.outputs, feeds, guards)
+
+    def commit(self, spec: Spec) -> None:
+        """Nothing is left to do."""

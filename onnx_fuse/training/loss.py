@@ -1,0 +1,91 @@
+"""The loss of a step that may be under way still, as a number that waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import total_ordering
+from typing import Any, SupportsFloat
+
+import numpy as np
+
+from onnx_fuse.training.step import Mode, Spec
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Run:
+    """A step that was started: `index` among all, and what is known of it by now."""
+
+    index: int
+    mode: Mode
+    spec: Spec
+    feeds: dict[str, Array]
+    result: Callable[[], dict[str, Array]]
+    loss: float | None = None
+    fault: str = ""
+
+
+@total_ordering
+class Loss:
+    """The loss of a step that the GPU may still be at: to use it as a number waits for the step.
+
+    Raises CheckFailed then, where that step (or one before it that nobody has looked at) was bad.
+    """
+
+    def __init__(self, run: Run, read: Callable[[Run], float]) -> None:
+        self._run, self._read = run, read
+
+    def __float__(self) -> float:
+        return self._read(self._run)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(float(self), dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == (float(other) if isinstance(other, Loss) else other)
+
+    def __lt__(self, other: SupportsFloat) -> bool:
+        return float(self) < float(other)
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+    def __add__(self, other: SupportsFloat) -> float:
+        return float(self) + float(other)
+
+    def __sub__(self, other: SupportsFloat) -> float:
+        return float(self) - float(other)
+
+    def __mul__(self, other: SupportsFloat) -> float:
+        return float(self) * float(other)
+
+    def __truediv__(self, other: SupportsFloat) -> float:
+        return float(self) / float(other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: SupportsFloat) -> float:
+        return float(other) - float(self)
+
+    def __rtruediv__(self, other: SupportsFloat) -> float:
+        return float(other) / float(self)
+
+    def __neg__(self) -> float:
+        return -float(self)
+
+    def __abs__(self) -> float:
+        return abs(float(self))
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(float(self), digits)
+
+    def __bool__(self) -> bool:
+        return bool(float(self))
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form)
+
+    def __repr__(self) -> str:
+        return repr(float(self))

@@ -1,0 +1,489 @@
+"""The graph of a training step: forward, loss, backward and update in one ONNX model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse import autodiff, passes
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.common import FUSE, Model
+from onnx_fuse.onnx.load import load, read
+from onnx_fuse.ops.loss import LOSSES, class_axis
+from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.passes import batch
+from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.problem import PRECISIONS
+from onnx_fuse.training import optim
+from onnx_fuse.training.weights import ancestors, is_selected, is_weight, model_names
+
+Array = np.ndarray[Any, Any]
+Mode = Literal["update", "accumulate", "evaluate"]
+GROWTH = 2000
+"""Steps without an overflow after which float16's loss scale doubles."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that outlives a step: the graph's input `name`, and its output `next` if it changes.
+
+    `kind` is "parameter", "statistic" (of BatchNormalization), "slot" (the optimizer's),
+    "accumulator" (of gradients) or "scaler" (of the loss, in float16). `value` has its dtype, shape
+    and, if packed, its record.
+    """
+
+    name: str
+    kind: str
+    initial: Array
+    value: onnx_ir.Value
+    next: str = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the inputs and outputs of a training graph mean; "" for those it does not have.
+
+    `feeds` are the model's own inputs and `labels`, class numbers below `classes` where that is
+    not 0: then they count the axis `class_axis` of the output `logits`. `lr` is a float32 scalar;
+    `step`, 1 at the first update, and `rng`, which differs from step to step, are int64 scalars.
+    `loss`, and `norm` of all gradients before clipping, are scalars. `outputs` are the model's own.
+    """
+
+    feeds: tuple[onnx_ir.Value, ...]
+    labels: str
+    classes: int
+    class_axis: int
+    logits: str
+    loss: str
+    norm: str
+    lr: str
+    step: str
+    rng: str
+    outputs: tuple[str, ...]
+    states: tuple[State, ...]
+
+    @property
+    def strict(self) -> bool:
+        """Whether a gradient that is not finite is a fault: a scaled step leaves it out itself."""
+        return all(s.kind != "scaler" for s in self.states)
+
+
+def training_model(
+    model: Model,
+    *,
+    loss: str,
+    optimizer: optim.Optimizer,
+    mode: Mode = "update",
+    loss_options: Mapping[str, Any] | None = None,
+    output: str | None = None,
+    trainable: Sequence[str] | None = None,
+    frozen: Sequence[str] = (),
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    free_batch: bool = False,
+    level: int = 0,
+    precision: str = "fp32",
+    loss_scale: float = 65536.0,
+    fused: bool = False,
+    whole: autodiff.Whole | None = None,
+) -> tuple[onnx_ir.Model, Spec]:
+    """Forward, loss, backward and update of `model` as one graph, and what its ends mean.
+
+    Weights that train become inputs, with their successors as outputs; so do optimizer state and
+    the running statistics of BatchNormalization. Mode "accumulate" adds gradient / `accumulate` to
+    accumulators in place of the update; "evaluate" is the forward in inference mode, with the loss.
+    A state has one name in all modes. `trainable` and `frozen` are globs over initializers; without
+    `trainable`, all float weights that have an axis and reach the loss train. `free_batch` opens a
+    batch that was exported fixed. `level` is that of `passes.optimize`; `fused` allows operators of
+    ours in the backward at any, `whole` as in `autodiff.backward`. In precision "fp16" the backward
+    is scaled, by `loss_scale` at first: see `_Step.scale`. Raises ModelError, UsageError.
+    """
+    original = read(model)
+    named, source = set(original.graph.initializers), load(original)
+    if free_batch:
+        batch.free_batch(source)
+    prepared = _prepare(source, trainable, frozen, level)
+    dtype, _ = PRECISIONS[precision]
+    if dtype != "float32":
+        lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
+    step = _Step(prepared, mode, named)
+    statistics = step.batch_norms(trainable, frozen)
+    step.dropouts()
+    step.attach_loss(loss, dict(loss_options or {}), output)
+    weights = step.weights(statistics, trainable, frozen)
+    if mode == "evaluate":
+        for w in weights:
+            step.state(w, "parameter")
+        return step.finish()
+    if precision == "fp16":
+        step.scale(loss_scale)
+    gradients = step.differentiate(
+        weights, accumulate, strict=trainable is not None, fused=fused, whole=whole
+    )
+    if accumulate > 1:
+        gradients = step.accumulate(gradients)
+    if mode == "update":
+        gradients = step.check(gradients)
+        step.update(step.clip(gradients, clip_norm), optimizer)
+    return step.finish()
+
+
+def _prepare(
+    source: onnx_ir.Model, trainable: Sequence[str] | None, frozen: Sequence[str], level: int
+) -> onnx_ir.Model:
+    """The fused model; without merged products where one would mix trained and frozen weights."""
+    for tried in (level, min(level, 1)):
+        graph = source.clone()
+        passes.optimize(graph, training=True, level=tried)
+        split = (
+            {is_selected(name, trainable, frozen) for name in model_names(value)}
+            for value in graph.graph.initializers.values()
+        )
+        if all(len(choice) == 1 for choice in split):
+            break
+    return graph
+
+
+class _Step:
+    """A training graph as it grows: its model, the states found so far, the ends of note."""
+
+    def __init__(self, model: onnx_ir.Model, mode: Mode, named: set[str]) -> None:
+        self.model, self.graph, self.mode = model, model.graph, mode
+        self.named = named  # initializers of the model as given, which passes add constants to
+        self.op = autodiff.Emitter(model)
+        self.feeds = list(self.graph.inputs)
+        self.states: list[tuple[onnx_ir.Value, str, Array]] = []
+        self.next: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        self.scalars: dict[str, onnx_ir.Value] = {}
+        self.norm: onnx_ir.Value | None = None
+        self.loss_scale: onnx_ir.Value | None = None
+        self.total: onnx_ir.Value | None = None  # Σ g², and whether a scaled step counts
+        self.finite: onnx_ir.Value | None = None
+
+    def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
+        value = onnx_ir.Value(
+            name=self.op.fresh(name), type=onnx_ir.TensorType(dtype), shape=onnx_ir.Shape(shape)
+        )
+        self.graph.inputs.append(value)
+        return value
+
+    def scalar(self, name: str, dtype: onnx_ir.DataType) -> onnx_ir.Value:
+        """The scalar input `name`, made at its first use."""
+        if name not in self.scalars:
+            self.scalars[name] = self.input(name, dtype, [])
+        return self.scalars[name]
+
+    def state(self, value: onnx_ir.Value, kind: str) -> None:
+        """Turn an initializer into a state."""
+        assert value.name is not None
+        assert value.const_value is not None
+        self.states.append((value, kind, value.const_value.numpy()))
+        del self.graph.initializers[value.name]
+        value.const_value = None
+        self.graph.inputs.append(value)
+
+    def slot(self, w: onnx_ir.Value, name: str, kind: str, initial: float) -> onnx_ir.Value:
+        """A new state in the shape of parameter `w`."""
+        assert w.dtype is not None
+        assert w.shape is not None
+        return self.kept(
+            f"{w.name}.{name}", kind, np.full(w.shape.numpy(), initial, w.dtype.numpy())
+        )
+
+    def kept(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
+        """A new state."""
+        dtype = onnx_ir.DataType.from_numpy(initial.dtype)
+        value = self.input(name, dtype, initial.shape)
+        self.states.append((value, kind, initial))
+        return value
+
+    def place(self) -> None:
+        """Append the nodes emitted so far."""
+        self.graph.extend(self.op.nodes)
+        self.op.nodes = []
+
+    def batch_norms(
+        self, trainable: Sequence[str] | None, frozen: Sequence[str]
+    ) -> set[onnx_ir.Value]:
+        """Set the mode of each BatchNormalization; returns the statistics of all of them.
+
+        One whose running mean is selected trains by the statistics of the batch and updates its
+        running ones; a frozen one stays as in inference.
+        """
+        found: set[onnx_ir.Value] = set()
+        for node in list(self.graph):
+            if node.op_type != "BatchNormalization" or node.domain:
+                continue
+            running = [v for v in node.inputs[3:5] if v is not None]
+            selected = all(
+                v.is_initializer()
+                and v not in found
+                and is_selected(str(v.name), trainable, frozen)
+                for v in running
+            )
+            found.update(running)
+            learns = selected and self.mode != "evaluate"
+            if selected:
+                for value in running:
+                    self.state(value, "statistic")
+            if not learns:
+                for value, now in zip(node.outputs[1:3], running, strict=False):
+                    if value.is_graph_output():
+                        self.graph.outputs.remove(value)
+                    onnx_ir.convenience.replace_all_uses_with(value, now)
+                node.resize_outputs(1)
+            elif len(node.outputs) < 3:
+                node.resize_outputs(3)
+            node.attributes["training_mode"] = onnx_ir.AttrInt64("training_mode", int(learns))
+            if learns:
+                for value, new in zip(running, node.outputs[1:3], strict=True):
+                    new.name = new.name or self.op.fresh(f"{value.name}.next")
+                    new.type, new.shape = value.type, value.shape
+                    self.next[value] = new
+        return found
+
+    def dropouts(self) -> None:
+        """Draw the masks of training Dropout from `rng`, so that a resumed run draws the same."""
+        for index, node in enumerate([n for n in self.graph if n.op_type == "Dropout"]):
+            x, ratio, training = (*node.inputs, None, None)[:3]
+            on = const_array(training)
+            if on is None or not on.any() or (len(node.outputs) > 1 and node.outputs[1].uses()):
+                continue
+            assert x is not None
+            (old, *_), y = node.outputs, x
+            if self.mode != "evaluate":
+                ratio = self.op.constant(0.5) if ratio is None else ratio
+                inputs = [self.op.Shape(x), ratio, self.scalar("rng", onnx_ir.DataType.INT64)]
+                scale = self.op.node("DropoutScale", inputs, domain=FUSE, stream=index)
+                scale.dtype, scale.shape = onnx_ir.DataType.FLOAT, old.shape
+                y = self.op.Mul(x, self.op.CastLike(scale, x))
+            if old.is_graph_output():
+                y = self.op.Identity(y)
+            self.graph.insert_before(node, self.op.nodes)
+            self.op.nodes = []
+            onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+            self.graph.remove(node, safe=True)
+
+    def attach_loss(self, loss: str, options: dict[str, Any], output: str | None) -> None:
+        self.outputs = list(self.graph.outputs)
+        own = {v.name: v for v in self.outputs}
+        logits = own.get(output) or self.graph.outputs[0]
+        self.loss, self.labels = autodiff.attach_loss(self.model, loss, options, output=output)
+        self.classes, self.axis, self.logits = 0, 0, str(logits.name)
+        if loss in LOSSES and LOSSES[loss].classes and logits.shape is not None:
+            self.axis = class_axis(len(logits.shape), options)
+            count = logits.shape[self.axis]
+            self.classes = count if isinstance(count, int) else 0
+        self.op = autodiff.Emitter(self.model)
+
+    def weights(
+        self,
+        statistics: set[onnx_ir.Value],
+        trainable: Sequence[str] | None,
+        frozen: Sequence[str],
+    ) -> list[onnx_ir.Value]:
+        """The initializers that train."""
+        floats = [
+            v for v in autodiff.trainable(self.model) if self.named.issuperset(model_names(v))
+        ]
+        floats = [v for v in floats if v not in statistics]
+        if trainable is None:
+            floats = [v for v in floats if is_weight(v)]
+        if not floats:
+            raise ModelError("the model has no float weights to train")
+        known = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
+        for pattern in (*(trainable or ()), *frozen):
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise UsageError(
+                    f"'{pattern}' matches no weight of the model: it has {', '.join(known[:8])}"
+                    f"{', …' if len(known) > 8 else ''}"
+                )
+        chosen = [
+            v for v in floats if any(is_selected(n, trainable, frozen) for n in model_names(v))
+        ]
+        if not chosen:
+            raise UsageError("every weight of the model is frozen: there is nothing to train")
+        reached = ancestors(self.loss)
+        chosen = [v for v in chosen if v in reached]
+        if not chosen:
+            raise ModelError("no weight of the model reaches the loss")
+        return chosen
+
+    def differentiate(
+        self,
+        weights: Sequence[onnx_ir.Value],
+        accumulate: int,
+        *,
+        strict: bool,
+        fused: bool,
+        whole: autodiff.Whole | None,
+    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        """The gradient of each weight; those without one stay initializers."""
+        for w in weights:
+            if w.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
+                raise ModelError(f"'{w.name}' is {w.dtype}: only float32 and float64 weights train")
+        kept = {w: w.const_value for w in weights}
+        for w in weights:
+            self.state(w, "parameter")
+        # Gradients arrive as part of the mean over the accumulated batches.
+        assert self.loss.dtype is not None
+        share = np.array(1 / accumulate, self.loss.dtype.numpy())
+        dy = self.op.constant(share) if accumulate > 1 else None
+        if self.loss_scale is not None:
+            scale = self.op.CastLike(self.loss_scale, self.loss)
+            dy = scale if dy is None else self.op.Mul(scale, dy)
+            dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
+        self.place()
+        found = autodiff.backward(
+            self.model, {self.loss: dy}, weights, strict=strict, fused=fused, whole=whole
+        )
+        for w in weights:
+            if w.name not in found:
+                w.const_value = kept[w]
+                self.graph.inputs.remove(w)
+                self.graph.register_initializer(w)
+        self.states = [s for s in self.states if s[0].const_value is None]
+        self.op = autodiff.Emitter(self.model)
+        self.op.stem = "update"
+        gradients = {w: found[w.name] for w in weights if w.name in found}
+        if self.loss_scale is None:
+            return gradients
+        back = self.op.Reciprocal(self.loss_scale)
+        back.dtype, back.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
+        return {
+            w: typed(self.op.Mul(g, self.like(back, w)), w, w.shape) for w, g in gradients.items()
+        }
+
+    def like(self, x: onnx_ir.Value, w: onnx_ir.Value) -> onnx_ir.Value:
+        """A scalar in the type of a weight."""
+        assert w.dtype is not None
+        return x if x.dtype == w.dtype else self.op.Cast(x, to=w.dtype.value)
+
+    def scale(self, initial: float) -> None:
+        """Multiply the loss's gradient by a state, so that float16 holds small gradients.
+
+        A step whose gradients overflow changes no weight, and halves the scale; GROWTH steps in a
+        row without one double it.
+        """
+        self.loss_scale = self.kept("loss_scale", "scaler", np.array(initial, np.float32))
+
+    def check(
+        self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
+    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        """Whether all gradients are finite, and what follows for the scale; zeros if not.
+
+        So the update waits for the answer: else its moments would be worked out and stored before.
+        """
+        if self.loss_scale is None:
+            return gradients
+        op, scale = self.op, self.loss_scale
+        good = self.kept("loss_scale.good_steps", "scaler", np.array(0))
+        made = self.kept("loss_scale.updates", "scaler", np.array(0))
+        self.total = total = self.squares(gradients)
+        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
+        one = op.constant(np.array(1))
+        count = op.Add(good, one)
+        full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
+        full = op.And(full, op.Less(scale, 2.0**127))  # infinity would halve to itself
+        larger = op.Where(full, op.Mul(scale, 2.0), scale)
+        self.next[scale] = op.Where(self.finite, larger, op.Mul(scale, 0.5))
+        zero = op.constant(np.array(0))
+        self.next[good] = op.Where(self.finite, op.Where(full, zero, count), zero)
+        self.scalars["step"] = op.Add(made, one)
+        self.next[made] = op.Where(self.finite, self.scalars["step"], made)
+        none = op.constant(0.0, total.dtype)
+        return {w: typed(op.Where(self.finite, g, none), w, w.shape) for w, g in gradients.items()}
+
+    def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
+        """Σ g² over all gradients."""
+        squares = [self.op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
+        found: onnx_ir.Value = self.op.Sum(*squares)
+        return typed(found, next(iter(gradients)), onnx_ir.Shape([]))
+
+    def accumulate(
+        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]
+    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        sums = {}
+        for w, g in gradients.items():
+            total = self.slot(w, "accumulated", "accumulator", 0.0)
+            sums[w] = self.op.Add(total, g)
+            # an update takes the sum and starts the next one at zero
+            self.next[total] = sums[w] if self.mode == "accumulate" else self.zeros(total)
+        return sums
+
+    def zeros(self, like: onnx_ir.Value) -> onnx_ir.Value:
+        """Zeros, whatever `like` holds."""
+        no, zero = self.op.constant(np.array(False)), self.op.constant(0.0, like.dtype)
+        return typed(self.op.Where(no, like, zero), like, like.shape)
+
+    def clip(
+        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], clip_norm: float | None
+    ) -> Mapping[onnx_ir.Value, onnx_ir.Value]:
+        """Gradients scaled down so that the norm of all of them together is at most `clip_norm`."""
+        if clip_norm is None:
+            return gradients
+        total = self.squares(gradients) if self.total is None else self.total
+        self.norm, factor = self.op.node(
+            "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
+        )
+        for value in (self.norm, factor):
+            value.dtype, value.shape = total.dtype, onnx_ir.Shape([])
+        return {w: self.op.Mul(g, factor) for w, g in gradients.items()}
+
+    def update(
+        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], optimizer: optim.Optimizer
+    ) -> None:
+        lr = self.scalar("lr", onnx_ir.DataType.FLOAT)
+        step = self.scalar("step", onnx_ir.DataType.INT64) if optimizer.counts else lr
+        for w, g in gradients.items():
+            slots = [self.slot(w, k, "slot", initial) for k, initial in optimizer.slots.items()]
+            news = optimizer.update(self.op, model_names(w)[0], w, g, slots, lr, step)
+            if self.finite is not None:
+                olds = (w, *slots)
+                news = [self.op.Where(self.finite, *p) for p in zip(news, olds, strict=True)]
+            self.next.update(zip((w, *slots), news, strict=True))
+
+    def finish(self) -> tuple[onnx_ir.Model, Spec]:
+        """The graph with the loss, the norm and the successors of states for outputs."""
+        self.place()
+        evaluates = self.mode == "evaluate"
+        outputs = [v for v in self.outputs if evaluates and v is not self.loss]
+        ends = [self.loss, *([self.norm] if self.norm is not None else []), *self.next.values()]
+        for value, new in self.next.items():
+            new.name, new.type, new.shape = (
+                self.op.fresh(f"{value.name}.next"),
+                value.type,
+                value.shape,
+            )
+        self.graph.outputs.clear()
+        self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
+        clean(self.model)
+        feeds = [*self.feeds, *([self.labels] if self.labels is not None else [])]
+        names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
+        spec = Spec(
+            feeds=tuple(feeds),
+            labels=str(self.labels.name) if self.labels is not None else "",
+            classes=self.classes,
+            class_axis=self.axis,
+            logits=self.logits,
+            loss=str(self.loss.name),
+            norm=str(self.norm.name) if self.norm is not None else "",
+            lr=names.get("lr", ""),
+            step=names.get("step", ""),
+            rng=names.get("rng", ""),
+            outputs=tuple(str(v.name) for v in outputs),
+            states=tuple(
+                State(
+                    str(v.name), kind, initial, v, str(self.next[v].name) if v in self.next else ""
+                )
+                for v, kind, initial in self.states
+            ),
+        )
+        return self.model, spec

@@ -1,0 +1,45 @@
+"""Which weights of a model train: globs over their names, and what they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.onnx.build import const_array
+from onnx_fuse.passes import params
+
+
+def is_selected(name: str, trainable: Sequence[str] | None, frozen: Sequence[str]) -> bool:
+    wanted = trainable is None or any(fnmatchcase(name, pattern) for pattern in trainable)
+    return wanted and not any(fnmatchcase(name, pattern) for pattern in frozen)
+
+
+def model_names(value: onnx_ir.Value) -> list[str]:
+    """The model's own names of what a (packed) initializer holds."""
+    return [part.name for part in params.parts(value)[1]]
+
+
+def is_weight(value: onnx_ir.Value) -> bool:
+    """Not a scalar, and not a mask: exporters keep constants among the weights."""
+    array = const_array(value)
+    return array is not None and array.ndim > 0 and bool(np.all(np.abs(array) < 1e9))
+
+
+def ancestors(value: onnx_ir.Value) -> set[onnx_ir.Value]:
+    """All values that `value` is computed from."""
+    seen, todo = {value}, [value]
+    while todo:
+        node = todo.pop().producer()
+        for v in node.inputs if node is not None else ():
+            if v is not None and v not in seen:
+                seen.add(v)
+                todo.append(v)
+    return seen
+
+
+def literal(name: str) -> str:
+    """A glob that matches this name alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,0 +1,202 @@
+"""The nodes of a fused model that make it differ from the original."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from onnx_ir import DataType, Value
+
+from onnx_fuse.onnx.common import FUSE, Model
+from onnx_fuse.onnx.load import read
+from onnx_fuse.onnx.save import functions_attached, fused_function
+from onnx_fuse.validate.compare import Difference, Tolerance, badness, difference
+from onnx_fuse.validate.inputs import Array, Feeds
+from onnx_fuse.validate.values import by_name, values_of
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A node of the fused model that turns right inputs into wrong outputs."""
+
+    nodes: list[str]
+    ops: list[str]
+    output: str
+    max_abs: float
+    limit: float
+    where: str
+    confirmed: bool
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{op} '{name}'" for op, name in zip(self.ops, self.nodes, strict=True))
+        return f"{what}: {self.where} is off by {self.max_abs:.3g} (limit {self.limit:.3g})"
+
+
+ORACLE = "/oracle"  # suffix of the inputs that carry the original's values
+
+
+def blame(
+    original: Model,
+    fused: Model,
+    feeds: Feeds,
+    tolerance: Tolerance,
+    *,
+    device: str = "cpu",
+) -> list[Culprit]:
+    """The nodes of `fused` that are wrong on their own, the worst first.
+
+    Fusions keep the names of the values they leave, so the fused graph can be cut at every value
+    that the original has too: each piece then gets the original's values and must give the
+    original's. All pieces run in one session, whatever the number of nodes. A culprit is confirmed
+    by running the fused model with the original's value in place of the culprit's output. Where
+    every piece is right and the whole is wrong, the fused nodes are turned back into their bodies
+    by bisection.
+    """
+    reference, suspect = read(original), read(fused)
+    expected = values_of(reference, feeds, _computed(reference), as_written=True)
+    common = [name for name in _computed(suspect) if name in expected]
+    seen = values_of(suspect, feeds, common)
+    # A value that changed its layout under its old name cannot stand in for the original's.
+    common = [n for n in common if _alike(expected[n], seen[n])]
+    cut = _cut(suspect, {name: expected[name] for name in common})
+    given = feeds | {name + ORACLE: expected[name] for name in common}
+    got = values_of(cut, given, common, device=device)
+    wrong = {
+        name: d
+        for name in common
+        if not (d := difference(name, expected[name], got[name], tolerance)).ok
+    }
+    outputs = [v.name or "" for v in suspect.graph.outputs]
+    if wrong:
+        repaired = _cut(suspect, {name: expected[name] for name in wrong})
+        patched = feeds | {name + ORACLE: expected[name] for name in wrong}
+        after = values_of(repaired, patched, outputs, device=device)
+        confirmed = all(
+            name in wrong or difference(name, expected[name], after[name], tolerance).ok
+            for name in outputs
+        )
+        # A node with several outputs, or one that a Split follows, makes several wrong values.
+        culprits: dict[tuple[str, ...], Culprit] = {}
+        for d in sorted(wrong.values(), key=badness, reverse=True):
+            culprit = _culprit(cut, d, confirmed)
+            culprits.setdefault(tuple(culprit.nodes), culprit)
+        return list(culprits.values())
+    return _bisect(suspect, feeds, [(n, expected[n]) for n in outputs], tolerance, device)
+
+
+def _computed(model: onnx_ir.Model) -> list[str]:
+    """Names of the tensors that nodes of the main graph compute."""
+    return [
+        v.name
+        for node in model.graph
+        for v in node.outputs
+        if v.name and (v.uses() or v.is_graph_output())
+    ]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return (
+        isinstance(a, np.ndarray)
+        and isinstance(b, np.ndarray)
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+    )
+
+
+def _cut(model: onnx_ir.Model, values: Mapping[str, Array]) -> onnx_ir.Model:
+    """A copy in which every reader of a named value reads the new input `name/oracle` instead."""
+    model = model.clone()
+    for name, value in by_name(model, list(values)).items():
+        kind = DataType.from_numpy(values[name].dtype)
+        source = Value(name=name + ORACLE, type=onnx_ir.TensorType(kind))
+        for use in tuple(value.uses()):
+            use.node.replace_input_with(use.idx, source)
+        model.graph.inputs.append(source)
+    return model
+
+
+def _culprit(cut: onnx_ir.Model, d: Difference, confirmed: bool) -> Culprit:
+    """The piece of the cut model that ends in the wrong value: its fused nodes, or all of it."""
+    piece: list[onnx_ir.Node] = []
+    todo = [by_name(cut, [d.output])[d.output].producer()]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in piece:
+            piece.append(node)
+            todo.extend(v.producer() for v in node.inputs if v is not None)
+    piece.reverse()
+    fused = [node for node in piece if node.domain == FUSE]
+    nodes = fused or piece
+    return Culprit(
+        [n.name or (n.outputs[0].name or "") for n in nodes],
+        [n.op_type for n in nodes],
+        d.output,
+        d.max_abs,
+        d.limit,
+        d.where,
+        confirmed,
+    )
+
+
+def _bisect(
+    model: onnx_ir.Model,
+    feeds: Feeds,
+    expected: Sequence[tuple[str, Any]],
+    tolerance: Tolerance,
+    device: str,
+) -> list[Culprit]:
+    """The fused node whose return to its body, with all before it, makes the outputs right."""
+    fused = [node.outputs[0].name or "" for node in model.graph if node.domain == FUSE]
+    names = [name for name, _ in expected]
+
+    def worst(count: int) -> Difference | None:
+        """The largest failing difference when the first `count` fused nodes run as their bodies."""
+        got = values_of(_with_bodies(model, set(fused[:count])), feeds, names, device=device)
+        parts = [difference(name, a, got[name], tolerance) for name, a in expected]
+        return max((d for d in parts if not d.ok), key=badness, default=None)
+
+    failing = worst(0)
+    if failing is None or worst(len(fused)) is not None:
+        return []
+    low, high = 0, len(fused)  # `low` nodes as bodies fail, `high` pass
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = worst(middle)
+        low, high, failing = (middle, high, found) if found else (low, middle, failing)
+    node = next(n for n in model.graph if n.outputs and n.outputs[0].name == fused[low])
+    return [
+        Culprit(
+            [node.name or fused[low]],
+            [node.op_type],
+            fused[low],
+            failing.max_abs,
+            failing.limit,
+            failing.where,
+            True,
+        )
+    ]
+
+
+def _with_bodies(model: onnx_ir.Model, outputs: set[str]) -> onnx_ir.Model:
+    """A copy in which the fused nodes with these first outputs are replaced by their bodies."""
+    from onnx_ir.passes.common import InlinePass
+
+    model = model.clone()
+    for node in model.graph:
+        if node.domain == FUSE and node.outputs[0].name in outputs:
+            key = (node.domain, node.op_type, "body")
+            if key not in model.functions:
+                opset = model.graph.opset_imports[""]
+                body = model.functions.get(node.op_identifier()) or fused_function(
+                    node.op_type, opset, node.overload
+                )
+                body = body.clone()
+                body.overload = "body"
+                model.functions[key] = body
+            node.overload = "body"
+    with functions_attached(model):
+        InlinePass(criteria=lambda f: f.overload == "body")(model)
+    return model

@@ -1,0 +1,159 @@
+"""What must agree between two runs: tolerances, differences, and outputs random by design."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from onnx_ir import DataType, Value
+
+from onnx_fuse.onnx.build import const_array, subgraphs
+from onnx_fuse.validate.inputs import Array
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A difference passes up to `atol + rtol * (the largest magnitude of that output)`."""
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+TOLERANCES = {
+    DataType.DOUBLE: Tolerance(1e-9, 1e-11, "double: other orders of summation, some 100 layers"),
+    DataType.FLOAT: Tolerance(
+        5e-5, 5e-6, "float: another order of summation leaves 1e-6 a layer, and layers add"
+    ),
+    DataType.FLOAT16: Tolerance(
+        2e-2, 2e-3, "float16: each stored value is rounded to 2^-11, and a fusion stores fewer"
+    ),
+    DataType.BFLOAT16: Tolerance(
+        8e-2, 1e-2, "bfloat16: each stored value is rounded to 2^-8, and a fusion stores fewer"
+    ),
+}
+"""By the coarsest float type anywhere in the graph, that of norms' statistics (`stash_type`) among
+them; integers and booleans must be equal."""
+
+
+COMPUTED = {
+    "tf32": Tolerance(2e-2, 2e-3, "tf32: each operand of a product is rounded to 2^-11"),
+    "fp16": TOLERANCES[DataType.FLOAT16],
+    "bf16": TOLERANCES[DataType.BFLOAT16],
+}
+"""By the precision that the fused model is computed in, where that is coarser than float."""
+
+
+def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
+    """The tolerance for the coarsest float type among the model's values and the `precision`."""
+    graph = model.graph
+    values = [*graph.inputs, *graph.initializers.values()]
+    values += [v for node in onnx_ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
+    found = {v.dtype for v in values}
+    norms = [n for n in graph if n.op_type in ("LayerNormalization", "RMSNormalization")]
+    found |= {DataType(n.attributes.get_int("stash_type", DataType.FLOAT.value)) for n in norms}
+    own = next(
+        (t for kind, t in reversed(TOLERANCES.items()) if kind in found), TOLERANCES[DataType.FLOAT]
+    )
+    return max(own, COMPUTED.get(precision, own), key=lambda t: t.rtol)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One output on one feed; `where` is `name[index]` of the largest difference."""
+
+    output: str
+    max_abs: float
+    max_rel: float
+    limit: float
+    where: str
+    ok: bool
+
+
+def difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Difference:
+    """Compare two arrays, or sequences of them; NaN and infinities must stand in the same place."""
+    if isinstance(expected, list) or isinstance(got, list):
+        return _list_difference(name, expected, got, tolerance)
+    expected, got = np.asarray(expected), np.asarray(got)
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        what = f"{name}: {got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}"
+        return Difference(name, float("inf"), float("inf"), 0.0, what, False)
+    if expected.dtype.kind in "OUS":
+        wrong = expected != got
+        bad = float(np.count_nonzero(wrong))
+        return Difference(name, bad, bad, 0.0, _place(name, wrong) if bad else name, not bad)
+    if expected.size == 0:
+        return Difference(name, 0.0, 0.0, 0.0, name, True)
+    kind = np.complex128 if expected.dtype.kind == "c" else np.float64
+    exact = expected.dtype.kind in "biu"
+    a, b = expected.astype(kind), got.astype(kind)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    error = np.where(np.isnan(error), np.inf, error)
+    finite = np.abs(a[np.isfinite(a)])
+    scale = float(finite.max()) if finite.size else 0.0
+    limit = 0.0 if exact else tolerance.atol + tolerance.rtol * scale
+    with np.errstate(invalid="ignore"):
+        relative = error / np.maximum(np.abs(a), tolerance.atol)
+    relative = np.where(np.isnan(relative), np.where(np.isinf(error), np.inf, 0.0), relative)
+    worst = float(error.max())
+    return Difference(
+        name, worst, float(relative.max()), limit, _place(name, error), worst <= limit
+    )
+
+
+def _list_difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Difference:
+    if not isinstance(expected, list) or not isinstance(got, list) or len(expected) != len(got):
+        return Difference(name, float("inf"), float("inf"), 0.0, f"{name}: another length", False)
+    parts = [
+        difference(f"{name}.{i}", a, b, tolerance)
+        for i, (a, b) in enumerate(zip(expected, got, strict=True))
+    ]
+    if not parts:
+        return Difference(name, 0.0, 0.0, 0.0, name, True)
+    worst = max(parts, key=badness)
+    return Difference(
+        name, worst.max_abs, worst.max_rel, worst.limit, worst.where, all(p.ok for p in parts)
+    )
+
+
+def _place(name: str, error: Array) -> str:
+    index = np.unravel_index(int(np.argmax(error)), error.shape)
+    return f"{name}[{', '.join(str(int(i)) for i in index)}]"
+
+
+def badness(d: Difference) -> tuple[bool, float]:
+    return not d.ok, d.max_abs / (d.limit or 1.0)
+
+
+_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"} | {
+    "Bernoulli",
+    "Multinomial",
+}
+
+
+def random_outputs(model: onnx_ir.Model) -> list[str]:
+    """Outputs that depend on a random operator (or a Dropout that drops)."""
+    tainted: set[Value] = set()
+    for node in model.graph:
+        inner = [node, *_inner_nodes(node)]
+        reads = {v for n in inner for v in n.inputs if v is not None}
+        if reads & tainted or any(_is_random(n) for n in inner):
+            tainted.update(node.outputs)
+    return [v.name or "" for v in model.graph.outputs if v in tainted]
+
+
+def _is_random(node: onnx_ir.Node) -> bool:
+    if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        training = const_array(node.inputs[2])
+        return training is None or bool(training.any())
+    return node.op_type in _RANDOM
+
+
+def _inner_nodes(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
+    for attribute in node.attributes.values():
+        for graph in subgraphs(attribute):
+            yield from onnx_ir.traversal.RecursiveGraphIterator(graph)

@@ -1,0 +1,320 @@
+"""Every gradient against central differences in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from onnx_ir import DataType, Value
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import const_array, feeds_of
+from onnx_fuse.onnx.common import Model, one_line
+from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import load
+from onnx_fuse.validate.compare import Tolerance, difference
+from onnx_fuse.validate.inputs import Array, Feeds, reference_pairs
+from onnx_fuse.validate.values import by_name, values_of
+
+# Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
+# truncation 1e-14, rounding 1e-9.
+_STEPS = (1e-5, 1e-7)
+_SLOPE_LIMIT = 1e-5
+"""Of |gradient| |direction|, in float64: what curvature and rounding leave of the difference."""
+_FLOAT_LIMIT = {np.dtype(np.float64): 1e-4, np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
+"""Of the largest entry: the gradient in its own type against the same graph in float64. float16
+rounds each value by up to 5e-4, and sums of terms that cancel lose some bits more.
+"""
+_ZERO = 1e-6
+"""Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """One trainable tensor: its worst slope along two directions, and its float32 gradient."""
+
+    tensor: str
+    op: str
+    slope: float
+    expected: float
+    slope_error: float
+    max_abs: float
+    limit: float
+    where: str
+    ok: bool
+
+
+@dataclass
+class GradientCheck:
+    """The outcome for every trainable tensor; `worst_first` puts the failing ones in front."""
+
+    errors: list[GradientError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(e.ok for e in self.errors)
+
+    @property
+    def failed(self) -> list[GradientError]:
+        """Nearest to the outputs first: a wrong rule spoils every tensor before its node."""
+        return [e for e in reversed(self.errors) if not e.ok]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "notes": self.notes,
+            "tensors": [asdict(e) for e in self.errors],
+        }
+
+
+def check_gradients(
+    model: Model, *, feeds: Feeds | None = None, device: str = "cpu", seed: int = 0
+) -> GradientCheck:
+    """Every gradient of every trainable float tensor, against central differences.
+
+    The loss is sum(output * cotangent) for fixed random cotangents. The backward of the fused graph
+    runs in float32 on `device`; the same backward with all bodies written out runs in float64;
+    along two random directions of each tensor that must give the slope that the unfused graph has
+    in float64. Raises ModelError where onnxruntime cannot run the model.
+    """
+    from onnx_fuse import autodiff, passes
+
+    plain = load(model)
+    infer_shapes(plain)
+    check = GradientCheck()
+    with ort.faults("the original"):
+        session = ort.session(plain)
+    given = [feeds] if feeds else None
+    pairs = reference_pairs(plain, lambda f: ort.run(session, f), given, seed, check.notes)
+    inputs, outputs = pairs[0]
+    rng = np.random.default_rng(seed)
+    names = [v.name or "" for v in plain.graph.outputs]
+    cotangents = {
+        name: np.asarray(rng.standard_normal(y.shape), y.dtype)
+        for name, y in zip(names, outputs, strict=True)
+        if isinstance(y, np.ndarray) and y.dtype.kind == "f"
+    }
+    fused = plain.clone()
+    passes.optimize(fused, training=True)
+    backward = autodiff.gradient(fused)
+    seeds = {f"{name}.grad": c for name, c in cotangents.items()}
+    seeds = feeds_of(backward, inputs | seeds)
+    # One element is a constant of the graph (a scale, a mask's -inf), not a parameter.
+    wanted = [
+        v.name or ""
+        for v in backward.graph.outputs
+        if v.name not in names and (v.name or "").endswith(".grad") and _elements(v) != 1
+    ]
+    single = values_of(backward, seeds, wanted, device=device)
+    double = _evaluator(inline(backward), wanted)(_doubles(seeds))
+    # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
+    passes.optimize(plain, level=0, training=True)
+    forward, parameters = _forward(plain, [name.removesuffix(".grad") for name in wanted])
+    lost = [name for name in wanted if name.removesuffix(".grad") not in parameters]
+    check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
+    evaluate = _evaluator(forward, list(cotangents))
+    floor = _ZERO * max((float(np.abs(g).max()) for g in double.values() if g.size), default=0.0)
+
+    def loss(changed: Feeds) -> float:
+        values = evaluate(_doubles(inputs) | parameters | changed)
+        return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
+
+    for node, w in _by_reader(plain, parameters):
+        g, array = double[f"{w}.grad"], parameters[w]
+        size = max(float(np.sqrt(np.mean(array**2))) if array.size else 0.0, 1e-3)
+        worst = (0.0, 0.0, 0.0, True)
+        for _ in range(2):
+            d = rng.standard_normal(array.shape)
+            along, length = float((g * d).sum()), float(np.linalg.norm(d))
+            limit = (_SLOPE_LIMIT * float(np.linalg.norm(g)) + floor) * length
+            for step in _STEPS:
+                h = step * size
+                slope = (loss({w: array + h * d}) - loss({w: array - h * d})) / (2 * h)
+                error = abs(slope - along)
+                if error <= limit:
+                    break
+            worst = max(
+                worst, (error, along, slope, error <= limit), key=lambda t: (not t[3], t[0])
+            )
+        narrow = _FLOAT_LIMIT[single[f"{w}.grad"].dtype]
+        tolerance = Tolerance(narrow, floor, "its own type against float64")
+        f32 = difference(w, g, single[f"{w}.grad"].astype(np.float64), tolerance)
+        check.errors.append(
+            GradientError(
+                tensor=w,
+                op=f"{node.op_type} '{node.name}'",
+                slope=worst[1],
+                expected=worst[2],
+                slope_error=worst[0],
+                max_abs=f32.max_abs,
+                limit=f32.limit,
+                where=f32.where,
+                ok=worst[3] and f32.ok,
+            )
+        )
+    return check
+
+
+def _elements(value: Value) -> int | None:
+    shape = value.shape
+    return None if shape is None or not shape.is_static() else math.prod(shape.numpy())
+
+
+def _doubles(feeds: Mapping[str, Array]) -> Feeds:
+    """Floats of any width as float64, the rest as it is."""
+    return {
+        name: a.astype(np.float64) if DataType.from_numpy(a.dtype).is_floating_point() else a
+        for name, a in feeds.items()
+    }
+
+
+def _forward(plain: onnx_ir.Model, names: Sequence[str]) -> tuple[onnx_ir.Model, Feeds]:
+    """The model with the named initializers as inputs, and their values in float64."""
+    model = plain.clone()
+    arrays: Feeds = {}
+    for name in names:
+        value = model.graph.initializers.pop(name, None)
+        array = const_array(value)
+        if value is not None and array is not None:
+            value.const_value = None
+            model.graph.inputs.append(value)
+            arrays[name] = array
+    return model, _doubles(arrays)
+
+
+def _by_reader(
+    model: onnx_ir.Model, names: Mapping[str, Array]
+) -> Iterator[tuple[onnx_ir.Node, str]]:
+    """(first reader, tensor) in graph order."""
+    seen: set[str] = set()
+    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+        for value in node.inputs:
+            name = (value.name or "") if value is not None else ""
+            if name in names and name not in seen:
+                seen.add(name)
+                yield node, name
+
+
+def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], dict[str, Array]]:
+    """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
+    model = to_double(model)
+    model.graph.outputs[:] = list(by_name(model, names).values())
+    try:
+        session = ort.session(model)
+        return lambda feeds: dict(
+            zip(names, ort.run(session, {k: feeds[k] for k in _inputs(model)}, names), strict=True)
+        )
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+    reference = reference_evaluator(model)
+
+    def evaluate(feeds: Feeds) -> dict[str, Array]:
+        try:
+            with np.errstate(all="ignore"):  # a guard selects what is no number afterwards
+                found = reference.run(None, {k: feeds[k] for k in _inputs(model)})
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
+                f"has no kernels for it, ONNX's own evaluator says '{one_line(error)}'"
+            ) from error
+        return dict(zip(names, found, strict=True))
+
+    return evaluate
+
+
+def reference_evaluator(model: onnx_ir.Model) -> Any:
+    """ONNX's own evaluator, but for what it does otherwise (onnx 1.23): its Erf rounds to float32,
+    its GatherElements takes no negative axis, its Pad no negative pads.
+    """
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+
+    class Erf(OpRun):
+        def _run(self, x: Array) -> tuple[Array]:
+            return (erf(x) if x.size else x,)
+
+    class Gelu(OpRun):
+        def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
+            if approximate == "tanh":
+                return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
+            return (0.5 * x * (1 + erf(x / math.sqrt(2))) if x.size else x,)
+
+    class GatherElements(OpRun):
+        def _run(self, x: Array, indices: Array, axis: int = 0) -> tuple[Array]:
+            ahead = (slice(None) if k == axis % x.ndim else slice(n)
+                     for k, n in enumerate(indices.shape))  # fmt: skip
+            return (np.take_along_axis(x[tuple(ahead)], indices, axis),)
+
+    class Pad(OpRun):
+        def _run(
+            self, x: Array, pads: Array, value: Array | None = None, axes: Array | None = None,
+            mode: str = "constant",
+        ) -> tuple[Array]:  # fmt: skip
+            along = range(x.ndim) if axes is None else (int(a) % x.ndim for a in axes)
+            each = dict(zip(along, pads.reshape(2, -1).T, strict=True))
+            more = [tuple(int(max(p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
+            less = [tuple(int(max(-p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
+            fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
+            y = np.pad(x, more, mode=mode, **fill)  # type: ignore[call-overload]
+            return (y[tuple(slice(a, n - b) for (a, b), n in zip(less, y.shape, strict=True))],)
+
+    return ReferenceEvaluator(to_proto(model), new_ops=[Erf, Gelu, GatherElements, Pad])
+
+
+def _inputs(model: onnx_ir.Model) -> list[str]:
+    return [v.name or "" for v in model.graph.inputs]
+
+
+_NARROW = (DataType.FLOAT, DataType.FLOAT16, DataType.BFLOAT16)
+
+
+def to_double(model: onnx_ir.Model) -> onnx_ir.Model:
+    """A copy that computes in float64: inputs, weights, constants, casts and created tensors.
+
+    A Resize's scales stay: 8 times 1.9999999 is 16 in float32 alone.
+    """
+    model = inline(model)
+    graph = model.graph
+    scales = {v for n in graph if n.op_type == "Resize" for v in n.inputs[1:3]}
+    for value in (*graph.inputs, *graph.initializers.values()):
+        if value in scales:
+            continue
+        if value.dtype in _NARROW:
+            value.type = onnx_ir.TensorType(DataType.DOUBLE)
+        if value.const_value is not None:
+            value.const_value = _double_tensor(value.const_value)
+    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == onnx_ir.AttributeType.TENSOR:
+                tensor = _double_tensor(attribute.as_tensor())
+                node.attributes[name] = onnx_ir.AttrTensor(name, tensor)
+            elif name in ("value_float", "value_floats"):
+                del node.attributes[name]
+                array = np.asarray(attribute.value, np.float64)
+                node.attributes["value"] = onnx_ir.AttrTensor("value", onnx_ir.tensor(array))
+            elif name in ("to", "dtype") and attribute.value in [int(k) for k in _NARROW]:
+                node.attributes[name] = onnx_ir.AttrInt64(name, int(DataType.DOUBLE))
+        if node.op_type == "GroupNormalization":  # its body casts to this
+            node.attributes["stash_type"] = onnx_ir.AttrInt64("stash_type", int(DataType.DOUBLE))
+        if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
+            zero = onnx_ir.tensor(np.zeros(1))
+            node.attributes["value"] = onnx_ir.AttrTensor("value", zero)
+        for value in node.outputs:
+            value.type = value.shape = None
+    return model
+
+
+def _double_tensor(tensor: Any) -> Any:
+    if tensor.dtype not in _NARROW:
+        return tensor
+    return onnx_ir.tensor(tensor.numpy().astype(np.float64), name=tensor.name)
