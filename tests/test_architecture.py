@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 LAYERS = (
     ("errors",),
     ("config",),
+    ("files",),
     ("onnx",),
     ("problem",),
     ("ops",),
@@ -24,6 +25,7 @@ LAYERS = (
     ("context", "lower"),
     ("runtime",),
     ("session",),
+    ("api",),
     ("backend",),
     ("training",),
     ("nn",),
