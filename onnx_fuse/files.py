@@ -144,7 +144,7 @@ class _Lock:
     """A lock on a folder that exists. Raises OSError where the folder cannot be opened."""
 
     def __init__(self, folder: Path) -> None:
-        self._fd: int | None = os.open(folder, os.O_RDONLY)
+        self._fd: int | None = None if fcntl is None else os.open(folder, os.O_RDONLY)
         self.held = False
         _locks.add(self)
 
