@@ -34,6 +34,7 @@ from onnx_fuse.problem import ITEMSIZE, Hardware
 FAMILIES: tuple[str, ...] = (
     *("pointwise", "views", "indexing", "random", "linear", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "loss", "sdpa"),
+    *("regions", "linalg", "text"),
 )
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
