@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels import optimizers
+from onnx_fuse.kernels import optimizers, selection
 from onnx_fuse.kernels.linear import ACTIVATIONS
 from onnx_fuse.kernels.recurrent import GATES, recurrent
 from onnx_fuse.onnx.common import FUSE
@@ -264,6 +264,7 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "MelWeightMatrix"): mel_weight_matrix,
     ("", "ReverseSequence"): reverse_sequence,
     **optimizers.DECOMPOSED,
+    **selection.DECOMPOSED,
     ("", "STFT"): stft,
     ("", "TensorScatter"): tensor_scatter,
     **{

@@ -1,4 +1,4 @@
-"""Samples at places that the data says: RoiAlign and DeformConv."""
+"""Samples at places that the data says: RoiAlign, DeformConv; the boxes that suppression keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from onnx_fuse.kernels.linear import product
 from onnx_fuse.kernels.pointwise import Code, call_of
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import Launch, Num, Ptr
 
 
@@ -84,7 +85,36 @@ def deform_conv(ctx: Context, node: ir.Node) -> str | None:
     return why
 
 
+def nms_chosen(ctx: Context, node: ir.Node) -> str | None:
+    """(int64 [batch, classes, boxes]: kept boxes, best first; int64 [batch, classes]: how many).
+
+    The inputs and attributes are NonMaxSuppression's, which is this and the choice of what counts.
+    """
+    boxes, scores = ctx.dense(node, 0), ctx.dense(node, 1)
+    if boxes.dtype != "float32" or scores.dtype != "float32":
+        return f"no kernel for {boxes.dtype}"
+    batch, classes, count = scores.shape
+    reads = {"boxes": boxes, "scores": scores}
+    for i, name in enumerate(("most", "iou", "least"), 2):
+        if ctx.has(node, i):
+            reads[name] = ctx.dense(node, i)
+    writes = {
+        "left": ctx.scratch("bool", scores.shape),
+        "chosen": ctx.output(node, 0, scores.shape, "int64"),
+        "found": ctx.output(node, 1, (batch, classes), "int64"),
+    }
+    launch = Launch(
+        "regions/nms.cu", "nms", (batch * classes, 1, 1), (256, 1, 1),
+        (*map(Ptr, ("boxes", "scores", "most", "iou", "least", "left", "chosen", "found")),
+         Num("i32", classes), Num("i32", count)),
+        defines(CENTER=ctx.attr(node, "center_point_box", 0)),
+    )  # fmt: skip
+    ctx.call(node, launch, reads, writes)
+    return None
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "RoiAlign"): roi_align,
     ("", "DeformConv"): deform_conv,
+    (FUSE, "NmsChosen"): nms_chosen,
 }
