@@ -33,12 +33,13 @@ WEIGHT_LIMIT = 1 << 12
 class Slot:
     """What is known of one value: `host` its array, `tensor` where it stands on the device.
 
-    `later`: a later stage makes it.
+    `later`: a later stage makes it. `items`: it is a sequence of these.
     """
 
     host: np.ndarray | None = None
     tensor: Tensor | None = None
     later: bool = False
+    items: tuple[Slot, ...] | None = None
 
 
 class NotStatic(Exception):

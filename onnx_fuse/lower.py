@@ -29,6 +29,7 @@ from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
+from onnx_fuse.sequences import followed, sequence
 from onnx_fuse.stages import stages
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
@@ -107,6 +108,7 @@ class Lowerer(Values):
         self.fallbacks: dict[str, str] = {}
         self.later: list[ir.Node] = []  # nodes of later stages
         self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
+        self.of_sequences = followed(model.graph)
         self.undecided: set[ir.Node] = set()  # whose decomposition wants a value to be known
 
     # ---- the walk ----
@@ -225,7 +227,7 @@ class Lowerer(Values):
             return
         if node.op_type in CONTROL and node.domain == "" and self._control(node):
             return
-        if not self._evaluate(node):
+        if not self._evaluate(node) and not (self.of_sequences and sequence(self, node)):
             self._lower(node)
 
     def _lower(self, node: ir.Node) -> None:
@@ -269,6 +271,11 @@ class Lowerer(Values):
         except (IndexError, ValueError) as error:  # ranks, axes and sizes that no valid node has
             raise self.fault(node, one_line(error)) from error
 
+    def ask(self, node: ir.Node, i: int) -> None:
+        """Raise NeedsValues where inputs of the model decide about operand `i`."""
+        if names := self._deciding(node, i):
+            raise NeedsValues(names)
+
     def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
         """Small inputs of the model that unknown operands of a node (all but the first, or one) are
         computed from.
@@ -277,6 +284,7 @@ class Lowerer(Values):
         operands = node.inputs[1:] or node.inputs if operand is None else [node.inputs[operand]]
         todo = [v for v in operands if v is not None]
         seen: set[ir.Value] = set()
+        direct = set(todo)
         while todo:
             value = todo.pop()
             while value in self.origin:
@@ -287,8 +295,10 @@ class Lowerer(Values):
             seen.add(value)
             if value.is_graph_input() and value in self.model.graph.inputs:
                 tensor = slot.tensor
-                # sizes are integers: a program for each value of a vector of floats would not do
-                counts = tensor is not None and (tensor.size == 1 or "int" in tensor.dtype)
+                # what sizes are computed from is integers: no program for each vector of floats
+                counts = value in direct or (
+                    tensor is not None and (tensor.size == 1 or "int" in tensor.dtype)
+                )
                 if tensor is not None and counts and len(tensor.shape) <= 1 and tensor.size <= 64:
                     found[value.name or ""] = None
                 else:
@@ -595,6 +605,14 @@ class Lowerer(Values):
         self._inner(body, [v for v in node.outputs if v.name])
         return True
 
+    def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+        """Lower nodes that no graph holds; `results` are used, though by no node."""
+        self._results.update(results)
+        for node in nodes:
+            self._name([v for v in node.inputs if v is not None])
+            self._name(node.outputs)
+            self._node(node)
+
     def _decompose(self, node: ir.Node) -> bool:
         rule = DECOMPOSED.get((node.domain, _base(node)))
         if rule is None:
@@ -625,10 +643,7 @@ class Lowerer(Values):
             return False
         if results is None:
             return False
-        self._results.update(v for v in results if v is not None)
-        for inner in op.nodes:
-            self._name(inner.outputs)
-            self._node(inner)
+        self.walk(op.nodes, [v for v in results if v is not None])
         for value, result in zip(node.outputs, results, strict=False):
             if result is not None:
                 self._result(value, result)

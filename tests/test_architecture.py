@@ -23,7 +23,7 @@ LAYERS = (
     ("autodiff",),
     ("kernels", "llir"),
     ("context",),
-    ("stages",),
+    ("stages", "sequences"),
     ("lower",),
     ("runtime",),
     ("session",),

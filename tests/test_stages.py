@@ -82,6 +82,15 @@ GRAPHS = {
         "else_branch = b () => (float[3,5,4] q) { q = Abs (x) }> }",
         {"x": np.nan_to_num(X)},
     ),
+    "sequences of what a stage makes, and of shapes": (
+        "(float[3,5,4] x, bool[15] c) => (float[N,4] y) "
+        "{ s = SplitToSequence <axis = 1, keepdims = 0> (x) "
+        "two = Constant <value = int64 {-2}> () a = SequenceAt (s, two) n = NonZero (a) "
+        "t = Transpose (n) m = ReduceMax <keepdims = 0> (t) e = SequenceErase (s, two) "
+        "f = SequenceInsert (e, a) w = ConcatFromSequence <axis = 0> (f) z = Abs (w) "
+        "k = Compress <axis = 0> (z, c) y = Neg (k) }",
+        {"x": np.nan_to_num(X), "c": np.arange(15) % 4 == 1},
+    ),
     "a shape that a stage decides": (
         "(float[3,5,4] x) => (int64[2] y) { n = NonZero (x) y = Shape (n) }",
         {"x": X},
