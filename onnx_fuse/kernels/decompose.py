@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels import optimizers, selection
+from onnx_fuse.kernels import selection
 from onnx_fuse.kernels.linear import ACTIVATIONS
 from onnx_fuse.kernels.recurrent import GATES, recurrent
 from onnx_fuse.onnx.common import FUSE
@@ -263,7 +263,6 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "MaxUnpool"): max_unpool,
     ("", "MelWeightMatrix"): mel_weight_matrix,
     ("", "ReverseSequence"): reverse_sequence,
-    **optimizers.DECOMPOSED,
     **selection.DECOMPOSED,
     ("", "STFT"): stft,
     ("", "TensorScatter"): tensor_scatter,
