@@ -683,10 +683,18 @@ FUSION_CASES = (
     FusionCase(
         "cross_entropy_written_out",
         "float[B,24] x, int64[B] labels",
-        "p = Softmax <axis = 1> (x)\n l = Log (p)\n"
+        "l = LogSoftmax <axis = 1> (x)\n"
         "y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)",
         fed=("x", "labels"),
         output="float y",
-        gone=("Softmax", "Log", "NegativeLogLikelihoodLoss"),
+        gone=("LogSoftmax", "NegativeLogLikelihoodLoss"),
+    ),
+    FusionCase(
+        "cross_entropy_of_a_rounded_softmax_stays",
+        "float[B,24] x, int64[B] labels",
+        "p = Softmax <axis = 1> (x)\n l = Log (p)\n y = NegativeLogLikelihoodLoss (l, labels)",
+        fed=("x", "labels"),
+        output="float y",
+        reason="where Softmax rounds to 0",
     ),
 )
