@@ -149,13 +149,10 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
             epsilon = attribute(node, "epsilon", 1e-5)
             y = op.LayerNormalization(centred, scale, bias, axis=-1, epsilon=epsilon)
             return rw.replace(n.producer() or node, op, [n], [y])
-        y = op.RMSNormalization(
-            x,
-            scale,
-            domain=FUSE,
-            epsilon=attribute(node, "epsilon", 1e-5),
-            stash_type=attribute(node, "stash_type", 1),
-        )
+        if x.dtype == ir.DataType.DOUBLE:
+            stash = ir.DataType.DOUBLE.value  # onnxruntime computes doubles in nothing less
+        epsilon = attribute(node, "epsilon", 1e-5)
+        y = op.RMSNormalization(x, scale, domain=FUSE, epsilon=epsilon, stash_type=stash)
         return rw.replace(node, op, [node.outputs[0]], [y])
     changed = False
     while len(node.outputs) > 1 and not users(node.outputs[-1]):
