@@ -342,7 +342,9 @@ def _computes(found: _Found) -> str:
         name = dtype.name.lower() if dtype is not None else "an unknown type"
         return f"it is computed in {name}, and {found.name} computes in float32"
     if float(np.float32(found.epsilon)) != found.epsilon:
-        return f"its epsilon {found.epsilon} is no float32, as the attribute is"
+        return (
+            f"its epsilon {found.epsilon} is a double that no float32, as the attribute is, holds"
+        )
     return ""
 
 
