@@ -36,7 +36,8 @@ def clean(model: ir.Model) -> None:
     with training_mode_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
-    if not any(n.op_type in ("Bernoulli", "Dropout") for n in model.graph):
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    if not any(n.op_type in ("Bernoulli", "Dropout") for n in nodes):
         # The pass knows the other random operators, but would make one of two Dropouts.
         common_passes.CommonSubexpressionEliminationPass()(model)
 

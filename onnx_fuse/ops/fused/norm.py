@@ -31,6 +31,7 @@ from onnx_fuse.ops.rewrite import (
     only_use,
     other,
     rank,
+    scalar,
     users,
 )
 
@@ -174,10 +175,16 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads a norm that is written out. Casts count only to a `loose` one, which finds near misses:
-    a Cast in between rounds to fewer bits, or computes in more, than the fused norm does."""
+    """Reads a norm that is written out; a `loose` one reads near misses too.
+
+    Those have a Cast within, which rounds to fewer bits, or computes in more, than the fused norm
+    does, or a constant that raises the rank.
+    """
 
     loose: bool = False
+
+    def number(self, node: ir.Node, index: int) -> float | None:
+        return scalar(node.inputs[index]) if self.loose else number(node, index)
 
     def bare(self, value: ir.Value | None) -> ir.Value | None:
         """`value`, if loose before any casts between float types."""
@@ -204,7 +211,7 @@ class _Reader:
         if divided is None:
             return self._reduced(value, "ReduceMean")
         x = self._reduced(divided.inputs[0], "ReduceSum")
-        return x if dim(x, -1) is not None and number(divided, 1) == dim(x, -1) else None
+        return x if dim(x, -1) is not None and self.number(divided, 1) == dim(x, -1) else None
 
     def _reduced(self, value: ir.Value | None, op_type: str) -> ir.Value | None:
         """What `value` is a reduction of, over the last axis, which is kept or put back."""
@@ -227,7 +234,7 @@ class _Reader:
         if node is None:
             return None
         a, b = node.inputs[0], node.inputs[1]
-        squared = self.same(a, b) if node.op_type == "Mul" else number(node, 1) == 2.0
+        squared = self.same(a, b) if node.op_type == "Mul" else self.number(node, 1) == 2.0
         return a if squared else None
 
     def centred(self, value: ir.Value | None) -> ir.Value | None:
@@ -239,18 +246,18 @@ class _Reader:
 
     def found(self, node: ir.Node) -> _Found | None:
         """The norm whose sqrt(mean(d²) + epsilon) this Sqrt or Pow is."""
-        if node.op_type == "Pow" and number(node, 1) not in (0.5, -0.5):
+        if node.op_type == "Pow" and self.number(node, 1) not in (0.5, -0.5):
             return None
         add = made_by(node.inputs[0], "Add")
-        at = next((i for i in (1, 0) if number(add, i) is not None), None) if add else None
-        epsilon = number(add, at) if add is not None and at is not None else None
+        at = next((i for i in (1, 0) if self.number(add, i) is not None), None) if add else None
+        epsilon = self.number(add, at) if add is not None and at is not None else None
         if add is None or at is None or epsilon is None:
             return None
         deviation = self.square(self.mean(add.inputs[1 - at]))
         if deviation is None:
             return None
         centred = self.centred(deviation)
-        inverse = node.op_type == "Pow" and number(node, 1) == -0.5
+        inverse = node.op_type == "Pow" and self.number(node, 1) == -0.5
 
         def is_deviation(value: ir.Value | None) -> bool:
             """The deviation may be computed twice: for the variance, and to be divided."""
@@ -279,7 +286,7 @@ class _Reader:
                     case "Div" if not inverted and b is value:
                         if is_deviation(a):
                             return user.outputs[0]
-                        if number(user, 0) == 1.0:
+                        if self.number(user, 0) == 1.0:
                             values.append((user.outputs[0], True))
                     case "Mul" if inverted and is_deviation(other(user, value)):
                         return user.outputs[0]
@@ -301,6 +308,7 @@ class _Found:
 
 
 _EXACT, _LOOSE = _Reader(), _Reader(loose=True)
+_NEAR = "a Cast or a constant of more axes is within: the fused norm has one type and one rank"
 
 
 def _named(size: int | ir.SymbolicDim) -> int | str | None:
@@ -317,7 +325,7 @@ def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
         return _build(rw, node, found)
     found = _LOOSE.found(node)
     if found is not None:
-        rw.refuse(found.name, [node], "a Cast within it: the fused norm computes in one type")
+        rw.refuse(found.name, [node], _NEAR)
     return False
 
 
