@@ -88,9 +88,9 @@ class FusionCase:
     """A graph in ONNX text and the fused operators it becomes.
 
     Inputs beside those in `fed` are weights: random initializers. `fused` are the operators of
-    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss;
-    `gone` are ai.onnx operators that must not be left. `spares` are hostile numbers left out, with
-    the reason: a feed of hostile.py ("empty"), a type ("float16"), or both ("float16:huge").
+    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss; `gone`
+    are ai.onnx operators that must not be left. `spares` are hostile numbers left out, each with its
+    reason: a feed of hostile.py ("empty"), a type ("float16"), or both ("float16:huge").
     """
 
     name: str
@@ -107,7 +107,7 @@ class FusionCase:
 
     def spared(self, feed: str, dtype: str) -> str:
         """Why hostile numbers of this kind are left out, or nothing; see `spares`."""
-        keys = [f"{dtype}:{feed}", feed] if feed else [dtype]
+        keys = [f"{dtype}:{feed}", feed or dtype]
         return next((reason for key, reason in self.spares if key in keys), "")
 
     def model(self, seed: int = 0) -> ir.Model:
@@ -252,7 +252,7 @@ FUSION_CASES = (
         + "y = Identity (z)",
         ("LayerNormGemm",),
         gone=("ReduceMean", "ReduceSum"),
-        spares=(("float16:huge", "onnxruntime keeps float32 between what it has no float16 for"),),
+        spares=(("float16:huge", "onnxruntime has float32 between operators without float16"),),
     ),
     FusionCase(
         "norm_written_out_around_an_rms_norm",
@@ -698,13 +698,5 @@ FUSION_CASES = (
         output="float y",
         gone=("LogSoftmax", "NegativeLogLikelihoodLoss"),
         spares=(("empty", "onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)"),),
-    ),
-    FusionCase(
-        "cross_entropy_of_a_rounded_softmax_stays",
-        "float[B,24] x, int64[B] labels",
-        "p = Softmax <axis = 1> (x)\n l = Log (p)\n y = NegativeLogLikelihoodLoss (l, labels)",
-        fed=("x", "labels"),
-        output="float y",
-        reason="where Softmax rounds to 0",
     ),
 )

@@ -430,6 +430,14 @@ EXACT_CASES = (
     ),
     # --- losses ---------------------------------------------------------------------------------
     FusionCase(
+        "cross_entropy_of_a_rounded_softmax_stays",
+        "float[B,24] x, int64[B] labels",
+        "p = Softmax <axis = 1> (x)\n l = Log (p)\n y = NegativeLogLikelihoodLoss (l, labels)",
+        fed=("x", "labels"),
+        output="float y",
+        reason="where Softmax rounds to 0",
+    ),
+    FusionCase(
         "loss_against_its_own_best_guess",
         "float[B,8] x",
         "l = LogSoftmax <axis = 1> (x)\n k = ArgMax <axis = 1, keepdims = 0> (l)\n"
