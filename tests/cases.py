@@ -88,9 +88,9 @@ class FusionCase:
     """A graph in ONNX text and the fused operators it becomes.
 
     Inputs beside those in `fed` are weights: random initializers. `fused` are the operators of
-    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss; `gone`
-    are ai.onnx operators that must not be left. `spares` are hostile numbers left out, each with its
-    reason: a feed of hostile.py ("empty"), a type ("float16"), or both ("float16:huge").
+    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss;
+    `gone` are ai.onnx operators that must not be left. `spares` are hostile numbers left out, with
+    the reason: a feed of hostile.py ("empty"), a type ("float16"), or both ("float16:huge").
     """
 
     name: str
