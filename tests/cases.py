@@ -193,6 +193,19 @@ _ATT = {"fed": ("q", "k", "v", "mask"), "output": "float[B,H,S,8] y"}
 
 FUSION_CASES = (
     # --- LayerNormalization in every form that exporters write -----------------------------------
+    *(
+        FusionCase(
+            f"norm_with_{name}_of_one_number",
+            f"{_X}, {affine}, {_LIN}",
+            _LN + _LINEAR + "y = Identity (z)",
+            ("LayerNormGemm",),
+            spares=(("huge", "onnxruntime's variance overflows later where it broadcasts (1.32)"),),
+        )
+        for name, affine in (
+            ("a_shift", "float[16] g, float[1] b"),
+            ("a_scale", "float[1] g, float[16] b"),
+        )
+    ),
     FusionCase("norm_node", _IN, _LN + _LINEAR + "y = Identity (z)", ("LayerNormGemm",)),
     FusionCase(
         "norm_with_mean_and_rstd",

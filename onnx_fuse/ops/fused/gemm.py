@@ -459,7 +459,8 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     if shift.ndim > 1:
         return rw.refuse("FoldAffine", [node], "its bias is not one number a column")
     dtype = (w.dtype or ir.DataType.FLOAT).numpy()
-    width = scale.shape[0]
+    width = weight.shape[0]
+    scale, *bias = (np.broadcast_to(a, (width,)) for a in (scale, *bias))  # one number for all
     ones = rw.initializer(f"onex{np.dtype(dtype).name}x{width}", np.ones(width, dtype))
     with np.errstate(over="ignore", invalid="ignore"):
         product = (scale[:, None] * weight).astype(dtype)
