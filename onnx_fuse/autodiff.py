@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import FUSE, Model, one_line
 from onnx_fuse.onnx.load import load
@@ -191,7 +192,10 @@ def _key(node: ir.Node) -> Any:
 
 
 def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
-    """Replace `node` by the nodes of its function body, which are returned; None without a body."""
+    """Replace `node` by the nodes of its function body, which are returned; None without a body.
+
+    Raises contrib.Unwritable where a contrib node has none.
+    """
     function = _body(node, op.opset)
     if function is None:
         return None
@@ -234,9 +238,11 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
 
 
 def _body(node: ir.Node, opset: int) -> ir.Function | None:
-    """The body of one of our ops, or the one the ONNX standard gives for an operator of its own."""
+    """The body of one of our ops or a contrib one, or what the ONNX standard gives for its own."""
     if node.domain == FUSE:
         return fused_function(node.op_type, opset)
+    if contrib.lookup(node) is not None:
+        return contrib.function(node, {"": opset})
     if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return None
     schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)
@@ -361,7 +367,12 @@ def _mark(
             stops.append((node, rule.reason))
             continue
         apart = rule is None or (op.fused and _split(op, node, active))
-        if apart and not _captures(node) and (made := expand(graph, op, node)) is not None:
+        try:
+            made = expand(graph, op, node) if apart and not _captures(node) else None
+        except contrib.Unwritable as error:
+            stops.append((node, str(error)))
+            continue
+        if made is not None:
             todo.extend(reversed(made))
             continue
         if definition is not None and not set(definition.saves) <= set(exposed):

@@ -25,6 +25,7 @@ from onnx_fuse.kernels.deferred import defer
 from onnx_fuse.kernels.merge import call_early, merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, one_line
 from onnx_fuse.onnx.save import inline, to_proto
@@ -653,6 +654,8 @@ class Lowerer(Values):
         single = self._single(node)
         if node.domain == FUSE:
             return inline(single).graph
+        if contrib.lookup(node) is not None:
+            return None if contrib.expand(single) else single.graph
         if node.domain != "" or not onnx.defs.has(node.op_type, self.opset):
             return None
         schema: Any = onnx.defs.get_schema(node.op_type, self.opset, "")

@@ -21,6 +21,7 @@ import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, Model, body_of, one_line
 from onnx_fuse.onnx.opsets import canonical
@@ -232,6 +233,7 @@ def _mapped(tensor: Any) -> Any:
 def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
     known = set(model.functions)
+    contrib.import_domains(model)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         own = node.domain == FUSE and body_of(node.op_type) is not None
         if own or node.op_identifier() in known:
@@ -239,7 +241,10 @@ def _check_graph(model: ir.Model) -> None:
         opset = model.graph.opset_imports.get(node.domain)
         what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
         if node.domain == "":
-            if not onnx.defs.has(node.op_type, max_inclusive_version=opset or 1):
+            if not (
+                onnx.defs.has(node.op_type, max_inclusive_version=opset or 1)
+                or contrib.in_default_domain(node)
+            ):
                 raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
         elif node.domain not in _SERVED_DOMAINS:
             raise ModelError(
@@ -252,7 +257,7 @@ def _check_graph(model: ir.Model) -> None:
         common_passes.TopologicalSortPass()(model)
     except (ValueError, ir.passes.PassError) as error:
         raise ModelError("the graph has a cycle") from error
-    with functions_attached(model):
+    with functions_attached(model), contrib.default_domain_left(model):
         common_passes.CheckerPass()(model)
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of, quiet
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import check_sizes
@@ -64,11 +65,13 @@ def _upgrade(model: ir.Model) -> ir.Model:
     notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
     if version < 14:
         _mark_training(graph)
+    contrib.set_aside(model)
     with quiet("onnxscript"), training_mode_kept(model):
         model = ConvertVersionPass(target_version=CANONICAL_OPSET, fallback=True)(model).model
     graph = model.graph
     if graph.opset_imports.get("") != CANONICAL_OPSET:
         raise ModelError(f"opset {version} cannot be brought up to {CANONICAL_OPSET}")
+    contrib.put_back(model)
     graph.name, graph.doc_string = kept[:2]
     graph.metadata_props.update(kept[2])
     for domain, number in kept[3].items():
@@ -103,7 +106,7 @@ def _unchanged(model: ir.Model, version: int) -> bool:
         return int(onnx.defs.get_schema(name, opset, "").since_version)
 
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    names = {node.op_type for node in nodes if node.domain == ""}
+    names = {n.op_type for n in nodes if n.domain == "" and not contrib.in_default_domain(n)}
     return all(since(name, version) == since(name, CANONICAL_OPSET) for name in names)
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import quiet
 from onnx_fuse.onnx.save import functions_attached
@@ -52,7 +53,7 @@ def check_sizes(model: ir.Model) -> None:
 
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
-    with functions_attached(model), quiet("onnx_ir"):
+    with functions_attached(model), contrib.bodies_attached(model), quiet("onnx_ir"):
         kept = [(v, v.type, v.shape) for v in _sequences(model)]
         common_passes.ShapeInferencePass(strict_mode=False, check_type=False, data_prop=data_prop)(
             model

@@ -16,6 +16,7 @@ from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import Refusal, Rewriter, bodies_apart, nodes_in_order
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
 from onnx_fuse.passes.canonicalize import canonicalize, clean, shape_of_source, tidy_layout
+from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -82,28 +83,40 @@ def optimize(
     def wanted(name: str, lowest: int) -> bool:
         return name not in skip and (lowest <= level or name in fuse)
 
-    rw = Rewriter(model, training=training)
-    report = Report(before=op_counts(model))
-    rw.notes += canonicalize(model, training=training)
-    infer_shapes(model)
-    if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
-        rw.fusions[FOLD_BATCH_NORM] = folded
-        clean(model)
+    def pipeline(model: ir.Model) -> tuple[Rewriter, set[str]]:
+        rw, taken = Rewriter(model, training=training), set()
+        rw.notes += canonicalize(model, training=training)
         infer_shapes(model)
-    for rule in RULES:
-        if not wanted(rule.name, rule.level) or (training and not rule.training):
-            continue
-        with bodies_apart(model.graph):
-            changed = [rule.apply(rw, node) for node in nodes_in_order(model.graph, rule.anchors)]
-        if any(changed):
-            shape_of_source(model)
+        before = regions(model)
+        if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
+            rw.fusions[FOLD_BATCH_NORM] = folded
             clean(model)
             infer_shapes(model)
-    if level >= 2:
-        tidy_layout(model)
-    clean(model)
-    infer_shapes(model)
+            taken |= {region for node, region in before if node.graph is None}
+        for rule in RULES:
+            if not wanted(rule.name, rule.level) or (training and not rule.training):
+                continue
+            before = regions(model)
+            with bodies_apart(model.graph):
+                nodes = nodes_in_order(model.graph, rule.anchors)
+                changed = [rule.apply(rw, node) for node in nodes]
+            if any(changed):
+                shape_of_source(model)
+                clean(model)
+                infer_shapes(model)
+                if rule.level:
+                    taken |= {region for node, region in before if node.graph is None}
+        if level >= 2:
+            tidy_layout(model)
+        clean(model)
+        infer_shapes(model)
+        return rw, taken
+
+    report = Report(before=op_counts(model))
+    reasons = expand_where_fused(model, lambda trial: pipeline(trial)[1])
+    rw, _ = pipeline(model)
+    forget_regions(model)
     report.fusions = _fused(model, rw)
-    report.not_fused, report.notes = rw.refusals, rw.notes
+    report.not_fused, report.notes = [*rw.refusals, *reasons], rw.notes
     report.after = op_counts(model)
     return report

@@ -1,0 +1,231 @@
+"""Contrib operators: each body against onnxruntime's own kernel; files that hold them.
+
+A row is one node: operator, operands, attributes, outputs. All sizes are symbols but those of the
+weights, as in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
+
+Array = np.ndarray[Any, Any]
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
+    rng = np.random.default_rng([seed, *shape])
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def whole(*shape: int, high: int, low: int = 0, dtype: Any = np.int32, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).integers(low, high, shape).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`weights` are the operands that are initializers; an output named "" is not asked for.
+
+    `limit` bounds the difference over 1 + |value|: sums in another order, in float32. `steps`
+    bounds that of integers.
+    """
+
+    op: str
+    operands: tuple[Array | None, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("y",)
+    weights: tuple[int, ...] = ()
+    domain: str = "com.microsoft"
+    name: str = ""
+    limit: float = 3e-6
+    steps: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}" if self.name else self.op
+
+    def model(self, static: bool = False) -> ir.Model:
+        inputs, constants, values = [], [], []
+        for i, array in enumerate(self.operands):
+            if array is None:
+                values.append(None)
+                continue
+            dims = [d if static else f"d{i}_{k}" for k, d in enumerate(array.shape)]
+            held = ir.tensor(array, name=f"w{i}") if i in self.weights else None
+            value = ir.Value(
+                name=f"w{i}" if held else f"x{i}",
+                shape=ir.Shape(array.shape if held else dims),
+                type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+                const_value=held,
+            )
+            (constants if held else inputs).append(value)
+            values.append(value)
+        node = ir.node(
+            self.op, values, self.attributes, domain=self.domain, num_outputs=len(self.outputs)
+        )
+        for value, name in zip(node.outputs, self.outputs, strict=True):
+            value.name = name
+        graph = ir.Graph(
+            inputs,
+            [v for v in node.outputs if v.name],
+            nodes=[node],
+            initializers=constants,
+            opset_imports={"": 21, "com.microsoft": 1},
+            name="g",
+        )
+        return ir.Model(graph, ir_version=10)
+
+    def feeds(self) -> dict[str, Array]:
+        given = enumerate(self.operands)
+        return {f"x{i}": a for i, a in given if a is not None and i not in self.weights}
+
+
+def run(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
+    return list(session.run(None, dict(feeds)))
+
+
+# float16: onnxruntime's kernels keep float32 inside where a body rounds between its nodes
+HALF = 4e-3
+
+
+def _norm_rows() -> list[Row]:
+    rows = []
+    for kind, limit in ((np.float32, 3e-6), (np.float16, HALF)):
+
+        def r(*shape: int, kind: Any = kind) -> Array:
+            return random(*shape, seed=len(shape), dtype=kind)
+
+        x, v = r(2, 3, 8), r(8)
+        more: dict[str, Any] = {"limit": limit, "attributes": {"epsilon": 1e-3}}
+        summed = ("y", "", "", "s")
+        skips = {"": r(2, 3, 8)[::-1], "one batch": r(1, 3, 8), "rows": r(3, 8)}
+        full, rms = "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"
+        for name, skip in skips.items():
+            name = f"{name} {np.dtype(kind).name}"
+            rows += [
+                Row(full, (x, skip, v, v, v), outputs=summed, name=name, **more),
+                Row(full, (x, skip, v), name=f"{name} bare", **more),
+                Row(full, (x, skip, v, None, v), name=f"{name} bias", **more),
+                Row(rms, (x, skip, v), name=name, **more),
+                Row(rms, (x, skip, v, v), outputs=summed,
+                    name=f"{name} bias", **more),
+            ]  # fmt: skip
+        simple = "SimplifiedLayerNormalization"
+        rows += [
+            Row(simple, (x, v), domain="", name=np.dtype(kind).name, **more),
+            Row(simple, (x, r(3, 8)), {"axis": 1}, domain="", name=f"axis {kind}", limit=limit),
+        ]
+    rows.append(Row(simple, (random(2, 8), random(8)), {}, ("y", "rstd"), domain=""))
+    huge = np.array([[3e38, -3e38, 1e-30, 0], [np.nan, 1, 2, 3], [np.inf, 1, 2, 3]], np.float32)
+    unit = np.ones(4, np.float32)
+    return [
+        *rows,
+        Row("SkipLayerNormalization", (huge, np.zeros_like(huge), unit, unit), name="hostile"),
+        Row("SkipSimplifiedLayerNormalization", (huge, np.zeros_like(huge), unit), name="hostile"),
+        Row("SkipLayerNormalization", (random(0, 3, 8), random(0, 3, 8), v.astype(np.float32)),
+            name="empty"),
+    ]  # fmt: skip
+
+
+def _activation_rows() -> list[Row]:
+    x = np.concatenate([random(4, 6), [[-0.0, np.inf, -np.inf, np.nan, 80, -80]]]).astype(
+        np.float32
+    )
+    ids, w, p, s, v = whole(2, 4, high=5), random(9, 8), random(6, 8), random(2, 8), random(8)
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.int32)
+    weights = (2, 3, 4, 5, 6)
+    embed = "EmbedLayerNormalization"
+    return [
+        Row("Gelu", (x,)),
+        Row("BiasGelu", (x, random(6))),
+        Row("FastGelu", (x,)),
+        Row("FastGelu", (x, random(6)), name="bias"),
+        Row("QuickGelu", (x[:4],)),
+        Row("QuickGelu", (x[:4],), {"alpha": 1.0}, name="silu"),
+        Row(embed, (ids, ids % 2, w, p, s, v, v, mask), {}, ("y", "m", "e"), weights),
+        Row(embed, (ids, None, w, p, None, v, v), {}, ("y", "m"), weights, name="no mask"),
+        Row(embed, (ids, None, w, p, None, v, v, mask, ids), {}, ("y", "m"), weights, name="at"),
+    ]
+
+
+def _product_rows() -> list[Row]:
+    rows = []
+    a, b = random(2, 3, 4, 5), random(2, 3, 5, 6)
+    for ta in (0, 1):
+        for tb in (0, 1):
+            left, right = (m.swapaxes(-1, -2) if t else m for m, t in ((a, ta), (b, tb)))
+            flags = {"transA": ta, "transB": tb}
+            rows.append(
+                Row("FusedMatMul", (left, right), {**flags, "alpha": 0.3}, name=f"{ta}{tb}")
+            )
+            left, right = (np.ascontiguousarray(np.moveaxis(m, 2, 0)) for m in (left, right))
+            flags |= {"transBatchA": 1, "transBatchB": 1}
+            rows.append(Row("FusedMatMul", (left, right), flags, name=f"batch {ta}{tb}"))
+    gemm = {"transB": 1, "alpha": 0.5, "beta": 0.7}
+    for name, alpha, beta in (
+        *(("Relu", None, None), ("LeakyRelu", 0.2, None), ("Tanh", None, None)),
+        *(("Sigmoid", None, None), ("HardSigmoid", 0.3, 0.4), ("Elu", 0.7, None)),
+        *(("Softplus", None, None), ("Softsign", None, None), ("ThresholdedRelu", 0.3, None)),
+    ):
+        given = {"activation": name, "activation_alpha": alpha, "activation_beta": beta}
+        taken = {k: v for k, v in given.items() if v is not None}
+        operands = (random(3, 5), random(6, 5), random(6))
+        rows.append(Row("FusedGemm", operands, {**gemm, **taken}, name=name))
+    x, w, z = random(2, 4, 6, 7), random(3, 4, 3, 3), random(2, 3, 6, 7)
+    for name, parameters in (
+        *(("Relu", []), ("LeakyRelu", [0.2]), ("Tanh", []), ("Sigmoid", [])),
+        *(("HardSigmoid", [0.3, 0.4]), ("Clip", [-0.2, 0.5])),
+    ):
+        taken = {"activation": name, **({"activation_params": parameters} if parameters else {})}
+        rows += [
+            Row("FusedConv", (x, w, random(3), z), {**taken, "pads": [1, 1, 1, 1]}, ("y",), (1, 2),
+                name=f"{name} added"),
+            Row("FusedConv", (x, w), {**taken, "auto_pad": "SAME_UPPER"}, ("y",), (1,), name=name),
+        ]  # fmt: skip
+    return [
+        *rows,
+        Row("FusedMatMul", (random(5), random(2, 5, 6)), name="a vector left"),
+        Row("FusedMatMul", (random(2, 3, 5), random(5)), {"alpha": 2.0}, name="a vector right"),
+        Row("TransposeMatMul", (random(5, 3), random(5, 6)), {"transA": 1}),
+    ]
+
+
+ROWS = [*_norm_rows(), *_activation_rows(), *_product_rows()]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_body_computes_what_onnxruntimes_kernel_does(row: Row) -> None:
+    model = row.model()
+    expected = run(model, row.feeds())
+    flat = inline(model)
+    assert not [n for n in flat.graph if n.domain or n.op_type == "SimplifiedLayerNormalization"]
+    got = run(flat, row.feeds())
+    infer_shapes(model)
+    outputs = model.graph.outputs
+    assert next(iter(model.graph)).overload == ""
+    for value, a, b in zip(outputs, expected, got, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert value.dtype == ir.DataType.from_numpy(a.dtype)
+        assert value.shape is not None
+        assert len(value.shape) == a.ndim
+        wide, narrow = a.astype(np.float64), b.astype(np.float64)
+        np.testing.assert_array_equal(np.isnan(wide), np.isnan(narrow))
+        same = np.isnan(wide) | (wide == narrow)
+        with np.errstate(invalid="ignore"):
+            error = np.where(same, 0, np.abs(wide - narrow) / (1 + np.abs(wide)))
+        if a.dtype.kind in "iu":
+            assert np.abs(wide - narrow).max(initial=0) <= row.steps
+        else:
+            assert error.max(initial=0) <= row.limit
