@@ -47,17 +47,19 @@ class Row:
     name: str = ""
     limit: float = 3e-6
     steps: int = 0
+    fixed: bool = False  # the operands' last axes have a size, as hidden sizes do
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}" if self.name else self.op
 
-    def model(self, static: bool = False) -> ir.Model:
+    def model(self) -> ir.Model:
         inputs, constants, values = [], [], []
         for i, array in enumerate(self.operands):
             if array is None:
                 values.append(None)
                 continue
-            dims = [d if static else f"d{i}_{k}" for k, d in enumerate(array.shape)]
+            last = array.ndim - 1 if self.fixed and array.ndim > 2 else -1
+            dims = [d if k == last else f"d{i}_{k}" for k, d in enumerate(array.shape)]
             held = ir.tensor(array, name=f"w{i}") if i in self.weights else None
             value = ir.Value(
                 name=f"w{i}" if held else f"x{i}",
@@ -202,7 +204,146 @@ def _product_rows() -> list[Row]:
     ]
 
 
-ROWS = [*_norm_rows(), *_activation_rows(), *_product_rows()]
+MASKS = {
+    "ends": np.array([3, 5], np.int32),
+    "an empty row": np.array([3, 0], np.int32),
+    "ends and starts": np.array([5, 4, 1, 0], np.int32),
+    "of keys": np.array([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]], np.int32),
+    "of pairs": whole(2, 5, 5, high=2),
+}
+
+
+def _attention_rows() -> list[Row]:
+    op, rows = "Attention", []
+    x, w, b, past = random(2, 5, 12), random(12, 48), random(48), random(2, 2, 4, 3, 4)
+    more: dict[str, Any] = {"weights": (1, 2), "limit": 1e-5}
+    heads = {"num_heads": 4}
+    ahead = {**heads, "unidirectional": 1}
+    for name, mask in MASKS.items():
+        rows += [
+            Row(op, (x, w, b, mask), heads, name=f"mask {name}", **more),
+            Row(op, (x, w, b, mask), ahead, name=f"causal, mask {name}", **more),
+        ]
+    split = {**heads, "qkv_hidden_sizes": [16, 16, 8]}
+    kept = np.ones((2, 8), np.int32)
+    rows += [
+        Row(op, (x, w, b), heads, name="plain", **more),
+        Row(op, (x, w), {**heads, "scale": 0.3}, ("y", "present"), name="no bias", **more),
+        Row(op, (x, random(12, 40), random(40)), split, name="sizes", **more),
+        Row(op, (x, w, b, MASKS["of keys"]), {**heads, "mask_filter_value": -3.0}, name="filter",
+            **more),
+        Row(op, (x, w, b, None, past), ahead, ("y", "present"), name="past", **more),
+        Row(op, (x, w, b, kept, past), heads, ("y", "present"), name="past, mask", **more),
+        Row(op, (x, w, b, None, None, random(2, 1, 5, 5)), heads, name="scores' bias", **more),
+        Row(op, (x, w, b, None, None, random(1, 4, 5, 5)), ahead, name="causal, bias", **more),
+    ]  # fmt: skip
+    op, more = "MultiHeadAttention", {"fixed": True, "limit": 1e-5}
+    q, k, v = random(2, 5, 16), random(2, 6, 16, seed=1), random(2, 6, 16, seed=2)
+    k4, v4 = random(2, 4, 6, 4, seed=1), random(2, 4, 6, 4, seed=2)
+    p3, p4 = random(2, 4, 3, 4, seed=1), random(2, 4, 3, 4, seed=2)
+    outputs = ("y", "k", "v")
+    wider = {name: np.concatenate([m, m[..., :1]], -1) for name, m in MASKS.items() if m.ndim > 1}
+    for name, mask in {"ends": MASKS["ends"], **wider}.items():
+        rows += [
+            Row(op, (q, k, v, None, mask), heads, name=f"mask {name}", **more),
+            Row(op, (q, k, v, None, mask), ahead, name=f"causal, mask {name}", **more),
+        ]
+    return [
+        *rows,
+        Row(op, (q, k, v), heads, name="plain", **more),
+        Row(op, (q, k, v), heads, name="no sizes"),
+        Row(op, (q, k, random(2, 6, 8)), {**heads, "scale": 0.3}, name="narrow values", **more),
+        Row(op, (q, k, random(2, 6, 8), random(40)), heads, weights=(3,), name="bias", **more),
+        Row(op, (q, k4, v4), heads, name="heads given", **more),
+        Row(op, (q, k4, v4, random(48)), heads, weights=(3,), name="heads given, bias", **more),
+        Row(op, (q, k, v, None, None, random(1, 4, 5, 6)), heads, name="scores' bias", **more),
+        Row(op, (q[:, :1], k[:, :1], v[:, :1], None, None, None, p3, p4), ahead, outputs,
+            name="past, one token", **more),
+        Row(op, (q, q, q, random(48), kept, None, p3, p4), ahead, outputs, (3,),
+            name="past, mask", **more),
+        *(Row(op, (random(2, s, 16), random(2, t, 16), random(2, t, 16)), ahead,
+              name=f"causal {s} over {t}", **more) for s, t in ((5, 5), (3, 7), (7, 3), (1, 4))),
+    ]  # fmt: skip
+
+
+def _rotary_rows() -> list[Row]:
+    op, rows = "RotaryEmbedding", []
+    tables = random(10, 4), random(10, 4, seed=1)
+    whole_ids, one = whole(2, 5, high=10, dtype=np.int64), np.array([2], np.int64)
+    for pairs in (0, 1):
+        for name, positions in (("positions", whole_ids), ("an offset", one)):
+            parts = {"num_heads": 2, "rotary_embedding_dim": 8, "interleaved": pairs}
+            for x, attributes in (
+                (random(2, 5, 16), {"interleaved": pairs}),
+                (random(2, 3, 5, 8), {"interleaved": pairs}),
+                (random(2, 5, 24), parts),
+                (random(2, 2, 5, 12), parts),
+            ):
+                label = f"{name}, {'pairs' if pairs else 'halves'}, {list(x.shape)}"
+                rows.append(Row(op, (x, positions, *tables), attributes, weights=(2, 3),
+                                name=label, fixed="num_heads" in attributes))  # fmt: skip
+    return rows
+
+
+def _grouped_rows() -> list[Row]:
+    heads: dict[str, Any] = {"num_heads": 4, "kv_num_heads": 2}
+    turned = {**heads, "do_rotary": 1}
+    tables = (random(40, 8), random(40, 8, seed=1))
+
+    def row(name: str, rows: int, past: int | None, lengths: list[int], total: int,
+            attributes: Mapping[str, Any] = heads, extra: tuple[Array | None, ...] = (),
+            packed: bool = False, kind: Any = np.float32) -> Row:  # fmt: skip
+        batch = len(lengths)
+        sizes = [(batch, rows, 64), (batch, rows, 32), (batch, rows, 32)]
+        qkv: list[Array | None] = [random(*s, seed=i) for i, s in enumerate(sizes)]
+        if packed:
+            qkv = [np.concatenate([a for a in qkv if a is not None], -1), None, None]
+        cache: list[Array | None] = [None, None]
+        if past is not None:
+            cache = [random(batch, 2, past, 16, seed=i) for i in range(2)]
+        angles = tables if attributes.get("do_rotary") else (None, None) if extra else ()
+        ends = (np.array(lengths, np.int32) - 1, np.array([total], np.int32))
+        operands = (*qkv, *cache, *ends, *angles, *extra)
+        cast = [a.astype(kind) if a is not None and a.dtype == np.float32 else a for a in operands]
+        return Row("GroupQueryAttention", tuple(cast), attributes, ("y", "k", "v"),
+                   (7, 8) if attributes.get("do_rotary") else (), name=name, fixed=True,
+                   limit=1e-5 if kind == np.float32 else HALF)  # fmt: skip
+
+    places = np.arange(3, 13).reshape(2, 5)
+    return [
+        row("prompt", 5, None, [5, 5], 5),
+        row("prompt, half", 5, None, [5, 5], 5, kind=np.float16),
+        row("prompt into an empty cache", 5, 0, [5, 5], 5),
+        row("prompt into a buffer", 5, 12, [5, 5], 5),
+        row("padded prompt", 5, None, [5, 3], 5),
+        row("token", 1, 7, [8, 8], 8),
+        row("tokens of two lengths", 1, 7, [8, 5], 8),
+        row("token into a buffer", 1, 12, [8, 5], 8),
+        row("chunk", 3, 7, [10], 10),
+        row("chunk into a buffer", 3, 12, [10], 10),
+        row("packed, turned", 5, None, [5, 5], 5, turned, packed=True),
+        row("packed, turned token", 1, 7, [8, 5], 8, turned, packed=True),
+        row("turned in pairs", 1, 7, [8, 5], 8, {**turned, "rotary_interleaved": 1}),
+        row("positions of a prompt", 5, None, [5, 5], 5, turned, (places,)),
+        row("positions of tokens", 1, 7, [8, 5], 8, turned, (np.array([[9], [3]]),)),
+        row("positions of a chunk", 3, 7, [10], 10, turned, (np.array([[9, 3, 4]]),)),
+        *(row(f"window of {w}", 5, None, [5, 5], 5, {**heads, "local_window_size": w})
+          for w in (1, 2, 3)),
+        row("window, token", 1, 7, [8, 5], 8, {**heads, "local_window_size": 3}),
+        row("softcap", 5, None, [5, 5], 5, {**heads, "softcap": 1.5, "scale": 0.7}),
+        row("smooth", 5, None, [5, 5], 5, {**heads, "smooth_softmax": 1}),
+        row("sinks", 5, None, [5, 5], 5, extra=(None, None, random(4))),
+        row("bias", 1, 7, [8, 5], 8, extra=(None, random(2, 1, 1, 8))),
+        row("bias, softcap", 5, None, [5, 5], 5, {**heads, "softcap": 1.5},
+            (None, random(1, 4, 5, 5))),
+        row("all keys", 5, None, [5, 5], 5, {**heads, "causal": 0}),
+    ]  # fmt: skip
+
+
+ROWS = [
+    *(*_norm_rows(), *_activation_rows(), *_product_rows()),
+    *(*_attention_rows(), *_rotary_rows(), *_grouped_rows()),
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

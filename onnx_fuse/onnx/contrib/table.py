@@ -73,6 +73,11 @@ _TYPED = {
         ir.DataType.BOOL,
     ),
 }
+# Operators whose results' types a body states where it needs them.
+_UNTYPED = {
+    *("Constant", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"),
+    *("MatMulInteger", "ConvInteger"),
+}
 
 
 class Body(Builder):
@@ -81,18 +86,17 @@ class Body(Builder):
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
         results = super().node(op_type, inputs, **keywords)
         made = self.nodes[-1]
-        if op_type in ("Constant", "DynamicQuantizeLinear"):
-            return results
-        if op_type in ("Cast", "QuantizeLinear", "DequantizeLinear", "ConstantOfShape"):
-            code = keywords.get("to")
-            dtype: ir.DataType | None = None if code is None else ir.DataType(code)
-            source = None
-        else:
-            dtype = _TYPED.get(op_type)
+        dtype: ir.DataType | None = None
+        if "to" in keywords:
+            dtype = ir.DataType(keywords["to"])
+        elif op_type == "ConstantOfShape":
+            dtype = keywords["value"].dtype
+        elif op_type not in _UNTYPED:
             source = made.inputs[1 if op_type in ("Where", "CastLike") else 0]
-        dtype = dtype or (source.dtype if source is not None else None)
-        for value in made.outputs if dtype is not None else ():
-            value.dtype = dtype
+            dtype = _TYPED.get(op_type, None if source is None else source.dtype)
+        if dtype is not None:
+            for value in made.outputs:
+                value.dtype = dtype
         return results
 
     def cast_like(self, x: ir.Value, like: ir.Value) -> ir.Value:
@@ -224,7 +228,7 @@ def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) 
 def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir.Function:
     """The body as an ONNX function of the node's operator name, without attributes.
 
-    It holds for nodes with the same attributes, types, ranks and known sizes alone.
+    It holds for nodes with the same attributes, types and shapes alone, see `signature`.
     Raises Unwritable.
     """
     formals = [
@@ -281,7 +285,9 @@ def signature(node: ir.Node) -> Any:
         if v is None
         else (
             v.dtype,
-            None if v.shape is None else tuple(d if isinstance(d, int) else None for d in v.shape),
+            None
+            if v.shape is None
+            else tuple(d if isinstance(d, int) else d.value for d in v.shape),
         )
         for v in node.inputs
     )
