@@ -220,6 +220,10 @@ class Lowerer(Values):
         return np.lib.stride_tricks.as_strided(flat, tensor.shape, steps, writeable=False)
 
     def _node(self, node: ir.Node) -> None:
+        if contrib.lookup(node) is not None:
+            for i, value in enumerate(node.outputs):
+                if not contrib.wants(node, i):
+                    value.name = ""  # a body need not make it
         slots = [self.slots[v] for v in node.inputs if v is not None]
         if any(slot.later for slot in slots) or any(
             self.slots[v].later for v in captured(node) if v in self.slots
@@ -706,7 +710,8 @@ class Lowerer(Values):
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
         self.fallbacks.setdefault(name, reason)
         types = None if captured(node) else self.infer(node)
-        typed = types is not None and all(t is not None for t in types)
+        made = [(i, v) for i, v in enumerate(node.outputs) if v.name]
+        typed = types is not None and all(types[i] is not None for i, _ in made)
         if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
             self.stuck.add(node)
             self._defer(node)
@@ -720,7 +725,7 @@ class Lowerer(Values):
             if v is not None
         }
         writes: dict[str, Tensor] = {}
-        for i, value in enumerate(node.outputs):
+        for i, value in made:
             found = types[i]
             assert found is not None
             writes[value.name or ""] = self.output(node, i, found[1], found[0])

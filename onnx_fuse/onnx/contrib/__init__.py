@@ -20,6 +20,7 @@ from onnx_fuse.onnx.contrib.table import (
     function,
     lookup,
     signature,
+    wants,
     write,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "put_back",
     "set_aside",
     "signature",
+    "wants",
     "write",
 ]

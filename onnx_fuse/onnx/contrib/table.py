@@ -152,8 +152,11 @@ def needed(node: ir.Node, i: int) -> ir.Value:
 
 
 def wants(node: ir.Node, i: int) -> bool:
-    """Whether the node has output `i` at all."""
-    return i < len(node.outputs) and node.outputs[i].name != ""
+    """Whether anybody reads output `i`; of a node in no graph, whether it has that output."""
+    if i >= len(node.outputs) or node.outputs[i].name == "":
+        return False
+    value = node.outputs[i]
+    return node.graph is None or value.is_graph_output() or bool(value.uses())
 
 
 def attr(node: ir.Node, name: str, default: Any = None) -> Any:
@@ -240,7 +243,7 @@ def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir
         )
         for i, v in enumerate(node.inputs)
     ]
-    names = ["" if v.name == "" else f"out{i}" for i, v in enumerate(node.outputs)]
+    names = [f"out{i}" if wants(node, i) else "" for i in range(len(node.outputs))]
     call = ir.Node(
         node.domain,
         node.op_type,
@@ -291,5 +294,5 @@ def signature(node: ir.Node) -> Any:
         )
         for v in node.inputs
     )
-    outputs = tuple(v.name != "" for v in node.outputs)
+    outputs = tuple(wants(node, i) for i in range(len(node.outputs)))
     return node.op_identifier(), tuple(attributes), inputs, outputs
