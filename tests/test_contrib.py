@@ -340,7 +340,132 @@ def _grouped_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def number(value: float, kind: Any = np.float32) -> Array:
+    return np.array(value, kind)
+
+
+def _quantized_rows() -> list[Row]:
+    rows = []
+    scales = number(0.02), number(0.05), number(0.03)
+    for kind, low, high, zeros in ((np.uint8, 0, 256, (120, 7, 100)),
+                                   (np.int8, -128, 128, (3, -9, 0))):  # fmt: skip
+
+        def q(
+            *shape: int, seed: int = 0, kind: Any = kind, low: int = low, high: int = high
+        ) -> Array:
+            return whole(*shape, low=low, high=high, dtype=kind, seed=seed)
+
+        za, zb, zy = (number(z, kind) for z in zeros)
+        a, b = (q(2, 3, 4), scales[0], za), (q(3, 4, seed=1), scales[1], zb)
+        x, y = (q(2, 6, 5, 4), scales[0], za), (scales[2], zy)
+        label = np.dtype(kind).name
+        # onnxruntime's kernels of integers round ties and sums in float32 in another order
+        near: dict[str, Any] = {"name": label, "steps": 1}
+        pool, means = "QLinearAveragePool", "QLinearGlobalAveragePool"
+        rows += [
+            Row("QuantizeLinear", (random(3, 4) * 3, *scales[:1], za), name=label),
+            Row("QuantizeLinear", (random(3, 4) * 3, np.abs(random(4)) + 0.01, q(4)), {"axis": 1},
+                name=f"{label} by column"),
+            Row("DequantizeLinear", a, name=label),
+            Row("DequantizeLinear", (q(3, 4), random(3), q(3)), {"axis": 0},
+                name=f"{label} by row"),
+            Row("QLinearAdd", (*a, *b, *y), **near),
+            Row("QLinearMul", (*a, *b, *y), **near),
+            Row("QLinearSigmoid", (*a, number(1 / 256), number(low, kind)), **near),
+            Row("QLinearLeakyRelu", (*a, *y), {"alpha": 0.1}, **near),
+            Row("QLinearSoftmax", (*a, number(1 / 256), number(low, kind)), {"opset": 13}, **near),
+            Row("QLinearConcat", (*y, q(2, 3), *scales[:1], za, q(2, 5), *scales[1:2], zb),
+                {"axis": 1}, **near),
+            Row("QLinearWhere", (q(2, 3, 4) > 9, *a, q(2, 3, 4, seed=2), *b[1:], *y), **near),
+            Row(pool, (*x, *y), {"kernel_shape": [3, 2], "strides": [2, 1]}, **near),
+            Row(pool, (*x, *y),
+                {"kernel_shape": [3, 2], "pads": [1, 0, 1, 1], "channels_last": 1,
+                 "count_include_pad": 1}, name=f"{label} last", steps=1),
+            Row(means, (*x, *y), **near),
+            Row(means, (*x, *y), {"channels_last": 1}, name=f"{label} last",
+                steps=1),
+            Row("NhwcMaxPool", (x[0],), {"kernel_shape": [3, 2], "pads": [1, 0, 1, 1]}, name=label),
+            Row("QLinearConv", (*x, q(3, 6, 3, 3), *scales[1:2], number(0, kind), *y,
+                                whole(3, high=900)), {"pads": [1, 1, 1, 1]}, ("y",), (3,), **near),
+            Row("QLinearConv", (*x, q(3, 4, 3, 3), *scales[1:2], number(0, kind), *y),
+                {"channels_last": 1}, ("y",), (3,), name=f"{label} last", steps=1),
+            Row("DynamicQuantizeMatMul", (random(2, 3, 4), q(4, 5), random(5) ** 2), weights=(1, 2),
+                name=label),
+            Row("DynamicQuantizeMatMul", (random(2, 3, 4), q(4, 5), scales[1], zb, random(5)),
+                weights=(1, 2, 3, 4), name=f"{label} bias"),
+            Row("MatMulIntegerToFloat", (q(2, 3, 4), q(4, 5), *scales[:2], za, zb, random(5)),
+                name=label),
+            Row("MatMulIntegerToFloat", (q(2, 3, 4), q(4, 5), *scales[:1], random(5) ** 2),
+                name=f"{label} by column"),
+            Row("QGemm", (q(3, 4), *scales[:1], za, q(5, 4), *scales[1:2], zb, whole(5, high=99)),
+                {"transB": 1, "alpha": 0.5}, name=label),
+            Row("QGemm", (q(3, 4), *scales[:1], za, q(4, 5), *scales[1:2], zb, None, *y), **near),
+        ]  # fmt: skip
+    bytes_ = whole(2, 5, 8, high=256, dtype=np.uint8), whole(8, 24, high=256, dtype=np.uint8)
+    zero = number(128, np.uint8)
+    attention = (*bytes_, random(24), *scales[:2])
+    heads = {"num_heads": 2}
+    return [
+        *rows,
+        Row("QAttention", (*attention, None, zero, zero), heads, weights=(1, 2), name="plain",
+            limit=1e-5),
+        Row("QAttention", (*attention, np.array([5, 3], np.int32), zero, zero),
+            {**heads, "unidirectional": 1}, weights=(1, 2), name="mask", limit=1e-5),
+    ]  # fmt: skip
+
+
+def _few_bits_rows() -> list[Row]:
+    rows = []
+    n, k = 6, 80
+    for bits in (4, 8):
+        for size in (16, 32):
+            blocks = -(-k // size)
+            packed = whole(n, blocks, size * bits // 8, high=256, dtype=np.uint8)
+            width = -(-blocks * bits // 8)
+            zeros = whole(n, width, high=256, dtype=np.uint8, seed=3)
+            scales = np.abs(random(n, blocks)) * 0.1
+            sizes = {"bits": bits, "block_size": size, "N": n, "K": k}
+            x, name = random(2, 3, k), f"{bits} bits, blocks of {size}"
+            more: dict[str, Any] = {"weights": (1, 2, 3, 4, 5), "limit": 1e-5}
+            op = "MatMulNBits"
+            rows += [
+                Row(op, (x, packed, scales), sizes, name=name, **more),
+                Row(op, (x, packed, scales, zeros), sizes, name=f"{name}, zeros", **more),
+                Row(op, (x, packed, scales, None, None, random(n)), sizes,
+                    name=f"{name}, bias", **more),
+            ]  # fmt: skip
+            if bits == 4:  # onnxruntime's kernel has these for 4 bits alone
+                places = whole(k, high=blocks)
+                rows += [
+                    Row(op, (x, packed, scales, random(n, blocks) + 8), sizes,
+                        name=f"{name}, zeros of floats", **more),
+                    Row(op, (x, packed, scales, None, places), sizes,
+                        name=f"{name}, g_idx", **more),
+                ]  # fmt: skip
+    return rows
+
+
+def _form_rows() -> list[Row]:
+    x = random(2, 3, 4)
+    ids = np.array([3.0, 1, 3, 2, 1, 3], np.float32)
+    return [
+        Row("GatherND", (x, np.array([[0, 2], [1, 1]], np.int32)), weights=(1,)),
+        Row("Pad", (x, np.array([0, 1, 2, 0, 0, 1]), number(2.5)), {"mode": "constant"}),
+        Row("Pad", (x, np.array([[0, 1, 2, 0, 0, 1]]), random(1)), name="shape [1, 6]"),
+        Row("Unique", (ids,), {}, ("y", "idx", "counts")),
+        Row("Trilu", (x, np.array(1)), {"upper": 0}),
+        Row("Range", (number(1), number(7), number(2))),
+        Row("Range", (number(1, np.int32).reshape(1), number(7, np.int32)), name="without delta"),
+        Row("ExpandDims", (x, number(1, np.int32)), weights=(1,)),
+        Row("CDist", (random(3, 4), random(5, 4)), limit=1e-5),
+        Row(
+            "CDist", (random(3, 4), random(5, 4)), {"metric": "euclidean"}, limit=1e-5, name="root"
+        ),
+    ]
+
+
 ROWS = [
+    *(*_quantized_rows(), *_few_bits_rows(), *_form_rows()),
     *(*_norm_rows(), *_activation_rows(), *_product_rows()),
     *(*_attention_rows(), *_rotary_rows(), *_grouped_rows()),
 ]

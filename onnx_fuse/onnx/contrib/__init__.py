@@ -3,7 +3,14 @@ with a body in standard ONNX. Importing this package fills `CONTRIB`."""
 
 from __future__ import annotations
 
-from onnx_fuse.onnx.contrib import attention, grouped, norms, products  # noqa: F401
+from onnx_fuse.onnx.contrib import (  # noqa: F401
+    attention,
+    forms,
+    grouped,
+    norms,
+    products,
+    quantized,
+)
 from onnx_fuse.onnx.contrib.apply import bodies_attached, expand
 from onnx_fuse.onnx.contrib.domains import (
     default_domain_left,

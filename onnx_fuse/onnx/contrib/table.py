@@ -182,6 +182,16 @@ def dim(value: ir.Value | None, axis: int) -> int | None:
     return extent if isinstance(extent, int) else None
 
 
+def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The few integers of a constant; those of an initializer that is an input may change."""
+    if value is None or (value.is_initializer() and value.is_graph_input()):
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
+        return None
+    return tuple(int(i) for i in tensor.numpy().flat)
+
+
 def known_rank(value: ir.Value, what: str) -> int:
     """The rank of a value. Raises Unwritable where it is not known."""
     size = rank(value)
@@ -239,7 +249,9 @@ def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir
             name=f"in{i}",
             type=None if v is None else v.type,
             shape=None if v is None else v.shape,
-            const_value=None if v is None else v.const_value,
+            const_value=None
+            if v is None or known_ints(v) is None
+            else ir.convenience.get_const_tensor(v),
         )
         for i, v in enumerate(node.inputs)
     ]
@@ -288,6 +300,7 @@ def signature(node: ir.Node) -> Any:
         if v is None
         else (
             v.dtype,
+            known_ints(v),
             None
             if v.shape is None
             else tuple(d if isinstance(d, int) else d.value for d in v.shape),
