@@ -295,16 +295,17 @@ def signature(node: ir.Node) -> Any:
         elif not isinstance(value, str | int | float):
             return None
         attributes.append((name, value))
+    symbols: dict[str, int] = {}  # by which equal sizes are told, whatever they are called
+
+    def size(d: int | ir.SymbolicDim) -> Any:
+        if isinstance(d, int):
+            return d
+        return None if d.value is None else ("symbol", symbols.setdefault(d.value, len(symbols)))
+
     inputs = tuple(
         None
         if v is None
-        else (
-            v.dtype,
-            known_ints(v),
-            None
-            if v.shape is None
-            else tuple(d if isinstance(d, int) else d.value for d in v.shape),
-        )
+        else (v.dtype, known_ints(v), None if v.shape is None else tuple(map(size, v.shape)))
         for v in node.inputs
     )
     outputs = tuple(wants(node, i) for i in range(len(node.outputs)))
