@@ -13,6 +13,7 @@ from onnx_fuse.onnx.contrib.table import (
     function,
     lookup,
     signature,
+    wants,
     write,
 )
 
@@ -76,9 +77,18 @@ def bodies_attached(model: ir.Model) -> Iterator[None]:
             held.append((node, node.overload))
             node.overload = overload
     added = {node.op_identifier() for node, _ in held}
+    # a body does not make these, and what stands for them in the function has any type
+    unread = [
+        (value, value.type, value.shape)
+        for node, _ in held
+        for i, value in enumerate(node.outputs)
+        if not wants(node, i)
+    ]
     try:
         yield
     finally:
+        for value, type_, shape in unread:
+            value.type, value.shape = type_, shape
         for key in added:
             model.functions.pop(key, None)
         for node, before in held:

@@ -1,0 +1,195 @@
+"""Files with contrib operators: what fusion makes of them, what stays, and how they are trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from cases import DATA, FusionCase
+from interpret import interpret
+from test_contrib import ROWS, Array, Row, random, run
+
+from onnx_fuse import autodiff, lower, passes
+from onnx_fuse.kernels import indexing, pointwise, views
+from onnx_fuse.llir import NeedsValues
+from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import inline, save, to_proto
+from onnx_fuse.problem import CHIPS
+from onnx_fuse.validate.check import validate
+
+_X, _V = "float[B,T,16] x", "float[16] g, float[16] b"
+_LIN = "float[16,24] w, float[24] c"
+_MS = "com.microsoft"
+
+
+def case(name: str, inputs: str, body: str, fused: tuple[str, ...], **more: Any) -> FusionCase:
+    return FusionCase(name, inputs, body.replace("ms.", f"{_MS}."), fused, **more)
+
+
+# What a fusion takes a part of is written out; what none does stays the contrib node.
+CASES = [
+    case("gelu behind a product", f"{_X}, {_LIN}",
+         "p = MatMul (x, w)\n y = ms.BiasGelu (p, c)", ("GemmGelu",)),
+    case("tanh gelu behind a product", f"{_X}, {_LIN}",
+         "p = MatMul (x, w)\n y = ms.FastGelu (p, c)", ("GemmGeluTanh",)),
+    case("quick gelu behind a product", f"{_X}, {_LIN}",
+         "p = MatMul (x, w)\n a = Add (p, c)\n y = ms.QuickGelu <alpha = 1.702> (a)",
+         ("GemmQuickGelu",)),
+    case("a norm of a sum before a product", f"{_X}, float[B,T,16] r, {_V}, {_LIN}",
+         "n, m, v, s = ms.SkipLayerNormalization <epsilon = 1e-5> (x, r, g, b)\n"
+         "p = MatMul (n, w)\n y = Add (p, c)", ("LayerNormGemm",), fed=("x", "r")),
+    case("a norm of a sum", f"{_X}, float[B,T,16] r, {_V}",
+         "y = ms.SkipLayerNormalization <epsilon = 1e-5> (x, r, g, b)", ("SkipLayerNorm",),
+         fed=("x", "r"), output="float[B,T,16] y"),
+    case("an RMS norm of a sum before a product", f"{_X}, float[B,T,16] r, {_V}, {_LIN}",
+         "n = ms.SkipSimplifiedLayerNormalization <epsilon = 1e-5> (x, r, g)\n"
+         "p = MatMul (n, w)\n y = Add (p, c)", ("RMSNormGemm",), fed=("x", "r")),
+    case("an RMS norm of the default domain", f"{_X}, {_V}, {_LIN}",
+         "n = SimplifiedLayerNormalization <epsilon = 1e-5> (x, g)\n"
+         "p = MatMul (n, w)\n y = Add (p, c)", ("RMSNormGemm",)),
+    case("a product with an activation", "float[B,16] x, float[24,16] w, float[24] c",
+         'y = ms.FusedGemm <transB = 1, activation = "Relu"> (x, w, c)', ("GemmRelu",),
+         output="float[B,24] y"),
+    case("a convolution with an activation", "float[B,3,8,8] x, float[4,3,3,3] w, float[4] c",
+         'y = ms.FusedConv <activation = "Relu", kernel_shape = [3,3]> (x, w, c)', ("ConvRelu",),
+         output="float[B,4,6,6] y"),
+    case("attention", "float[B,T,16] x, float[16,72] w, float[72] c, int32[B,T] m",
+         "y = ms.Attention <num_heads = 4> (x, w, c, m)", ("SdpaMask",), fed=("x", "m")),
+    case("attention of projected heads", "float[B,T,24] x, float[B,T,24] k, float[B,T,24] v",
+         "y = ms.MultiHeadAttention <num_heads = 4> (x, k, v)", ("Sdpa",), fed=("x", "k", "v")),
+    case("gelu by itself", _X, "y = ms.FastGelu (x)", (), output="float[B,T,16] y"),
+    case("an RMS norm by itself", f"{_X}, {_V}",
+         "y = SimplifiedLayerNormalization <epsilon = 1e-5> (x, g)", (),
+         output="float[B,T,16] y"),
+    case("transposed products by themselves", "float[B,16,T] x, float[B,16,24] k",
+         "y = ms.FusedMatMul <transA = 1, alpha = 0.5> (x, k)", (), fed=("x", "k")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_fusion_looks_into_the_bodies(row: FusionCase, level: int, tmp_path: Path) -> None:
+    model = row.model()
+    path = tmp_path / "model.onnx"
+    path.write_bytes(to_proto(model).SerializeToString())
+    before = Counter(n.op_type for n in model.graph if contrib.lookup(n))
+    graph = load(path)
+    report = passes.optimize(graph, level=level)
+    after = Counter(n.op_type for n in graph.graph if contrib.lookup(n))
+    if level and row.fused:
+        assert set(row.fused) <= set(report.fusions)
+        assert not after
+    else:
+        assert after == before
+        assert not any(n.domain == FUSE for n in graph.graph)
+    assert not any(n.metadata_props for n in graph.graph)
+    for T in (1, 5):
+        feeds = row.feeds(B=2, T=T)
+        expected = run(model, feeds)
+        for candidate in (graph, inline(graph)):
+            for a, b in zip(expected, run(candidate, feeds), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    flat = inline(graph)
+    assert not [n for n in flat.graph if n.domain or contrib.lookup(n)]
+    onnx.checker.check_model(to_proto(flat))
+
+
+# ---- lowering --------------------------------------------------------------------------------
+
+_FIRST: dict[Any, Row] = {}
+for _row in ROWS:
+    if _row.op not in ("QLinearLeakyRelu", "DynamicQuantizeMatMul"):  # not of the interpreter's
+        _FIRST.setdefault((_row.op, _row.attributes.get("do_rotary")), _row)
+
+
+@pytest.mark.parametrize("row", _FIRST.values(), ids=str)
+def test_a_node_is_lowered_by_its_body(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves and pointwise work by their kernels, all else of a body by onnxruntime."""
+    table = {**pointwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
+    monkeypatch.setattr(lower, "lowerings", lambda: table)
+    model, feeds = row.model(), row.feeds()
+    known: dict[str, Array] = {}
+    while True:
+        shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
+        try:
+            program = lower.lower(model, shapes, CHIPS["H200"], values=known)
+            break
+        except NeedsValues as error:
+            new = {name: feeds[name] for name in error.names if name not in known}
+            assert new
+            known |= new
+    assert program.tail is None or row.op == "Unique"
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    got = interpret(program, {k: v for k, v in feeds.items() if k not in known}, weights)
+    for value, want in zip(model.graph.outputs, run(row.model(), feeds), strict=True):
+        found = got[value.name or ""]
+        assert (found.shape, found.dtype) == (want.shape, want.dtype)
+        limit = row.steps if want.dtype.kind in "iu" else max(row.limit, 1e-5)
+        np.testing.assert_allclose(
+            found.astype(np.float64), want.astype(np.float64), rtol=limit, atol=limit
+        )
+
+
+# ---- files that onnxruntime wrote ------------------------------------------------------------
+
+
+def optimized_by_onnxruntime(source: Path, target: Path, level: str) -> Path:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    options.optimized_model_filepath = str(target)
+    onnxruntime.InferenceSession(source, options)
+    return target
+
+
+def gradients(path: Path, feeds: dict[str, Array]) -> dict[str, Array]:
+    model = autodiff.gradient(path)
+    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    forward = onnxruntime.InferenceSession(path)
+    ends = zip(forward.get_outputs(), forward.run(None, feeds), strict=True)
+    dys = {f"{value.name}.grad": random(*y.shape) for value, y in ends}
+    given = {i.name for i in session.get_inputs()}
+    names = [o.name for o in session.get_outputs() if o.name.endswith(".grad")]
+    found = session.run(names, {k: v for k, v in {**feeds, **dys}.items() if k in given})
+    return dict(zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "shared"),
+    [
+        ("bert__ts13", {"LayerNormGemmGelu", "SdpaMask", "MergedGemm"}, 25),
+        ("gpt2__ts17", {"LayerNormGemmGeluTanh", "SdpaMaskGuard"}, 25),
+        ("t5_encoder__ts17", {"RMSNormGemmRelu", "SdpaMask"}, 6),
+    ],
+)
+def test_what_onnxruntimes_optimizer_wrote_is_fused_and_trained(
+    name: str, fused: set[str], shared: int, tmp_path: Path
+) -> None:
+    """`shared` counts the weights that its file still has under the model's names."""
+    source = DATA / f"{name}.onnx"
+    path = optimized_by_onnxruntime(source, tmp_path / "ort.onnx", "ORT_ENABLE_EXTENDED")
+    proto = onnx.load(path)
+    assert any(n.domain == _MS or n.op_type == "SimplifiedLayerNormalization"
+               for n in proto.graph.node)  # fmt: skip
+    graph = load(path)
+    assert fused <= set(passes.optimize(graph).fusions)
+    save(graph, tmp_path / "fused.onnx", shapes=False)
+    assert validate(source, tmp_path / "fused.onnx").ok
+    arrays = np.load(DATA / f"{name}.npz")
+    inputs = onnxruntime.InferenceSession(source).get_inputs()
+    feeds = {i.name: arrays[f"in_{i.name}"] for i in inputs}
+    expected, got = gradients(source, feeds), gradients(path, feeds)
+    common = [k for k in expected if k in got and got[k].shape == expected[k].shape]
+    assert len(common) >= shared
+    largest = max(np.abs(expected[key]).max() for key in common)
+    for key in common:
+        # a softmax does not see its keys' bias: that gradient is 0 but for rounding
+        scale = np.abs(expected[key]).max() + 1e-3 * largest
+        np.testing.assert_allclose(got[key] / scale, expected[key] / scale, atol=2e-4)
