@@ -196,6 +196,8 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
 
     Raises contrib.Unwritable where a contrib node has none.
     """
+    if contrib.lookup(node) is not None:
+        return _write_out(graph, op, node)
     function = _body(node, op.opset)
     if function is None:
         return None
@@ -237,12 +239,25 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     return made
 
 
+def _write_out(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
+    """Replace a contrib node by the nodes of its body."""
+    op.stem = node.name or node.op_type
+    made, results = contrib.write(node)
+    for inner in made:
+        inner.metadata_props.update(node.metadata_props)
+        op.adopt(inner)
+    pairs = [(o, n) for o, n in zip(node.outputs, results, strict=True) if n is not None]
+    for old, new in pairs:
+        new.type, new.shape = new.type or old.type, old.shape or new.shape
+    old_values, new_values = [o for o, _ in pairs], [n for _, n in pairs]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old_values, new_values)
+    return made
+
+
 def _body(node: ir.Node, opset: int) -> ir.Function | None:
-    """The body of one of our ops or a contrib one, or what the ONNX standard gives for its own."""
+    """The body of one of our ops, or the one the ONNX standard gives for an operator of its own."""
     if node.domain == FUSE:
         return fused_function(node.op_type, opset)
-    if contrib.lookup(node) is not None:
-        return contrib.function(node, {"": opset})
     if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return None
     schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)

@@ -68,11 +68,14 @@ def optimize(
     fuse: Collection[str] = (),
     skip: Collection[str] = (),
     training: bool = False,
+    own_kernels: bool = False,
 ) -> Report:
     """Optimize `model` in place up to `level` (see LEVELS).
 
     `fuse` turns fusions on whatever the level, `skip` turns them off (names: FUSIONS). With
-    `training` every float initializer stays recoverable: nothing is folded away.
+    `training` every float initializer stays recoverable: nothing is folded away. `own_kernels` is
+    for graphs that this runtime's kernels run, or that train: it also fuses what is in contrib
+    operators that onnxruntime's CPU runs faster whole.
     """
     for name in (*fuse, *skip):
         if name not in FUSIONS:
@@ -113,7 +116,8 @@ def optimize(
         return rw, taken
 
     report = Report(before=op_counts(model))
-    reasons = expand_where_fused(model, lambda trial: pipeline(trial)[1])
+    own_kernels |= training
+    reasons = expand_where_fused(model, lambda m: pipeline(m)[1], own_kernels=own_kernels)
     rw, _ = pipeline(model)
     forget_regions(model)
     report.fusions = _fused(model, rw)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onnx_fuse.onnx import contrib
-from onnx_fuse.ops.rewrite import REGION, Refusal, is_float
+from onnx_fuse.ops.rewrite import REGION, Refusal, is_float, label
 
 
 def regions(model: ir.Model) -> list[tuple[ir.Node, str]]:
@@ -29,19 +29,26 @@ def regions(model: ir.Model) -> list[tuple[ir.Node, str]]:
     ]
 
 
-def expand_where_fused(model: ir.Model, taken: Callable[[ir.Model], set[str]]) -> list[Refusal]:
+def expand_where_fused(
+    model: ir.Model, taken: Callable[[ir.Model], set[str]], *, own_kernels: bool
+) -> list[Refusal]:
     """Replace those contrib nodes of `model`, in place, of whose bodies a fusion takes a part.
 
-    `taken` runs the passes on a model and answers the regions that lost nodes to a fusion. Returns
-    why others have no body to look into.
+    Without `own_kernels` those stay that onnxruntime's CPU runs faster whole. `taken` runs the
+    passes on a model and answers the regions that lost nodes to a fusion. Returns why some stay.
     """
-    nodes = [
-        node
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        if (entry := contrib.lookup(node)) is not None and entry.recognized
-    ]
+    nodes, stay = [], []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        entry = contrib.lookup(node)
+        if entry is None or not entry.recognized:
+            continue
+        if own_kernels or not entry.whole(node):
+            nodes.append(node)
+        else:
+            reason = "onnxruntime's CPU runs it faster whole; a session on a GPU looks into it"
+            stay.append(Refusal(node.op_type, (label(node),), reason))
     if not nodes:
-        return []
+        return stay
     for i, node in enumerate(nodes):
         node.metadata_props[REGION] = str(i)
     trial = model.clone()
@@ -51,7 +58,8 @@ def expand_where_fused(model: ir.Model, taken: Callable[[ir.Model], set[str]]) -
         if node.metadata_props[REGION] not in chosen:
             del node.metadata_props[REGION]
     contrib.expand(model, lambda node: REGION in node.metadata_props)
-    return [Refusal(name, (name,), f"it stays whole: {why}") for name, why in reasons.items()]
+    stay += [Refusal(name, (name,), f"it stays whole: {why}") for name, why in reasons.items()]
+    return stay
 
 
 def forget_regions(model: ir.Model) -> None:

@@ -193,7 +193,9 @@ def attention_of(
     return [y, present]
 
 
-@contrib("Attention")
+# On a CPU, 12 heads of 64 (onnxruntime 1.32): with a past of 1024 Attention takes 1.25 ms whole and
+# 2.5 as fused parts, without one the same; MultiHeadAttention 1.0 to 1.2 times as long in parts.
+@contrib("Attention", whole=lambda node: given(node, 4) is not None)
 def attention(op: Body, node: ir.Node) -> Results:
     x, weights, bias = needed(node, 0), needed(node, 1), given(node, 2)
     if given(node, 6) is not None:
@@ -214,7 +216,7 @@ def attention(op: Body, node: ir.Node) -> Results:
     )
 
 
-@contrib("MultiHeadAttention")
+@contrib("MultiHeadAttention", whole=lambda node: True)
 def multi_head_attention(op: Body, node: ir.Node) -> Results:
     query, key, value, bias = needed(node, 0), given(node, 1), given(node, 2), given(node, 3)
     if given(node, 8) is not None or given(node, 9) is not None:

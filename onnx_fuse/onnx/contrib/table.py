@@ -31,12 +31,17 @@ class Unwritable(Exception):
 
 @dataclass(frozen=True)
 class Contrib:
-    """One contrib operator. `recognized`: rules may look into its body for something to fuse."""
+    """One contrib operator. `recognized`: rules may look into its body for something to fuse.
+
+    `whole` says of which nodes onnxruntime's kernel is faster on a CPU than what fusion makes of
+    the body: those are written out for kernels of ours alone.
+    """
 
     name: str
     domain: str
     build: Build
     recognized: bool
+    whole: Callable[[ir.Node], bool]
 
 
 Results: TypeAlias = "Sequence[ir.Value | None]"
@@ -45,13 +50,16 @@ CONTRIB: dict[tuple[str, str], Contrib] = {}
 
 
 def contrib(
-    *names: str, domain: str = MICROSOFT, recognized: bool = True
+    *names: str,
+    domain: str = MICROSOFT,
+    recognized: bool = True,
+    whole: Callable[[ir.Node], bool] = lambda node: False,
 ) -> Callable[[Build], Build]:
     """Decorator: enter a `Build` into the table under `names`."""
 
     def enter(build: Build) -> Build:
         for name in names:
-            CONTRIB[domain, name] = Contrib(name, domain, build, recognized)
+            CONTRIB[domain, name] = Contrib(name, domain, build, recognized, whole)
         return build
 
     return enter
