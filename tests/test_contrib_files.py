@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from cases import DATA, FusionCase
 from interpret import interpret
+from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
 from onnx_fuse import autodiff, lower, passes
@@ -22,6 +24,8 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.problem import CHIPS
+from onnx_fuse.training import optim
+from onnx_fuse.training.trainer import Trainer
 from onnx_fuse.validate.check import validate
 
 _X, _V = "float[B,T,16] x", "float[16] g, float[16] b"
@@ -220,3 +224,82 @@ def test_what_onnxruntimes_optimizer_wrote_is_fused_and_trained(
         # a softmax does not see its keys' bias: that gradient is 0 but for rounding
         scale = np.abs(expected[key]).max() + 1e-3 * largest
         np.testing.assert_allclose(got[key] / scale, expected[key] / scale, atol=2e-4)
+
+
+# ---- a block of BERT as onnxruntime's transformer optimizer writes it ------------------------
+
+BLOCK = """
+  a = com.microsoft.Attention <num_heads = 4> (x, wqkv, bqkv, mask)
+  o = MatMul (a, wo)
+  h = com.microsoft.SkipLayerNormalization (o, x, g1, b1, bo)
+  f = MatMul (h, w1)
+  u = com.microsoft.BiasGelu (f, c1)
+  d = MatMul (u, w2)
+  y = com.microsoft.SkipLayerNormalization (d, h, g2, b2, c2)
+"""
+BLOCK_CASE = case(
+    "block",
+    "float[B,T,16] x, int32[B,T] mask, float[16,48] wqkv, float[48] bqkv, float[16,16] wo, "
+    "float[16] bo, float[16] g1, float[16] b1, float[16,32] w1, float[32] c1, float[32,16] w2, "
+    "float[16] c2, float[16] g2, float[16] b2",
+    BLOCK,
+    ("LayerNormGemmGelu", "SdpaMask"),
+    fed=("x", "mask"),
+    output="float[B,T,16] y",
+)
+
+
+def test_a_block_of_contrib_operators_trains(tmp_path: Path) -> None:
+    """The gradient by central differences of onnxruntime's own kernels; then some steps."""
+    model = BLOCK_CASE.model()
+    path = tmp_path / "block.onnx"
+    path.write_bytes(to_proto(model).SerializeToString())
+    feeds = BLOCK_CASE.feeds(B=2, T=5)
+    feeds["mask"] = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)
+    dy = random(2, 5, 16)
+    gradient = autodiff.gradient(path)
+    assert not [n for n in gradient.graph if contrib.lookup(n)]
+    session = onnxruntime.InferenceSession(to_proto(gradient).SerializeToString())
+    names = [o.name for o in session.get_outputs() if o.name.endswith(".grad")]
+    assert len(names) == 12
+    found = dict(zip(names, session.run(names, {**feeds, "y.grad": dy}), strict=True))
+    # differences in float32: steps of 1e-2 leave errors of some 1e-3 of the largest
+    for name in ("wqkv", "g1", "bo", "w2"):
+        held = model.graph.initializers[name]
+        assert held.const_value is not None
+        array, at = held.const_value.numpy().copy(), (0,) * len(held.shape or ())
+        ends = []
+        for step in (1e-2, -1e-2):
+            moved = array.copy()
+            moved[at] += step
+            held.const_value = ir.tensor(moved, name=name)
+            ends.append(float((run(model, feeds)[0].astype(np.float64) * dy).sum()))
+        held.const_value = ir.tensor(array, name=name)
+        largest = float(np.abs(found[f"{name}.grad"]).max())
+        assert found[f"{name}.grad"][at] == pytest.approx(
+            (ends[0] - ends[1]) / 2e-2, abs=5e-3 * largest
+        )
+    trainer = Trainer(path, loss="mse", optimizer=optim.AdamW(lr=1e-2), device="cpu")
+    losses = [trainer.step({**feeds, "labels": np.zeros((2, 5, 16), np.float32)}) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    trainer.save(tmp_path / "tuned.onnx")
+    kept = Counter(n.op_type for n in onnx.load(tmp_path / "tuned.onnx").graph.node)
+    assert kept == Counter(n.op_type for n in model.graph)
+
+
+def test_a_file_need_not_import_what_it_calls(tmp_path: Path) -> None:
+    proto = to_proto(CASES[0].model())
+    del proto.opset_import[1:]
+    assert passes.optimize(load(proto)).fusions == {"GemmGelu": 1}
+
+
+def test_inline_writes_a_contrib_node_out(cli: Cli, saved: Any, tmp_path: Path) -> None:
+    model = CASES[-1].model()
+    path, out = saved(model), tmp_path / "plain.onnx"
+    assert cli("optimize", path, "-o", tmp_path / "kept.onnx").code == 0
+    kept = onnx.load(tmp_path / "kept.onnx")
+    assert [n.op_type for n in kept.graph.node] == ["FusedMatMul"]
+    assert cli("optimize", path, "-o", out, "--inline").code == 0
+    plain = onnx.load(out)
+    assert not [n for n in plain.graph.node if n.domain]
+    assert [o.domain for o in plain.opset_import] == [""]
