@@ -20,6 +20,7 @@ from onnx_fuse import autodiff, lower, passes
 from onnx_fuse.kernels import indexing, pointwise, views
 from onnx_fuse.llir import NeedsValues
 from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
@@ -303,3 +304,37 @@ def test_inline_writes_a_contrib_node_out(cli: Cli, saved: Any, tmp_path: Path) 
     plain = onnx.load(out)
     assert not [n for n in plain.graph.node if n.domain]
     assert [o.domain for o in plain.opset_import] == [""]
+
+
+BRANCHES = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+agraph (float[B,T,16] x, bool p, float[16,16] w, float[16] g, float[16] b)
+=> (float[B,T,16] y) {
+  val_0 = Neg (x)
+  val_1 = MatMul (val_0, w)
+  y = If (p) <
+    then_branch = a () => (float[B,T,16] t) {
+      n, m, v, s = com.microsoft.SkipLayerNormalization <epsilon = 1e-5> (val_1, x, g, b)
+      q = MatMul (n, w)
+      r = com.microsoft.BiasGelu (q, b)
+      t = Add (r, s)
+    },
+    else_branch = c () => (float[B,T,16] e) {
+      dead = com.microsoft.Gelu (val_1)
+      h = com.microsoft.FastGelu (val_1, b)
+      e = Add (h, val_0)
+    }
+  >
+}"""
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_bodies_in_branches_read_what_is_outside(taken: bool) -> None:
+    model = text_model(BRANCHES)
+    weights = {"w": random(16, 16), "g": random(16, seed=1), "b": random(16, seed=2)}
+    feeds = {"x": random(2, 3, 16), "p": np.array(taken), **weights}
+    expected = run(model, feeds)[0]
+    written, graph = inline(model), load(model)
+    passes.optimize(graph)
+    for candidate in (written, graph, inline(graph)):
+        np.testing.assert_allclose(run(candidate, feeds)[0], expected, rtol=1e-5, atol=1e-5)
+    assert not [n for n in ir.traversal.RecursiveGraphIterator(written.graph) if n.domain]

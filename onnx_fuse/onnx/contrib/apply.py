@@ -27,6 +27,7 @@ def expand(
     metadata of the node it stands for.
     """
     reasons: dict[str, str] = {}
+    taken: set[str | None] = set()
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if lookup(node) is None or not chosen(node) or node.graph is None:
             continue
@@ -35,8 +36,12 @@ def expand(
         except Unwritable as error:
             reasons[node.name or node.outputs[0].name or node.op_type] = str(error)
             continue
-        for inner in nodes:
+        taken = taken or _value_names(model)
+        stem = node.name or next((v.name for v in node.outputs if v.name), node.op_type)
+        for i, inner in enumerate(nodes):
             inner.metadata_props.update(node.metadata_props)
+            for value in inner.outputs:
+                value.name = _fresh(f"{stem}.{inner.op_type}.{i}", taken)
         node.graph.insert_before(node, nodes)
         for old, new in zip(node.outputs, results, strict=True):
             if new is None:
@@ -44,11 +49,29 @@ def expand(
             new.type, new.shape, name = old.type or new.type, old.shape, old.name
             old.name, new.name = f"{name}.replaced", name
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-        nodes[-1].name, nodes[-1].doc_string = node.name, node.doc_string
+        if nodes:
+            nodes[-1].name, nodes[-1].doc_string = node.name, node.doc_string
         node.graph.remove(node, safe=True)
     if not any(n.domain == MICROSOFT for n in ir.traversal.RecursiveGraphIterator(model.graph)):
         model.graph.opset_imports.pop(MICROSOFT, None)
     return reasons
+
+
+def _value_names(model: ir.Model) -> set[str | None]:
+    """Of all graphs: a name within a branch must not hide one from outside it."""
+    graphs = (model.graph, *model.graph.subgraphs())
+    ends = {v.name for g in graphs for v in (*g.inputs, *g.initializers.values())}
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return ends | {v.name for n in nodes for v in n.outputs}
+
+
+def _fresh(stem: str, taken: set[str | None]) -> str:
+    name, count = stem, 0
+    while name in taken:
+        count += 1
+        name = f"{stem}.{count}"
+    taken.add(name)
+    return name
 
 
 @contextlib.contextmanager
