@@ -76,17 +76,20 @@ def lowest(like: ir.Value) -> float:
 
 
 def _padding(
-    op: Body, mask: ir.Value, batch: ir.Value, total: ir.Value, like: ir.Value, low: float
+    op: Body, mask: ir.Value, source: ir.Value, total: ir.Value, like: ir.Value, low: float
 ) -> ir.Value:
-    """What a mask_index or key_padding_mask adds to the scores; broadcasts to [B, N, S, T]."""
+    """What a mask_index or key_padding_mask adds to the scores; broadcasts to [B, N, S, T].
+
+    `source` [B, …] is what the queries were made of, `like` the queries.
+    """
     size = known_rank(mask, "the mask")
     zero, filled = op.number(0.0, like), op.number(low, like)
     if size == 1:
         # the sequences' ends, and behind them their starts if they are not 0
-        count, length = dim(batch, 0), dim(mask, 0)
+        count, length = dim(source, 0), dim(mask, 0)
         if count is not None and length is not None and length not in (count, 2 * count):
             raise Unwritable("its mask_index is of packed sequences")
-        rows = op.Shape(batch, start=0, end=1)
+        rows = op.Shape(like, start=0, end=1)
         doubled = op.Concat(
             mask,
             op.ConstantOfShape(rows, value=ir.tensor(np.zeros(1, np.int32))),
@@ -150,7 +153,7 @@ def _attend(
     total, added = op.Shape(k, start=2, end=3), None
     if mask is not None:
         low = attr(node, "mask_filter_value", -10000.0)
-        added = _padding(op, mask, q, total, q, low)
+        added = _padding(op, mask, needed(node, 0), total, q, low)
     if attr(node, "unidirectional", 0):
         rows = op.Shape(q, start=2, end=3)
         added = _causal(op, rows, rows if new is None else new, total, added, q)

@@ -78,6 +78,18 @@ def cdist(op: Body, node: ir.Node) -> Results:
     return [op.Sqrt(y) if attr(node, "metric", "sqeuclidean") == "euclidean" else y]
 
 
+@contrib("GridSample", recognized=False)
+def grid_sample(op: Body, node: ir.Node) -> Results:
+    """ai.onnx's, whose modes have other names."""
+    modes = {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"}
+    mode = attr(node, "mode", "bilinear")
+    if mode not in modes:
+        raise Unwritable(f"its mode '{mode}' is not known")
+    taken = {name: attr(node, name) for name in ("align_corners", "padding_mode")}
+    operands = [needed(node, 0), needed(node, 1)]
+    return [op.node("GridSample", operands, attributes={**taken, "mode": modes[mode]})]
+
+
 # ---- GroupNorm, channels last or first -------------------------------------------------------
 
 

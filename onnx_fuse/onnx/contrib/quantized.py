@@ -315,3 +315,32 @@ def matmul_nbits(op: Body, node: ir.Node) -> Results:
     weights = op.cast_like(unpacked_weights(op, node), a)
     y = op.MatMul(a, op.Transpose(weights, perm=[1, 0]))
     return [y if bias is None else op.Add(y, bias)]
+
+
+@contrib("GatherBlockQuantized", recognized=False)
+def gather_block_quantized(op: Body, node: ir.Node) -> Results:
+    """Rows of a table of few bits, as floats; indices are taken to be within the table."""
+    data, ids, scales, zeros = needed(node, 0), needed(node, 1), needed(node, 2), given(node, 3)
+    size, bits = attr(node, "block_size", 128), attr(node, "bits", 4)
+    columns, axis = dim(data, 1), attr(node, "quantize_axis", 1)
+    if rank(data) != 2 or columns is None or axis not in (1, -1):
+        raise Unwritable("its table is no matrix with blocks along the rows")
+    if attr(node, "gather_axis", 0) not in (0, -2):
+        raise Unwritable("it gathers along the rows")
+    if data.dtype in (ir.DataType.INT4, ir.DataType.UINT4):
+        table = op.DequantizeLinear(data, scales, zeros, axis=1, block_size=size)
+        return [op.Gather(table, ids)]
+    width = columns * 8 // bits
+    if data.dtype != ir.DataType.UINT8 or bits not in (2, 4, 8) or width % size:
+        raise Unwritable("its table is packed in another way")
+    blocks = width // size
+    q = _unpacked(op, op.Gather(data, ids), bits, [-1, blocks, size])
+    scale = op.Reshape(op.Gather(scales, ids), op.ints(-1, blocks, 1))
+    zero = op.number(float(1 << (bits - 1)), scales)
+    if zeros is not None:
+        each = -(-blocks * bits // 8) * 8 // bits
+        rows = _unpacked(op, op.Gather(zeros, ids), bits, [-1, each])
+        rows = rows if each == blocks else _first(op, rows, blocks)
+        zero = op.cast_like(op.Reshape(rows, op.ints(-1, blocks, 1)), scales)
+    y = op.Mul(op.Sub(op.cast_like(q, scales), zero), scale)
+    return [op.Reshape(y, op.shape(op.Shape(ids), width))]
