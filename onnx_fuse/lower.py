@@ -659,7 +659,13 @@ class Lowerer(Values):
         if node.domain == FUSE:
             return inline(single).graph
         if contrib.lookup(node) is not None:
-            return None if contrib.expand(single) else single.graph
+            if contrib.expand(single):
+                return None
+            for inner in single.graph:  # a later stage knows values by name
+                for value in inner.outputs:
+                    value.name = ""
+                self._name(inner.outputs)
+            return single.graph
         if node.domain != "" or not onnx.defs.has(node.op_type, self.opset):
             return None
         schema: Any = onnx.defs.get_schema(node.op_type, self.opset, "")

@@ -136,8 +136,9 @@ def test_a_fusion_looks_into_the_bodies(row: FusionCase, level: int, tmp_path: P
 # ---- lowering --------------------------------------------------------------------------------
 
 _FIRST: dict[Any, Row] = {}
+_UNREAD = {"QLinearLeakyRelu", "DynamicQuantizeMatMul", "GatherBlockQuantized"}
 for _row in ROWS:
-    if _row.op not in ("QLinearLeakyRelu", "DynamicQuantizeMatMul"):  # not of the interpreter's
+    if _row.op not in _UNREAD:  # the interpreter knows not all that they are made of
         _FIRST.setdefault((_row.op, _row.attributes.get("do_rotary")), _row)
 
 
@@ -157,7 +158,6 @@ def test_a_node_is_lowered_by_its_body(row: Row, monkeypatch: pytest.MonkeyPatch
             new = {name: feeds[name] for name in error.names if name not in known}
             assert new
             known |= new
-    assert program.tail is None or row.op == "Unique"
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
     got = interpret(program, {k: v for k, v in feeds.items() if k not in known}, weights)
     for value, want in zip(model.graph.outputs, run(row.model(), feeds), strict=True):

@@ -47,7 +47,7 @@ def layer_norm(
     """y over the last axis; with `statistics` also mean and 1/std, in float32."""
     if bias is None:
         # onnxruntime fails on a function whose LayerNormalization has no bias
-        bias = op.Sub(scale, scale) if dim(scale, 0) is None else _zeros(op, scale)
+        bias = _nothing(op, scale)
     count = 3 if statistics else 1
     made = op.LayerNormalization(x, scale, bias, outputs=count, axis=-1, epsilon=epsilon)
     if not statistics:
@@ -57,9 +57,13 @@ def layer_norm(
     return [y, mean, rstd]
 
 
-def _zeros(op: Body, like: ir.Value) -> ir.Value:
-    dtype = (like.dtype or ir.DataType.FLOAT).numpy()
-    return op.cast_like(op.constant(np.zeros(dim(like, 0) or 0, dtype)), like)
+def _nothing(op: Body, like: ir.Value) -> ir.Value:
+    """A vector of -0.0, which added to x leaves every x as it is."""
+    size = dim(like, 0)
+    if size is None or like.dtype is None:
+        vector: ir.Value = op.Expand(op.number(-0.0, like), op.Shape(like))
+        return vector
+    return op.constant(np.full(size, -0.0, like.dtype.numpy()))
 
 
 def _residual(op: Body, x: ir.Value, skip: ir.Value, bias: ir.Value | None) -> ir.Value:
