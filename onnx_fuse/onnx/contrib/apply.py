@@ -36,10 +36,11 @@ def expand(
         except Unwritable as error:
             reasons[node.name or node.outputs[0].name or node.op_type] = str(error)
             continue
-        taken = taken or _value_names(model)
+        taken = taken or _names(model)
         stem = node.name or next((v.name for v in node.outputs if v.name), node.op_type)
         for i, inner in enumerate(nodes):
             inner.metadata_props.update(node.metadata_props)
+            inner.name = _fresh(f"{stem}/{inner.op_type}", taken)
             for value in inner.outputs:
                 value.name = _fresh(f"{stem}.{inner.op_type}.{i}", taken)
         node.graph.insert_before(node, nodes)
@@ -57,12 +58,13 @@ def expand(
     return reasons
 
 
-def _value_names(model: ir.Model) -> set[str | None]:
-    """Of all graphs: a name within a branch must not hide one from outside it."""
+def _names(model: ir.Model) -> set[str | None]:
+    """Of the values and nodes of all graphs: a branch's must not hide one from outside it."""
     graphs = (model.graph, *model.graph.subgraphs())
-    ends = {v.name for g in graphs for v in (*g.inputs, *g.initializers.values())}
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    return ends | {v.name for n in nodes for v in n.outputs}
+    taken = {v.name for g in graphs for v in (*g.inputs, *g.initializers.values())}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        taken.update((node.name, *(v.name for v in node.outputs)))
+    return taken
 
 
 def _fresh(stem: str, taken: set[str | None]) -> str:
