@@ -13,6 +13,8 @@ import onnxruntime
 import pytest
 from cases import DATA, FusionCase
 from interpret import interpret
+from onnxruntime import quantization
+from onnxruntime.quantization import matmul_nbits_quantizer
 from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
@@ -338,3 +340,57 @@ def test_bodies_in_branches_read_what_is_outside(taken: bool) -> None:
     for candidate in (written, graph, inline(graph)):
         np.testing.assert_allclose(run(candidate, feeds)[0], expected, rtol=1e-5, atol=1e-5)
     assert not [n for n in ir.traversal.RecursiveGraphIterator(written.graph) if n.domain]
+
+
+# ---- files that onnxruntime's quantizers wrote -----------------------------------------------
+
+
+def _dynamic(source: Path, target: Path) -> None:
+    quantization.quantize_dynamic(source, target)
+
+
+def _of_operators(source: Path, target: Path) -> None:
+    class Feeds(quantization.CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            arrays = np.load(source.with_suffix(".npz"))
+            names = [i.name for i in onnxruntime.InferenceSession(source).get_inputs()]
+            self.rest = [{name: arrays[f"in_{name}"] for name in names}]
+
+        def get_next(self) -> dict[str, Array] | None:
+            return self.rest.pop() if self.rest else None
+
+    form = quantization.QuantFormat.QOperator
+    quantization.quantize_static(source, target, Feeds(), quant_format=form)
+
+
+def _four_bits(source: Path, target: Path) -> None:
+    quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
+        onnx.load(source), block_size=16, is_symmetric=False
+    )
+    quantizer.process()
+    quantizer.model.save_model_to_file(target)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "kept"),
+    [
+        (_dynamic, {"DynamicQuantizeMatMul"}),
+        (_of_operators, {"QLinearAdd", "QGemm"}),
+        (_four_bits, {"MatMulNBits"}),
+    ],
+)
+def test_what_onnxruntimes_quantizer_wrote_stays_what_it_is(
+    quantize: Any, kept: set[str], tmp_path: Path
+) -> None:
+    quantize(DATA / "bert__ts13.onnx", tmp_path / "quantized.onnx")
+    level = "ORT_ENABLE_EXTENDED"
+    path = optimized_by_onnxruntime(tmp_path / "quantized.onnx", tmp_path / "ort.onnx", level)
+    graph = load(path)
+    passes.optimize(graph)
+    assert kept <= {n.op_type for n in graph.graph if n.domain == _MS}
+    assert all(v.shape is not None for n in graph.graph for v in n.outputs if v.uses())
+    save(graph, tmp_path / "fused.onnx", shapes=False)
+    assert validate(path, tmp_path / "fused.onnx").ok
+    flat = inline(graph)
+    assert not [n for n in flat.graph if n.domain]
+    onnx.checker.check_model(to_proto(flat))
