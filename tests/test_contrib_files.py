@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import hostile
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -133,6 +134,15 @@ def test_a_fusion_looks_into_the_bodies(row: FusionCase, level: int, tmp_path: P
     flat = inline(graph)
     assert not [n for n in flat.graph if n.domain or contrib.lookup(n)]
     onnx.checker.check_model(to_proto(flat))
+
+
+@pytest.mark.parametrize("row", [*CASES, *WHOLE[:1]], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_hostile_numbers(row: FusionCase, dtype: str) -> None:
+    wrong = hostile.check(row, hostile.TYPES[dtype])
+    if wrong is None:
+        pytest.skip(f"onnxruntime has no such graph in {dtype}")
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- lowering --------------------------------------------------------------------------------
