@@ -25,7 +25,8 @@ from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.validate.inputs import Array, Feeds, generate
+from onnx_fuse.validate.arrays import Array
+from onnx_fuse.validate.inputs import Feeds, generate
 
 
 @dataclass(frozen=True)

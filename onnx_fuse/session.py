@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir
@@ -67,7 +68,10 @@ class InferenceSession:
     @cached_property
     def _session(self) -> Any:
         """onnxruntime on the same graph; on "cuda" made when something else of it is asked for."""
-        return ort.session(self.model, self._options)
+        made = ort.session(self.model, self._options)
+        if isinstance(made, ort.Widened):
+            warnings.warn(made.note, stacklevel=3)
+        return made
 
     def get_inputs(self) -> list[Any]:
         """The model's inputs: name, type, shape."""
@@ -154,21 +158,13 @@ class InferenceSession:
         return getattr(self._session, name)
 
 
-class Argument(NamedTuple):
-    """An end of the model as onnxruntime describes it: unnamed open sizes are None."""
-
-    name: str
-    type: str
-    shape: list[int | str | None]
-
-
-def _argument(value: onnx_ir.Value) -> Argument:
+def _argument(value: onnx_ir.Value) -> ort.Argument:
     name = value.dtype.name.lower() if value.dtype is not None else ""
     shape = [
         d if isinstance(d, int) else d.value
         for d in (value.shape if value.shape is not None else ())
     ]
-    return Argument(value.name or "", f"tensor({name})", shape)
+    return ort.Argument(value.name or "", f"tensor({name})", shape)
 
 
 def _device(device: str | None, providers: Sequence[Any] | None) -> str:

@@ -20,11 +20,12 @@ from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
+from onnx_fuse.validate.arrays import Array, index_bound
 from onnx_fuse.validate.blame import ORACLE, blame
 from onnx_fuse.validate.check import validate
 from onnx_fuse.validate.compare import TOLERANCES, difference, random_outputs, tolerance_of
 from onnx_fuse.validate.gradients import check_gradients, to_double
-from onnx_fuse.validate.inputs import Array, Feeds, generate, index_bound
+from onnx_fuse.validate.inputs import Feeds, generate
 from onnx_fuse.validate.values import values_of
 
 Model = onnx_ir.Model
@@ -75,7 +76,7 @@ def test_ids_stay_within_what_they_index() -> None:
     assert bounds == {"ids": 5, "shifted": None, "label": 2}
     check = validate(model, load(model))
     assert check.ok
-    assert len(check.feeds) == 2
+    assert len(check.feeds) == 3  # 'shifted' could be a mask, whose last row then hides everything
 
 
 def test_masks_are_padded_on_the_right_and_positions_count_up() -> None:
@@ -99,14 +100,14 @@ def test_masks_are_padded_on_the_right_and_positions_count_up() -> None:
         np.testing.assert_array_equal(feed["float_mask"], np.where(mask, 0, -1e4))
 
 
-def test_sizes_that_the_graph_wants_are_found_and_said() -> None:
+def test_sizes_that_the_graph_wants_are_found() -> None:
     feeds, notes = feeds_for(
         "g (float[N, L] x) => (float[N, B, 8] y) "
         "{ s = Constant <value_ints = [0, -1, 8]> ()  y = Reshape (x, s) }"
     )
     assert {feed["x"].shape[1] % 8 for feed in feeds} == {0}
     assert len({feed["x"].shape[1] for feed in feeds}) == 2
-    assert any("sizes tried" in note for note in notes)
+    assert notes == []  # they were read off the graph
 
 
 def test_an_axis_that_takes_one_size_only_is_named() -> None:
@@ -144,9 +145,9 @@ def test_a_mask_whose_running_sum_is_a_position_stays_a_mask() -> None:
 def test_what_cannot_be_generated_is_said() -> None:
     with pytest.raises(ModelError, match=r"'s' holds strings: give inputs"):
         feeds_for("g (string[N] s) => (string[N] y) { y = Identity (s) }")
-    with pytest.raises(ModelError, match=r"none of the generated inputs .*: give inputs"):
+    with pytest.raises(ModelError, match=r"none of the .* tried N=7; .*: give inputs .*--dim"):
         feeds_for(
-            "g (float[N] x) => (float[K] y) { s = Constant <value_ints = [71, 73]> ()"
+            "g (float[N, N] x) => (float[J, K] y) { s = Constant <value_ints = [71, 73]> ()"
             "  y = Reshape (x, s) }"
         )
 
@@ -326,7 +327,7 @@ def test_a_fault_that_shows_only_in_place_is_found_by_bisection(
             return {name: value + 1 for name, value in values.items()}
         return values
 
-    monkeypatch.setattr("onnx_fuse.validate.blame.values_of", spoiled)
+    monkeypatch.setattr("onnx_fuse.validate.values.values_of", spoiled)
     feeds = validate(ENCODER, model).feeds[0]
     arrays = {name: np.ones(shape, np.int64) for name, shape in feeds.items()}
     [culprit] = blame(ENCODER, model, arrays, FLOAT)

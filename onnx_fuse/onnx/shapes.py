@@ -75,20 +75,28 @@ def _sequences(model: ir.Model) -> list[ir.Value]:
     return list(found)
 
 
-def fix_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Give inputs the shapes named, in place; -1 leaves an axis free.
+def fix_shapes(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], dims: Mapping[str, int] | None = None
+) -> None:
+    """Give inputs the shapes named and symbols the sizes of `dims`, in place; -1 is left free.
 
     A symbolic axis that gets a size gets it wherever its name stands. Raises UsageError.
     """
     inputs = {v.name: v for v in model.graph.inputs}
+    open_dims = [d for v in inputs.values() for d in v.shape or () if not isinstance(d, int)]
+    symbols = {d.value for d in open_dims if d.value}
     sizes: dict[str, int] = {}
+    for named, size in (dims or {}).items():
+        if named not in symbols:
+            raise UsageError(f"no input has the dimension '{named}' (there are {sorted(symbols)})")
+        sizes[named] = size
     for name, given in shapes.items():
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
-        dims = list(inputs[name].shape or [None] * len(given))
-        if len(dims) != len(given):
-            raise UsageError(f"input '{name}' has {len(dims)} dimensions, not {len(given)}")
-        for axis, (dim, size) in enumerate(zip(dims, given, strict=True)):
+        own = list(inputs[name].shape or [None] * len(given))
+        if len(own) != len(given):
+            raise UsageError(f"input '{name}' has {len(own)} dimensions, not {len(given)}")
+        for axis, (dim, size) in enumerate(zip(own, given, strict=True)):
             if size < 0:
                 continue
             symbol = dim.value if isinstance(dim, ir.SymbolicDim) else None
@@ -97,9 +105,9 @@ def fix_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> None:
                 fixed = sizes.setdefault(symbol, size)
             if fixed != size:
                 raise UsageError(f"input '{name}': axis {axis} is {fixed}, not {size}")
-            dims[axis] = size
-        inputs[name].shape = ir.Shape(dims)
-    for graph in (model.graph, *model.graph.subgraphs()):
+            own[axis] = size
+        inputs[name].shape = ir.Shape(own)
+    for graph in (model.graph, *model.graph.subgraphs()) if sizes else ():
         values = [*graph.inputs, *(v for node in graph for v in node.outputs)]
         for value in values:
             if value.shape is not None:

@@ -1,4 +1,4 @@
-"""A float32 graph computed in bfloat16 or float16, its inputs and outputs as they were."""
+"""A graph computed in another float type: narrower between Casts, or wider throughout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.save import inline
 from onnx_fuse.problem import PRECISIONS
 
 F32 = ir.DataType.FLOAT
@@ -165,3 +166,49 @@ def _near(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     if not array.size or (low <= array.min() and array.max() <= high):
         return array
     return np.where(np.isfinite(array), np.clip(array, low, high), array).astype(array.dtype)
+
+
+def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType) -> ir.Model:
+    """A copy with the bodies written out that computes in `wide` what was in a type of `narrow`.
+
+    Inputs, weights, constants, casts and created tensors change; values in between have no declared
+    type afterwards. A Resize's scales stay: 8 times 1.9999999 is 16 in float32 alone.
+    """
+    model = inline(model)
+    graph = model.graph
+    scales = {v for n in graph if n.op_type == "Resize" for v in n.inputs[1:3]}
+    graphs = (graph, *graph.subgraphs())
+    for value in (v for g in graphs for v in (*g.inputs, *g.initializers.values())):
+        if value in scales:
+            continue
+        if value.dtype in narrow:
+            value.type = ir.TensorType(wide)
+        if value.const_value is not None:
+            value.const_value = _wide(value.const_value, narrow, wide)
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR:
+                tensor = _wide(attribute.as_tensor(), narrow, wide)
+                node.attributes[name] = ir.AttrTensor(name, tensor)
+            elif name in ("value_float", "value_floats") and F32 in narrow:
+                del node.attributes[name]
+                array = np.asarray(attribute.value, wide.numpy())
+                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
+            elif name in ("to", "dtype") and attribute.value in [int(k) for k in narrow]:
+                node.attributes[name] = ir.AttrInt64(name, int(wide))
+        if node.op_type == "GroupNormalization":  # its body casts to this
+            node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(wide))
+        if node.op_type == "ConstantOfShape" and "value" not in node.attributes and F32 in narrow:
+            zero = ir.tensor(np.zeros(1, wide.numpy()))
+            node.attributes["value"] = ir.AttrTensor("value", zero)
+        for value in node.outputs:
+            value.type = value.shape = None
+    return model
+
+
+def _wide(
+    tensor: ir.TensorProtocol, narrow: Collection[ir.DataType], wide: ir.DataType
+) -> ir.TensorProtocol:
+    if tensor.dtype not in narrow:
+        return tensor
+    return ir.tensor(tensor.numpy().astype(wide.numpy()), name=tensor.name)

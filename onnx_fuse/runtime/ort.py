@@ -12,17 +12,28 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir
+from onnx_ir import DataType
 
 from onnx_fuse.errors import ModelError, OnnxFuseError
+from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import fits_protobuf, save, to_proto
+from onnx_fuse.passes.precision import widened
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
+
+
+class Argument(NamedTuple):
+    """An end of the model as onnxruntime describes it: unnamed open sizes are None."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
 
 
 def session(
@@ -34,7 +45,8 @@ def session(
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies).
 
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
-    stand in the file. Raises what onnxruntime raises.
+    stand in the file. A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a
+    `Widened` session. Raises what onnxruntime raises.
     """
     import onnxruntime as ort
 
@@ -43,6 +55,23 @@ def session(
         options.log_severity_level = FATAL
     if as_written:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        found = _session(model, options)
+    except Exception as error:
+        if not is_fault(error):
+            raise
+        graph = _graph(model)
+        if not any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
+            raise
+        return Widened(graph, options)
+    # Its Python API has no arrays of this type.
+    ends = [*found.get_inputs(), *found.get_outputs()]
+    return Widened(_graph(model), options) if any(e.type == _BFLOAT16 for e in ends) else found
+
+
+def _session(model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any) -> Any:
+    import onnxruntime as ort
+
     providers = ["CPUExecutionProvider"]
     if isinstance(model, onnx_ir.Model):
         if fits_protobuf(model):
@@ -54,6 +83,65 @@ def session(
             return ort.InferenceSession(str(path), options, providers)
     source = model if isinstance(model, bytes) else os.fspath(model)
     return ort.InferenceSession(source, options, providers)
+
+
+def _graph(model: str | os.PathLike[str] | bytes | onnx_ir.Model) -> onnx_ir.Model:
+    return model if isinstance(model, onnx_ir.Model) else read(model)
+
+
+def _values(model: onnx_ir.Model) -> Iterator[onnx_ir.Value]:
+    """Inputs, weights and results of nodes."""
+    yield from model.graph.inputs
+    yield from model.graph.initializers.values()
+    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+        yield from node.outputs
+
+
+_BFLOAT16 = "tensor(bfloat16)"
+
+
+class Widened:
+    """A session of a bfloat16 graph that computes in float32 between ends of their own types.
+
+    Results are rounded to bfloat16 once, at the outputs. All else is the session's.
+    """
+
+    note = "onnxruntime's CPU has no bfloat16 kernels: computed in float32"
+
+    def __init__(self, model: onnx_ir.Model, options: Any) -> None:
+        self._inner = _session(widened(model, (DataType.BFLOAT16,), DataType.FLOAT), options)
+        narrow = {v.name for v in model.graph.inputs if v.dtype == DataType.BFLOAT16}
+        narrow |= {v.name for v in model.graph.outputs if v.dtype == DataType.BFLOAT16}
+        self._narrow = narrow
+
+    def get_inputs(self) -> list[Argument]:
+        return [self._argument(a) for a in self._inner.get_inputs()]
+
+    def get_outputs(self) -> list[Argument]:
+        return [self._argument(a) for a in self._inner.get_outputs()]
+
+    def _argument(self, end: Any) -> Argument:
+        kind = _BFLOAT16 if end.name in self._narrow else end.type
+        return Argument(end.name, kind, end.shape)
+
+    def run(
+        self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: Any = None
+    ) -> list[Any]:
+        """As of the inner session; arrays of bfloat16 are numpy's with the ml_dtypes type."""
+        wide = {k: a.astype(np.float32) if k in self._narrow else a for k, a in feeds.items()}
+        names = list(names or [end.name for end in self._inner.get_outputs()])
+        found = self._inner.run(names, wide, options)
+        kind = DataType.BFLOAT16.numpy()
+        with np.errstate(over="ignore"):
+            return [
+                y.astype(kind) if n in self._narrow else y
+                for n, y in zip(names, found, strict=True)
+            ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
 def run(session: Any, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> list[Any]:
@@ -71,7 +159,7 @@ def faults(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, OnnxFuseError) or not _from_onnxruntime(error):
+        if isinstance(error, OnnxFuseError) or not is_fault(error):
             raise
         raise ModelError(f"{name}: onnxruntime: {plain(error)}") from error
 
@@ -87,7 +175,8 @@ _NOISE = re.compile(
 )
 
 
-def _from_onnxruntime(error: BaseException) -> bool:
+def is_fault(error: BaseException) -> bool:
+    """Whether onnxruntime raised it."""
     if type(error).__module__.startswith("onnxruntime"):
         return True
     trace = error.__traceback__

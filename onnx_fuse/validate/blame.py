@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from onnx_ir import DataType, Value
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import functions_attached, fused_function
+from onnx_fuse.validate import values
+from onnx_fuse.validate.arrays import Array
 from onnx_fuse.validate.compare import Difference, Tolerance, badness, difference
-from onnx_fuse.validate.inputs import Array, Feeds
-from onnx_fuse.validate.values import by_name, values_of
+from onnx_fuse.validate.inputs import Feeds
+from onnx_fuse.validate.values import by_name
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ def blame(
     tolerance: Tolerance,
     *,
     device: str = "cpu",
+    as_written: bool = True,
 ) -> list[Culprit]:
     """The nodes of `fused` that are wrong on their own, the worst first.
 
@@ -53,10 +57,11 @@ def blame(
     original's. All pieces run in one session, whatever the number of nodes. A culprit is confirmed
     by running the fused model with the original's value in place of the culprit's output. Where
     every piece is right and the whole is wrong, the fused nodes are turned back into their bodies
-    by bisection.
+    by bisection. Both run `as_written`, or with onnxruntime's own optimizations.
     """
+    values_of = partial(values.values_of, as_written=as_written)
     reference, suspect = read(original), read(fused)
-    expected = values_of(reference, feeds, _computed(reference), as_written=True)
+    expected = values_of(reference, feeds, _computed(reference))
     common = [name for name in _computed(suspect) if name in expected]
     seen = values_of(suspect, feeds, common)
     # A value that changed its layout under its old name cannot stand in for the original's.
@@ -84,7 +89,9 @@ def blame(
             culprit = _culprit(cut, d, confirmed)
             culprits.setdefault(tuple(culprit.nodes), culprit)
         return list(culprits.values())
-    return _bisect(suspect, feeds, [(n, expected[n]) for n in outputs], tolerance, device)
+    return _bisect(
+        suspect, feeds, [(n, expected[n]) for n in outputs], tolerance, values_of, device
+    )
 
 
 def _computed(model: onnx_ir.Model) -> list[str]:
@@ -106,11 +113,11 @@ def _alike(a: Any, b: Any) -> bool:
     )
 
 
-def _cut(model: onnx_ir.Model, values: Mapping[str, Array]) -> onnx_ir.Model:
+def _cut(model: onnx_ir.Model, given: Mapping[str, Array]) -> onnx_ir.Model:
     """A copy in which every reader of a named value reads the new input `name/oracle` instead."""
     model = model.clone()
-    for name, value in by_name(model, list(values)).items():
-        kind = DataType.from_numpy(values[name].dtype)
+    for name, value in by_name(model, list(given)).items():
+        kind = DataType.from_numpy(given[name].dtype)
         source = Value(name=name + ORACLE, type=onnx_ir.TensorType(kind))
         for use in tuple(value.uses()):
             use.node.replace_input_with(use.idx, source)
@@ -146,6 +153,7 @@ def _bisect(
     feeds: Feeds,
     expected: Sequence[tuple[str, Any]],
     tolerance: Tolerance,
+    values_of: Callable[..., dict[str, Any]],
     device: str,
 ) -> list[Culprit]:
     """The fused node whose return to its body, with all before it, makes the outputs right."""

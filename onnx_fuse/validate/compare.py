@@ -11,7 +11,7 @@ import onnx_ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse.onnx.build import const_array, subgraphs
-from onnx_fuse.validate.inputs import Array
+from onnx_fuse.validate.arrays import Array
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """One output on one feed; `where` is `name[index]` of the largest difference."""
+    """One output on one feed; `where` is `name[index]` of the largest difference.
+
+    `level` says at which level of onnxruntime's own optimizations both ran.
+    """
 
     output: str
     max_abs: float
@@ -71,12 +74,18 @@ class Difference:
     limit: float
     where: str
     ok: bool
+    level: str = ""
 
 
-def difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Difference:
-    """Compare two arrays, or sequences of them; NaN and infinities must stand in the same place."""
+def difference(
+    name: str, expected: Any, got: Any, tolerance: Tolerance, *, floor: float = 0.0
+) -> Difference:
+    """Compare two arrays, or sequences of them; NaN and infinities must stand in the same place.
+
+    The limit, of integers too, is at least `floor`.
+    """
     if isinstance(expected, list) or isinstance(got, list):
-        return _list_difference(name, expected, got, tolerance)
+        return _list_difference(name, expected, got, tolerance, floor)
     expected, got = np.asarray(expected), np.asarray(got)
     if expected.shape != got.shape or expected.dtype != got.dtype:
         what = f"{name}: {got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}"
@@ -95,7 +104,7 @@ def difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Diff
     error = np.where(np.isnan(error), np.inf, error)
     finite = np.abs(a[np.isfinite(a)])
     scale = float(finite.max()) if finite.size else 0.0
-    limit = 0.0 if exact else tolerance.atol + tolerance.rtol * scale
+    limit = max(0.0 if exact else tolerance.atol + tolerance.rtol * scale, floor)
     with np.errstate(invalid="ignore"):
         relative = error / np.maximum(np.abs(a), tolerance.atol)
     relative = np.where(np.isnan(relative), np.where(np.isinf(error), np.inf, 0.0), relative)
@@ -105,11 +114,13 @@ def difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Diff
     )
 
 
-def _list_difference(name: str, expected: Any, got: Any, tolerance: Tolerance) -> Difference:
+def _list_difference(
+    name: str, expected: Any, got: Any, tolerance: Tolerance, floor: float
+) -> Difference:
     if not isinstance(expected, list) or not isinstance(got, list) or len(expected) != len(got):
         return Difference(name, float("inf"), float("inf"), 0.0, f"{name}: another length", False)
     parts = [
-        difference(f"{name}.{i}", a, b, tolerance)
+        difference(f"{name}.{i}", a, b, tolerance, floor=floor)
         for i, (a, b) in enumerate(zip(expected, got, strict=True))
     ]
     if not parts:

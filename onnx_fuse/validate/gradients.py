@@ -16,10 +16,12 @@ from onnx_fuse.onnx.build import const_array, feeds_of
 from onnx_fuse.onnx.common import Model, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.passes.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
+from onnx_fuse.validate.arrays import Array
 from onnx_fuse.validate.compare import Tolerance, difference
-from onnx_fuse.validate.inputs import Array, Feeds, reference_pairs
+from onnx_fuse.validate.inputs import Feeds, reference_pairs
 from onnx_fuse.validate.values import by_name, values_of
 
 # Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
@@ -279,42 +281,5 @@ _NARROW = (DataType.FLOAT, DataType.FLOAT16, DataType.BFLOAT16)
 
 
 def to_double(model: onnx_ir.Model) -> onnx_ir.Model:
-    """A copy that computes in float64: inputs, weights, constants, casts and created tensors.
-
-    A Resize's scales stay: 8 times 1.9999999 is 16 in float32 alone.
-    """
-    model = inline(model)
-    graph = model.graph
-    scales = {v for n in graph if n.op_type == "Resize" for v in n.inputs[1:3]}
-    for value in (*graph.inputs, *graph.initializers.values()):
-        if value in scales:
-            continue
-        if value.dtype in _NARROW:
-            value.type = onnx_ir.TensorType(DataType.DOUBLE)
-        if value.const_value is not None:
-            value.const_value = _double_tensor(value.const_value)
-    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == onnx_ir.AttributeType.TENSOR:
-                tensor = _double_tensor(attribute.as_tensor())
-                node.attributes[name] = onnx_ir.AttrTensor(name, tensor)
-            elif name in ("value_float", "value_floats"):
-                del node.attributes[name]
-                array = np.asarray(attribute.value, np.float64)
-                node.attributes["value"] = onnx_ir.AttrTensor("value", onnx_ir.tensor(array))
-            elif name in ("to", "dtype") and attribute.value in [int(k) for k in _NARROW]:
-                node.attributes[name] = onnx_ir.AttrInt64(name, int(DataType.DOUBLE))
-        if node.op_type == "GroupNormalization":  # its body casts to this
-            node.attributes["stash_type"] = onnx_ir.AttrInt64("stash_type", int(DataType.DOUBLE))
-        if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
-            zero = onnx_ir.tensor(np.zeros(1))
-            node.attributes["value"] = onnx_ir.AttrTensor("value", zero)
-        for value in node.outputs:
-            value.type = value.shape = None
-    return model
-
-
-def _double_tensor(tensor: Any) -> Any:
-    if tensor.dtype not in _NARROW:
-        return tensor
-    return onnx_ir.tensor(tensor.numpy().astype(np.float64), name=tensor.name)
+    """A copy that computes in float64."""
+    return widened(model, _NARROW, DataType.DOUBLE)

@@ -1,0 +1,223 @@
+"""Sizes for the open axes of a model's inputs: what its graph admits, each axis at two sizes."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.save import inline
+from onnx_fuse.validate.sizes import Demand, Size, Symbol, System, evaluate, size
+from onnx_fuse.validate.symbolic.graph import controls, follow
+from onnx_fuse.validate.symbolic.walk import Shape
+
+Dim = int | str
+
+# (leading axes, first other axis, step to the next): started from in turn. Axes differ first, so
+# that exchanged ones are noticed; then come sizes for graphs that want equal axes, multiples of 8
+# or 32, short contexts, a batch of one, whole images, in case the graph's demands are not all seen.
+PATTERNS = (
+    *((2, 7, 4), (3, 12, 4), (3, 4, 1), (2, 32, 32), (3, 64, 32)),
+    *((2, 8, 0), (3, 16, 0), (2, 32, 0), (3, 64, 0), (1, 7, 4), (1, 12, 4), (1, 8, 0), (1, 16, 0)),
+    *((2, 2, 0), (1, 1, 0), (1, 2, 0), (1, 224, 0), (1, 256, 0)),
+)
+_TRIED = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16))
+_LARGER = (320, 384, 448, 512, 640, 768, 1024)
+_ROUNDS = 12
+
+
+@dataclass
+class Choice:
+    """One way to run a model: sizes by symbol, and which way its branches go."""
+
+    sizes: dict[str, int]
+    shapes: dict[str, list[int]]
+    branches: dict[str, bool]
+    sound: bool
+    """Whether the sizes meet every demand that was seen in the graph."""
+
+    def __str__(self) -> str:
+        parts = [f"{k}={v}" for k, v in (self.sizes | self.branches).items()]
+        return ", ".join(parts) or "the shapes given"
+
+
+def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
+    """The inputs' axes: a size, or a symbol (`name.axis` where the file gives none)."""
+    result: dict[str, list[Dim]] = {}
+    for value in model.graph.inputs:
+        name = value.name or ""
+        if not isinstance(value.type, onnx_ir.TensorType):
+            raise ModelError(f"input '{name}' is no tensor: give inputs (--inputs FILE.npz)")
+        # An input without a shape is taken for a matrix.
+        dims = [None, None] if value.shape is None else list(value.shape)
+        result[name] = [
+            d
+            if isinstance(d, int) and d >= 0
+            else (d.value if isinstance(d, onnx_ir.SymbolicDim) else None) or f"{name}.{axis}"
+            for axis, d in enumerate(dims)
+        ]
+    return result
+
+
+def choices(model: onnx_ir.Model) -> Iterator[Choice]:
+    """Ways to run the model, the likeliest first; those that the graph seems to refuse last."""
+    dims = dims_of(model)
+    plain = inline(model) if any(n.domain == FUSE for n in model.graph) else model
+    doubtful: list[Choice] = []
+    ways = [_way(plain, dims, branches) for branches in _branches(plain)]
+    for pattern in PATTERNS:
+        for way in ways:
+            choice = way.choice(*pattern)
+            if choice.sound:
+                yield choice
+            else:
+                doubtful.append(choice)
+    yield from doubtful
+
+
+def _branches(model: onnx_ir.Model) -> list[dict[str, bool]]:
+    """Each setting of the boolean inputs that an If of the graph turns on (of the first two)."""
+    names: dict[str, None] = {}
+    for node in model.graph:
+        condition = node.inputs[0] if node.op_type == "If" and node.inputs else None
+        name = controls(condition) if condition is not None else None
+        if name is not None:
+            names[name] = None
+    first = list(names)[:2]
+    settings = itertools.product((True, False), repeat=len(first))
+    return [dict(zip(first, s, strict=True)) for s in settings]
+
+
+@dataclass
+class _Way:
+    system: System
+    shapes: dict[str, Shape]
+    symbols: list[str]
+    free: list[str]
+    leading: set[str]
+    branches: dict[str, bool]
+
+    def choice(self, lead: int, base: int, step: int) -> Choice:
+        others = [s for s in self.free if s not in self.leading]
+        start: dict[Symbol, int] = {
+            s: base + step * others.index(s) if s in others else lead for s in self.free
+        }
+        free, sound = self._mended(start)
+        sizes = {s: self._value(size(s), free) for s in self.symbols}
+        shapes = {n: [max(self._value(d, free), 0) for d in s] for n, s in self.shapes.items()}
+        for shape in shapes.values():
+            if math.prod(map(float, shape)) > 2**31:
+                raise ModelError(f"an input of shape {shape} is too large to generate: give inputs")
+        return Choice(sizes, shapes, self.branches, sound)
+
+    def _value(self, value: Size, free: Mapping[Symbol, int]) -> int:
+        number = evaluate(self.system.resolve(value), free)
+        return 1 if number is None else int(number)
+
+    def _mended(self, sizes: dict[Symbol, int]) -> tuple[dict[Symbol, int], bool]:
+        """Sizes changed one or two at a time until the demands hold, as far as they can."""
+        sizes = dict(sizes)
+        unmet = self._unmet(sizes)
+        for _ in range(_ROUNDS):
+            if not unmet:
+                break
+            involved = [s for s in self.free if any(s in d.a.symbols | d.b.symbols for d in unmet)]
+            best, found = (len([d for d in unmet if not d.soft]), len(unmet)), None
+            for change in self._changes(involved, sizes):
+                left = self._unmet(sizes | change)
+                count = (len([d for d in left if not d.soft]), len(left))
+                if count < best:
+                    best, found = count, change
+                    if not left:
+                        break
+            if found is None:
+                break
+            sizes |= found
+            unmet = self._unmet(sizes)
+        return sizes, not any(not d.soft for d in unmet)
+
+    def _unmet(self, sizes: Mapping[Symbol, int]) -> list[Demand]:
+        """Unmet demands; a size below 1 counts as one."""
+        bad = self.system.unmet(sizes)
+        bad += [Demand("least", self.system.resolve(size(s)), size(1)) for s in self.symbols
+                if self._value(size(s), sizes) < 1]  # fmt: skip
+        return bad
+
+    def _changes(
+        self, symbols: Sequence[str], sizes: Mapping[Symbol, int]
+    ) -> Iterator[dict[Symbol, int]]:
+        """Other sizes for one symbol, nearest first, then for all of them at once."""
+        for group in (*([s] for s in symbols), symbols):
+            divisors = set().union(*(self.system.divisors(s) for s in group)) if group else set()
+            unit = math.lcm(*(d for d in divisors if d <= 64)) if divisors else 1
+            multiples = [unit * k for k in range(1, 17)] if unit > 1 else []
+            for s in sorted({*_TRIED, *multiples, *_LARGER}, key=lambda n: _far(n, sizes, group)):
+                yield dict.fromkeys(group, s)
+
+
+def _far(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> float:
+    return max((abs(math.log(n / max(sizes[s], 1))) for s in group), default=0.0)
+
+
+def _way(
+    model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool]
+) -> _Way:
+    symbols = list(dict.fromkeys(d for own in dims.values() for d in own if isinstance(d, str)))
+    system = System(symbols)
+    shapes = {name: tuple(size(d) for d in own) for name, own in dims.items()}
+    follow(model, system, shapes, branches)
+    for symbol in symbols:
+        meant = _expression(symbol, set(symbols))
+        if meant is not None:
+            system.demand("equal", size(symbol), meant, soft=True)
+    free = [s for s in symbols if system.resolve(size(s)) == size(s)]
+    first = {_symbol(system, own[0]) for own in shapes.values() if own}
+    inner = {_symbol(system, d) for own in shapes.values() for d in own[1:]}
+    leading = {s for s in first - inner if s is not None}
+    return _Way(system, shapes, symbols, free, leading, branches)
+
+
+def _symbol(system: System, dim: Size) -> str | None:
+    """The free symbol that an axis is, if it is one by itself."""
+    terms = system.resolve(dim).terms
+    [monomial] = terms if len(terms) == 1 else [()]
+    alone = len(monomial) == 1 and terms[monomial] == 1
+    return monomial[0] if alone and isinstance(monomial[0], str) else None
+
+
+def _expression(dim: str, symbols: set[str]) -> Size | None:
+    """What a name such as `past + 1` says of other symbols."""
+    try:
+        tree = ast.parse(dim, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return _term(tree, symbols - {dim}) if isinstance(tree, ast.BinOp) else None
+
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+}
+_DEEPEST = 20  # operators within each other in a name
+
+
+def _term(node: ast.expr, symbols: set[str], depth: int = 0) -> Size | None:
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and depth < _DEEPEST:
+        left, right = (_term(n, symbols, depth + 1) for n in (node.left, node.right))
+        known = left is not None and right is not None
+        return _ARITHMETIC[type(node.op)](left, right) if known else None  # type: ignore[arg-type]
+    if isinstance(node, ast.Name) and node.id in symbols:
+        return size(node.id)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return size(node.value)
+    return None

@@ -1,0 +1,1 @@
+"""Shapes followed through a graph as polynomials over its symbols."""

@@ -1,0 +1,290 @@
+"""What operators that compute over windows, rows and products ask of shapes, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_ir import Node
+
+from onnx_fuse.validate.sizes import Size, product, rounded_down, size
+from onnx_fuse.validate.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
+
+
+def _norm(w: Walk, node: Node) -> list[Fact]:
+    """LayerNormalization and its like: the scale has the sizes of the last axes."""
+    shape = w.shape(node.inputs[0])
+    scale = w.shape(node.inputs[1]) if len(node.inputs) > 1 else None
+    if shape is not None and scale is not None:
+        w.broadcast([shape, scale])
+    return [Fact(None if shape is None else tuple(shape))]
+
+
+def _per_channel(w: Walk, node: Node) -> list[Fact]:
+    """InstanceNormalization, BatchNormalization: a parameter for each channel."""
+    shape, scale = w.shape(node.inputs[0]), w.shape(node.inputs[1])
+    if shape is not None and scale is not None and len(shape) > 1:
+        w.same(shape[1], scale[0])
+    return [Fact(None if shape is None else tuple(shape))]
+
+
+def _matmul(w: Walk, node: Node) -> list[Fact]:
+    at = (0, 3) if node.op_type == "QLinearMatMul" else (0, 1)
+    a, b = (w.shape(node.inputs[i]) for i in at)
+    if a is None or b is None or not a or not b:
+        return [NOTHING]
+    inner = b[-2] if len(b) > 1 else b[0]
+    w.same(a[-1], inner)
+    batch = w.broadcast([a[:-2], b[:-2]]) or ()
+    rows = (a[-2],) if len(a) > 1 else ()
+    columns = (b[-1],) if len(b) > 1 else ()
+    return [Fact((*batch, *rows, *columns))]
+
+
+def _gemm(w: Walk, node: Node) -> list[Fact]:
+    a, b = w.shape(node.inputs[0]), w.shape(node.inputs[1])
+    if a is None or b is None:
+        return [NOTHING]
+    if node.attributes.get_int("transA", 0):
+        a = a[::-1]
+    if node.attributes.get_int("transB", 0):
+        b = b[::-1]
+    w.same(a[1], b[0])
+    return [Fact((a[0], b[1]))]
+
+
+def _pad(w: Walk, node: Node) -> list[Fact]:
+    shape, pads = w.shape(node.inputs[0]), sizes_in(w, node.inputs[1])
+    if shape is None or pads is None:
+        return [NOTHING]
+    given = node.inputs[3] if len(node.inputs) > 3 else None
+    axes = w.ints(given) if given is not None else list(range(len(shape)))
+    if axes is None or len(pads) != 2 * len(axes):
+        return [NOTHING]
+    mode = node.attributes.get_string("mode", "constant")
+    for i, axis in enumerate(axes):
+        before, after = pads[i], pads[i + len(axes)]
+        if mode == "reflect":  # the edge itself is not repeated
+            for p in (before, after):
+                w.system.demand("least", shape[axis], p + 1)
+        shape[axis] = shape[axis] + before + after
+    return [Fact(tuple(shape))]
+
+
+def _conv(w: Walk, node: Node) -> list[Fact]:
+    weight = {"QLinearConv": 3}.get(node.op_type, 1)
+    x, k = w.shape(node.inputs[0]), w.shape(node.inputs[weight])
+    if x is None or k is None:
+        return [NOTHING]
+    w.same(x[1], k[1] * node.attributes.get_int("group", 1))
+    return [Fact((x[0], k[0], *_windows(w, node, x[2:], k[2:])))]
+
+
+def _pool(w: Walk, node: Node) -> list[Fact]:
+    x = w.shape(node.inputs[0])
+    if x is None:
+        return []
+    kernel = [size(k) for k in node.attributes.get_ints("kernel_shape", ())]
+    shape = (*x[:2], *_windows(w, node, x[2:], kernel))
+    return [Fact(shape)] * len(node.outputs)
+
+
+def _windows(w: Walk, node: Node, x: Sequence[Size], kernel: Sequence[Size]) -> list[Size]:
+    """Places of a window along each axis; there must be one."""
+    n = len(x)
+    strides = node.attributes.get_ints("strides", [1] * n)
+    dilations = node.attributes.get_ints("dilations", [1] * n)
+    pads = node.attributes.get_ints("pads", [0] * 2 * n)
+    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    up = node.attributes.get_int("ceil_mode", 0)
+    dims = []
+    for i in range(n):
+        if auto.startswith("SAME"):
+            dims.append(-(-x[i] // strides[i]))
+            continue
+        padding = 0 if auto == "VALID" else pads[i] + pads[i + n]
+        room = x[i] + padding - (kernel[i] - 1) * dilations[i] - 1
+        w.system.demand("least", room, size(0))
+        dims.append((-(-room // strides[i]) if up else room // strides[i]) + 1)
+    return dims
+
+
+def _conv_transpose(w: Walk, node: Node) -> list[Fact]:
+    x, k = w.shape(node.inputs[0]), w.shape(node.inputs[1])
+    if x is None or k is None:
+        return [NOTHING]
+    w.same(x[1], k[0])
+    n = len(x) - 2
+    if (
+        "output_shape" in node.attributes
+        or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET"
+    ):
+        return [NOTHING]
+    strides = node.attributes.get_ints("strides", [1] * n)
+    dilations = node.attributes.get_ints("dilations", [1] * n)
+    pads = node.attributes.get_ints("pads", [0] * 2 * n)
+    more = node.attributes.get_ints("output_padding", [0] * n)
+    dims = [
+        (x[2 + i] - 1) * strides[i]
+        + more[i]
+        + (k[2 + i] - 1) * dilations[i]
+        + 1
+        - pads[i]
+        - pads[i + n]
+        for i in range(n)
+    ]
+    return [Fact((x[0], k[1] * node.attributes.get_int("group", 1), *dims))]
+
+
+def _global_pool(w: Walk, node: Node) -> list[Fact]:
+    x = w.shape(node.inputs[0])
+    return [Fact((*x[:2], *[size(1)] * (len(x) - 2))) if x is not None else NOTHING]
+
+
+def _resize(w: Walk, node: Node) -> list[Fact]:
+    x = w.shape(node.inputs[0])
+    inputs = [*node.inputs, None, None, None]
+    if x is None or "axes" in node.attributes:
+        return [NOTHING]
+    sizes = sizes_in(w, inputs[3]) if inputs[3] is not None else None
+    if sizes is not None:
+        return [Fact(tuple(sizes)) if len(sizes) == len(x) else NOTHING]
+    scales = w.numbers(inputs[2])
+    if scales is None or len(scales) != len(x) or None in scales:
+        return [NOTHING]
+    return [
+        Fact(tuple(rounded_down(d * s) for d, s in zip(x, scales, strict=True) if s is not None))
+    ]
+
+
+def _reduce(w: Walk, node: Node) -> list[Fact]:
+    shape = w.shape(node.inputs[0])
+    if shape is None:
+        return [NOTHING]
+    keep = node.attributes.get_int("keepdims", 1)
+    if node.op_type.startswith("Arg"):
+        axes: list[int] | None = [node.attributes.get_int("axis", 0)]
+    elif len(node.inputs) > 1 and node.inputs[1] is not None:
+        axes = w.ints(node.inputs[1])
+    else:
+        axes = [] if node.attributes.get_int("noop_with_empty_axes", 0) else list(range(len(shape)))
+    if axes is None:
+        return [NOTHING]
+    if not axes and not node.attributes.get_int("noop_with_empty_axes", 0):
+        axes = list(range(len(shape)))
+    gone = {a % len(shape) for a in axes}
+    dims = [size(1) if i in gone else d for i, d in enumerate(shape) if keep or i not in gone]
+    entries = w.entries(node.inputs[0])
+    found = None
+    numbers = w.numbers(node.inputs[0])
+    known = numbers is not None and gone and None not in numbers
+    if entries is not None and entries.ndim == 1 and known and node.op_type == "ReduceProd":
+        total = product(n for n in numbers or () if n is not None)
+        found = vector([total]) if keep else scalar(total)
+    return [Fact(tuple(dims), found)]
+
+
+def _top_k(w: Walk, node: Node) -> list[Fact]:
+    shape, k = w.shape(node.inputs[0]), w.numbers(node.inputs[1])
+    if shape is None:
+        return []
+    axis = node.attributes.get_int("axis", -1) % len(shape)
+    count = k[0] if k else None
+    if count is not None:
+        w.system.demand("least", shape[axis], count)
+    shape[axis] = w.system.unknown() if count is None else count
+    return [Fact(tuple(shape))] * 2
+
+
+def _einsum(w: Walk, node: Node) -> list[Fact]:
+    equation = node.attributes.get_string("equation", "").replace(" ", "")
+    inputs, _, output = equation.partition("->")
+    if "." in equation or not output:
+        return [NOTHING]
+    letters: dict[str, Size] = {}
+    for term, value in zip(inputs.split(","), node.inputs, strict=True):
+        shape = w.shape(value)
+        if shape is None:
+            return [NOTHING]
+        for letter, dim in zip(term, shape, strict=True):
+            found = letters.setdefault(letter, dim)
+            w.system.demand("broadcast", found, dim)
+            letters[letter] = dim if found.number == 1 else w.system.resolve(found)
+    return [Fact(tuple(letters[c] for c in output))]
+
+
+def _attention(w: Walk, node: Node) -> list[Fact]:
+    """Attention of ai.onnx 23 on: the mask is as long as the past and the keys together."""
+    q, k, v, mask, past = (w.shape(x) for x in [*node.inputs, *[None] * 5][:5])
+    if q is None or k is None or v is None:
+        return []
+    w.same(q[0], k[0])
+    w.same(k[0], v[0])
+    w.same(k[-2], v[-2])
+    total = k[-2]
+    present = []
+    if past is not None:
+        w.same(past[0], k[0])
+        total = total + past[2]
+        past_v = w.shape(node.inputs[5])
+        if past_v is not None:
+            w.same(past_v[0], k[0])
+            w.same(past_v[2], past[2])
+            present = [Fact((*past[:2], total, past[3])), Fact((*past_v[:2], total, past_v[3]))]
+    if mask is not None:
+        w.broadcast([mask[-2:], [q[-2], total]])
+        if len(mask) > 2:
+            w.broadcast([mask[:-2][:1], [q[0]]] if len(mask) == 4 else [[size(1)]])
+    heads = node.attributes.get_int("kv_num_heads", 0)
+    if len(q) == 4:
+        return [Fact((*q[:3], v[3])), *present]
+    wide = v[2] / heads * node.attributes.get_int("q_num_heads", 0) if heads else v[2]
+    return [Fact((q[0], q[1], wide)), *present]
+
+
+def _recurrent(w: Walk, node: Node) -> list[Fact]:
+    x, r = w.shape(node.inputs[0]), w.shape(node.inputs[2])
+    by_batch = node.attributes.get_int("layout", 0) != 0
+    if x is None or r is None or by_batch:
+        return []
+    weights = w.shape(node.inputs[1])
+    if weights is not None:
+        w.same(x[2], weights[2])
+    for i in (4, 5, 6):
+        given = w.shape(node.inputs[i]) if len(node.inputs) > i else None
+        if given is not None:
+            w.same(given[0 if i == 4 else 1], x[1])
+    state = Fact((r[0], x[1], r[2]))
+    return [Fact((x[0], r[0], x[1], r[2])), state, state]
+
+
+def _blocks(w: Walk, node: Node) -> list[Fact]:
+    x, b = w.shape(node.inputs[0]), node.attributes.get_int("blocksize", 1)
+    if x is None:
+        return [NOTHING]
+    if node.op_type == "DepthToSpace":
+        w.system.demand("divides", x[1], size(b * b))
+        return [Fact((x[0], x[1] // (b * b), x[2] * b, x[3] * b))]
+    for d in x[2:]:
+        w.system.demand("divides", d, size(b))
+    return [Fact((x[0], x[1] * (b * b), x[2] // b, x[3] // b))]
+
+
+_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _norm),
+    **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), _per_channel),
+    **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul"), _matmul),
+    **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv"), _conv),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pool),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _global_pool),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _blocks),
+    **dict.fromkeys(("ArgMax", "ArgMin", *(f"Reduce{kind}" for kind in _REDUCTIONS)), _reduce),
+    "Gemm": _gemm,
+    "Pad": _pad,
+    "ConvTranspose": _conv_transpose,
+    "Resize": _resize,
+    "TopK": _top_k,
+    "Einsum": _einsum,
+    "Attention": _attention,
+}

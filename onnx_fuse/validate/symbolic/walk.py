@@ -1,0 +1,201 @@
+"""Shapes and small integer values, followed through a graph node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from onnx_ir import Node, Value
+
+from onnx_fuse.onnx.build import const_array
+from onnx_fuse.validate.sizes import Size, System, size
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[Size, ...]
+ENTRIES = 256  # of an array whose values are followed
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a value: its shape, its entries (Size, bool, or None each), and a bound.
+
+    `top` bounds entries from above, exclusively: one for all, or one for each along the last axis.
+    """
+
+    shape: Shape | None = None
+    entries: Array | None = None
+    top: Shape | None = None
+
+
+NOTHING = Fact()
+Rule = Callable[["Walk", Node], Sequence[Fact]]
+"""A Fact for each output that the rule knows of."""
+
+
+@dataclass
+class Walk:
+    """One pass over a graph; `branches` says which way an If on an input's value goes."""
+
+    system: System
+    rules: Mapping[str, Rule]
+    branches: Mapping[str, bool] = field(default_factory=dict)
+    facts: dict[Value, Fact] = field(default_factory=dict)
+    indexed: list[tuple[Size, Size]] = field(default_factory=list)
+    """(size of an axis, size that its indices reach): a mask that positions pick from."""
+    alike: list[tuple[Size, Size]] = field(default_factory=list)
+    """Sizes that a Reshape to the same rank puts in each other's place."""
+    _named: dict[str, Size] = field(default_factory=dict)
+
+    def graph(self, graph: onnx_ir.Graph) -> None:
+        """Follow the nodes in their order."""
+        for node in graph:
+            if node.op_type == "Constant":  # read where it is used
+                continue
+            facts = self._node(node)
+            for value, fact in zip(node.outputs, facts, strict=False):
+                if fact.shape is None and value.shape is not None:
+                    fact = Fact(self.declared(value), fact.entries, fact.top)
+                self.facts[value] = fact
+
+    def _node(self, node: Node) -> Sequence[Fact]:
+        rule = self.rules.get(node.op_type) if not node.domain else None
+        try:
+            found = rule(self, node) if rule is not None else ()
+        except (IndexError, TypeError, ValueError, ZeroDivisionError):
+            # A node that is wrong in itself is for the runtime to refuse, in its own words.
+            found = ()
+        return [*found, *([NOTHING] * (len(node.outputs) - len(found)))]
+
+    def declared(self, value: Value) -> Shape | None:
+        """The shape that inference left on a value, its own names as unknowns."""
+        if value.shape is None:
+            return None
+        dims: list[Size] = []
+        for d in value.shape:
+            name = None if isinstance(d, int) else d.value
+            if isinstance(d, int):
+                dims.append(size(d))
+            elif name in self.system.order:
+                dims.append(size(name))
+            else:
+                fresh = self.system.unknown()
+                dims.append(self._named.setdefault(name, fresh) if name else fresh)
+        return tuple(dims)
+
+    def fact(self, value: Value | None) -> Fact:
+        if value is None:
+            return NOTHING
+        if value not in self.facts:
+            shape = self.declared(value)
+            array = const_array(value)
+            entries, top = None, None
+            if array is not None:
+                shape = tuple(size(n) for n in array.shape)
+                entries = entries_of(array)
+                if array.dtype.kind in "iu" and array.size:
+                    top = (size(int(array.max()) + 1),)
+            self.facts[value] = Fact(shape, entries, top)
+        return self.facts[value]
+
+    def shape(self, value: Value | None) -> list[Size] | None:
+        shape = self.fact(value).shape
+        return None if shape is None else [self.system.resolve(d) for d in shape]
+
+    def entries(self, value: Value | None) -> Array | None:
+        return self.fact(value).entries
+
+    def numbers(self, value: Value | None) -> list[Size | None] | None:
+        """The entries of a vector or scalar, each a Size or None."""
+        entries = self.entries(value)
+        if entries is None:
+            return None
+        return [e if isinstance(e, Size) else None for e in entries.flat]
+
+    def ints(self, value: Value | None) -> list[int] | None:
+        numbers = self.numbers(value)
+        if numbers is None:
+            return None
+        found = [n.number if n is not None else None for n in numbers]
+        return None if None in found else [int(n) for n in found if n is not None]
+
+    def same(self, a: Size, b: Size) -> Size:
+        self.system.demand("equal", a, b)
+        return self.system.resolve(a)
+
+    def broadcast(self, shapes: Sequence[Sequence[Size] | None]) -> Shape | None:
+        """The shape that all are broadcast to; axes of 1 give way."""
+        known = [s for s in shapes if s is not None]
+        if len(known) < len(shapes):
+            return None
+        rank = max((len(s) for s in known), default=0)
+        dims = []
+        for axis in range(rank):
+            here = [s[axis - rank] for s in known if len(s) >= rank - axis]
+            here = [d for d in here if d.number != 1]
+            dim = here[0] if here else size(1)
+            for other in here[1:]:
+                self.system.demand("broadcast", dim, other)
+                dim = self.system.resolve(dim if dim.number is None else other)
+            dims.append(dim)
+        return tuple(dims)
+
+
+def entries_of(array: Array) -> Array | None:
+    """A small constant as an object array of Sizes and booleans."""
+    if array.size > ENTRIES or array.dtype.kind not in "iubf":
+        return None
+    result = np.empty(array.shape, object)
+    for index, x in np.ndenumerate(array):
+        if array.dtype.kind == "b":
+            result[index] = bool(x)
+        elif array.dtype.kind == "f":
+            result[index] = size(Fraction(float(x))) if np.isfinite(x) else None
+        else:
+            result[index] = size(int(x))
+    return result
+
+
+def each(function: Callable[..., Any], *arrays: Array | None) -> Array | None:
+    """The function of each entry, broadcast; None where an argument is not known."""
+    if any(a is None for a in arrays):
+        return None
+
+    def guarded(*args: Any) -> Any:
+        return None if any(a is None for a in args) else function(*args)
+
+    found = np.frompyfunc(guarded, len(arrays), 1)(*arrays)
+    return found if isinstance(found, np.ndarray) else scalar(found)
+
+
+def scalar(value: Any) -> Array:
+    result = np.empty((), object)
+    result[()] = value
+    return result
+
+
+def vector(items: Sequence[Any]) -> Array:
+    result = np.empty(len(items), object)
+    result[:] = items
+    return result
+
+
+def sizes_in(w: Walk, value: Value | None) -> list[Size] | None:
+    """A shape given as a tensor; sizes not known in it are unknowns."""
+    numbers = w.numbers(value)
+    if numbers is None:
+        shape = w.shape(value)
+        count = shape[0].number if shape else None
+        return None if count is None else [w.system.unknown() for _ in range(int(count))]
+    return [w.system.unknown() if n is None else w.system.resolve(n) for n in numbers]
+
+
+def one(top: Shape | None) -> Shape | None:
+    return top if top is not None and len(top) == 1 else None
+
+
+def small(entries: Array | None) -> Array | None:
+    return entries if entries is not None and entries.size <= ENTRIES else None
