@@ -73,6 +73,7 @@ def compare(
     feeds: Feeds | None = None,
     *,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    dims: Mapping[str, int] | None = None,
     repeat: int = 50,
     threads: int = 0,
     device: str = "cpu",
@@ -85,12 +86,12 @@ def compare(
     the other first, so that a change of the machine's speed meets both alike; the rounds are
     spread over PAIRS of sessions. `threads=0` is as many as onnxruntime takes; one thread is timed
     by its own clock, which stops while others run.
-    `shapes` are those of generated feeds alone: fixed in one of the two models, they would let
-    onnxruntime rewrite that one further.
+    `shapes` and `dims` are those of generated feeds alone: fixed in one of the two models, they
+    would let onnxruntime rewrite that one further.
     """
     if feeds is None:
         sized = graph.clone()
-        fix_shapes(sized, shapes or {})
+        fix_shapes(sized, shapes or {}, dims)
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     makers: list[Callable[[], Clock]]
     if device == "cuda":  # a session fuses what it is given
@@ -183,7 +184,7 @@ def run_once(
 ) -> RunResult:
     """Run the fusion of `graph`; `profile` adds the time by operator, or by kernel on "cuda"."""
     session = InferenceSession(graph, device=device, precision=precision)
-    feeds = feeds or generate(graph, lambda f: session.run(None, f))[0][0]
+    feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     started = time.perf_counter()
     outputs = session.run(None, feeds)
     milliseconds = (time.perf_counter() - started) * 1e3
@@ -204,7 +205,7 @@ def program(
 ) -> Program:
     """What a GPU would run for `graph` as it is: needs none. Feeds left out are generated."""
     graph, math = in_precision(graph, precision)
-    feeds = feeds or generate(graph, lambda f: [np.ones(1)])[0][0]
+    feeds = feeds or generate(graph, lambda f: [np.ones(1)], single=True)[0][0]
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     with contextlib.suppress(NeedsValues):
         return lower(graph, shapes, hw, math=math)

@@ -45,19 +45,24 @@ app.command()(inspect.inspect)
 app.command()(doctor.doctor)
 
 
-_SHAPE = re.compile(r".+:-?\d+(,-?\d+)*")
+# Options that take several values, and what each looks like.
+_SEVERAL = {
+    "--input-shapes": re.compile(r".+:-?\d+(,-?\d+)*"),
+    "--dim": re.compile(r".+=\d+"),
+}
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
     """`--input-shapes a:1,2 b:3` to one option a value, which is all the parser knows."""
     result: list[str] = []
-    inside = False
+    option: str | None = None
     for argument in arguments:
-        if inside and _SHAPE.fullmatch(argument) and result[-1] != "--input-shapes":
-            result.append("--input-shapes")
-        elif argument.startswith("-") or not _SHAPE.fullmatch(argument):
-            inside = False
-        inside = inside or argument == "--input-shapes"
+        fits = option is not None and _SEVERAL[option].fullmatch(argument)
+        if option is not None and fits and result[-1] != option:
+            result.append(option)
+        elif argument.startswith("-") or not fits:
+            option = None
+        option = argument if argument in _SEVERAL else option
         result.append(argument)
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
     Debug,
     Device,
+    Dims,
     Html,
     Inputs,
     Json,
@@ -19,6 +21,7 @@ from onnx_fuse.cli.options import (
     check_device,
     check_precision,
     hardware_of,
+    parse_dims,
     parse_shapes,
 )
 from onnx_fuse.errors import UsageError
@@ -33,6 +36,7 @@ def bench(
     ],
     inputs: Inputs = None,
     input_shapes: Shapes = None,
+    dim: Dims = None,
     device: Device = "cpu",
     repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
     threads: Annotated[
@@ -69,7 +73,9 @@ def bench(
 
     printer = show.printer()
     if tune:
-        calls, hw = _to_tune(model, inputs, input_shapes, shape or [], precision)
+        calls, hw = _to_tune(
+            model, inputs, parse_shapes(input_shapes), parse_dims(dim), shape or [], precision
+        )
         data = _tune(printer, calls, hw, limit, top, records)
         show.write_reports(
             printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
@@ -85,11 +91,11 @@ def bench(
         raise UsageError("--threads is of --device cpu")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
-    shapes = parse_shapes(input_shapes)
+    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     result = checking.guarded(
         lambda: timing.compare(
-            model, graph, feeds, shapes=shapes, repeat=repeat, threads=threads, device=device,
-            precision=precision,
+            model, graph, feeds, shapes=shapes, dims=dims, repeat=repeat, threads=threads,
+            device=device, precision=precision,
         ),
         str(model),
         device,
@@ -100,6 +106,7 @@ def bench(
     ]
     where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else "onnxruntime, CPU"
     printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
+    printer.text(show.inputs(result.feeds))
     low, high = result.noise
     printer.text(
         f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
@@ -108,7 +115,12 @@ def bench(
 
 
 def _to_tune(
-    model: Path, inputs: Path | None, input_shapes: list[str] | None, shape: list[str], how: str
+    model: Path,
+    inputs: Path | None,
+    shapes: Mapping[str, Sequence[int]],
+    dims: Mapping[str, int],
+    shape: list[str],
+    how: str,
 ) -> tuple[list[Any], Any]:
     """The calls to tune, of a model or of an operator at each of `shape`, and the Hardware."""
     from onnx_fuse import tune
@@ -128,10 +140,10 @@ def _to_tune(
     if not model.exists():
         raise UsageError(f"{model} is neither a file nor one of {', '.join(tune.OPS)}")
     graph = files.load(model, str(model))
-    fix_shapes(graph, parse_shapes(input_shapes) or {})
+    fix_shapes(graph, shapes, dims)
     session = InferenceSession(graph, device="cuda", precision=how)
     feeds = read_feeds(inputs, graph) if inputs else None
-    feeds = feeds or generate(graph, lambda f: session.run(None, f))[0][0]
+    feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     program, hw = session.program(feeds)
     return tune.calls_of(program), hw
 

@@ -10,6 +10,7 @@ from onnx_fuse.cli import files
 
 if TYPE_CHECKING:
     from onnx_fuse.validate.check import Check
+    from onnx_fuse.validate.gradients import GradientCheck
 
 
 def check(
@@ -17,6 +18,7 @@ def check(
     candidate: Any,
     *,
     shapes: Mapping[str, Sequence[int]],
+    dims: Mapping[str, int] | None = None,
     inputs: Path | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -34,6 +36,7 @@ def check(
             candidate,
             feeds=feeds,
             shapes=shapes,
+            dims=dims,
             rtol=rtol,
             atol=atol,
             device=device,
@@ -42,6 +45,30 @@ def check(
         )
 
     checked: Check = guarded(work, str(original), device)
+    return checked
+
+
+def gradients(
+    model: Path,
+    written: Path | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+    dims: Mapping[str, int],
+    inputs: Path | None = None,
+    device: str = "cpu",
+) -> GradientCheck:
+    """Every gradient of `model`, or those that the graph `written` for it computes."""
+    from onnx_fuse.validate.gradients import check_gradients, check_written
+    from onnx_fuse.validate.inputs import read_feeds
+
+    def work() -> GradientCheck:
+        source = model if written is None else written
+        feeds = read_feeds(inputs, files.load(source, str(source))) if inputs else None
+        if written is not None:
+            return check_written(written, feeds=feeds, shapes=shapes, dims=dims)
+        return check_gradients(model, feeds=feeds, shapes=shapes, dims=dims, device=device)
+
+    checked: GradientCheck = guarded(work, str(model), device)
     return checked
 
 

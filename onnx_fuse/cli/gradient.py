@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import Debug, Html, Json, ModelArg, split_names
+from onnx_fuse.cli import checking, files, show
+from onnx_fuse.cli.options import (
+    Debug,
+    Dims,
+    Html,
+    Inputs,
+    Json,
+    ModelArg,
+    Shapes,
+    parse_dims,
+    parse_shapes,
+    split_names,
+)
+from onnx_fuse.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from onnx_fuse.validate.gradients import GradientCheck
 
 
 def gradient(
@@ -24,11 +39,20 @@ def gradient(
     wrt: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Weights, inputs; default: weights.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare what was written with finite differences.")
+    ] = False,
+    inputs: Inputs = None,
+    input_shapes: Shapes = None,
+    dim: Dims = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Write the graph that computes MODEL's gradients, as ONNX that any runtime runs."""
+    """Write the graph that computes MODEL's gradients, as ONNX that any runtime runs.
+
+    onnxruntime loads it before it stays. --inputs are those of the written graph, and of --check.
+    """
     from onnx_fuse import autodiff, report
     from onnx_fuse.onnx.load import read
     from onnx_fuse.onnx.save import save
@@ -42,9 +66,38 @@ def gradient(
     result = autodiff.gradient(
         files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss
     )
-    save(result, output)
+    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
+    checked: GradientCheck | None = None
+    with files.written_beside(output) as draft:
+        save(result, draft)
+        checking.guarded(lambda: _loads(draft), f"{model}: its gradient", "cpu")
+        if check:
+            checked = checking.gradients(model, draft, shapes=shapes, dims=dims, inputs=inputs)
+        failed = checked is not None and not checked.ok
+        if failed:
+            for path in draft.parent.iterdir():
+                path.unlink()
     found = [report.summary(original, "model", model), report.summary(result, "gradient", output)]
     printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
-    printer.text(f"wrote {output}")
-    data = {"input": str(model), "output": str(output), "models": [*map(report.as_dict, found)]}
+    data = {
+        "input": str(model),
+        "output": None if failed else str(output),
+        "models": [*map(report.as_dict, found)],
+        "check": checked.to_dict() if checked else None,
+    }
+    if checked is not None:
+        printer.text(*report.gradient_lines(checked))
     show.write_reports(printer, data, json, html)
+    if checked is not None and not checked.ok:
+        first = checked.failed[0]
+        raise CheckFailed(
+            f"{model}: the gradient of '{first.tensor}', read by {first.op}, is wrong "
+            "(nothing was written)"
+        )
+    printer.text(f"wrote {output}")
+
+
+def _loads(path: Path) -> None:
+    from onnx_fuse.runtime import ort
+
+    ort.session(path)

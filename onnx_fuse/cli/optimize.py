@@ -11,12 +11,15 @@ import typer
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
     Debug,
+    Dims,
     Html,
+    Inputs,
     Json,
     Precision,
     Shapes,
     check_precision,
     hardware_of,
+    parse_dims,
     parse_shapes,
     split_names,
 )
@@ -64,7 +67,9 @@ def optimize(
     keep: Annotated[
         bool, typer.Option("--keep", help="Write the result even if the check fails.")
     ] = False,
+    inputs: Inputs = None,
     input_shapes: Shapes = None,
+    dim: Dims = None,
     external: Annotated[
         bool,
         typer.Option("--save-as-external-data", help="Weights into OUT.data beside the model."),
@@ -91,6 +96,7 @@ def optimize(
     from onnx_fuse.onnx.save import inline as inlined
     from onnx_fuse.onnx.save import save
     from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.validate.inputs import read_feeds
 
     check_precision(precision)
     if precision != "fp32" and not target:
@@ -102,8 +108,9 @@ def optimize(
     original = read(model)
     before = report.summary(original, "original", model)
     graph = files.load(original, str(model))
-    shapes = parse_shapes(input_shapes)
-    fix_shapes(graph, shapes)
+    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
+    feeds = read_feeds(inputs, graph) if inputs else None
+    fix_shapes(graph, shapes, dims)
     found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
     result = inlined(graph) if inline else graph
     checked: Check | None = None
@@ -112,7 +119,7 @@ def optimize(
         seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)
         if check:
-            checked = checking.check(model, draft, shapes=shapes)
+            checked = checking.check(model, draft, shapes=shapes, dims=dims, inputs=inputs)
         failed = checked is not None and not checked.ok
         if failed and not keep:
             for path in draft.parent.iterdir():
@@ -121,7 +128,7 @@ def optimize(
     kernels = []
     if hardware is not None:
         passes.optimize(graph, level=level, own_kernels=True)  # as a session on that GPU does
-        lowered = bench.program(graph, hardware, precision=precision)
+        lowered = bench.program(graph, hardware, feeds, precision=precision)
         kernels = show.kernels(printer, lowered, hardware)
     data = {
         "input": str(model),

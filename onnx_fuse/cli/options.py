@@ -33,6 +33,11 @@ Shapes = Annotated[
     ),
 ]
 
+Dims = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="SYMBOL=8 ...", help="Fix sizes by the symbols of the inputs."),
+]
+
 
 def check_device(device: str) -> None:
     if device not in ("cpu", "cuda"):
@@ -77,3 +82,14 @@ def parse_shapes(values: Sequence[str] | None) -> dict[str, list[int]]:
         if not name or any(d < -1 for d in shapes[name]):
             raise UsageError(f"--input-shapes {value}: expected NAME:1,128")
     return shapes
+
+
+def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
+    """`SYMBOL=8` to {SYMBOL: 8}; the symbol itself may hold equal signs."""
+    sizes: dict[str, int] = {}
+    for value in values or ():
+        symbol, _, number = value.rpartition("=")
+        if not symbol or not number.isdecimal() or sizes.get(symbol, int(number)) != int(number):
+            raise UsageError(f"--dim {value}: expected SYMBOL=8, one size a symbol")
+        sizes[symbol] = int(number)
+    return sizes

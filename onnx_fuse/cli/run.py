@@ -11,6 +11,7 @@ from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
     Debug,
     Device,
+    Dims,
     Html,
     Inputs,
     Json,
@@ -19,6 +20,7 @@ from onnx_fuse.cli.options import (
     Shapes,
     check_device,
     check_precision,
+    parse_dims,
     parse_shapes,
 )
 from onnx_fuse.errors import UsageError
@@ -33,6 +35,7 @@ def run(
     device: Device = "cpu",
     precision: Precision = "fp32",
     input_shapes: Shapes = None,
+    dim: Dims = None,
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Time by operator (as onnxruntime sees it), or by kernel."),
@@ -62,12 +65,13 @@ def run(
         raise UsageError("--explain needs --device cuda; without a GPU: optimize --target h200")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
-    fix_shapes(graph, parse_shapes(input_shapes))
+    fix_shapes(graph, parse_shapes(input_shapes), parse_dims(dim))
     result = checking.guarded(
         lambda: bench.run_once(graph, feeds, device=device, precision=precision, profile=profile),
         str(model),
         device,
     )
+    printer.text(show.inputs({k: list(v.shape) for k, v in result.feeds.items()}))
     rows = [
         [name, str(y.dtype), str(list(y.shape)), _range(y)] for name, y in result.outputs.items()
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,11 @@ def write_reports(
         report.write_json(json, data)
     if html:
         printer.html(html)
+
+
+def inputs(feeds: Mapping[str, Sequence[int]]) -> str:
+    """The shapes that were used, on one line."""
+    return "inputs: " + ", ".join(f"{name} {list(shape)}" for name, shape in feeds.items())
 
 
 def kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import Debug, Device, Html, Json, ModelArg, split_names
+from onnx_fuse.cli.options import (
+    Debug,
+    Device,
+    Dims,
+    Html,
+    Json,
+    ModelArg,
+    Shapes,
+    parse_dims,
+    parse_shapes,
+    split_names,
+)
 from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +33,8 @@ def train(
     data: Annotated[
         Path,
         typer.Option(
+            "--data",
+            "--inputs",
             metavar="FILE.npz",
             help="Arrays named like the inputs, and labels; or a folder of .npy.",
         ),
@@ -77,6 +90,8 @@ def train(
     free_batch: Annotated[
         bool, typer.Option("--free-batch", help="Open a batch that was exported fixed, if it can.")
     ] = False,
+    input_shapes: Shapes = None,
+    dim: Dims = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="As for run; on the CPU fp32 or fp16.")
@@ -135,6 +150,8 @@ def train(
         clip_norm=clip_norm,
         accumulate=accumulate,
         free_batch=free_batch,
+        shapes=parse_shapes(input_shapes),
+        dims=parse_dims(dim),
         level=level,
         seed=seed,
         precision=precision,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
     Debug,
     Device,
+    Dims,
     Html,
     Inputs,
     Json,
@@ -19,12 +20,10 @@ from onnx_fuse.cli.options import (
     Shapes,
     check_device,
     check_precision,
+    parse_dims,
     parse_shapes,
 )
 from onnx_fuse.errors import CheckFailed, UsageError
-
-if TYPE_CHECKING:
-    from onnx_fuse.validate.gradients import GradientCheck
 
 
 def validate(
@@ -43,6 +42,7 @@ def validate(
     precision: Precision = "fp32",
     inputs: Inputs = None,
     input_shapes: Shapes = None,
+    dim: Dims = None,
     rtol: Annotated[float | None, typer.Option(min=0.0, help="Of the largest value.")] = None,
     atol: Annotated[float | None, typer.Option(min=0.0, help="Absolute.")] = None,
     json: Json = None,
@@ -72,11 +72,13 @@ def validate(
         passes.optimize(candidate)
     else:
         read(model)
+    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     data: dict[str, Any] = {"model": str(model), "original": str(original)}
     checked = checking.check(
         original,
         candidate,
-        shapes=parse_shapes(input_shapes),
+        shapes=shapes,
+        dims=dims,
         inputs=inputs,
         rtol=rtol,
         atol=atol,
@@ -91,7 +93,9 @@ def validate(
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
-        gradients = _check_gradients(model, inputs, device)
+        gradients = checking.gradients(
+            model, shapes=shapes, dims=dims, inputs=inputs, device=device
+        )
         data["gradients"] = gradients.to_dict()
         printer.text(*report.gradient_lines(gradients))
         if gradients.failed:
@@ -100,15 +104,3 @@ def validate(
     show.write_reports(printer, data, json, html)
     if failure:
         raise CheckFailed(f"{model}: {failure}")
-
-
-def _check_gradients(model: Path, inputs: Path | None, device: str) -> GradientCheck:
-    from onnx_fuse.validate.gradients import check_gradients
-    from onnx_fuse.validate.inputs import read_feeds
-
-    def work() -> GradientCheck:
-        feeds = read_feeds(inputs, files.load(model, str(model))) if inputs else None
-        return check_gradients(model, feeds=feeds, device=device)
-
-    checked: GradientCheck = checking.guarded(work, str(model), device)
-    return checked

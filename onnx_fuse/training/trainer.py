@@ -18,6 +18,7 @@ from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import save
+from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.ops.loss import ignored_label
 from onnx_fuse.passes import params
 from onnx_fuse.problem import PRECISIONS, Hardware
@@ -50,7 +51,8 @@ class Trainer:
     clip_norm bounds the norm of all gradients together. With accumulate=k, every k-th step updates,
     by the mean of k gradients. Batch and sequence may change from step to step where the model's
     inputs leave them open; free_batch opens a batch that was exported fixed, and proves on the
-    first feeds that the results of the original stay. Equal seeds and data give equal bits.
+    first feeds that the results of the original stay. `shapes` by input and `dims` by symbol fix
+    sizes in training, not in what `save` writes. Equal seeds and data give equal bits.
     `precision` is as in InferenceSession: "tf32", "bf16x3" and "bf16x6" are of products alone; with
     "bf16" and "fp16" forward and backward are in 16 bits, weights and update in float32, and
     "fp16" scales the loss, by `loss_scale` at first, and leaves out updates whose gradients
@@ -78,6 +80,8 @@ class Trainer:
         device: str = "cpu",
         free_batch: bool = False,
         level: int | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        dims: Mapping[str, int] | None = None,
     ) -> None:
         _supported(precision, device)
         if device == "cuda":
@@ -89,7 +93,10 @@ class Trainer:
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self.optimizer = optimizer or optim.AdamW()
-        self._source = read(model)
+        self._source = self._sized = read(model)
+        if shapes or dims:
+            self._sized = self._source.clone()
+            fix_shapes(self._sized, shapes or {}, dims)
         self._options: dict[str, Any] = {
             "loss": loss,
             "loss_options": dict(loss_options or {}),
@@ -129,7 +136,7 @@ class Trainer:
             names = _weight_names(self._specs["update"])
             options |= {"trainable": [literal(n) for n in names], "frozen": ()}
         return training_model(
-            self._source,
+            self._sized,
             optimizer=self.optimizer,
             mode=mode,
             fused=self._whole is not None,

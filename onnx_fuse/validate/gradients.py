@@ -15,7 +15,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import const_array, feeds_of
 from onnx_fuse.onnx.common import Model, one_line
 from onnx_fuse.onnx.save import inline, to_proto
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.passes.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
@@ -33,6 +33,7 @@ _FLOAT_LIMIT = {np.dtype(np.float64): 1e-4, np.dtype(np.float32): 1e-4, np.dtype
 """Of the largest entry: the gradient in its own type against the same graph in float64. float16
 rounds each value by up to 5e-4, and sums of terms that cancel lose some bits more.
 """
+_GRAD = ".grad"
 _ZERO = 1e-6
 """Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
 
@@ -77,18 +78,26 @@ class GradientCheck:
 
 
 def check_gradients(
-    model: Model, *, feeds: Feeds | None = None, device: str = "cpu", seed: int = 0
+    model: Model,
+    *,
+    feeds: Feeds | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    dims: Mapping[str, int] | None = None,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> GradientCheck:
     """Every gradient of every trainable float tensor, against central differences.
 
     The loss is sum(output * cotangent) for fixed random cotangents. The backward of the fused graph
     runs in float32 on `device`; the same backward with all bodies written out runs in float64;
     along two random directions of each tensor that must give the slope that the unfused graph has
-    in float64. Raises ModelError where onnxruntime cannot run the model.
+    in float64. `shapes` and `dims` are those of generated feeds, as in `validate`. Raises
+    ModelError where onnxruntime cannot run the model.
     """
     from onnx_fuse import autodiff, passes
 
     plain = load(model)
+    fix_shapes(plain, shapes or {}, dims)
     infer_shapes(plain)
     check = GradientCheck()
     with ort.faults("the original"):
@@ -112,15 +121,79 @@ def check_gradients(
     wanted = [
         v.name or ""
         for v in backward.graph.outputs
-        if v.name not in names and (v.name or "").endswith(".grad") and _elements(v) != 1
+        if v.name not in names and (v.name or "").endswith(_GRAD) and _elements(v) != 1
     ]
     single = values_of(backward, seeds, wanted, device=device)
     double = _evaluator(inline(backward), wanted)(_doubles(seeds))
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
     passes.optimize(plain, level=0, training=True)
-    forward, parameters = _forward(plain, [name.removesuffix(".grad") for name in wanted])
-    lost = [name for name in wanted if name.removesuffix(".grad") not in parameters]
+    forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
+    lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
     check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
+    _compare(check, rng, forward, inputs, parameters, cotangents, single, double)
+    return check
+
+
+def check_written(
+    model: Model,
+    *,
+    feeds: Feeds | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    dims: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> GradientCheck:
+    """The outputs `w.grad` of a graph that `autodiff.gradient` made, as `check_gradients` has it.
+
+    The graph's own forward gives the slopes: of its outputs times their `y.grad`, or of its loss.
+    Raises ModelError where onnxruntime cannot run the graph.
+    """
+    backward = load(model)
+    fix_shapes(backward, shapes or {}, dims)
+    infer_shapes(backward)
+    check = GradientCheck()
+    with ort.faults("the gradient graph"):
+        session = ort.session(backward)
+    given = [feeds] if feeds else None
+    pairs = reference_pairs(backward, lambda f: ort.run(session, f), given, seed, check.notes)
+    inputs = pairs[0][0]
+    names = [v.name or "" for v in backward.graph.outputs]
+    seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
+    cotangents = {y: a for y, a in seeds.items() if y in names}
+    if not cotangents:
+        scalars = [v.name or "" for v in backward.graph.outputs if _elements(v) == 1]
+        loss = [n for n in scalars if not n.endswith(_GRAD)]
+        cotangents = {"loss" if "loss" in loss else loss[0]: np.ones(())} if loss else {}
+    known = {*_inputs(backward), *backward.graph.initializers}
+    grads = [v for v in backward.graph.outputs if (v.name or "").endswith(_GRAD)]
+    # One element is a constant of the graph rather than a parameter, where there are others.
+    grads = [v for v in grads if _elements(v) != 1] or grads
+    wanted = [v.name or "" for v in grads if (v.name or "").removesuffix(_GRAD) in known]
+    check.notes.extend(
+        f"{v.name}: its tensor is not in the graph by that name, its slope is not compared"
+        for v in grads
+        if v.name not in wanted
+    )
+    single = values_of(backward, inputs, wanted)
+    double = _evaluator(inline(backward), wanted)(_doubles(inputs))
+    forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
+    parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
+    _compare(
+        check, np.random.default_rng(seed), forward, inputs, parameters, cotangents, single, double
+    )
+    return check
+
+
+def _compare(
+    check: GradientCheck,
+    rng: np.random.Generator,
+    forward: onnx_ir.Model,
+    inputs: Feeds,
+    parameters: Feeds,
+    cotangents: Feeds,
+    single: Mapping[str, Array],
+    double: Mapping[str, Array],
+) -> None:
+    """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
     evaluate = _evaluator(forward, list(cotangents))
     floor = _ZERO * max((float(np.abs(g).max()) for g in double.values() if g.size), default=0.0)
 
@@ -128,8 +201,8 @@ def check_gradients(
         values = evaluate(_doubles(inputs) | parameters | changed)
         return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
 
-    for node, w in _by_reader(plain, parameters):
-        g, array = double[f"{w}.grad"], parameters[w]
+    for node, w in _by_reader(forward, parameters):
+        g, array = double[f"{w}{_GRAD}"], parameters[w]
         size = max(float(np.sqrt(np.mean(array**2))) if array.size else 0.0, 1e-3)
         worst = (0.0, 0.0, 0.0, True)
         for _ in range(2):
@@ -145,9 +218,9 @@ def check_gradients(
             worst = max(
                 worst, (error, along, slope, error <= limit), key=lambda t: (not t[3], t[0])
             )
-        narrow = _FLOAT_LIMIT[single[f"{w}.grad"].dtype]
+        narrow = _FLOAT_LIMIT[single[f"{w}{_GRAD}"].dtype]
         tolerance = Tolerance(narrow, floor, "its own type against float64")
-        f32 = difference(w, g, single[f"{w}.grad"].astype(np.float64), tolerance)
+        f32 = difference(w, g, single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
         check.errors.append(
             GradientError(
                 tensor=w,
@@ -161,7 +234,6 @@ def check_gradients(
                 ok=worst[3] and f32.ok,
             )
         )
-    return check
 
 
 def _elements(value: Value) -> int | None:

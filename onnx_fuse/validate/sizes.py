@@ -98,7 +98,7 @@ class Size:
         return size(other).__truediv__(self)
 
     def __mod__(self, other: Any) -> Size:
-        return self - (self // other) * size(other)
+        return self - self // size(other) * size(other)
 
     def __rmod__(self, other: Any) -> Size:
         return size(other).__mod__(self)
