@@ -31,6 +31,7 @@ PATTERNS = (
 _TRIED = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16))
 _LARGER = (320, 384, 448, 512, 640, 768, 1024)
 _ROUNDS = 12
+_SETTINGS = 4
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Choice:
 
     sizes: dict[str, int]
     shapes: dict[str, list[int]]
-    branches: dict[str, bool]
+    branches: dict[str, bool | int]
     sound: bool
     """Whether the sizes meet every demand that was seen in the graph."""
 
@@ -82,17 +83,22 @@ def choices(model: onnx_ir.Model) -> Iterator[Choice]:
     yield from doubtful
 
 
-def _branches(model: onnx_ir.Model) -> list[dict[str, bool]]:
-    """Each setting of the boolean inputs that an If of the graph turns on (of the first two)."""
-    names: dict[str, None] = {}
+def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
+    """Settings of the inputs that an If of the graph turns on (of the first two such inputs)."""
+    options: dict[str, list[bool | int]] = {}
     for node in model.graph:
         condition = node.inputs[0] if node.op_type == "If" and node.inputs else None
-        name = controls(condition) if condition is not None else None
-        if name is not None:
-            names[name] = None
-    first = list(names)[:2]
-    settings = itertools.product((True, False), repeat=len(first))
-    return [dict(zip(first, s, strict=True)) for s in settings]
+        found = controls(condition) if condition is not None else None
+        if found is not None:
+            name, number = found
+            values = options.setdefault(name, [])
+            values += [True, False] if number is None else [number]
+    for values in options.values():
+        if not isinstance(values[0], bool):
+            values.append(next(n for n in range(len(values) + 1) if n not in values))
+    first = list(options)[:2]
+    settings = itertools.product(*(dict.fromkeys(options[name]) for name in first))
+    return [dict(zip(first, s, strict=True)) for s in settings][:_SETTINGS]
 
 
 @dataclass
@@ -102,7 +108,7 @@ class _Way:
     symbols: list[str]
     free: list[str]
     leading: set[str]
-    branches: dict[str, bool]
+    branches: dict[str, bool | int]
 
     def choice(self, lead: int, base: int, step: int) -> Choice:
         others = [s for s in self.free if s not in self.leading]
@@ -167,7 +173,7 @@ def _far(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> float:
 
 
 def _way(
-    model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool]
+    model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool | int]
 ) -> _Way:
     symbols = list(dict.fromkeys(d for own in dims.values() for d in own if isinstance(d, str)))
     system = System(symbols)

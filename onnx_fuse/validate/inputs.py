@@ -56,7 +56,7 @@ def generate(
     roles = {v.name or "": role_of(v) for v in model.graph.inputs}
     accepted: list[tuple[Feeds, list[Any]]] = []
     seen: dict[str, set[int]] = {}
-    done: set[tuple[bool, ...]] = set()
+    done: set[tuple[bool | int, ...]] = set()
     tried: list[Choice] = []
     first_error: Exception | None = None
     for choice in choices(model):
@@ -113,7 +113,7 @@ def _feed(roles: dict[str, Role], choice: Choice, rng: np.random.Generator, top:
     feed = {}
     for name, role in roles.items():
         if name in choice.branches:
-            feed[name] = np.full(shapes[name], choice.branches[name])
+            feed[name] = np.full(shapes[name], choice.branches[name], role.dtype.numpy())
             continue
         past = max((w - shapes[name][-1] for w in widths), default=0) if shapes[name] else 0
         feed[name] = make(role, shapes[name], rng, top=top, past=max(past, 0))

@@ -28,6 +28,8 @@ class Steps:
 
     scales: dict[str, float]
     levels: int
+    rest: bool
+    """Whether there are outputs without a scale of their own."""
 
     @classmethod
     def of(cls, model: onnx_ir.Model) -> Steps | None:
@@ -42,7 +44,8 @@ class Steps:
             return None
         bits = min((_bits(node) for node in rounding), default=8)
         scales = {v.name or "": s for v in model.graph.outputs if (s := _scale(v)) is not None}
-        return cls(scales, (1 << bits) - 1)
+        rest = any(v.name not in scales for v in model.graph.outputs)
+        return cls(scales, (1 << bits) - 1, rest)
 
     def limit(self, name: str, y: Any) -> float:
         """How far an output may move: COUNT of its steps."""
@@ -57,7 +60,8 @@ class Steps:
 
     def __str__(self) -> str:
         known = [f"{s:.3g} in '{n}'" for n, s in list(self.scales.items())[:3]]
-        known.append(f"1/{self.levels} of the range of an output without a scale of its own")
+        if self.rest:
+            known.append(f"1/{self.levels} of the range of an output without a scale of its own")
         return (
             f"quantized: the limit is {COUNT} quantization steps, a step being {', '.join(known)}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,33 @@ class Atom:
     number: int = 0
 
     @cached_property
+    def depth(self) -> int:
+        """Atoms within each other."""
+        inner = (s.depth for a in self.args for m in a.terms for s in m if isinstance(s, Atom))
+        return 1 + max(inner, default=0)
+
+    @cached_property
     def text(self) -> str:
         inner = ", ".join(map(str, self.args)) if self.args else str(self.number)
         return f"{self.op}({inner})"
 
     def __str__(self) -> str:
         return self.text
+
+
+_unknowns = itertools.count(1)
+# Beyond these a size is an unknown: chains of products and quotients grow without end.
+_TERMS, _DEGREE, _DEPTH, _LARGEST = 64, 12, 6, 1 << 62
+
+
+def unknown() -> Size:
+    """A size that nothing says."""
+    return Size({(Atom("unknown", (), next(_unknowns)),): 1})
+
+
+def _atom_of(op: str, *args: Size) -> Size:
+    made = Atom(op, args)
+    return Size({(made,): 1}) if made.depth <= _DEPTH else unknown()
 
 
 Symbol: TypeAlias = str | Atom
@@ -58,14 +80,20 @@ class Size:
         terms = dict(self.terms)
         for m, c in size(other).terms.items():
             terms[m] = terms.get(m, 0) + c
-        return Size(terms)
+        too_many = len(terms) > _TERMS or any(_large(c) for c in terms.values())
+        return unknown() if too_many else Size(terms)
 
     def __mul__(self, other: Any) -> Size:
         terms: dict[Monomial, Number] = {}
+        factor = size(other)
+        if len(self.terms) * len(factor.terms) > _TERMS:
+            return unknown()
         for m, c in self.terms.items():
-            for n, d in size(other).terms.items():
+            for n, d in factor.terms.items():
                 key = tuple(sorted((*m, *n), key=str))
                 terms[key] = terms.get(key, 0) + c * d
+                if len(key) > _DEGREE or _large(terms[key]):
+                    return unknown()
         return Size(terms)
 
     def __neg__(self) -> Size:
@@ -90,9 +118,9 @@ class Size:
         if len(divisor.terms) == 1:
             [(n, d)] = divisor.terms.items()
             parts = {_without(m, n): Fraction(c) / d for m, c in self.terms.items()}
-            if None not in parts:
+            if None not in parts and not any(_large(c) for c in parts.values()):
                 return Size({m: c for m, c in parts.items() if m is not None})
-        return Size({(Atom("quotient", (self, divisor)),): 1})
+        return _atom_of("quotient", self, divisor)
 
     def __rtruediv__(self, other: Any) -> Size:
         return size(other).__truediv__(self)
@@ -152,13 +180,18 @@ class Size:
         return total
 
 
+def _large(number: Number) -> bool:
+    return max(abs(number.numerator), number.denominator) > _LARGEST
+
+
 def size(value: Any) -> Size:
     """A number or a symbol as a Size; a Size as it is."""
     if isinstance(value, Size):
         return value
     if isinstance(value, str | Atom):
         return Size({(value,): 1})
-    return Size({(): value if isinstance(value, Fraction) else int(value)})
+    number = value if isinstance(value, Fraction) else int(value)
+    return Size({(): number}) if not _large(number) else unknown()
 
 
 def _without(m: Monomial, n: Monomial) -> Monomial | None:
@@ -184,7 +217,7 @@ def rounded_down(value: Size) -> Size:
     known = left.number
     if known is not None:
         return Size(whole) + math.floor(known)
-    return Size(whole) + Size({(Atom("floor", (left,)),): 1})
+    return Size(whole) + _atom_of("floor", left)
 
 
 def smaller(a: Size, b: Size) -> Size:
@@ -193,7 +226,7 @@ def smaller(a: Size, b: Size) -> Size:
         return a
     if (low := (a - b).least) is not None and low >= 0:
         return b
-    return Size({(Atom("min", (a, b)),): 1})
+    return _atom_of("min", a, b)
 
 
 def larger(a: Size, b: Size) -> Size:
@@ -265,11 +298,6 @@ class System:
     """The symbols in the order of the inputs: a later one is expressed by earlier ones."""
     known: dict[Symbol, Size] = field(default_factory=dict)
     demands: dict[Demand, None] = field(default_factory=dict)
-    _unknowns: int = 0
-
-    def unknown(self) -> Size:
-        self._unknowns += 1
-        return size(Atom("unknown", (), self._unknowns))
 
     def resolve(self, value: Size) -> Size:
         """The value with everything solved put in."""

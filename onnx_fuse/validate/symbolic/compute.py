@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_ir import Node
 
-from onnx_fuse.validate.sizes import Size, product, rounded_down, size
+from onnx_fuse.validate.sizes import Size, product, rounded_down, size, unknown
 from onnx_fuse.validate.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
 
 
@@ -191,7 +191,7 @@ def _top_k(w: Walk, node: Node) -> list[Fact]:
     count = k[0] if k else None
     if count is not None:
         w.system.demand("least", shape[axis], count)
-    shape[axis] = w.system.unknown() if count is None else count
+    shape[axis] = unknown() if count is None else count
     return [Fact(tuple(shape))] * 2
 
 

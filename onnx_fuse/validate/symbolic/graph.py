@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.build import const_array, subgraphs
 from onnx_fuse.validate.sizes import System
 from onnx_fuse.validate.symbolic import arithmetic, compute, moves
 from onnx_fuse.validate.symbolic.walk import Fact, Rule, Shape, Walk
@@ -17,7 +17,7 @@ def follow(
     model: onnx_ir.Model,
     system: System,
     shapes: Mapping[str, Shape],
-    branches: Mapping[str, bool] | None = None,
+    branches: Setting | None = None,
 ) -> None:
     """Enter what the graph asks of its inputs' `shapes` into `system`, and what it makes likely.
 
@@ -42,7 +42,9 @@ def _if(w: Walk, node: Node) -> list[Fact]:
     entries = w.entries(condition)
     known = entries.flat[0] if entries is not None and entries.size == 1 else None
     if known is None and condition is not None:
-        known = w.branches.get(controls(condition) or "")
+        name, wanted = controls(condition) or ("", None)
+        chosen = w.branches.get(name)
+        known = chosen if wanted is None or chosen is None else chosen == wanted
     if not isinstance(known, bool):
         return []
     [branch] = subgraphs(node.attributes["then_branch" if known else "else_branch"])
@@ -50,13 +52,35 @@ def _if(w: Walk, node: Node) -> list[Fact]:
     return [w.fact(v) for v in branch.outputs]
 
 
-def controls(condition: Value) -> str | None:
-    """The boolean input that a condition is, through nodes that only pass it on."""
-    node = condition.producer()
+Setting = Mapping[str, bool | int]
+"""Values of the inputs that branches depend on."""
+_PASSES_ON = ("Identity", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Gather")
+
+
+def controls(condition: Value) -> tuple[str, int | None] | None:
+    """(input, None) where a condition is a boolean input, (input, 3) where it is `input == 3`."""
+    source = _origin(condition)
+    node = source.producer()
     if node is None:
-        return condition.name if condition.is_graph_input() else None
-    passes_on = node.op_type in ("Identity", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Gather")
-    return controls(node.inputs[0]) if passes_on and node.inputs and node.inputs[0] else None
+        return (source.name or "", None) if source.is_graph_input() else None
+    if node.op_type != "Equal":
+        return None
+    for value, other in (node.inputs, node.inputs[::-1]):
+        number = const_array(other)
+        start = _origin(value) if value is not None else None
+        single = number is not None and number.size == 1 and number.dtype.kind in "iu"
+        if single and number is not None and start is not None and start.is_graph_input():
+            return start.name or "", int(number.item())
+    return None
+
+
+def _origin(value: Value) -> Value:
+    """What a value is, before nodes that only pass it on."""
+    node = value.producer()
+    while node is not None and node.op_type in _PASSES_ON and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
 
 
 RULES: dict[str, Rule] = arithmetic.RULES | moves.RULES | compute.RULES | {"If": _if}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from onnx_ir import Node
 
-from onnx_fuse.validate.sizes import Size, product, size, smaller
+from onnx_fuse.validate.sizes import Size, product, size, smaller, unknown
 from onnx_fuse.validate.symbolic.arithmetic import sign_of
 from onnx_fuse.validate.symbolic.walk import (
     ENTRIES,
@@ -44,7 +44,7 @@ def _reshape(w: Walk, node: Node) -> list[Fact]:
         target = [shape[i] if t.number == 0 else t for i, t in enumerate(target)]
     holes = [i for i, t in enumerate(target) if t.number == -1]
     if shape is None:
-        return [Fact(tuple(w.system.unknown() if i in holes else t for i, t in enumerate(target)))]
+        return [Fact(tuple(unknown() if i in holes else t for i, t in enumerate(target)))]
     if len(shape) == len(target):
         w.alike += [(a, b) for a, b in zip(shape, target, strict=True) if b.number != -1]
     left, right = list(shape), [t for t in target if t.number != -1]
@@ -178,7 +178,7 @@ def _slice(w: Walk, node: Node) -> list[Fact]:
     axes = w.ints(extra[0]) if extra[0] is not None else list(range(len(starts)))
     steps = w.ints(extra[1]) if extra[1] is not None else [1] * len(starts)
     if axes is None or steps is None:
-        return [Fact(tuple(w.system.unknown() for _ in shape))]
+        return [Fact(tuple(unknown() for _ in shape))]
     entries = fact.entries
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         axis = axis % len(shape)
@@ -197,7 +197,7 @@ def _extent(w: Walk, dim: Size, start: Size, end: Size, step: int) -> Size:
     """The length of a slice; where it depends, the slice is taken to lie within."""
     if step < 0:
         whole = end.number is not None and end.number < -(2**30)
-        return -(-dim // -step) if whole else w.system.unknown()
+        return -(-dim // -step) if whole else unknown()
     start, end = (x + dim if (sign_of(x, 0) or 0) < 0 else x for x in (start, end))
     bounds = []
     for x in (start, end):
@@ -294,11 +294,11 @@ def _tile(w: Walk, node: Node) -> list[Fact]:
 def _range(w: Walk, node: Node) -> list[Fact]:
     numbers = [w.numbers(v) for v in node.inputs]
     if any(n is None or n[0] is None for n in numbers):
-        return [Fact((w.system.unknown(),))]
+        return [Fact((unknown(),))]
     start, limit, delta = (n[0] or size(0) for n in numbers if n)
     step = delta.number
     if step is None or step == 0:
-        return [Fact((w.system.unknown(),))]
+        return [Fact((unknown(),))]
     count = -((start - limit) // delta)
     entries = None
     if isinstance(count.number, int) and 0 <= count.number <= ENTRIES:

@@ -12,7 +12,7 @@ import onnx_ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.onnx.build import const_array
-from onnx_fuse.validate.sizes import Size, System, size
+from onnx_fuse.validate.sizes import Size, System, size, unknown
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[Size, ...]
@@ -42,7 +42,7 @@ class Walk:
 
     system: System
     rules: Mapping[str, Rule]
-    branches: Mapping[str, bool] = field(default_factory=dict)
+    branches: Mapping[str, bool | int] = field(default_factory=dict)
     facts: dict[Value, Fact] = field(default_factory=dict)
     indexed: list[tuple[Size, Size]] = field(default_factory=list)
     """(size of an axis, size that its indices reach): a mask that positions pick from."""
@@ -82,7 +82,7 @@ class Walk:
             elif name in self.system.order:
                 dims.append(size(name))
             else:
-                fresh = self.system.unknown()
+                fresh = unknown()
                 dims.append(self._named.setdefault(name, fresh) if name else fresh)
         return tuple(dims)
 
@@ -189,8 +189,8 @@ def sizes_in(w: Walk, value: Value | None) -> list[Size] | None:
     if numbers is None:
         shape = w.shape(value)
         count = shape[0].number if shape else None
-        return None if count is None else [w.system.unknown() for _ in range(int(count))]
-    return [w.system.unknown() if n is None else w.system.resolve(n) for n in numbers]
+        return None if count is None else [unknown() for _ in range(int(count))]
+    return [unknown() if n is None else w.system.resolve(n) for n in numbers]
 
 
 def one(top: Shape | None) -> Shape | None:
