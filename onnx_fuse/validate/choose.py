@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import onnx_ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.validate.sizes import Demand, Size, Symbol, System, evaluate, size
 from onnx_fuse.validate.symbolic.graph import controls, follow
@@ -70,7 +69,7 @@ def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
 def choices(model: onnx_ir.Model) -> Iterator[Choice]:
     """Ways to run the model, the likeliest first; those that the graph seems to refuse last."""
     dims = dims_of(model)
-    plain = inline(model) if any(n.domain == FUSE for n in model.graph) else model
+    plain = inline(model) if any(n.domain for n in model.graph) else model
     doubtful: list[Choice] = []
     ways = [_way(plain, dims, branches) for branches in _branches(plain)]
     for pattern in PATTERNS:
