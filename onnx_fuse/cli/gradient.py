@@ -54,12 +54,14 @@ def gradient(
     onnxruntime loads it before it stays. --inputs are those of the written graph, and of --check.
     """
     from onnx_fuse import autodiff, report
+    from onnx_fuse.files import written
     from onnx_fuse.onnx.load import read
     from onnx_fuse.onnx.save import save
 
     output = output or files.beside(model, ".grad.onnx")
     files.claim(
-        {"MODEL": model}, {"-o": files.with_weights(output), "--json": json, "--html": html}
+        {"MODEL": model, "--inputs": inputs},
+        {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
     printer = show.printer()
     original = read(model)
@@ -68,8 +70,12 @@ def gradient(
     )
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     checked: GradientCheck | None = None
-    with files.written_beside(output) as draft:
+    with written(output) as draft:
         save(result, draft)
+        found = [
+            report.summary(original, "model", model),
+            report.summary(result, "gradient", draft),
+        ]
         checking.guarded(lambda: _loads(draft), f"{model}: its gradient", "cpu")
         if check:
             checked = checking.gradients(model, draft, shapes=shapes, dims=dims, inputs=inputs)
@@ -77,7 +83,6 @@ def gradient(
         if failed:
             for path in draft.parent.iterdir():
                 path.unlink()
-    found = [report.summary(original, "model", model), report.summary(result, "gradient", output)]
     printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
     data = {
         "input": str(model),

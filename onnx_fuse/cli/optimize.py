@@ -87,7 +87,8 @@ def optimize(
         raise UsageError("give the MODEL to optimize")
     output = output or files.beside(model, ".fused.onnx")
     files.claim(
-        {"MODEL": model}, {"-o": files.with_weights(output), "--json": json, "--html": html}
+        {"MODEL": model, "--inputs": inputs},
+        {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
     printer = show.printer()
     from onnx_fuse import bench, passes, report
