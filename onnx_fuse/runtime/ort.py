@@ -171,7 +171,8 @@ def plain(error: BaseException) -> str:
 
 # Its own error numbers, and the C++ function an error was raised in.
 _NOISE = re.compile(
-    r"\[ONNXRuntimeError\] : \d+ : \w+ : |Load model from \S+ failed: ?|/onnxruntime_src/\S+:\d+ .*?\)(?: const)? "
+    r"\[ONNXRuntimeError\] : \d+ : \w+ : |Load model from \S+ failed: ?|"
+    r"/onnxruntime_src/\S+:\d+ .*?\)(?: const)? "
 )
 
 
