@@ -157,6 +157,7 @@ def check_lines(check: Check) -> list[str]:
         lines.append(
             f"check {verdict}: largest difference {worst.max_abs:.3g} (limit {worst.limit:.3g}) at "
             f"{worst.where}; relative {max(d.max_rel for d in check.differences):.3g}"
+            + ("" if check.ok else f"; both run {worst.level}")
         )
     sizes = "; ".join(
         ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds

@@ -103,6 +103,8 @@ def run(
 
 
 def _range(array: Any) -> str:
+    if array.dtype.name == "bfloat16":
+        array = array.astype("float32")
     if not array.size or array.dtype.kind not in "biuf":
         return ""
     return f"{array.min():.6g} … {array.max():.6g}"

@@ -42,6 +42,8 @@ class Choice:
     branches: dict[str, bool | int]
     sound: bool
     """Whether the sizes meet every demand that was seen in the graph."""
+    varied: list[str]
+    """The symbols that may have more than one size."""
 
     def __str__(self) -> str:
         parts = [f"{k}={v}" for k, v in (self.sizes | self.branches).items()]
@@ -120,7 +122,8 @@ class _Way:
         for shape in shapes.values():
             if math.prod(map(float, shape)) > 2**31:
                 raise ModelError(f"an input of shape {shape} is too large to generate: give inputs")
-        return Choice(sizes, shapes, self.branches, sound)
+        varied = [s for s in self.symbols if self.system.resolve(size(s)).number is None]
+        return Choice(sizes, shapes, self.branches, sound, varied)
 
     def _value(self, value: Size, free: Mapping[Symbol, int]) -> int:
         number = evaluate(self.system.resolve(value), free)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir
+from onnx_ir import DataType
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import feeds_of
@@ -24,7 +25,10 @@ _SHOWN = 4  # of them in a message
 
 
 def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
-    """The arrays of an .npz file that the model's inputs name; each input must be there."""
+    """The arrays of an .npz file that the model's inputs name; each input must be there.
+
+    The file format has no bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -36,6 +40,11 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
         raise UsageError(
             f"{Path(path).name} has no array for input '{missing[0]}' (it has {sorted(arrays)})"
         )
+    for value in model.graph.inputs:
+        if value.dtype == DataType.BFLOAT16:
+            array, kind = arrays[value.name or ""], DataType.BFLOAT16.numpy()
+            raw = array.dtype == np.dtype("V2")
+            arrays[value.name or ""] = array.view(kind) if raw else array.astype(kind)
     return feeds_of(model, arrays)
 
 
@@ -64,7 +73,7 @@ def generate(
         old = all(choice.sizes[s] in seen.get(s, ()) for s in choice.sizes)
         if len(tried) == _RUNS or (single and accepted):
             break
-        complete = all(len(seen.get(s, ())) > 1 for s in choice.sizes)
+        complete = all(len(seen.get(s, ())) > 1 for s in choice.varied)
         if way in done and (old or complete):
             continue
         tried.append(choice)

@@ -331,6 +331,7 @@ class System:
         if kind == "broadcast" and 1 in (a.number, b.number):
             return
         self.demands[Demand(kind, a, b, soft)] = None
+        self.__dict__.pop("resolved", None)
         if kind in ("equal", "broadcast"):
             self._solve(a - b)
 
@@ -364,7 +365,7 @@ class System:
 
     @cached_property
     def resolved(self) -> list[Demand]:
-        """The demands in terms of the free symbols, without those that always hold; once."""
+        """The demands in terms of the free symbols, without those that always hold."""
         every = {
             Demand(d.kind, self.resolve(d.a), self.resolve(d.b), d.soft): None for d in self.demands
         }

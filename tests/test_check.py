@@ -1,0 +1,254 @@
+"""The check is fair: like with like, the original's own spread, steps of quantization, bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+from support import Cli
+
+from onnx_fuse import autodiff, report
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import InferenceSession
+from onnx_fuse.validate.check import AS_WRITTEN, OPTIMIZED, validate
+from onnx_fuse.validate.gradients import check_written
+from onnx_fuse.validate.inputs import read_feeds
+from onnx_fuse.validate.quantized import COUNT, Steps
+
+PLAIN = (
+    "g (float[N,4] x) => (float[N,4] y) {{ c = Constant <value_float = {}> ()  y = Add (x, c) }}"
+)
+
+
+def shifted(by: float) -> onnx_ir.Model:
+    return text_model(PLAIN.format(float(by)))
+
+
+class Off:
+    """A session whose floats are off by so much."""
+
+    def __init__(self, inner: Any, by: float) -> None:
+        self.inner, self.by = inner, by
+
+    def run(self, names: Any, feeds: Any, options: Any = None) -> list[Any]:
+        return [y + np.float32(self.by) for y in self.inner.run(names, feeds, options)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def moving(monkeypatch: pytest.MonkeyPatch, by: float, victim: object = None) -> None:
+    """onnxruntime's own optimizations move the results of `victim`, or of every model."""
+    plain = ort.session
+
+    def session(model: Any, options: Any = None, *, as_written: bool = False) -> Any:
+        made = plain(model, options, as_written=as_written)
+        hit = not as_written and (victim is None or model is victim)
+        return Off(made, by) if hit else made
+
+    monkeypatch.setattr(ort, "session", session)
+
+
+def test_the_originals_own_difference_is_the_floor_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moving(monkeypatch, 0.25)
+    check = validate(shifted(1), shifted(1))
+    assert check.ok
+    assert check.worst is not None
+    assert check.worst.max_abs == 0  # like is compared with like
+    assert check.worst.limit == pytest.approx(0.25, rel=1e-3)
+    assert any("own optimizations change" in note and "0.25" in note for note in check.notes)
+    assert validate(shifted(1), shifted(1.2)).ok
+    assert not validate(shifted(1), shifted(1.5)).ok
+
+
+def test_without_it_the_limit_is_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = validate(shifted(1), shifted(1))
+    assert check.raised == {}
+    assert not validate(shifted(1), shifted(1.2)).ok
+
+
+def test_a_result_that_is_wrong_at_one_level_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = shifted(1)
+    moving(monkeypatch, 0.5, fused)
+    check = validate(shifted(1), fused)
+    assert not check.ok
+    assert {d.level for d in check.differences if not d.ok} == {OPTIMIZED}
+    assert OPTIMIZED in report.check_lines(check)[0]
+    assert AS_WRITTEN not in report.check_lines(check)[0]
+
+
+# (type of y, how it comes from the codes q)
+QDQ = (
+    "g (float[N,4] x) => ({kind}[N,4] y) {{"
+    "  s = Constant <value = float {{0.125}}> ()  z = Constant <value = uint8 {{100}}> ()"
+    "  k = Constant <value_float = {shift}> ()  h = Add (x, k)  q = QuantizeLinear (h, s, z)"
+    "  {rest} }}"
+)
+FLOATS = ("float", "y = DequantizeLinear (q, s, z)")
+MOVED = (
+    "float",
+    "d = DequantizeLinear (q, s, z)  t = Transpose (d)  y = Transpose (t)",
+)
+CODES = ("uint8", "y = Identity (q)")
+
+
+@pytest.mark.parametrize(
+    ("form", "step"), [(FLOATS, 0.125), (MOVED, 0.125), (CODES, 1.0)], ids=["qdq", "moved", "codes"]
+)
+def test_the_limit_counts_steps_of_quantization(form: tuple[str, str], step: float) -> None:
+    def graph(shift: float) -> onnx_ir.Model:
+        return text_model(QDQ.format(kind=form[0], rest=form[1], shift=float(shift)))
+
+    steps = Steps.of(graph(0))
+    assert steps is not None
+    assert steps.scales == {"y": step}
+    for moved, ok in ((0, True), (1, True), (COUNT, True), (COUNT + 2, False)):
+        check = validate(graph(0), graph(0.125 * moved))
+        assert check.ok == ok, moved
+        assert any("quantization steps" in note for note in check.notes)
+
+
+def test_an_output_without_a_scale_takes_a_part_of_its_range() -> None:
+    model = text_model(QDQ.format(kind="float", rest="d = DequantizeLinear (q, s, z)  y = Exp (d)",
+                                  shift=0.0))  # fmt: skip
+    steps = Steps.of(model)
+    assert steps is not None
+    assert steps.limit("y", np.array([0.0, 255.0], np.float32)) == COUNT
+    assert steps.limit("y", np.array([3], np.int64)) == 0
+    assert "1/255 of the range" in str(steps)
+
+
+def test_quantized_weights_alone_are_no_steps() -> None:
+    model = text_model(
+        "g (float[N,2] x) => (float[N,2] y) <int8[2,2] w = {1,2,3,4}> {"
+        "  s = Constant <value = float {0.5}> ()  d = DequantizeLinear (w, s)  y = MatMul (x, d) }"
+    )
+    assert Steps.of(model) is None
+
+
+def test_tolerances_given_are_all_that_counts() -> None:
+    model = text_model(QDQ.format(kind=FLOATS[0], rest=FLOATS[1], shift=0.0))
+    other = text_model(QDQ.format(kind=FLOATS[0], rest=FLOATS[1], shift=0.125))
+    assert validate(model, other).ok
+    assert not validate(model, other, rtol=0, atol=1e-3).ok
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------
+
+BF16 = (
+    "g (bfloat16[N,4] x, int64[N] i) => (bfloat16[N,4] y, int64[N] j)"
+    "<float[4,4] v = {1,2,3,4,5,6,7,8,1,2,3,4,5,6,7,8}> { w = Cast <to = 16> (v)"
+    "  h = MatMul (x, w)  f = Cast <to = 1> (h)  r = Relu (f)  b = Cast <to = 16> (r)"
+    "  y = Add (b, x)  j = Identity (i) }"
+)
+
+
+def test_bfloat16_graphs_run_in_float32_between_ends_of_their_own() -> None:
+    session = ort.session(text_model(BF16))
+    assert isinstance(session, ort.Widened)
+    assert [a.type for a in session.get_inputs()] == ["tensor(bfloat16)", "tensor(int64)"]
+    x = np.array([[1, -2, 3, 0.5]], onnx_ir.DataType.BFLOAT16.numpy())
+    y, j = ort.run(session, {"x": x, "i": np.array([7])})
+    assert y.dtype == x.dtype
+    w = np.arange(16) % 8 + 1
+    right = np.maximum(x.astype(np.float32) @ w.reshape(4, 4), 0) + x.astype(np.float32)
+    np.testing.assert_array_equal(y, right.astype(x.dtype))
+    assert j.tolist() == [7]
+    check = validate(text_model(BF16), text_model(BF16))
+    assert check.ok
+    assert ort.Widened.note in check.notes
+    with pytest.warns(UserWarning, match="bfloat16"):
+        own = InferenceSession(text_model(BF16))
+    np.testing.assert_array_equal(own.run(["y"], {"x": x, "i": np.array([7])})[0], y)
+
+
+@pytest.mark.parametrize("kind", ["float32", "V2"])
+def test_bfloat16_is_read_from_a_file_that_has_no_such_type(tmp_path: Path, kind: str) -> None:
+    x = np.array([[1, -2, 3, 0.5]], onnx_ir.DataType.BFLOAT16.numpy())
+    np.savez(tmp_path / "x.npz", x=x.astype(kind) if kind == "float32" else x, i=np.array([7]))
+    found = read_feeds(tmp_path / "x.npz", text_model(BF16))["x"]
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found, x)
+
+
+# ---- options ---------------------------------------------------------------------------------
+
+SUM = (
+    "g (float[B,past] p, float[B,step] s, float[B,total] m) => (float[B,total] y)"
+    " { c = Concat <axis = 1> (p, s)  y = Add (c, m) }"
+)
+
+
+@pytest.mark.parametrize("command", ["optimize", "run", "validate", "bench", "gradient"])
+def test_sizes_are_given_by_symbol_shape_or_file(cli: Cli, tmp_path: Path, command: str) -> None:
+    path = tmp_path / "m.onnx"
+    save(text_model(SUM), path)
+    more = {"bench": ["--repeat", 1], "gradient": ["--check", "--wrt", "p"]}.get(command, [])
+    if command in ("optimize", "gradient"):
+        more = [*more, "-o", tmp_path / "o.onnx"]
+    for given in (["--dim", "past=9", "step=2"], ["--input-shapes", "p:-1,9", "s:-1,2"]):
+        done = cli(command, path, *more, *given)
+        assert done.code == 0, done.err
+        if command not in ("gradient", "optimize"):
+            batch = 3 if command == "bench" else 2  # it times the last feed
+            assert f"p [{batch}, 9], s [{batch}, 2], m [{batch}, 11]" in done.out
+    arrays = {"p": np.ones((1, 5)), "s": np.ones((1, 3)), "m": np.ones((1, 8))}
+    arrays |= {"y.grad": np.ones((1, 8))}
+    np.savez(tmp_path / "in.npz", **{k: a.astype(np.float32) for k, a in arrays.items()})
+    done = cli(command, path, *more, "--inputs", tmp_path / "in.npz")
+    assert done.code == 0, done.err
+    wrong = cli(command, path, *more, "--dim", "nothing=3")
+    assert wrong.code == 2
+    assert "no input has the dimension 'nothing'" in wrong.err
+    assert "past" in wrong.err
+    assert cli(command, path, *more, "--dim", "past").code == 2
+
+
+def test_a_gradient_that_onnxruntime_does_not_load_is_not_written(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "m.onnx", tmp_path / "o.onnx"
+    save(text_model(SUM), path)
+    monkeypatch.setattr("onnx_fuse.onnx.save.save", lambda model, to: to.write_bytes(forged()))
+    done = cli("gradient", path, "-o", out, "--wrt", "p")
+    assert done.code == 1
+    assert "its gradient: onnxruntime" in done.err
+    assert not out.exists()
+
+
+def forged() -> bytes:
+    """A model that sums booleans."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (bool[2] x) => (bool y)'
+        "{ y = ReduceSum <keepdims = 0> (x) }"
+    )
+    return bytes(proto.SerializeToString())
+
+
+def test_a_written_gradient_that_is_wrong_fails_its_check() -> None:
+    model = text_model(
+        "g (float[N,3] x) => (float[N,2] y) <float[3,2] w = {1,2,3,4,5,6}>"
+        " { h = MatMul (x, w)  y = Tanh (h) }"
+    )
+    written = autodiff.gradient(model)
+    assert check_written(written).ok
+    with_loss = check_written(autodiff.gradient(model, loss="mse"))
+    assert with_loss.ok
+    assert [e.tensor for e in with_loss.errors] == ["w"]
+    [grad] = [v for v in written.graph.outputs if v.name == "w.grad"]
+    twice = onnx_ir.node("Add", [grad, grad])
+    written.graph.append(twice)
+    grad.name, twice.outputs[0].name = "once", "w.grad"
+    twice.outputs[0].type, twice.outputs[0].shape = grad.type, grad.shape
+    written.graph.outputs[list(written.graph.outputs).index(grad)] = twice.outputs[0]
+    check = check_written(written)
+    assert not check.ok
+    assert check.failed[0].tensor == "w"

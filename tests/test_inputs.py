@@ -1,0 +1,299 @@
+"""Generated inputs: sizes that the graph asks for, and values by what an input is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import onnx_ir
+import pytest
+
+from onnx_fuse import bench
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.problem import CHIPS
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import load
+from onnx_fuse.validate.arrays import index_bound, role_of
+from onnx_fuse.validate.check import validate
+from onnx_fuse.validate.inputs import Feeds, extremes, generate
+from onnx_fuse.validate.sizes import System, evaluate, larger, size, smaller, unknown
+
+DECODERS = sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
+
+
+def feeds_for(text: str) -> tuple[list[Feeds], int]:
+    """Feeds that onnxruntime took, and how many it was asked to take."""
+    model = load(text_model(text))
+    infer_shapes(model)
+    session = ort.session(model)
+    runs = []
+
+    def run(feed: Feeds) -> list[object]:
+        runs.append(feed)
+        return ort.run(session, feed)
+
+    return [feed for feed, _ in generate(model, run)], len(runs)
+
+
+def ints(*values: int) -> str:
+    return "Constant <value_ints = [" + ", ".join(map(str, values)) + "]> ()"
+
+
+# (graph, what must hold of every feed): read off the graph, so that no size is refused first.
+GRAPHS: dict[str, tuple[str, Callable[[Feeds], bool]]] = {
+    "a mask over past and sequence": (
+        "g (float[B,2,P,4] past, float[B,2,S,4] k, float[B,S] q, float[B,T] mask)"
+        " => (float[B,2,A,4] all, float[B,A] y) {"
+        f" all = Concat <axis = 2> (past, k)  axes = {ints(1, 3)}"
+        "  n = ReduceSum <keepdims = 0> (all, axes)  y = Add (n, mask) }",
+        lambda f: f["mask"].shape[1] == f["past"].shape[2] + f["k"].shape[2],
+    ),
+    "equal sizes under different symbols": (
+        "g (float[s1,2,s2,4] key, float[s3,2,s4,4] value) => (float[A,2,C,D] y)"
+        " { t = Transpose <perm = [0, 1, 3, 2]> (key)  y = MatMul (value, t)"
+        "  c = Concat <axis = 2> (key, value)  z = Add (key, value) }",
+        lambda f: f["key"].shape == f["value"].shape,
+    ),
+    "positions that pick from a mask by pairs": (
+        "g (int64[s43,s53] mask, float[s10,s15] past, float[s10,s70] x) => (int64[A,C] y) {"
+        f" ps = Shape <start = 1> (past)  xs = Shape <start = 1> (x)  n = Add (ps, xs)"
+        "  axes = Constant <value_ints = [0]> ()  t = Squeeze (n, axes)"
+        "  zero = Constant <value_int = 0> ()  one = Constant <value_int = 1> ()"
+        "  b1 = Shape <start = 0, end = 1> (x)  b = Squeeze (b1, axes)"
+        f"  k = Range (zero, t, one)  r = Range (zero, b, one)  a0 = {ints(0)}  a1 = {ints(1)}"
+        "  a2 = Constant <value_ints = [2]> ()"
+        "  ku = Unsqueeze (k, a0)  ru = Unsqueeze (r, a1)  m = Max (ku, ru)  sh = Shape (m)"
+        "  ke = Expand (ku, sh)  re = Expand (ru, sh)  kz = Unsqueeze (ke, a2)"
+        "  rz = Unsqueeze (re, a2)  at = Concat <axis = 2> (rz, kz)  y = GatherND (mask, at) }",
+        lambda f: f["mask"].shape == (len(f["x"]), f["past"].shape[1] + f["x"].shape[1]),
+    ),
+    "positions that pick from a flattened mask": (
+        "g (int64[B,T] mask, float[B,P] past, float[B,S] x) => (int64[A] y) {"
+        "  xs = Shape <start = 1> (x)  ps = Shape <start = 1> (past)  n = Add (ps, xs)"
+        f"  axes = {ints(0)}  t = Squeeze (n, axes)  zero = Constant <value_int = 0> ()"
+        "  one = Constant <value_int = 1> ()  b1 = Shape <end = 1> (mask)  b = Squeeze (b1, axes)"
+        "  k = Range (zero, t, one)  last = Sub (b, one)  w1 = Shape <start = 1> (mask)"
+        f"  w = Squeeze (w1, axes)  from = Mul (last, w)  at = Add (k, from)  all = {ints(-1)}"
+        "  flat = Reshape (mask, all)  y = Gather (flat, at) }",
+        lambda f: f["mask"].shape[1] == f["past"].shape[1] + f["x"].shape[1],
+    ),
+    "windows of 7": (
+        f"g (float[N,H,W] x) => (float[N,A,7,C,7] y) {{ y0 = Shape (x)  s = {ints(7)}"
+        "  n = Shape <end = 1> (x)  h = Shape <start = 1, end = 2> (x)  w = Shape <start = 2> (x)"
+        "  a = Div (h, s)  c = Div (w, s)  to = Concat <axis = 0> (n, a, s, c, s)"
+        "  y = Reshape (x, to) }",
+        lambda f: f["x"].shape[1] % 7 == f["x"].shape[2] % 7 == 0,
+    ),
+    "reflected edges": (
+        f"g (float[N,L] x) => (float[N,M] y) {{ p = {ints(0, 20, 0, 20)}"
+        '  y = Pad <mode = "reflect"> (x, p) }',
+        lambda f: f["x"].shape[1] > 20,
+    ),
+    "halved twice and put together again": (
+        "g (float[N,1,H,W] x) => (float[N,1,H,W] y) {"
+        " a = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)"
+        " b = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (a)"
+        " r = Constant <value = float[0] {}> ()"
+        " s = Constant <value = float[4] {1, 1, 4, 4}> ()"
+        ' u = Resize <mode = "nearest"> (b, r, s)  y = Add (x, u) }',
+        lambda f: f["x"].shape[2] % 4 == f["x"].shape[3] % 4 == 0,
+    ),
+    "a kernel wider than small images": (
+        "g (float[N,1,L] x) => (float[N,1,M] y) { y = MaxPool <kernel_shape = [41]> (x) }",
+        lambda f: f["x"].shape[2] >= 41,
+    ),
+    "positions within their table": (
+        "g (float[B,P] past, float[B,S] x) => (float[S,2] y) <float[12,2] table = {"
+        + ",".join("1" * 24)
+        + "}> { ps = Shape <start = 1> (past)  xs = Shape <start = 1> (x)  n = Add (ps, xs)"
+        f"  axes = {ints(0)}  t = Squeeze (n, axes)  p = Squeeze (ps, axes)"
+        "  one = Constant <value_int = 1> ()  at = Range (p, t, one)  y = Gather (table, at) }",
+        lambda f: f["past"].shape[1] + f["x"].shape[1] <= 12,
+    ),
+    "attention over a past": (
+        '<ir_version: 10, opset_import: ["" : 23]> g (float[B,2,S,4] q, float[C,2,K,4] k,'
+        " float[D,2,L,4] v, float[E,2,P,4] pk, float[F,2,R,4] pv, bool[S,T] m)"
+        " => (float[B,2,S,4] y) { y, a, b = Attention (q, k, v, m, pk, pv) }",
+        lambda f: f["m"].shape[1] == f["pk"].shape[2] + f["k"].shape[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sizes_are_read_off_the_graph(name: str) -> None:
+    text, holds = GRAPHS[name]
+    feeds, runs = feeds_for(text)
+    assert all(holds(feed) for feed in feeds)
+    assert runs == len(feeds)  # none was refused
+    for name, array in feeds[0].items():
+        assert any(feed[name].shape != array.shape for feed in feeds)
+
+
+def test_a_name_that_is_a_sum_is_one() -> None:
+    model = text_model("g (float[P] a, float[S] b, float[T] c) => (float[P] y) { y = Relu (a) }")
+    model.graph.inputs[2].shape = onnx_ir.Shape([onnx_ir.SymbolicDim("P + S - 1")])
+    for feed, _ in generate(model, lambda f: [np.ones(1)]):
+        assert len(feed["c"]) == len(feed["a"]) + len(feed["b"]) - 1
+
+
+BRANCH = (
+    "g (float[B,P] past, float[B,S] x, float[B,T] mask, {kind} flag) => (float[B,T] y) {{ {head}"
+    "  y = If (c) <then_branch = t () => (float[B,T] ty) {{"
+    "    j = Concat <axis = 1> (past, x)  ty = Add (j, mask) }},"
+    "  else_branch = e () => (float[B,T] ey) {{ ey = Add (x, mask) }}> }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "values"),
+    [
+        ("bool[1]", "c = Identity (flag)", {False, True}),
+        ("int64", "k = Constant <value_int = 16> ()  c = Equal (flag, k)", {16, 0}),
+    ],
+)
+def test_both_branches_get_the_sizes_that_they_take(kind: str, head: str, values: set[int]) -> None:
+    feeds, runs = feeds_for(BRANCH.format(kind=kind, head=head))
+    assert runs == len(feeds)
+    assert {feed["flag"].item() for feed in feeds} == values
+    for feed in feeds:
+        cached = feed["past"].shape[1] if feed["flag"].item() in (True, 16) else 0
+        assert feed["mask"].shape[1] == cached + feed["x"].shape[1]
+
+
+def test_ids_stay_in_bounds_through_arithmetic() -> None:
+    model = text_model(
+        "g (int64[B] a, int64[B] b, int64[B] c, int64[B] d) => (float[B] y)"
+        "<float[10] table = {0,1,2,3,4,5,6,7,8,9}> { two = Constant <value_int = 2> ()"
+        "  p = Add (a, two)  y = Gather (table, p)  q = Sub (b, two)  z = Gather (table, q)"
+        "  r = Mul (c, two)  s = Add (r, two)  v = Gather (table, s)  m = Mod (d, two)"
+        "  w = Gather (table, m) }"
+    )
+    assert [index_bound(v) for v in model.graph.inputs] == [8, 12, 4, None]
+
+
+ROLES = [
+    ("int64[B,S] ids", "y = Gather (table, ids)", "ids"),
+    ("int64[B,S] position_ids", "y = Gather (table, position_ids)", "positions"),
+    ("int64[B,S] attention_mask", "y = Cast <to = 1> (attention_mask)", "mask"),
+    ("bool[B,S,S] keep", "y = Cast <to = 1> (keep)", "mask"),
+    ("uint8[B,S] image", "y = Cast <to = 1> (image)", "pixels"),
+    ("float[B,S] x", "y = Relu (x)", "plain"),
+    ("float[B,S] m", "z = Add (m, table)  y = Softmax (z)", "added"),
+    ("float[B,S] bias_mask", "u = Identity (bias_mask)  y = Add (u, u)", "added"),
+    ("float[B,S] pad_mask", "y = Mul (pad_mask, pad_mask)", "mask"),
+]
+
+
+@pytest.mark.parametrize(("given", "body", "kind"), ROLES)
+def test_what_an_input_is_for(given: str, body: str, kind: str) -> None:
+    model = text_model(f"g ({given}) => (float[B,S] y) <float[1] table = {{1}}> {{ {body} }}")
+    assert role_of(model.graph.inputs[0]).kind == kind
+
+
+MASKED = (
+    "g (float[B,2,S,4] q, float[B,2,T,4] k, {kind} mask) => (float[B,2,S,4] y) {{"
+    "  kt = Transpose <perm = [0, 1, 3, 2]> (k)  s = MatMul (q, kt)  {apply}"
+    "  p = Softmax (z)  y = MatMul (p, k) }}"
+)
+LOW = "low = Constant <value_float = -1e9> ()"
+
+
+@pytest.mark.parametrize(
+    ("kind", "apply"),
+    [
+        ("bool[B,1,S,T]", f"{LOW}  z = Where (mask, s, low)"),
+        ("bool[B,1,1,T]", f"{LOW}  z = Where (mask, low, s)"),
+        ("bool[S,T]", "low = Constant <value = float {-inf}> ()  z = Where (mask, low, s)"),
+        ("float[B,1,S,T]", "z = Add (s, mask)"),
+    ],
+)
+def test_a_third_feed_hides_a_whole_row(kind: str, apply: str) -> None:
+    model = load(text_model(MASKED.format(kind=kind, apply=apply)))
+    session = ort.session(model)
+    [(feed, y), *_] = generate(model, lambda f: ort.run(session, f))
+    assert np.isfinite(y[0]).all()
+    what, hidden = extremes(model, feed)[0]
+    assert "hides everything" in what
+    row = hidden["mask"][(-1,) * (hidden["mask"].ndim - 1)]
+    assert len(np.unique(row)) == 1
+    [p] = ort.run(session, hidden)
+    rest = np.isfinite(p).all()
+    assert rest or "inf" in apply  # the original's own NaN is compared as such
+    check = validate(model, model)
+    assert check.ok
+    assert len(check.feeds) >= 3
+
+
+def test_other_floats_get_both_zeros_and_other_magnitudes() -> None:
+    model = text_model("g (float[B,S] x) => (float[B,S] y) { y = Relu (x) }")
+    [(_, feed)] = extremes(model, {"x": np.full((3, 20), 2, np.float32)})
+    x = feed["x"]
+    zeros = x[x == 0]
+    assert np.signbit(zeros).any()
+    assert not np.signbit(zeros).all()
+    assert np.abs(x).max() / np.abs(x[x != 0]).min() > 1e4
+
+
+# ---- decoders --------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*bfloat16 kernels")
+@pytest.mark.parametrize("path", DECODERS, ids=lambda p: p.stem)
+def test_decoders_with_a_cache_need_no_option(path: Path) -> None:
+    """optimize and its check, run, and the program of a GPU, on generated inputs alone."""
+    check = validate(path, path)
+    assert check.ok
+    assert not any("refused" in note or "one size" in note for note in check.notes)
+    for feed in check.feeds:
+        past = [shape[2] for name, shape in feed.items() if name.endswith("key")]
+        if "attention_mask" in feed and "use_cache_branch" not in feed:
+            assert feed["attention_mask"][1] == past[0] + feed["input_ids"][1]
+    assert bench.run_once(load(path)).outputs
+    if "merged" not in path.name:
+        assert bench.program(load(path), CHIPS["H200"]).calls
+
+
+# ---- sizes -----------------------------------------------------------------------------------
+
+
+def test_sizes_compute_as_numbers_do() -> None:
+    n, m = size("n"), size("m")
+    at = {"n": 13, "m": 5}
+    rows = [
+        ((n + 3) * (m - 1), 64),
+        ((n * m + 2 * n) / n, 7),
+        ((n + 3) // 4, 4),
+        (-(-n // 4), 4),
+        (n % 4, 1),
+        ((4 * n + 6) // 4, 14),
+        (smaller(n, m), 5),
+        (larger(n, m + 20), 25),
+        (n * Fraction(1, 2) // 1, 6),
+        ((n * n - n) // m, 31),
+    ]
+    for value, number in rows:
+        assert evaluate(value, at) == number, value
+    assert evaluate(unknown() + n, at) is None
+    assert (n * m + 2 * n) / n == m + 2
+    assert smaller(n, n + 1) == n
+
+
+def test_long_chains_of_sizes_become_unknown() -> None:
+    p = size("n") + 1
+    q = size("n")
+    for _ in range(200):
+        p, q = p * p, (q // 3 + 1) // 2
+    assert evaluate(p, {"n": 2}) is None
+    assert evaluate(q, {"n": 2}) is None
+
+
+def test_equations_are_solved_for_the_sum() -> None:
+    system = System(["P", "S", "T"])
+    system.demand("equal", size("T"), size("P") + size("S"))
+    assert system.resolve(size("T")) == size("P") + size("S")
+    assert not system.unmet({"P": 2, "S": 3})
+    system.demand("equal", size("P") * 2, size(7))
+    assert system.unmet({"P": 2, "S": 3})
