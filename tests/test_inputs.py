@@ -11,6 +11,7 @@ import onnx_ir
 import pytest
 
 from onnx_fuse import bench
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.problem import CHIPS
@@ -297,3 +298,17 @@ def test_equations_are_solved_for_the_sum() -> None:
     assert not system.unmet({"P": 2, "S": 3})
     system.demand("equal", size("P") * 2, size(7))
     assert system.unmet({"P": 2, "S": 3})
+
+
+def test_inputs_with_a_default_need_no_feed() -> None:
+    model = text_model(
+        "g (float[N,3] x, float[3] w) => (float[N,3] y) <float[3] w = {1,2,3}> { y = Mul (x, w) }"
+    )
+    feeds = [feed for feed, _ in generate(model, lambda f: [np.ones(1)])]
+    assert [list(feed) for feed in feeds] == [["x"]] * 2
+
+
+def test_an_input_too_large_is_said() -> None:
+    model = text_model("g (float[70000,70000] x) => (float[A,B] y) { y = Relu (x) }")
+    with pytest.raises(ModelError, match="too large to generate: give inputs"):
+        generate(model, lambda f: [np.ones(1)])

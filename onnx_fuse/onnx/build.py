@@ -113,6 +113,11 @@ def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
     return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
 
 
+def required_inputs(model: ir.Model) -> list[ir.Value]:
+    """The inputs that need a feed: those that are initializers too have a default."""
+    return [v for v in model.graph.inputs if not v.is_initializer()]
+
+
 def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays that the model's inputs name."""
     names = [v.name for v in model.graph.inputs if v.name is not None]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx_ir
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import required_inputs
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.validate.sizes import Demand, Size, Symbol, System, evaluate, size
 from onnx_fuse.validate.symbolic.graph import controls, follow
@@ -29,6 +30,7 @@ PATTERNS = (
 )
 _TRIED = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16))
 _LARGER = (320, 384, 448, 512, 640, 768, 1024)
+_LARGEST = 2**31  # elements of an input
 _ROUNDS = 12
 _SETTINGS = 4
 
@@ -53,7 +55,7 @@ class Choice:
 def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
     """The inputs' axes: a size, or a symbol (`name.axis` where the file gives none)."""
     result: dict[str, list[Dim]] = {}
-    for value in model.graph.inputs:
+    for value in required_inputs(model):
         name = value.name or ""
         if not isinstance(value.type, onnx_ir.TensorType):
             raise ModelError(f"input '{name}' is no tensor: give inputs (--inputs FILE.npz)")
@@ -74,14 +76,25 @@ def choices(model: onnx_ir.Model) -> Iterator[Choice]:
     plain = inline(model) if any(n.domain for n in model.graph) else model
     doubtful: list[Choice] = []
     ways = [_way(plain, dims, branches) for branches in _branches(plain)]
+    large: list[int] = []
+    any_fits = False
     for pattern in PATTERNS:
         for way in ways:
             choice = way.choice(*pattern)
+            shape = max(choice.shapes.values(), key=lambda s: math.prod(map(float, s)), default=[])
+            if math.prod(map(float, shape)) > _LARGEST:
+                large = shape
+                continue
+            any_fits = True
             if choice.sound:
                 yield choice
             else:
                 doubtful.append(choice)
     yield from doubtful
+    if large and not any_fits:
+        raise ModelError(
+            f"an input of shape {large} is too large to generate: give inputs (--inputs FILE.npz)"
+        )
 
 
 def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
@@ -119,9 +132,6 @@ class _Way:
         free, sound = self._mended(start)
         sizes = {s: self._value(size(s), free) for s in self.symbols}
         shapes = {n: [max(self._value(d, free), 0) for d in s] for n, s in self.shapes.items()}
-        for shape in shapes.values():
-            if math.prod(map(float, shape)) > 2**31:
-                raise ModelError(f"an input of shape {shape} is too large to generate: give inputs")
         varied = [s for s in self.symbols if self.system.resolve(size(s)).number is None]
         return Choice(sizes, shapes, self.branches, sound, varied)
 

@@ -26,7 +26,9 @@ def follow(
     """
     walk = Walk(system, RULES, branches or {})
     for value in model.graph.inputs:
-        walk.facts[value] = Fact(shapes.get(value.name or ""))
+        shape = shapes.get(value.name or "")
+        if shape is not None:
+            walk.facts[value] = Fact(shape)
     walk.graph(model.graph)
     for a, b in (*walk.alike, *walk.indexed):
         a, b = system.resolve(a), system.resolve(b)
