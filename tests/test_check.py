@@ -17,6 +17,7 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validate.check import AS_WRITTEN, OPTIMIZED, validate
+from onnx_fuse.validate.compare import tolerance_of
 from onnx_fuse.validate.gradients import check_written
 from onnx_fuse.validate.inputs import read_feeds
 from onnx_fuse.validate.quantized import COUNT, Steps
@@ -252,3 +253,11 @@ def test_a_written_gradient_that_is_wrong_fails_its_check() -> None:
     check = check_written(written)
     assert not check.ok
     assert check.failed[0].tensor == "w"
+
+
+def test_a_norm_with_an_unknown_type_of_statistics_has_a_tolerance() -> None:
+    model = text_model(
+        "g (float[N,2] x, float[2] s) => (float[N,2] y)"
+        " { y = LayerNormalization <stash_type = 99> (x, s) }"
+    )
+    assert tolerance_of(model).rtol == 5e-5

@@ -54,7 +54,8 @@ def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
     values += [v for node in onnx_ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
     found = {v.dtype for v in values}
     norms = [n for n in graph if n.op_type in ("LayerNormalization", "RMSNormalization")]
-    found |= {DataType(n.attributes.get_int("stash_type", DataType.FLOAT.value)) for n in norms}
+    stashes = {n.attributes.get_int("stash_type", DataType.FLOAT.value) for n in norms}
+    found |= {kind for kind in TOLERANCES if kind.value in stashes}
     own = next(
         (t for kind, t in reversed(TOLERANCES.items()) if kind in found), TOLERANCES[DataType.FLOAT]
     )
