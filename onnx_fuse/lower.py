@@ -37,7 +37,7 @@ from onnx_fuse.stages import stages
 FAMILIES: tuple[str, ...] = (
     *("pointwise", "views", "indexing", "random", "linear", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "loss", "sdpa"),
-    *("regions", "linalg", "text"),
+    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
 )
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip

@@ -11,7 +11,12 @@ ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "float4_e2m1fn": 1, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1,
 }  # fmt: skip
+"""Bytes of an element on the device. Elements of less than 8 bits take one byte each, as in NumPy,
+so that views and copies treat them as any other; only what `MatMulNBits` reads is packed, and that
+is a tensor of uint8 to everyone else."""
 
 PRECISIONS = {
     "fp32": ("float32", "ieee"), "tf32": ("float32", "tf32"),

@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from onnx_fuse.kernels.pointwise import Expression, Row
+from onnx_fuse.kernels.pointwise import LARGEST, Expression, Row
 from onnx_fuse.llir import Program, Tensor
 from onnx_fuse.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
@@ -64,6 +64,10 @@ STEPS: dict[str, Any] = {
     "Pow": np.power,
     "QuickGelu": lambda x, a: x / (1 + np.exp(-a * x)),
     "Reciprocal": lambda x: 1 / x,
+    "Round": np.rint,
+    "Saturate": lambda x, low, high: np.where(x >= low, np.minimum(x, high), low),
+    "Scale": np.multiply,
+    **{f"Cast{name}": lambda x: x for name in LARGEST},  # rounded as what it is kept in
     "Relu": lambda x: np.maximum(x, 0),
     "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "Sign": np.sign,
@@ -137,6 +141,8 @@ def interpret(
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
             found = _product(call.problem, read) if call.problem is not None else {"y": _norm(read)}
             results = [found[name].reshape(t.shape) for name, t in call.writes]
+        elif call.kernel == "DynamicQuantizeLinear":
+            results = _range(memory.view(call.reads[0][1]))
         else:
             assert call.host, f"no interpreter for {call.kernel}"
             session = onnxruntime.InferenceSession(call.host)
@@ -159,6 +165,15 @@ def interpret(
         constants = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
         made |= interpret(lowered(model, inputs), inputs, constants, lowered)
     return known | {name: made[name] for name, value in program.outputs if value is None}
+
+
+def _range(x: np.ndarray) -> list[np.ndarray]:
+    """Scale and zero point of DynamicQuantizeLinear."""
+    with np.errstate(all="ignore"):
+        low, high = (f(x[~np.isnan(x)], initial=np.float32(0)) for f in (np.min, np.max))
+        scale = np.float32(high - low) / np.float32(255) or np.float32(1)
+        zero = np.rint(-low / scale)
+    return [np.asarray(scale), np.asarray(255 if np.isnan(zero) else np.clip(zero, 0, 255))]
 
 
 def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:

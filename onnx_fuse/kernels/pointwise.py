@@ -30,6 +30,18 @@ STORAGE = {
     "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
     "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "bool": "bool",
 }  # fmt: skip
+NARROW_FLOATS = {
+    "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz",
+    "float8_e5m2fnuz": "e5m2fnuz", "float8_e8m0fnu": "e8m0fnu", "float4_e2m1fn": "e2m1fn",
+}  # fmt: skip
+NARROW_INTS = {"int4": ("i4", 15), "uint4": ("u4", 15), "int2": ("i2", 3), "uint2": ("u2", 3)}
+"""dtype -> its C type and the mask of its bits, in quant/narrow.cuh."""
+LARGEST = {
+    "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0,
+    "float8_e5m2fnuz": 57344.0, "float4_e2m1fn": 6.0,
+}  # fmt: skip
+"""The narrow floats that values are rounded to, and the largest value of each."""
+STORAGE |= NARROW_FLOATS | {name: ctype for name, (ctype, _) in NARROW_INTS.items()}
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 # name -> C expression of operands {0}, {1}, ...; {t} is the result's C type. Attributes that
@@ -40,6 +52,7 @@ TABLE: dict[str, str] = {
     "CastFloat16": "round_f16({0})",
     "CastBFloat16": "round_bf16({0})",
     "CastBool": "({0} != 0)",
+    **{f"Cast{name}": f"widen(from_float<{NARROW_FLOATS[name]}>({{0}}))" for name in LARGEST},
     "Abs": "m_abs({0})",
     "Acos": "m_acos({0})",
     "Acosh": "m_acosh({0})",
@@ -95,6 +108,8 @@ TABLE: dict[str, str] = {
     "Reciprocal": "1 / {0}",
     "Relu": "{0} < 0 ? ({t})0 : {0}",
     "Round": "m_rint({0})",
+    "Saturate": "{0} >= {1} ? {0} < {2} ? {0} : {2} : {1}",  # a NaN becomes the least
+    "Scale": "__fmul_rn({0}, {1})",  # rounded, whatever is added to it
     "Selu": "{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
     "ShiftLeft": "(u64){1} < 8 * sizeof({t}) ? {0} << {1} : 0",
     "ShiftRight": "m_shift_right({0}, {1})",
@@ -173,8 +188,17 @@ class Expression:
 
 
 def compute_type(dtype: str) -> str:
-    """C type of arithmetic on `dtype`: the 16-bit floats compute in float."""
-    return "float" if dtype in ("float16", "bfloat16") else STORAGE[dtype]
+    """C type of arithmetic on `dtype`: narrow floats compute in float, sub-byte ints in int."""
+    if dtype in NARROW_INTS:
+        return "int"
+    return "float" if dtype in ("float16", "bfloat16", *NARROW_FLOATS) else STORAGE[dtype]
+
+
+def includes(expression: Expression, dtypes: Sequence[str]) -> str:
+    """The #include lines that the generated source of an expression over these dtypes needs."""
+    narrow = {*dtypes, *(step.dtype for step in expression.steps)} & {*NARROW_FLOATS, *NARROW_INTS}
+    more = '#include "quant/narrow.cuh"\n' if narrow else ""
+    return f'#include "pointwise/math.cuh"\n{more}'
 
 
 # ---- layout and text ----------------------------------------------------------------------------
@@ -263,8 +287,11 @@ def arithmetic(
         text = f"({compute_type(dtype)})({values[source]})"
         if source < expression.loads and loaded[source] == dtype:
             text = f"a{source}v.at[v]"  # the same bits, of a NaN too
-        elif dtype in ("float16", "bfloat16"):
+        elif dtype in ("float16", "bfloat16", *NARROW_FLOATS):
             text = f"from_float<{STORAGE[dtype]}>({text})"
+        elif dtype in NARROW_INTS:
+            ctype, mask = NARROW_INTS[dtype]
+            text = f"{ctype}{{(u8)({text} & {mask})}}"
         body.append(f"    y{i}v.at[v] = {text};")
     return [*body, "}"]
 
@@ -361,7 +388,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
             body.append(f"for (int v = 0; v < {width}; v++) {guard}y{i}p[{step}] = y{i}v.at[v];")
     lines = "\n    ".join(body)
     source = (
-        f'#include "pointwise/math.cuh"\n'
+        f"{includes(expression, [t.dtype for t in tensors])}"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
         f"    {', '.join(parameters)}) {{\n"
         f"    after_previous_launch();\n"
@@ -461,7 +488,7 @@ def launch_many(
         )
     lines = "\n    ".join(body)
     source = (
-        f'#include "pointwise/math.cuh"\n'
+        f"{includes(expression, dtypes)}"
         f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first; }};\n"
         f"struct Rows {{ Row at[{rows}]; }};\n"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
@@ -602,6 +629,8 @@ def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
 
 def cast_step(dtype: str) -> str:
     """Name of the step that rounds to `dtype`."""
+    if dtype in LARGEST:
+        return f"Cast{dtype}"
     special = {"bool": "CastBool", "float16": "CastFloat16", "bfloat16": "CastBFloat16"}
     return special.get(dtype, "Cast")
 
@@ -695,10 +724,25 @@ def cast(ctx: Context, node: ir.Node) -> str | None:
     if dtype == x.dtype:
         ctx.alias(node, 0, x)
         return None
+    if dtype == "float8_e8m0fnu":
+        return f"no cast to {dtype}"
     code = Code()
     y = ctx.output(node, 0, x.shape, dtype)
-    emit(ctx, code, node, code.step(cast_step(dtype), dtype, code.load(x)), y)
+    value = code.load(x)
+    if dtype in LARGEST:
+        value = rounded(code, value, dtype, bool(ctx.attr(node, "saturate", 1)))
+    else:
+        value = code.step(cast_step(dtype), dtype, value)
+    emit(ctx, code, node, value, y)
     return None
+
+
+def rounded(code: Code, value: Any, dtype: str, saturate: bool) -> Any:
+    """A float rounded to one of LARGEST's dtypes; a NaN stays one where the dtype has it."""
+    if saturate:
+        value = code.step("ClipMin", "float32", value, code.scalar(-LARGEST[dtype], "float32"))
+        value = code.step("ClipMax", "float32", value, code.scalar(LARGEST[dtype], "float32"))
+    return code.step(cast_step(dtype), dtype, value)
 
 
 def dtype_name(dtype: ir.DataType) -> str:
@@ -734,11 +778,12 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
 
 
 _FOLDS = ("Max", "Min", "Sum", "Mean")
-_OTHER = ("Identity", "Iota", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod", *_FOLDS)
+_OTHER = ("Identity", "Iota", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod",
+          "Saturate", "Scale", *_FOLDS)  # fmt: skip
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", name): _simple(name)
     for name in (*TABLE, "BitShift")
-    if name not in _OTHER and not name.startswith(("CastF", "CastB", "Shift"))
+    if name not in _OTHER and not name.startswith(("CastF", "CastB", "Castf", "Shift"))
 } | {
     **{("", name): _fold(name) for name in _FOLDS},
     ("", "Identity"): identity,

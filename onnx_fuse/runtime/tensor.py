@@ -16,10 +16,10 @@ from onnx_fuse.runtime import device
 
 def dtype_of(name: str) -> np.dtype[Any]:
     """NumPy dtype of a problem.ITEMSIZE name."""
-    if name == "bfloat16":
+    if name.startswith(("bfloat", "float8", "float4", "int4", "uint4", "int2", "uint2")):
         import ml_dtypes
 
-        name = ml_dtypes.bfloat16
+        name = getattr(ml_dtypes, name)
     found: np.dtype[Any] = np.dtype(name)
     return found
 

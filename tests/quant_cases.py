@@ -1,0 +1,203 @@
+"""Cases of the quantized operators: models, feeds, and what onnxruntime's CPU makes of them.
+
+Scales are feeds, so that nothing is worked out before the program runs; integers of less than 8
+bits and float8 are initializers or stay inside, since onnxruntime has no arrays of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+KINDS = {
+    "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "int16": TensorProto.INT16,
+    "uint16": TensorProto.UINT16, "int4": TensorProto.INT4, "uint4": TensorProto.UINT4,
+    "float8_e4m3fn": TensorProto.FLOAT8E4M3FN, "float8_e5m2": TensorProto.FLOAT8E5M2,
+    "float8_e4m3fnuz": TensorProto.FLOAT8E4M3FNUZ, "float8_e5m2fnuz": TensorProto.FLOAT8E5M2FNUZ,
+    "float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int32": TensorProto.INT32,
+    "bfloat16": TensorProto.BFLOAT16,
+}  # fmt: skip
+INTS = ("int8", "uint8", "int16", "uint16", "int4", "uint4")
+FLOATS8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def session(model: bytes) -> onnxruntime.InferenceSession:
+    """onnxruntime, node by node as the model has them."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(model, options)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A model, what is fed to it, and how near to onnxruntime's its outputs must be."""
+
+    name: str
+    model: bytes = field(repr=False)
+    feeds: dict[str, np.ndarray] = field(repr=False)
+    tolerance: float = 0.0
+    """As a part of the largest element; 0: the same bits, but for the NaN's own."""
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        graph = onnx.load_from_string(self.model).graph
+        return {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+
+    def expected(self) -> list[np.ndarray]:
+        return list(session(self.model).run(None, self.feeds))
+
+    def check(self, name: str, y: np.ndarray, want: np.ndarray) -> None:
+        assert (y.shape, y.dtype) == (want.shape, want.dtype), name
+        if not self.tolerance:
+            np.testing.assert_array_equal(y, want, err_msg=name)
+            return
+        bound = self.tolerance * np.abs(want.astype(np.float64)).max(initial=0)
+        np.testing.assert_allclose(y.astype(np.float64), want.astype(np.float64), 0, bound, name)
+
+
+def model_of(
+    nodes: list[onnx.NodeProto],
+    feeds: dict[str, np.ndarray],
+    outputs: dict[str, tuple[str, tuple[int, ...]]],
+    weights: dict[str, np.ndarray] | None = None,
+    opset: int = 23,
+) -> bytes:
+    """A model whose inputs are the feeds, its initializers `weights`, all by name."""
+    inputs = [
+        helper.make_tensor_value_info(name, KINDS[a.dtype.name], a.shape)
+        for name, a in feeds.items()
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, KINDS[kind], shape)
+        for name, (kind, shape) in outputs.items()
+    ]
+    held = [numpy_helper.from_array(a, name) for name, a in (weights or {}).items()]
+    graph = helper.make_graph(nodes, "quantized", inputs, ends, held)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+HOSTILE = [np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3e38, -3e38, 1e-40, 65504]
+
+
+def values(shape: tuple[int, ...], dtype: str = "float32", spread: float = 60) -> np.ndarray:
+    """Normal numbers, the first of them hostile."""
+    rng = np.random.default_rng(sum(shape))
+    x = (rng.standard_normal(shape) * spread).astype(np.float32)
+    flat = x.reshape(-1)
+    flat[: len(HOSTILE)] = HOSTILE[: flat.size]
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+def scales(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    rng = np.random.default_rng(7)
+    return rng.uniform(0.1, 2, shape).astype(np.float32).astype(dtype)
+
+
+def integers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    rng = np.random.default_rng(sum(shape))
+    kind = getattr(ml_dtypes, dtype, dtype)
+    info = ml_dtypes.iinfo(kind) if dtype in ("int4", "uint4") else np.iinfo(kind)
+    return rng.integers(int(info.min), int(info.max) + 1, shape).astype(kind)
+
+
+# name -> shape of x, of scale, attributes
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "tensor": ((7, 33), (), {}),
+    "axis": ((3, 5, 7), (5,), {"axis": 1}),
+    "last axis": ((9, 16), (16,), {"axis": -1}),
+    "blocked": ((4, 96, 3), (4, 3, 3), {"axis": 1, "block_size": 32}),
+    "blocked along the last axis": ((6, 32), (6, 2), {"axis": -1, "block_size": 16}),
+    "the last block is part of one": ((5, 21), (3, 21), {"axis": 0, "block_size": 2}),
+    "empty": ((0, 4), (), {}),
+}
+
+
+def linear(
+    kind: str, layout: str, dtype: str = "float32", zero: bool = True, **more: Any
+) -> Quantized:
+    """Quantize, and dequantize what came out."""
+    shape, scale_shape, attrs = LAYOUTS[layout]
+    feeds = {"x": values(shape, dtype), "s": scales(scale_shape, dtype)}
+    weights = {"z": integers(scale_shape, kind)} if zero else {}
+    point = ["z"] if zero else []
+    first = attrs | more
+    first |= {} if zero else {"output_dtype": KINDS[kind]}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", *point], ["q"], **first),
+        helper.make_node("DequantizeLinear", ["q", "s", *point], ["y"], **attrs),
+    ]
+    outputs = {"y": (dtype, shape)} | ({"q": (kind, shape)} if kind in INTS[:4] else {})
+    model = model_of(nodes, feeds, outputs, weights)
+    extra = "".join(f", {k}={v}" for k, v in more.items()) + ("" if zero else ", no zero point")
+    return Quantized(f"{kind} {dtype} {layout}{extra}", model, feeds)
+
+
+def floats8(kind: str, layout: str, dtype: str = "float32", **more: Any) -> Quantized:
+    """Quantize to a float8 and dequantize."""
+    shape, scale_shape, attrs = LAYOUTS[layout]
+    feeds = {"x": values(shape, dtype, 5), "s": scales(scale_shape, dtype)}
+    weights = {"z": np.zeros(scale_shape, getattr(ml_dtypes, kind))}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], **attrs, **more),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], **attrs),
+    ]
+    model = model_of(nodes, feeds, {"y": (dtype, shape)}, weights)
+    return Quantized(f"{kind} {dtype} {layout}", model, feeds)
+
+
+def weights_of(kind: str, dtype: str, **attrs: Any) -> Quantized:
+    """Dequantize an initializer, as the weights of models are."""
+    q, feeds = integers((32, 6), kind), {"s": scales((2, 6), dtype)}
+    node = helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=0, block_size=16)
+    model = model_of([node], feeds, {"y": (dtype, (32, 6))}, {"q": q, "z": integers((2, 6), kind)})
+    return Quantized(f"{kind} weights to {dtype}", model, feeds)
+
+
+def dynamic(x: np.ndarray, name: str) -> Quantized:
+    node = helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])
+    outputs = {"y": ("uint8", x.shape), "s": ("float32", ()), "z": ("uint8", ())}
+    return Quantized(f"dynamic {name}", model_of([node], {"x": x}, outputs), {"x": x})
+
+
+def _cases() -> Iterator[Quantized]:
+    for kind in INTS:
+        for layout in LAYOUTS:
+            yield linear(kind, layout)
+    for kind in INTS[:4]:
+        yield linear(kind, "axis", "float16")
+        yield linear(kind, "tensor", "float16", precision=KINDS["float32"])
+        yield linear(kind, "tensor", precision=KINDS["float16"])
+        yield linear(kind, "blocked", zero=False)
+    for kind in FLOATS8:
+        for layout in ("tensor", "axis", "blocked"):
+            yield floats8(kind, layout)
+        yield floats8(kind, "tensor", "float16")
+    for kind in INTS:
+        yield weights_of(kind, "float32")
+        yield weights_of(kind, "float16")
+    plain = np.random.default_rng(0).standard_normal((70, 61)).astype(np.float32)
+    yield dynamic(plain, "normal")
+    yield dynamic(np.abs(plain) + 1, "positive")
+    yield dynamic(-np.abs(plain) - 1, "negative")
+    yield dynamic(np.zeros((3, 3), np.float32), "zeros")
+    yield dynamic(np.array([1e-40, 2e-40], np.float32), "tiny")
+    yield dynamic(np.array([np.nan, 1, 2], np.float32), "NaN first")
+    yield dynamic(np.array([1, np.nan], np.float32), "NaN last")
+    yield dynamic(np.array([np.inf, 1], np.float32), "infinity")
+    yield dynamic(np.array([-np.inf, 1], np.float32), "negative infinity")
+    yield dynamic(np.array([1e38, -3e38], np.float32), "a range beyond float32")
+    yield dynamic(np.zeros((0,), np.float32), "empty")
+
+
+CASES = list(_cases())

@@ -1,0 +1,64 @@
+"""Quantized models without a GPU: their programs, run by NumPy, give what onnxruntime does."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from interpret import interpret
+from quant_cases import CASES, Quantized
+
+from onnx_fuse import lower
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Program
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.problem import CHIPS
+
+H200 = CHIPS["H200"]
+
+
+def program(case: Quantized) -> Program:
+    shapes = {name: (a.shape, a.dtype.name) for name, a in case.feeds.items()}
+    return lower.lower(load(case.model), shapes, H200)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_programs_give_what_onnxruntime_gives(case: Quantized) -> None:
+    found = program(case)
+    assert not found.fallbacks
+    assert found.tail is None
+    got = interpret(found, case.feeds, case.weights)
+    for (name, y), want in zip(got.items(), case.expected(), strict=True):
+        case.check(name, y, want)
+
+
+def compiled_kinds() -> list[Quantized]:
+    """One case of each type: its generated kernels differ in nothing else that is ours."""
+    found: dict[str, Quantized] = {}
+    for case in CASES:
+        found.setdefault(case.name.split()[0], case)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("case", compiled_kinds(), ids=lambda c: c.name)
+def test_kernels_compile_without_spills(case: Quantized) -> None:
+    launches = {(x.source, x.defines) for call in program(case).calls for x in call.launches}
+    assert launches
+    for (source, defines), arch in itertools.product(launches, ("sm_80", "sm_90a", "sm_100a")):
+        assert all(found.clean for found in jit.resources(source, defines, arch).values())
+
+
+def test_a_cast_to_float8_is_saturated_where_asked() -> None:
+    x = np.array([448, 465, 1e9, -np.inf, np.nan, 1e-3, 0.0], np.float32)
+    for saturate, want in ((1, np.clip(x, -448, 448)), (0, x)):
+        text = (
+            f"agraph (float[7] x) => (float[7] y) {{ q = Cast<to=17, saturate={saturate}>(x) "
+            "y = Cast<to=1>(q) }"
+        )
+        found = lower.lower(load(text_model(text)), {"x": (x.shape, "float32")}, H200)
+        assert not found.fallbacks
+        y = interpret(found, {"x": x}, {})["y"]
+        np.testing.assert_array_equal(y, want.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
