@@ -258,6 +258,17 @@ class Context(Protocol):
     def known(self, tensor: Tensor) -> np.ndarray | None:
         """What a tensor holds that nothing in the program writes to, None for any other."""
 
+    def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        """(dtype, shape) of each output, None where inference does not know."""
+
+    def packed(
+        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
+    ) -> Tensor | None:
+        """`make` of what a tensor holds that nothing in the program writes to, made once.
+
+        `how` names what `make` does. None for a tensor that is not known.
+        """
+
     def folded(
         self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
     ) -> dict[str, Tensor] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -204,6 +204,27 @@ class Lowerer(Values):
             tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
             self.constants[tensors[key].buffer] = array
         return tensors
+
+    def packed(
+        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
+    ) -> Tensor | None:
+        array = self.known(tensor)
+        if array is None:
+            return None
+        source = self.buffers[tensor.buffer]
+        if source.kind != "weight" or tensor.buffer in self.constants:
+            return self.constant(make(array))
+        name = f"{source.name} {how} {tensor.shape} {tensor.strides} {tensor.offset}"
+        if name not in self._packed:
+            kept = self.model.graph.meta.setdefault("packed", {})  # for the next shapes
+            value = self.model.graph.initializers[source.name].const_value
+            if name not in kept or kept[name][0] is not value:
+                kept[name] = value, np.ascontiguousarray(make(array))
+            found = kept[name][1]
+            made = self._buffer("weight", found.shape, found.dtype.name, name)
+            self.constants[made.buffer] = found
+            self._packed[name] = made
+        return self._packed[name]
 
     def known(self, tensor: Tensor) -> np.ndarray | None:
         if not self._lasting(tensor):

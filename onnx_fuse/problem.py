@@ -123,6 +123,11 @@ class Problem(_Attrs):
     @property
     def bytes(self) -> int:
         """Each operand read once and the result written once."""
+        if self.op == "MatMulNBits":
+            packed = self.n * self.integer("blocks") * self.integer("block") * self.integer("bits")
+            scales = self.n * self.integer("blocks") * ITEMSIZE[self.dtype]
+            rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
+            return packed // 8 + scales + rows
         operands = self.m * self.k + self.k * self.n
         return self.batches * (
             operands * ITEMSIZE[self.dtype] + self.m * self.n * ITEMSIZE[self.out]
@@ -248,7 +253,9 @@ class Hardware:
     driver: int = 0
 
     def rate(self, kind: str) -> float:
-        """Operations a second for products of `kind`."""
+        """Operations a second for products of `kind`; those of 8 bits are twice float16's."""
+        if kind in ("int8", "uint8"):
+            return 2 * self.rate("float16")
         return dict(self.flops).get(kind, dict(self.flops)["float32"])
 
     @property

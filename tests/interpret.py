@@ -81,6 +81,10 @@ STEPS: dict[str, Any] = {
 }
 
 
+BATCHED = {"align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
+"""Attributes of a plain product of several matrices."""
+
+
 class Memory:
     """Buffers of a program as bytes: temporaries in one arena at the plan's offsets."""
 
@@ -183,9 +187,15 @@ def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A Gemm, or a LayerNormGemm with folded weights, as their modules define them; no batch."""
+    """A Gemm, or a LayerNormGemm with folded weights, as their modules define them."""
+    if p.op in ("MatMulNBits", "GemmInteger"):
+        return _nbits(p, read) if p.op == "MatMulNBits" else _integers(p, read)
     assert p.op in ("Gemm", "LayerNormGemm"), p
-    assert not p.batch, p
+    if p.batch:
+        assert {name for name, v in p.attrs if v} <= BATCHED, p
+        assert not p.trans_a | p.trans_b, p
+        a, b = (read[name].reshape((*p.batch, *read[name].shape[-2:])) for name in "ab")
+        return {"y": a @ b}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
     assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
@@ -217,6 +227,36 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         tiles = tiles.reshape(p.m, p.integer("moments"), -1)
         out["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
     return out | {"y": v}
+
+
+def _integers(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A GemmInteger as its module defines it."""
+    a, b = read["a"].reshape((*p.batch, p.m, p.k)), read["b"].reshape((*p.batch, p.n, p.k))
+    if p.text("za") == "each" and p.attr("za_step"):
+        a = a - read["za"].reshape(p.batch[-1], p.m, 1)
+    elif p.text("za"):
+        a = a - read["za"].reshape(-1, 1)
+    b = b - read["zb"].reshape(-1, 1) if p.text("zb") else b
+    return {"y": a @ b.swapaxes(-1, -2)}
+
+
+def _nbits(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A MatMulNBits as its module defines it."""
+    bits, block, blocks = (p.integer(name) for name in ("bits", "block", "blocks"))
+
+    def unpacked(packed: np.ndarray) -> np.ndarray:
+        each = packed.astype(np.uint8).reshape(p.n, -1, 1) >> np.arange(0, 8, bits)
+        return (each & (2**bits - 1)).reshape(p.n, -1).astype(np.float64)
+
+    scale = read["scale"].reshape(p.n, blocks)
+    zero = np.full((p.n, blocks), 2.0 ** (bits - 1))
+    if p.text("zero"):
+        packed = p.text("zero") == "packed"
+        zero = unpacked(read["zero"])[:, :blocks] if packed else read["zero"].reshape(p.n, blocks)
+    group = read["groups"].astype(int) if p.attr("groups") else np.arange(p.k) // block
+    w = (unpacked(read["q"])[:, : p.k] - zero[:, group]) * scale[:, group]
+    y = read["a"].reshape(p.m, p.k) @ w.T
+    return {"y": y + read["bias"] if p.attr("bias") else y}
 
 
 def _evaluate(

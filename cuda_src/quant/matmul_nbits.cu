@@ -1,0 +1,249 @@
+// quant/matmul_nbits.cu: y[M, N] = a[M, K] · w[N, K]ᵀ + bias of weights that stay in 4 or 8 bits; few rows of a.
+//
+// w[n, k] = (q[n, k] - zero[n, k / BLOCK]) scale[n, k / BLOCK]. The integers q - zero are exact in 16 bits: the
+// tensor cores multiply them by a, 16 rows of w the 16 rows of an mma, and a block's sum is scaled in float32.
+// A lane reads 16 bytes of a row of w at a time, RUN weights, and a quad of lanes four such runs: what k a place
+// of the mma stands for is free, as long as a's place is the same one. Where the quad's runs lie in CB > 1 blocks,
+// each block has a column of its own: a there, zeros in the columns of the others. So a column is (row of a, block).
+// float32 a: three bfloat16 parts, whose sum it is, multiplied one after the other.
+//
+// Inputs:   a [M, K] T, rows 16-byte aligned, K % 8 == 0; q [N, row_bytes] u8, 16-byte aligned, row_bytes % 16 == 0;
+//           scale [N, blocks] T; zero: null, or [N, ceil(blocks * BITS / 8)] u8 (ZERO); bias [N] T (BIAS).
+// Macros:   T; BITS 4 or 8; BLOCK weights a scale, 16 and on, a power of two or a multiple of 128; CB columns a row
+//           of a; SETS tiles of 8 columns; TILES of 16 rows of w; WARPS that share k; UNROLL loads of a row in
+//           flight; ZERO, BIAS; AHEAD: weights are constants, read before the launch before has ended.
+// Launch:   (ceil(N / (16 TILES)), ceil(M / (SETS * 8 / CB))), 32 WARPS threads.
+// Bound by: reading q once; M rows at once cost SETS products.
+// Sums:     in k's order within a warp, warps in theirs: they depend on the shape and the macros alone.
+#include "sm80.cuh"
+
+constexpr int RUN = 128 / BITS, WORDS = 4, PER_WORD = 32 / BITS;   // weights in 16 bytes; 4-byte words; weights a word
+constexpr int HOLDS = BLOCK < RUN ? RUN / BLOCK : 1;             // blocks in a lane's run
+constexpr int ROWS = SETS * 8 / CB;                              // rows of a
+constexpr int PLANES = sizeof(T) == 4 ? 3 : 1;
+constexpr int HALVES = PER_WORD / 4;                             // products a word
+template <class E> struct Operand { typedef E type; };
+template <> struct Operand<float> { typedef bf16 type; };
+typedef Operand<T>::type Math;
+template <class E> struct Is16 { static constexpr bool value = false; };
+template <> struct Is16<f16> { static constexpr bool value = true; };
+constexpr bool F16 = Is16<T>::value;
+
+// Read by this block alone: no place in L1.
+DEVICE uint4 once(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+DEVICE u32 twice(u32 x) { return x | x << 16; }
+DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
+    u32 y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+    return y;
+}
+DEVICE u32 fma2(u32 x, u32 y, u32 z) {
+    u32 d;
+    if (F16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z));
+    else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z));
+    return d;
+}
+
+// The weights of a word, less their zero point: pairs as the mma wants them. 4 bits: (0, 4) (1, 5) (2, 6) (3, 7),
+// 8 bits: (0, 1) (2, 3). A number below 2^10 (2^7) in the mantissa of 1024 (128) is that number more.
+DEVICE void unpack(u32 word, int zero, u32 (&pair)[PER_WORD / 2]) {
+    if (BITS == 4 && F16) {
+        const u32 low = twice(0xe400 + zero), high = twice(0xd400 + 16 * zero);  // -(1024 + zero), -(64 + zero)
+#pragma unroll
+        for (int i = 0; i < 2; i++, word >>= 8) {
+            pair[2 * i] = fma2(and_or(word, 0x000f000f, 0x64006400), 0x3c003c00, low);
+            pair[2 * i + 1] = fma2(and_or(word, 0x00f000f0, 0x64006400), 0x2c002c00, high);  // times 1/16
+        }
+    } else if (BITS == 4) {
+        const u32 low = twice(0xc300 + zero);  // -(128 + zero)
+#pragma unroll
+        for (int i = 0; i < 4; i++, word >>= 4) pair[i] = fma2(and_or(word, 0x000f000f, 0x43004300), 0x3f803f80, low);
+    } else if (F16) {
+        const u32 low = twice(0xe400 + zero);
+        pair[0] = fma2(__byte_perm(word, 0x64646464, 0x4140), 0x3c003c00, low);
+        pair[PER_WORD / 2 - 1] = fma2(__byte_perm(word, 0x64646464, 0x4342), 0x3c003c00, low);
+    } else {
+        float w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            w[i] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 | i)) - (8388608.0f + zero);
+        pair[0] = pack2<bf16>(w[0], w[1]);
+        pair[PER_WORD / 2 - 1] = pack2<bf16>(w[2], w[3]);
+    }
+}
+
+// Elements k.. of a row of a as one plane's column operand of a word's products; `pair` as in unpack.
+DEVICE void columns(const T* a, u32 (&pair)[PLANES][PER_WORD / 2]) {
+    u32 x[PLANES][PER_WORD / 2];
+    if constexpr (PLANES == 1) {
+        const Vec<u32, PER_WORD / 2> v = load<PER_WORD / 2>((const u32*)a);
+#pragma unroll
+        for (int i = 0; i < PER_WORD / 2; i++) x[0][i] = v.at[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < PER_WORD / 4; i++) {
+            const Vec<float, 4> v = load<4>((const float*)a + 4 * i);
+            float rest[4] = {v.at[0], v.at[1], v.at[2], v.at[3]};
+#pragma unroll
+            for (int p = 0; p < PLANES; p++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const u32 both = pack2<bf16>(rest[2 * j], rest[2 * j + 1]);
+                    const float2 taken = unpack2<bf16>(both);
+                    x[p][2 * i + j] = both;
+                    // an infinity or NaN is whole in the first part
+                    rest[2 * j] = fabsf(taken.x) < 3.4e38f ? rest[2 * j] - taken.x : 0.0f;
+                    rest[2 * j + 1] = fabsf(taken.y) < 3.4e38f ? rest[2 * j + 1] - taken.y : 0.0f;
+                }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) {
+        if (BITS == 4) {
+            pair[p][0] = __byte_perm(x[p][0], x[p][PER_WORD / 4], 0x5410);
+            pair[p][1] = __byte_perm(x[p][0], x[p][PER_WORD / 4], 0x7632);
+            pair[p][PER_WORD / 2 - 2] = __byte_perm(x[p][1], x[p][PER_WORD / 2 - 1], 0x5410);
+            pair[p][PER_WORD / 2 - 1] = __byte_perm(x[p][1], x[p][PER_WORD / 2 - 1], 0x7632);
+        } else {
+            pair[p][0] = x[p][0], pair[p][1] = x[p][1];
+        }
+    }
+}
+
+// What a warp holds of one run of k, for each row of w that a lane has a part of.
+struct Part {
+    uint4 q[2 * TILES];
+    T scale[2 * TILES][HOLDS][CB > 1 ? 2 : 1];
+    u8 zero[2 * TILES][HOLDS];
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) matmul_nbits(
+    const T* a, const u8* q, const T* scale, const u8* zero, const T* bias, T* y, int M, int N, int K, int row_bytes,
+    int blocks) {
+    __shared__ float sums[WARPS][ROWS][16 * TILES];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * 16 * TILES, m0 = blockIdx.y * ROWS;
+    const int runs = row_bytes / 16, steps = (runs + 3) / 4, zeros = (blocks * BITS + 7) / 8;
+
+    int row[2 * TILES];
+#pragma unroll
+    for (int r = 0; r < 2 * TILES; r++) row[r] = min(n0 + 8 * r + group, N - 1);
+
+    // runs 4 step .. 4 step + 3 of k, the lane's the t-th
+    auto fetch = [&](Part& part, int step) {
+        const int run = 4 * step + t;
+#pragma unroll
+        for (int r = 0; r < 2 * TILES; r++) {
+            part.q[r] = make_uint4(0, 0, 0, 0);
+            if (run < runs) part.q[r] = once((const uint4*)(q + (i64)row[r] * row_bytes) + run);
+#pragma unroll
+            for (int h = 0; h < HOLDS; h++) {
+                // the columns' blocks: 2t and 2t + 1
+#pragma unroll
+                for (int e = 0; e < (CB > 1 ? 2 : 1); e++) {
+                    const int of = 4 * step + (CB > 1 ? (2 * t + e) % CB * (4 / CB) : 0);
+                    const int block = min((int)((i64)of * RUN / BLOCK) + h, blocks - 1);
+                    part.scale[r][h][e] = scale[(i64)row[r] * blocks + block];
+                }
+                if (ZERO) {
+                    const int block = min((int)((i64)run * RUN / BLOCK) + h, blocks - 1);
+                    const int bits = zero[(i64)row[r] * zeros + block * BITS / 8];
+                    part.zero[r][h] = BITS == 8 ? bits : bits >> (block % 2 * 4) & 15;
+                } else {
+                    part.zero[r][h] = 1 << (BITS - 1);
+                }
+            }
+        }
+    };
+
+    float total[TILES][SETS][4] = {};
+    auto multiply = [&](const Part& part, int step) {
+        const int k = (4 * step + t) * RUN;
+        float sum[TILES][SETS][4] = {};
+#pragma unroll
+        for (int j = 0; j < WORDS; j++) {
+            const int h = j * HOLDS / WORDS;
+            u32 w[2 * TILES][PER_WORD / 2];
+#pragma unroll
+            for (int r = 0; r < 2 * TILES; r++) {
+                const u32 words[4] = {part.q[r].x, part.q[r].y, part.q[r].z, part.q[r].w};
+                unpack(words[j], part.zero[r][h], w[r]);
+            }
+#pragma unroll
+            for (int s = 0; s < SETS; s++) {
+                u32 x[PLANES][PER_WORD / 2] = {};
+                const int m = m0 + s * (8 / CB) + group / CB, at = k + j * PER_WORD;
+                if ((CB == 1 || t / (4 / CB) == group % CB) && m < M && at < K) columns(a + (i64)m * K + at, x);
+#pragma unroll
+                for (int p = 0; p < PLANES; p++)
+#pragma unroll
+                    for (int i = 0; i < HALVES; i++)
+#pragma unroll
+                        for (int u = 0; u < TILES; u++) {
+                            const u32 rows[4] = {w[2 * u][2 * i], w[2 * u + 1][2 * i], w[2 * u][2 * i + 1],
+                                                 w[2 * u + 1][2 * i + 1]};
+                            mma(sum[u][s], rows, &x[p][2 * i], Math());
+                        }
+            }
+            if ((j + 1) * HOLDS % WORDS) continue;
+#pragma unroll
+            for (int u = 0; u < TILES; u++)
+#pragma unroll
+                for (int s = 0; s < SETS; s++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        total[u][s][i] = fmaf(sum[u][s][i], to_float(part.scale[2 * u + i / 2][h][CB > 1 ? i % 2 : 0]), total[u][s][i]);
+                        sum[u][s][i] = 0;
+                    }
+        }
+    };
+
+    if (!AHEAD) after_previous_launch();
+    bool waited = !AHEAD;
+    for (int first = warp; first < steps; first += WARPS * UNROLL) {
+        Part part[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (first + u * WARPS < steps) fetch(part[u], first + u * WARPS);
+        if (!waited) after_previous_launch(), waited = true;
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (first + u * WARPS < steps) multiply(part[u], first + u * WARPS);
+    }
+    if (!waited) after_previous_launch();
+
+    // the columns of one row of a: pairs of a lane, then neighbours
+#pragma unroll
+    for (int u = 0; u < TILES; u++)
+#pragma unroll
+        for (int s = 0; s < SETS; s++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float x = total[u][s][2 * i];
+                const int n = 16 * u + 8 * i + group;
+                if (CB == 1) {
+                    sums[warp][s * 8 + 2 * t][n] = x;
+                    sums[warp][s * 8 + 2 * t + 1][n] = total[u][s][2 * i + 1];
+                } else {
+                    x += total[u][s][2 * i + 1];
+                    if (CB == 4) x += __shfl_xor_sync(~0u, x, 1);
+                    if (CB == 2 || t % 2 == 0) sums[warp][s * (8 / CB) + (CB == 2 ? t : t / 2)][n] = x;
+                }
+            }
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * 16 * TILES; i += 32 * WARPS) {
+        const int m = i / (16 * TILES), n = i % (16 * TILES);
+        if (m0 + m >= M || n0 + n >= N) continue;
+        float x = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) x += sums[w][m][n];
+        if (BIAS) x += to_float(bias[n0 + n]);
+        y[(i64)(m0 + m) * N + n0 + n] = from_float<T>(x);
+    }
+}

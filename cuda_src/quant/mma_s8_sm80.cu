@@ -1,0 +1,126 @@
+// quant/mma_s8_sm80.cu: y[M, N] = (a[M, K] - za) · (b[N, K] - zb)ᵀ in int32, modulo 2^32, of 8-bit integers.
+//
+// Tiles of a and b, 64 of k a step, come by cp.async into three stages of shared memory, in rows of 80 bytes, so
+// that ldmatrix has no bank conflicts; mma.sync multiplies 16x8x32. A zero point costs no pass: the sum is that of
+// the plain integers, less za times the column sums of b and zb times the row sums of a, which are summed from the
+// fragments that the products read anyway.
+//
+// Inputs:   a [M, K], rows lda bytes apart, b [N, K], ldb, both 16-byte aligned, lda and ldb multiples of 16;
+//           za [1] or [M] (ZA 1, 2), of a's type; zb [1] or [N] (ZB 1, 2), of b's.
+// Output:   y [M, N] int.
+// Macros:   A_TYPE, B_TYPE s8 or u8; BM, BN, the tile; WM, WN warps along it; ZA, ZB.
+// Launch:   (columns of tiles * rows of tiles * batches), 32 WM WN threads, 3 (BM + BN) 80 bytes of shared memory.
+//           Operands of batches stand a_outer, b_outer bytes apart for each of batches / inner, a_inner, b_inner
+//           within those, and za_step zero points of a.
+// Bound by: mma.sync at large sizes, L2 below. Integers: the order of sums does not matter.
+#include "sm80.cuh"
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+constexpr int BK = 64, PITCH = 80, STAGES = 3, THREADS = 32 * WM * WN;
+constexpr int MI = BM / WM / 16, NI = BN / WN / 8;
+static_assert(NI % 2 == 0, "ldmatrix brings two tiles of b's columns");
+
+DEVICE void mma_s8(int (&d)[4], const u32 (&a)[4], const u32* b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TEXT(A_TYPE) "." TEXT(B_TYPE) ".s32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <bool SIGNED> DEVICE int sum4(u32 x, int sum) {
+    return SIGNED ? __dp4a((int)x, 0x01010101, sum) : (int)__dp4a(x, 0x01010101u, (u32)sum);
+}
+DEVICE int quad(int x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+template <bool SIGNED> DEVICE int integer(const u8* p, int i) { return SIGNED ? (int)(signed char)p[i] : (int)p[i]; }
+
+extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
+    const u8* a, const u8* b, const u8* za, const u8* zb, int* y, int M, int N, int K, i64 lda, i64 ldb,
+    int columns, int rows, int inner, i64 a_outer, i64 a_inner, i64 b_outer, i64 b_inner, int za_step) {
+    after_previous_launch();
+    extern __shared__ __align__(16) u8 stages[];
+    constexpr bool SA = TEXT(A_TYPE)[0] == 's', SB = TEXT(B_TYPE)[0] == 's';
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
+    const int tiles = columns * rows, batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    const int m0 = tile / columns * BM, n0 = tile % columns * BN;
+    a += (i64)(batch / inner) * a_outer + (i64)(batch % inner) * a_inner;
+    b += (i64)(batch / inner) * b_outer + (i64)(batch % inner) * b_inner;
+    y += (i64)batch * M * N;
+    if (ZA == 2) za += batch % inner * za_step;
+    const u32 memory = smem_address(stages);
+
+    auto fetch = [&](int step) {
+        const u32 to = memory + step % STAGES * (BM + BN) * PITCH;
+#pragma unroll
+        for (int i = threadIdx.x; i < (BM + BN) * 4; i += THREADS) {
+            const int row = i / 4, k = step * BK + i % 4 * 16;
+            const bool left = row < BM;
+            const int at = left ? m0 + row : n0 + row - BM, rows = left ? M : N;
+            const u8* from = left ? a + (i64)min(at, rows - 1) * lda : b + (i64)min(at, rows - 1) * ldb;
+            const int bytes = at < rows ? max(0, min(16, K - k)) : 0;
+            cp_async_16(to + row * PITCH + i % 4 * 16, bytes ? from + k : from, bytes);
+        }
+    };
+    const int steps = (K + BK - 1) / BK;
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s < steps) fetch(s);
+        cp_async_commit();
+    }
+    int sum[MI][NI][4] = {}, of_row[MI][2] = {}, of_column[NI] = {};
+    for (int step = 0; step < steps; step++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) fetch(step + STAGES - 1);
+        cp_async_commit();
+        const u32 from = memory + step % STAGES * (BM + BN) * PITCH;
+        const u32 left = from + (wm * MI * 16 + lane % 16) * PITCH + lane / 16 * 16;
+        const u32 right = from + (BM + wn * NI * 8 + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int k = 0; k < BK; k += 32) {
+            u32 x[MI][4], w[NI / 2][4];
+#pragma unroll
+            for (int i = 0; i < MI; i++) ldmatrix_x4<false>(x[i], left + i * 16 * PITCH + k);
+#pragma unroll
+            for (int j = 0; j < NI / 2; j++) ldmatrix_x4<false>(w[j], right + j * 16 * PITCH + k);
+#pragma unroll
+            for (int i = 0; i < MI; i++)
+#pragma unroll
+                for (int j = 0; j < NI; j++) mma_s8(sum[i][j], x[i], &w[j / 2][j % 2 * 2]);
+            if (ZB)
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) of_row[i][h] = sum4<SA>(x[i][h + 2], sum4<SA>(x[i][h], of_row[i][h]));
+            if (ZA)
+#pragma unroll
+                for (int j = 0; j < NI; j++)
+                    of_column[j] = sum4<SB>(w[j / 2][j % 2 * 2 + 1], sum4<SB>(w[j / 2][j % 2 * 2], of_column[j]));
+        }
+    }
+    if (ZB)
+#pragma unroll
+        for (int i = 0; i < MI; i++) of_row[i][0] = quad(of_row[i][0]), of_row[i][1] = quad(of_row[i][1]);
+#pragma unroll
+    for (int j = 0; j < NI; j++) {
+        const int total = ZA ? quad(of_column[j]) : 0;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int column = ZA ? __shfl_sync(~0u, total, (lane % 4 * 2 + e) * 4) : 0;
+            const int n = n0 + (wn * NI + j) * 8 + lane % 4 * 2 + e;
+            const int right = ZB && n < N ? integer<SB>(zb, ZB == 2 ? n : 0) : 0;
+#pragma unroll
+            for (int i = 0; i < MI; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int m = m0 + (wm * MI + i) * 16 + h * 8 + lane / 4;
+                    if (m >= M || n >= N) continue;
+                    const int less = ZA ? integer<SA>(za, ZA == 2 ? m : 0) : 0;
+                    // unsigned, so that sums wrap around
+                    y[(i64)m * N + n] = (u32)sum[i][j][2 * h + e] - (u32)less * (u32)column - (u32)right * (u32)of_row[i][h] +
+                                        (u32)less * (u32)right * (u32)K;
+                }
+        }
+    }
+}

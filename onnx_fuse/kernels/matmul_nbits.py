@@ -1,0 +1,266 @@
+"""MatMulNBits: y[m, n] = a[m, k] · w[n, k]ᵀ + bias, of weights that stay in 2, 4 or 8 bits.
+
+w[n, k] = (q[n, k] - zero[n, k // block]) scale[n, k // block]. The Problem's attrs:
+  bits, block, blocks         of a weight, weights a scale, scales a row: ceil(k / block)
+  zero                        "" (2^(bits - 1)), "packed" (uint8, as q) or "float" (of a's type)
+  groups                      int32 [k] says which block each k belongs to, instead of k // block
+  bias                        [n] of a's type
+  static_b                    q, scale and zero are the same throughout a graph
+Types: a, scale, bias, y `dtype`; q [n, blocks, block * bits / 8] and packed zeros [n, ceil(blocks *
+bits / 8)] uint8, the low bits of a byte first. Pointers: a q scale zero groups bias y workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, prod
+
+import onnx_ir as ir
+
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.gemm import C_TYPES
+from onnx_fuse.kernels.gemm import KERNELS as GEMM
+from onnx_fuse.kernels.gemm_portable import as_defines
+from onnx_fuse.kernels.pointwise import Code, emit
+from onnx_fuse.kernels.rows import rename
+from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
+
+FLOATS = ("float16", "bfloat16", "float32")
+ROWS = 8
+"""Of a that one block multiplies; more are more blocks, which read the weights again."""
+
+
+def _row_bytes(problem: Problem) -> int:
+    bits = problem.integer("blocks") * problem.integer("block") * problem.integer("bits")
+    return bits // 8
+
+
+class FewRows:
+    """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
+
+    name = "mma"
+    source = "quant/matmul_nbits.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        """The kernel."""
+        return (self.source,)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        bits, block = problem.integer("bits"), problem.integer("block")
+        if hw.cc < 80:
+            return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
+        if bits not in (4, 8):
+            return f"4 or 8 bits, not {bits}"
+        if problem.m > 8 * ROWS:
+            return f"{problem.m} rows (at most {8 * ROWS}): the weights would be read too often"
+        if problem.text("zero") == "float" or problem.attr("groups"):
+            return "zero points are integers, and blocks neighbours along k"
+        if problem.k % 8 or _row_bytes(problem) % 16:
+            return f"k={problem.k} is not a multiple of 8, or rows of weights are not of 16 bytes"
+        if block % 128 and block not in (16, 32, 64):
+            return f"blocks of 16, 32, 64 or a multiple of 128, not {block}"
+        return None
+
+    def _columns(self, problem: Problem) -> int:
+        """Columns of an mma that a row of a takes: blocks that a quad of lanes reads at a time."""
+        return max(1, min(4, 512 // problem.integer("bits") // problem.integer("block")))
+
+    def _sets(self, problem: Problem) -> int:
+        return ceil(min(problem.m, ROWS) * self._columns(problem) / 8)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Warps that share k, tiles of 16 rows of weights a warp, loads of each row in flight."""
+        steps = ceil(_row_bytes(problem) / 64)
+        wide = self._sets(problem) > 1 or problem.dtype == "float32"
+        return [
+            Config.of(warps=warps, tiles=tiles, unroll=unroll)
+            for warps in (8, 4, 16)
+            for tiles, unroll in ((1, 4), (1, 2), (2, 2), (2, 1), (1, 1))
+            if tiles * unroll <= (2 if wide or warps == 16 else 4)  # more would spill
+            if not (wide and warps == 16 and tiles * unroll > 1)
+            if unroll == 1 or warps * unroll < 2 * steps
+        ]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Bytes, or instructions: each weight unpacked, each column multiplied."""
+        warps, tiles, unroll = (config.integer(name) for name in ("warps", "tiles", "unroll"))
+        planes = 3 if problem.dtype == "float32" else 1
+        passes = ceil(problem.m / ROWS)
+        weights = problem.n * _row_bytes(problem) * 8 / problem.integer("bits")
+        columns = (6 + 6 * planes) / (16 * tiles) + planes / 2
+        instructions = weights * passes * (1.4 + self._sets(problem) * columns)
+        # a rate in fp32 is two operations an instruction and lane
+        issue = instructions / (hw.rate("float32") / 2 * 0.7)
+        blocks = ceil(problem.n / (16 * tiles)) * passes
+        flight = 32 * tiles * unroll * 512 // 16  # bytes of a warp
+        resident = min(blocks / hw.sm_count, 24 / warps) * warps * flight
+        fed = min(1.0, resident / 3e4)
+        stream = problem.bytes / (0.85 * hw.bandwidth * max(fed, 0.02))
+        steps = ceil(_row_bytes(problem) / 64 / (warps * unroll))
+        waves = ceil(blocks / (hw.sm_count * max(1, 24 // warps)))
+        return (
+            hw.launch_seconds / 2
+            + max(stream, issue)
+            + 1e-6 * (0.8 + 0.4 * min(steps, 4))
+            + 2e-7 * waves
+        )
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """None."""
+        return 0
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One call."""
+        warps, tiles = config.integer("warps"), config.integer("tiles")
+        columns, sets = self._columns(problem), self._sets(problem)
+        defines = as_defines({
+            "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"),
+            "BLOCK": problem.integer("block"), "CB": columns, "SETS": sets, "TILES": tiles,
+            "WARPS": warps, "UNROLL": config.integer("unroll"), "ZERO": bool(problem.text("zero")),
+            "BIAS": bool(problem.attr("bias")), "AHEAD": bool(problem.attr("static_b")),
+        })  # fmt: skip
+        args = (
+            *map(Ptr, ("a", "q", "scale", "zero", "bias", "y")),
+            *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
+            Num("i32", _row_bytes(problem)), Num("i32", problem.integer("blocks")),
+        )  # fmt: skip
+        grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (sets * 8 // columns)), 1)
+        return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
+
+
+class Unpacked:
+    """The weights unpacked into the workspace, then any Gemm; together they serve every problem."""
+
+    def __init__(self, inner: Kernel) -> None:
+        self.inner = inner
+        self.name = f"unpack_{inner.name}"
+
+    def sources(self) -> tuple[str, ...]:
+        """The GEMM's and what unpacks."""
+        return (*self.inner.sources(), "quant/unpack.cu")
+
+    def _gemm(self, problem: Problem) -> Problem:
+        shape = {"m": problem.m, "n": problem.n, "k": problem.k}
+        bias = {"bias": True} if problem.attr("bias") else {}
+        return Problem.of(
+            "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math, **bias
+        )
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """None, or why not."""
+        if problem.dtype not in FLOATS:
+            return f"no weights in {problem.dtype}"
+        return self.inner.supports(self._gemm(problem), hw)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """The GEMM's."""
+        return self.inner.configs(self._gemm(problem), hw)
+
+    def _size(self, problem: Problem) -> int:
+        return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The GEMM's, and the weights read packed and written."""
+        moved = self._size(problem) + problem.n * _row_bytes(problem)
+        seconds = self.inner.cost(self._gemm(problem), config, hw)
+        return seconds + moved / (0.8 * hw.bandwidth) + hw.launch_seconds
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """The weights and the GEMM's own."""
+        return self._size(problem) + self.inner.workspace(self._gemm(problem), config, hw)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """Unpack, multiply."""
+        zero = {"": 0, "packed": 1, "float": 2}[problem.text("zero")]
+        size = problem.n * problem.k
+        unpack = Launch(
+            "quant/unpack.cu", "unpack", (ceil(size / 2048), 1, 1), (256, 1, 1),
+            (*map(Ptr, ("q", "scale", "zero", "groups", "workspace")), Num("i64", size),
+             Num("i32", problem.k), Num("i32", _row_bytes(problem)),
+             Num("i32", problem.integer("blocks"))),
+            as_defines({
+                "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"), "ZERO": zero,
+                "BLOCK": problem.integer("block"), "GROUPS": bool(problem.attr("groups")),
+            }),
+        )  # fmt: skip
+        places = {
+            "b": Ptr("workspace"), "col1": Ptr("bias"),
+            "workspace": Ptr("workspace", self._size(problem)),
+        }  # fmt: skip
+        product = self.inner.launch(self._gemm(problem), config, hw)
+        return (unpack, *(rename(call, places) for call in product))
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "MatMulNBits": (FewRows(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
+}
+
+
+def product(
+    ctx: Context,
+    node: ir.Node,
+    a: Tensor,
+    y: Tensor,
+    packed: dict[str, Tensor],
+    *,
+    n: int,
+    bits: int,
+    block: int,
+    zero: str,
+) -> str | None:
+    """y [..., n] = a [..., k] · wᵀ + bias; `packed`: q, scale, and zero, groups, bias if any."""
+    k = a.shape[-1]
+    problem = Problem.of(
+        "MatMulNBits", m=prod(a.shape[:-1]), n=n, k=k, dtype=a.dtype, math=ctx.math, trans_b=True,
+        bits=bits, block=block, blocks=ceil(k / block), zero=zero,
+        **{name: True for name in ("bias", "groups") if name in packed},
+    )  # fmt: skip
+    fixed = [packed[name] for name in ("q", "scale", "zero") if name in packed]
+    if all(ctx.known(t) is not None for t in fixed):
+        problem = problem.having(static_b=True)
+    return ctx.select(node, problem, {"a": a, **packed}, {"y": y})
+
+
+def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
+    """com.microsoft.MatMulNBits: a [..., K], q, scales, zero points, g_idx, bias."""
+    sizes = [int(ctx.attr(node, name, default)) for name, default in
+             (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))]  # fmt: skip
+    k, n, bits, block = sizes
+    if ctx.attr(node, "weight_prepacked", 0):
+        return "weights packed for another runtime's kernels"
+    if bits not in (2, 4, 8) or block < 16 or block & (block - 1):
+        return f"no kernel for {bits} bits in blocks of {block}"
+    a = ctx.dense(node, 0)
+    if a.dtype not in FLOATS:
+        return f"no kernel for {a.dtype}"
+    if a.shape[-1:] != (k,):
+        raise ValueError(f"K is {k}")
+    y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
+    if not y.size:
+        return None
+    names = {1: "q", 2: "scale", 3: "zero", 4: "groups", 5: "bias"}
+    packed = {name: ctx.dense(node, i) for i, name in names.items() if ctx.has(node, i)}
+    if not packed["q"].size or not k:  # weights left out
+        code = Code()
+        bias = packed.get("bias")
+        value = code.scalar(0, a.dtype) if bias is None else code.load(bias.expand(y.shape))
+        emit(ctx, code, node, value, y)
+        return None
+    blocks = ceil(k / block)
+    wanted = {"q": n * blocks * block * bits // 8, "scale": n * blocks, "groups": k, "bias": n}
+    zero = ""
+    if "zero" in packed:
+        zero = "packed" if packed["zero"].dtype == "uint8" else "float"
+        wanted["zero"] = n * (ceil(blocks * bits / 8) if zero == "packed" else blocks)
+    for name, tensor in packed.items():
+        if tensor.size != wanted[name]:
+            raise ValueError(f"{wanted[name]} elements of {name} are needed, not {tensor.size}")
+        like = name in ("scale", "bias") or (name, zero) == ("zero", "float")
+        if like and tensor.dtype != a.dtype:
+            return f"no kernel for {a.dtype} with {name} in {tensor.dtype}"
+    return product(ctx, node, a, y, packed, n=n, bits=bits, block=block, zero=zero)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {("com.microsoft", "MatMulNBits"): matmul_nbits}

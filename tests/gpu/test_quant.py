@@ -1,0 +1,93 @@
+"""Quantized operators on the GPU: onnxruntime's answers, the same bits where they are integers."""
+
+from __future__ import annotations
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from math_cases import only
+from quant_cases import CASES, FLOATS8, KINDS, Quantized, model_of
+
+from onnx_fuse.kernels import Choice, candidates, jit
+from onnx_fuse.llir import Program
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.load import load
+from onnx_fuse.problem import Hardware
+from onnx_fuse.runtime.executable import Executable
+
+
+def program(case: Quantized, hw: Hardware) -> Program:
+    shapes = {name: (a.shape, a.dtype.name) for name, a in case.feeds.items()}
+    return lower(load(case.model), shapes, hw)
+
+
+def variants(case: Quantized, hw: Hardware) -> list[Choice]:
+    """Our own kernels in every configuration."""
+    found = []
+    for call in program(case, hw).calls:
+        if call.problem is not None and call.problem.op in ("MatMulNBits", "GemmInteger"):
+            for kernel in candidates(call.problem.op):
+                if kernel.supports(call.problem, hw) is None:
+                    hows = kernel.configs(call.problem, hw)
+                    hows = hows[:1] if kernel.name.startswith("unpack") else hows
+                    found += [Choice(kernel, how, 0.0, "each") for how in hows]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(request: pytest.FixtureRequest) -> None:
+    """All modules at once, in threads: one at a time would take minutes."""
+    hw = Hardware.detect()
+    launches = set()
+    for item in request.session.items:
+        if item.module == request.module and "case" in item.callspec.params:
+            case = item.callspec.params["case"]
+            programs = [program(case, hw)]
+            for choice in variants(case, hw):
+                with only(choice):
+                    programs.append(program(case, hw))
+            launches |= {x for p in programs for call in p.calls for x in call.launches}
+    jit.compile_all(launches, hw.arch, workers=16)
+
+
+def run(model: bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs, the same bits twice."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a fallback to onnxruntime would test nothing
+        runner = Executable(load(model))
+        got, again = runner.run(None, feeds), runner.run(None, feeds)
+    for y, twice in zip(got, again, strict=True):
+        assert y.tobytes() == twice.tobytes()
+    return list(got)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_case(case: Quantized) -> None:
+    names = [v.name for v in onnx.load_from_string(case.model).graph.output]
+    want = case.expected()
+    for name, y, expected in zip(names, run(case.model, case.feeds), want, strict=True):
+        case.check(name, y, expected)
+    for choice in variants(case, Hardware.detect()):
+        with only(choice):
+            got = run(case.model, case.feeds)
+        for name, y, expected in zip(names, got, want, strict=True):
+            case.check(f"{choice.kernel.name} {choice.config} {name}", y, expected)
+
+
+@pytest.mark.parametrize("kind", [*FLOATS8, "float4_e2m1fn"])
+def test_every_float_is_rounded_to_the_nearest(kind: str) -> None:
+    """A Cast there and back, of numbers all over float32's range; NaN beyond the largest."""
+    bits = np.arange(0, 2**32, 49999, dtype=np.uint64).astype(np.uint32)
+    x = np.concatenate([bits.view(np.float32), np.arange(-1024, 1024, dtype=np.float32) / 256])
+    x = x[np.isfinite(x) & (np.abs(x) < 1e5)]
+    dtype = getattr(ml_dtypes, kind)
+    to = KINDS.get(kind, onnx.TensorProto.FLOAT4E2M1)
+    nodes = [
+        onnx.helper.make_node("Cast", ["x"], ["q"], to=to, saturate=0),
+        onnx.helper.make_node("Cast", ["q"], ["y"], to=KINDS["float32"]),
+    ]
+    (y,) = run(model_of(nodes, {"x": x}, {"y": ("float32", x.shape)}, opset=25), {"x": x})
+    np.testing.assert_array_equal(y, x.astype(dtype).astype(np.float32))
