@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 KINDS = {
@@ -48,6 +49,8 @@ class Quantized:
     """As a part of the largest element; 0: the same bits, but for the NaN's own."""
     want: tuple[np.ndarray, ...] = field(default=(), repr=False)
     """What onnxruntime does not compute."""
+    newest: bool = False
+    """Whether onnxruntime before 1.32 errs: numbers beyond int32, `precision`, halves to float8."""
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
@@ -55,6 +58,8 @@ class Quantized:
         return {t.name: numpy_helper.to_array(t) for t in graph.initializer}
 
     def expected(self) -> list[np.ndarray]:
+        if self.newest and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
+            pytest.skip("onnxruntime before 1.32 quantizes such numbers otherwise")
         return list(self.want or session(self.model).run(None, self.feeds))
 
     def check(self, name: str, y: np.ndarray, want: np.ndarray) -> None:
@@ -142,7 +147,7 @@ def linear(
     outputs = {"y": (dtype, shape)} | ({"q": (kind, shape)} if kind in INTS[:4] else {})
     model = model_of(nodes, feeds, outputs, weights)
     extra = "".join(f", {k}={v}" for k, v in more.items()) + ("" if zero else ", no zero point")
-    return Quantized(f"{kind} {dtype} {layout}{extra}", model, feeds)
+    return Quantized(f"{kind} {dtype} {layout}{extra}", model, feeds, newest=True)
 
 
 def floats8(kind: str, layout: str, dtype: str = "float32", **more: Any) -> Quantized:
@@ -155,7 +160,7 @@ def floats8(kind: str, layout: str, dtype: str = "float32", **more: Any) -> Quan
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], **attrs),
     ]
     model = model_of(nodes, feeds, {"y": (dtype, shape)}, weights)
-    return Quantized(f"{kind} {dtype} {layout}", model, feeds)
+    return Quantized(f"{kind} {dtype} {layout}", model, feeds, newest=True)
 
 
 def weights_of(kind: str, dtype: str, **attrs: Any) -> Quantized:

@@ -11,7 +11,7 @@
 //           scale [N, blocks] T; zero: null, or [N, ceil(blocks * BITS / 8)] u8 (ZERO); bias [N] T (BIAS).
 // Macros:   T; BITS 4 or 8; BLOCK weights a scale, 16 and on, a power of two or a multiple of 128; CB columns a row
 //           of a; SETS tiles of 8 columns; TILES of 16 rows of w; WARPS that share k; UNROLL loads of a row in
-//           flight; ZERO, BIAS; AHEAD: weights are constants, read before the launch before has ended.
+//           flight; ZERO, BIAS; PAIRED: the blocks of two columns in one load; AHEAD: weights are constants, read before the launch before has ended.
 // Launch:   (ceil(N / (16 TILES)), ceil(M / (SETS * 8 / CB))), 32 WARPS threads.
 // Bound by: reading q once; M rows at once cost SETS products.
 // Sums:     in k's order within a warp, warps in theirs: they depend on the shape and the macros alone.
@@ -116,55 +116,72 @@ DEVICE void columns(const T* a, u32 (&pair)[PLANES][PER_WORD / 2]) {
     }
 }
 
-// What a warp holds of one run of k, for each row of w that a lane has a part of.
+// What a lane holds of one step of k, for each row of w that it has a part of.
+constexpr int SCALES = CB > 1 ? 2 * HOLDS : 1;                   // of its two columns' blocks, neighbours
 struct Part {
     uint4 q[2 * TILES];
-    T scale[2 * TILES][HOLDS][CB > 1 ? 2 : 1];
+    Vec<T, SCALES> scale[2 * TILES];
     u8 zero[2 * TILES][HOLDS];
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) matmul_nbits(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
     const T* a, const u8* q, const T* scale, const u8* zero, const T* bias, T* y, int M, int N, int K, int row_bytes,
     int blocks) {
     __shared__ float sums[WARPS][ROWS][16 * TILES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, t = lane % 4;
     const int n0 = blockIdx.x * 16 * TILES, m0 = blockIdx.y * ROWS;
     const int runs = row_bytes / 16, steps = (runs + 3) / 4, zeros = (blocks * BITS + 7) / 8;
+    const int columns_block = CB > 1 ? 2 * t % CB * HOLDS : 0;
 
-    int row[2 * TILES];
+    const uint4* q_row[2 * TILES];
+    const T* scale_row[2 * TILES];
+    const u8* zero_row[2 * TILES];
 #pragma unroll
-    for (int r = 0; r < 2 * TILES; r++) row[r] = min(n0 + 8 * r + group, N - 1);
-
+    for (int r = 0; r < 2 * TILES; r++) {
+        const i64 row = min(n0 + 8 * r + group, N - 1);
+        q_row[r] = (const uint4*)(q + row * row_bytes) + t;
+        scale_row[r] = scale + row * blocks + columns_block;
+        if (ZERO) zero_row[r] = zero + row * zeros;
+    }
     // runs 4 step .. 4 step + 3 of k, the lane's the t-th
     auto fetch = [&](Part& part, int step) {
-        const int run = 4 * step + t;
+        const bool inside = 4 * step + t < runs;
+        const int first = CB > 1 ? step * (4 * RUN / BLOCK) : step * (4 * RUN) / BLOCK;
+        const int left = blocks - 1 - first - columns_block;
 #pragma unroll
         for (int r = 0; r < 2 * TILES; r++) {
             part.q[r] = make_uint4(0, 0, 0, 0);
-            if (run < runs) part.q[r] = once((const uint4*)(q + (i64)row[r] * row_bytes) + run);
+            if (inside) part.q[r] = once(q_row[r] + 4 * step);
+            if (PAIRED) {
+                part.scale[r] = load<SCALES>(scale_row[r] + (left < 0 ? -columns_block : first));
+            } else {
+#pragma unroll
+                for (int i = 0; i < SCALES; i++) part.scale[r].at[i] = scale_row[r][first + min(i, left)];
+            }
 #pragma unroll
             for (int h = 0; h < HOLDS; h++) {
-                // the columns' blocks: 2t and 2t + 1
-#pragma unroll
-                for (int e = 0; e < (CB > 1 ? 2 : 1); e++) {
-                    const int of = 4 * step + (CB > 1 ? (2 * t + e) % CB * (4 / CB) : 0);
-                    const int block = min((int)((i64)of * RUN / BLOCK) + h, blocks - 1);
-                    part.scale[r][h][e] = scale[(i64)row[r] * blocks + block];
-                }
+                part.zero[r][h] = 1 << (BITS - 1);
                 if (ZERO) {
-                    const int block = min((int)((i64)run * RUN / BLOCK) + h, blocks - 1);
-                    const int bits = zero[(i64)row[r] * zeros + block * BITS / 8];
-                    part.zero[r][h] = BITS == 8 ? bits : bits >> (block % 2 * 4) & 15;
-                } else {
-                    part.zero[r][h] = 1 << (BITS - 1);
+                    const int block = min((4 * step + t) * RUN / BLOCK + h, blocks - 1);
+                    part.zero[r][h] = zero_row[r][BITS == 8 ? block : block / 2] >> (BITS == 8 ? 0 : block % 2 * 4) &
+                                      ((1 << BITS) - 1);
                 }
             }
         }
     };
+    const T* a_row[SETS];
+    int a_left[SETS];
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const int m = m0 + s * (8 / CB) + group / CB;
+        const bool mine = (CB == 1 || t / (4 / CB) == group % CB) && m < M;
+        a_row[s] = a + (i64)min(m, M - 1) * K + t * RUN;
+        a_left[s] = mine ? K - t * RUN : 0;
+    }
 
     float total[TILES][SETS][4] = {};
     auto multiply = [&](const Part& part, int step) {
-        const int k = (4 * step + t) * RUN;
+        const int k = step * (4 * RUN);
         float sum[TILES][SETS][4] = {};
 #pragma unroll
         for (int j = 0; j < WORDS; j++) {
@@ -178,8 +195,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) matmul_nbits(
 #pragma unroll
             for (int s = 0; s < SETS; s++) {
                 u32 x[PLANES][PER_WORD / 2] = {};
-                const int m = m0 + s * (8 / CB) + group / CB, at = k + j * PER_WORD;
-                if ((CB == 1 || t / (4 / CB) == group % CB) && m < M && at < K) columns(a + (i64)m * K + at, x);
+                if (k + j * PER_WORD < a_left[s]) columns(a_row[s] + k + j * PER_WORD, x);
 #pragma unroll
                 for (int p = 0; p < PLANES; p++)
 #pragma unroll
@@ -198,25 +214,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) matmul_nbits(
                 for (int s = 0; s < SETS; s++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        total[u][s][i] = fmaf(sum[u][s][i], to_float(part.scale[2 * u + i / 2][h][CB > 1 ? i % 2 : 0]), total[u][s][i]);
+                        const float step = to_float(part.scale[2 * u + i / 2].at[CB > 1 ? i % 2 * HOLDS + h : 0]);
+                        total[u][s][i] = fmaf(sum[u][s][i], step, total[u][s][i]);
                         sum[u][s][i] = 0;
                     }
         }
     };
 
+    // UNROLL steps' weights are on their way at any time
     if (!AHEAD) after_previous_launch();
-    bool waited = !AHEAD;
-    for (int first = warp; first < steps; first += WARPS * UNROLL) {
-        Part part[UNROLL];
+    Part part[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if (first + u * WARPS < steps) fetch(part[u], first + u * WARPS);
-        if (!waited) after_previous_launch(), waited = true;
+    for (int u = 0; u < UNROLL; u++)
+        if (warp + u * WARPS < steps) fetch(part[u], warp + u * WARPS);
+    if (AHEAD) after_previous_launch();
+    for (int first = warp; first < steps; first += WARPS * UNROLL)
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if (first + u * WARPS < steps) multiply(part[u], first + u * WARPS);
-    }
-    if (!waited) after_previous_launch();
+        for (int u = 0; u < UNROLL; u++) {
+            const int step = first + u * WARPS, next = step + UNROLL * WARPS;
+            if (step < steps) multiply(part[u], step);
+            if (next < steps) fetch(part[u], next);
+        }
 
     // the columns of one row of a: pairs of a lane, then neighbours
 #pragma unroll

@@ -1,6 +1,6 @@
 // quant/mma_s8_sm80.cu: y[M, N] = (a[M, K] - za) · (b[N, K] - zb)ᵀ in int32, modulo 2^32, of 8-bit integers.
 //
-// Tiles of a and b, 64 of k a step, come by cp.async into three stages of shared memory, in rows of 80 bytes, so
+// Tiles of a and b, BK of k a step, come by cp.async into STAGES of shared memory, in rows of BK + 16 bytes, so
 // that ldmatrix has no bank conflicts; mma.sync multiplies 16x8x32. A zero point costs no pass: the sum is that of
 // the plain integers, less za times the column sums of b and zb times the row sums of a, which are summed from the
 // fragments that the products read anyway.
@@ -8,8 +8,9 @@
 // Inputs:   a [M, K], rows lda bytes apart, b [N, K], ldb, both 16-byte aligned, lda and ldb multiples of 16;
 //           za [1] or [M] (ZA 1, 2), of a's type; zb [1] or [N] (ZB 1, 2), of b's.
 // Output:   y [M, N] int.
-// Macros:   A_TYPE, B_TYPE s8 or u8; BM, BN, the tile; WM, WN warps along it; ZA, ZB.
-// Launch:   (columns of tiles * rows of tiles * batches), 32 WM WN threads, 3 (BM + BN) 80 bytes of shared memory.
+// Macros:   A_TYPE, B_TYPE s8 or u8; BM, BN, the tile; WM, WN warps along it; BK, STAGES; ZA, ZB.
+// Launch:   (columns of tiles * rows of tiles * batches), 32 WM WN threads, STAGES (BM + BN) (BK + 16) bytes
+//           of shared memory.
 //           Operands of batches stand a_outer, b_outer bytes apart for each of batches / inner, a_inner, b_inner
 //           within those, and za_step zero points of a.
 // Bound by: mma.sync at large sizes, L2 below. Integers: the order of sums does not matter.
@@ -17,7 +18,7 @@
 
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
-constexpr int BK = 64, PITCH = 80, STAGES = 3, THREADS = 32 * WM * WN;
+constexpr int PITCH = BK + 16, THREADS = 32 * WM * WN;
 constexpr int MI = BM / WM / 16, NI = BN / WN / 8;
 static_assert(NI % 2 == 0, "ldmatrix brings two tiles of b's columns");
 
@@ -51,17 +52,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
     if (ZA == 2) za += batch % inner * za_step;
     const u32 memory = smem_address(stages);
 
-    auto fetch = [&](int step) {
-        const u32 to = memory + step % STAGES * (BM + BN) * PITCH;
+    // a thread copies the same places of each step's tiles, 16 bytes each
+    constexpr int COPIES = (BM + BN) * (BK / 16) / THREADS;
+    static_assert((BM + BN) * (BK / 16) % THREADS == 0, "every thread has as many copies");
+    const int part = threadIdx.x % (BK / 16) * 16, line = threadIdx.x / (BK / 16);
+    const u8* from[COPIES];
+    bool inside[COPIES];
 #pragma unroll
-        for (int i = threadIdx.x; i < (BM + BN) * 4; i += THREADS) {
-            const int row = i / 4, k = step * BK + i % 4 * 16;
-            const bool left = row < BM;
-            const int at = left ? m0 + row : n0 + row - BM, rows = left ? M : N;
-            const u8* from = left ? a + (i64)min(at, rows - 1) * lda : b + (i64)min(at, rows - 1) * ldb;
-            const int bytes = at < rows ? max(0, min(16, K - k)) : 0;
-            cp_async_16(to + row * PITCH + i % 4 * 16, bytes ? from + k : from, bytes);
-        }
+    for (int i = 0; i < COPIES; i++) {
+        const int row = line + i * (THREADS * 16 / BK);
+        const bool left = row < BM;
+        const int at = left ? m0 + row : n0 + row - BM, count = left ? M : N;
+        inside[i] = at < count;
+        from[i] = (left ? a : b) + (i64)min(at, count - 1) * (left ? lda : ldb);
+    }
+    auto fetch = [&](int step) {
+        const u32 to = memory + step % STAGES * (BM + BN) * PITCH + line * PITCH + part;
+        const int k = step * BK + part, bytes = max(0, min(16, K - k));
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            cp_async_16(to + i * (THREADS * 16 / BK) * PITCH, bytes ? from[i] + k : from[i], inside[i] ? bytes : 0);
     };
     const int steps = (K + BK - 1) / BK;
     for (int s = 0; s < STAGES - 1; s++) {

@@ -32,8 +32,11 @@ from onnx_fuse.problem import Config, Hardware, Launch, Num, Problem, Ptr
 BYTES = ("int8", "uint8")
 LINE = 16
 """Bytes that rows of operands are padded to."""
-TILES = {(128, 128): (2, 4), (64, 64): (2, 2), (32, 64): (1, 4), (16, 64): (1, 4)}
-"""Tile of y -> warps along it."""
+TILES = {
+    (128, 128): (2, 2, 64, 4), (128, 64): (2, 2, 64, 4), (64, 64): (2, 2, 128, 4),
+    (32, 64): (1, 4, 128, 5), (16, 32): (1, 2, 256, 4),
+}  # fmt: skip
+"""Tile of y -> warps along it, bytes of k a step, steps in shared memory."""
 
 
 class MmaInt8:
@@ -80,13 +83,13 @@ class MmaInt8:
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One call."""
         bm, bn = config.integers("tile")
-        wm, wn = TILES[bm, bn]
+        wm, wn, bk, stages = TILES[bm, bn]
         kinds = {"": 0, "one": 1, "each": 2}
         names = {"int8": "s8", "uint8": "u8"}
         defines = as_defines({
             "A_TYPE": names[problem.dtype], "B_TYPE": names[problem.text("b_dtype")], "BM": bm,
-            "BN": bn, "WM": wm, "WN": wn, "ZA": kinds[problem.text("za")],
-            "ZB": kinds[problem.text("zb")],
+            "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
+            "ZA": kinds[problem.text("za")], "ZB": kinds[problem.text("zb")],
         })  # fmt: skip
         columns, rows = self._blocks(problem, config)
         inner = problem.batch[-1] if problem.batch else 1
@@ -102,7 +105,7 @@ class MmaInt8:
             *(Num("i32", x) for x in (columns, rows, inner)), *strides("a_strides"),
             *strides("b_strides"), Num("i32", problem.integer("za_step")),
         )  # fmt: skip
-        grid, smem = (columns * rows * problem.batches, 1, 1), 3 * (bm + bn) * 80
+        grid, smem = (columns * rows * problem.batches, 1, 1), stages * (bm + bn) * (bk + 16)
         block = (32 * wm * wn, 1, 1)
         return (Launch(self.source, "mma_s8_sm80", grid, block, args, defines, smem),)
 

@@ -76,7 +76,7 @@ class FewRows:
         wide = self._sets(problem) > 1 or problem.dtype == "float32"
         return [
             Config.of(warps=warps, tiles=tiles, unroll=unroll)
-            for warps in (8, 4, 16)
+            for warps in (4, 2, 8, 16)
             for tiles, unroll in ((1, 4), (1, 2), (2, 2), (2, 1), (1, 1))
             if tiles * unroll <= (2 if wide or warps == 16 else 4)  # more would spill
             if not (wide and warps == 16 and tiles * unroll > 1)
@@ -115,9 +115,12 @@ class FewRows:
         """One call."""
         warps, tiles = config.integer("warps"), config.integer("tiles")
         columns, sets = self._columns(problem), self._sets(problem)
+        block, run = problem.integer("block"), 128 // problem.integer("bits")
+        scales = 2 * max(1, run // block)  # of a lane's two columns
         defines = as_defines({
             "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"),
-            "BLOCK": problem.integer("block"), "CB": columns, "SETS": sets, "TILES": tiles,
+            "PAIRED": columns > 1 and problem.integer("blocks") % scales == 0,
+            "BLOCK": block, "CB": columns, "SETS": sets, "TILES": tiles,
             "WARPS": warps, "UNROLL": config.integer("unroll"), "ZERO": bool(problem.text("zero")),
             "BIAS": bool(problem.attr("bias")), "AHEAD": bool(problem.attr("static_b")),
         })  # fmt: skip
@@ -183,6 +186,7 @@ class Unpacked:
             as_defines({
                 "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"), "ZERO": zero,
                 "BLOCK": problem.integer("block"), "GROUPS": bool(problem.attr("groups")),
+                "WHOLE": not problem.attr("groups") and problem.k % 8 == 0,
             }),
         )  # fmt: skip
         places = {
