@@ -78,18 +78,20 @@ DEVICE void unpack(u32 word, int zero, u32 (&pair)[PER_WORD / 2]) {
     }
 }
 
-// Elements k.. of a row of a as one plane's column operand of a word's products; `pair` as in unpack.
-DEVICE void columns(const T* a, u32 (&pair)[PLANES][PER_WORD / 2]) {
+// Elements of a row of a, as many as a word has weights, as the planes' column operands of a word's products;
+// `pair` as in unpack.
+typedef Vec<u32, PER_WORD * sizeof(T) / 4> Elements;
+DEVICE void columns(const Elements& a, u32 (&pair)[PLANES][PER_WORD / 2]) {
     u32 x[PLANES][PER_WORD / 2];
-    if constexpr (PLANES == 1) {
-        const Vec<u32, PER_WORD / 2> v = load<PER_WORD / 2>((const u32*)a);
+    if (PLANES == 1) {
 #pragma unroll
-        for (int i = 0; i < PER_WORD / 2; i++) x[0][i] = v.at[i];
+        for (int i = 0; i < PER_WORD / 2; i++) x[0][i] = a.at[i];
     } else {
 #pragma unroll
         for (int i = 0; i < PER_WORD / 4; i++) {
-            const Vec<float, 4> v = load<4>((const float*)a + 4 * i);
-            float rest[4] = {v.at[0], v.at[1], v.at[2], v.at[3]};
+            float rest[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) rest[j] = __uint_as_float(a.at[4 * i + j]);
 #pragma unroll
             for (int p = 0; p < PLANES; p++)
 #pragma unroll
@@ -123,6 +125,11 @@ struct Part {
     Vec<T, SCALES> scale[2 * TILES];
     u8 zero[2 * TILES][HOLDS];
 };
+// And of a, where that is little.
+constexpr bool KEPT = SETS == 1 && PLANES == 1;
+struct Kept {
+    Elements a[KEPT ? WORDS : 1];
+};
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
     const T* a, const u8* q, const T* scale, const u8* zero, const T* bias, T* y, int M, int N, int K, int row_bytes,
@@ -139,11 +146,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
 #pragma unroll
     for (int r = 0; r < 2 * TILES; r++) {
         const i64 row = min(n0 + 8 * r + group, N - 1);
-        q_row[r] = (const uint4*)(q + row * row_bytes) + t;
+        q_row[r] = (const uint4*)(q + row * row_bytes) + 4 * warp + t;
         scale_row[r] = scale + row * blocks + columns_block;
         if (ZERO) zero_row[r] = zero + row * zeros;
     }
-    // runs 4 step .. 4 step + 3 of k, the lane's the t-th
+    // runs 4 step .. 4 step + 3 of k, the lane's the t-th: the warp's steps one after the other
     auto fetch = [&](Part& part, int step) {
         const bool inside = 4 * step + t < runs;
         const int first = CB > 1 ? step * (4 * RUN / BLOCK) : step * (4 * RUN) / BLOCK;
@@ -151,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
 #pragma unroll
         for (int r = 0; r < 2 * TILES; r++) {
             part.q[r] = make_uint4(0, 0, 0, 0);
-            if (inside) part.q[r] = once(q_row[r] + 4 * step);
+            if (inside) part.q[r] = once(q_row[r]);
+            q_row[r] += 4 * WARPS;
             if (PAIRED) {
                 part.scale[r] = load<SCALES>(scale_row[r] + (left < 0 ? -columns_block : first));
             } else {
@@ -179,8 +187,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
         a_left[s] = mine ? K - t * RUN : 0;
     }
 
+    auto elements = [&](int s, int at) {
+        Elements v = {};
+        if (at < a_left[s]) v = load<PER_WORD * sizeof(T) / 4>((const u32*)(a_row[s] + at));
+        return v;
+    };
+    auto keep = [&](Kept& kept, int step) {
+        if constexpr (KEPT)
+#pragma unroll
+            for (int j = 0; j < WORDS; j++) kept.a[j] = elements(0, step * (4 * RUN) + j * PER_WORD);
+    };
+
     float total[TILES][SETS][4] = {};
-    auto multiply = [&](const Part& part, int step) {
+    auto multiply = [&](const Part& part, const Kept& kept, int step) {
         const int k = step * (4 * RUN);
         float sum[TILES][SETS][4] = {};
 #pragma unroll
@@ -194,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
             }
 #pragma unroll
             for (int s = 0; s < SETS; s++) {
-                u32 x[PLANES][PER_WORD / 2] = {};
-                if (k + j * PER_WORD < a_left[s]) columns(a_row[s] + k + j * PER_WORD, x);
+                u32 x[PLANES][PER_WORD / 2];
+                columns(KEPT ? kept.a[KEPT ? j : 0] : elements(s, k + j * PER_WORD), x);
 #pragma unroll
                 for (int p = 0; p < PLANES; p++)
 #pragma unroll
@@ -221,20 +240,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
         }
     };
 
-    // UNROLL steps' weights are on their way at any time
+    // UNROLL steps' operands are on their way at any time
     if (!AHEAD) after_previous_launch();
     Part part[UNROLL];
+    Kept kept[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
         if (warp + u * WARPS < steps) fetch(part[u], warp + u * WARPS);
     if (AHEAD) after_previous_launch();
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+        if (warp + u * WARPS < steps) keep(kept[u], warp + u * WARPS);
     for (int first = warp; first < steps; first += WARPS * UNROLL)
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             const int step = first + u * WARPS, next = step + UNROLL * WARPS;
-            if (step < steps) multiply(part[u], step);
-            if (next < steps) fetch(part[u], next);
+            if (step < steps) multiply(part[u], kept[u], step);
+            if (next < steps) fetch(part[u], next), keep(kept[u], next);
         }
+    launch_dependents();
 
     // the columns of one row of a: pairs of a lane, then neighbours
 #pragma unroll
@@ -255,6 +279,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
                 }
             }
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * 16 * TILES; i += 32 * WARPS) {
         const int m = i / (16 * TILES), n = i % (16 * TILES);
         if (m0 + m >= M || n0 + n >= N) continue;
