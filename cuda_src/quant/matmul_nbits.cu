@@ -10,8 +10,8 @@
 // Inputs:   a [M, K] T, rows 16-byte aligned, K % 8 == 0; q [N, row_bytes] u8, 16-byte aligned, row_bytes % 16 == 0;
 //           scale [N, blocks] T; zero: null, or [N, ceil(blocks * BITS / 8)] u8 (ZERO); bias [N] T (BIAS).
 // Macros:   T; BITS 4 or 8; BLOCK weights a scale, 16 and on, a power of two or a multiple of 128; CB columns a row
-//           of a; SETS tiles of 8 columns; TILES of 16 rows of w; WARPS that share k; UNROLL loads of a row in
-//           flight; ZERO, BIAS; PAIRED: the blocks of two columns in one load; AHEAD: weights are constants, read before the launch before has ended.
+//           of a; SETS tiles of 8 columns; TILES of 16 rows of w; WARPS that share k, a step of four
+//           runs in turn; ZERO, BIAS; PAIRED: the blocks of two columns in one load; AHEAD: weights are constants, read before the launch before has ended.
 // Launch:   (ceil(N / (16 TILES)), ceil(M / (SETS * 8 / CB))), 32 WARPS threads.
 // Bound by: reading q once; M rows at once cost SETS products.
 // Sums:     in k's order within a warp, warps in theirs: they depend on the shape and the macros alone.
@@ -240,25 +240,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
         }
     };
 
-    // UNROLL steps' operands are on their way at any time
+    // Other warps multiply while a step's operands come: registers for more of them ahead would keep those away. The
+    // launch behind may come up now: what it reads of its weights ahead fills the gaps between these blocks.
     if (!AHEAD) after_previous_launch();
-    Part part[UNROLL];
-    Kept kept[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-        if (warp + u * WARPS < steps) fetch(part[u], warp + u * WARPS);
+    Part part;
+    Kept kept;
+    if (warp < steps) fetch(part, warp);
     if (AHEAD) after_previous_launch();
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-        if (warp + u * WARPS < steps) keep(kept[u], warp + u * WARPS);
-    for (int first = warp; first < steps; first += WARPS * UNROLL)
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            const int step = first + u * WARPS, next = step + UNROLL * WARPS;
-            if (step < steps) multiply(part[u], kept[u], step);
-            if (next < steps) fetch(part[u], next), keep(kept[u], next);
-        }
     launch_dependents();
+    if (warp < steps) keep(kept, warp);
+    for (int step = warp; step < steps; step += WARPS) {
+        multiply(part, kept, step);
+        if (step + WARPS < steps) fetch(part, step + WARPS), keep(kept, step + WARPS);
+    }
 
     // the columns of one row of a: pairs of a lane, then neighbours
 #pragma unroll
