@@ -107,6 +107,7 @@ class Lowerer(Values):
         # inputs of a body -> what it was called on; results of a node -> those of its body
         self.origin: dict[ir.Value, ir.Value] = {}
         self.fallbacks: dict[str, str] = {}
+        self._packed: dict[str, Tensor] = {}
         self.later: list[ir.Node] = []  # nodes of later stages
         self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
         self.of_sequences = followed(model.graph)

@@ -27,7 +27,7 @@ from onnx_fuse.kernels.pointwise import Code, copy, emit
 from onnx_fuse.kernels.quant import RANGES
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor
-from onnx_fuse.problem import Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 BYTES = ("int8", "uint8")
 LINE = 16
@@ -98,7 +98,7 @@ class MmaInt8:
             found = (0, 0, *problem.integers(name))
             return [Num("i64", step) for step in found[-2:]]
 
-        args = (
+        args: tuple[Arg, ...] = (
             *map(Ptr, ("a", "b", "za", "zb", "y")),
             *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
             Num("i64", problem.integer("lda")), Num("i64", problem.integer("ldb")),
@@ -235,7 +235,7 @@ def _matmul(
     if all(s == 0 or d == 1 for d, s in zip(batch, turned.strides, strict=False)):
         a = reshaped(ctx, a, (prod(batch) * m, k))
         turned = replace(turned, shape=(n, k), strides=turned.strides[-2:])
-        flat = (prod(batch) * m, n)
+        flat: tuple[int, ...] = (prod(batch) * m, n)
     else:
         count = prod(batch)
         a, turned = reshaped(ctx, a, (count, m, k)), reshaped(ctx, turned, (count, n, k))
@@ -282,9 +282,9 @@ def _requantize(
         value = code.step("Add", "int32", value, code.load(row(bias).expand(total.shape)))
     known = [ctx.host(node, i) for i in places[:3]]
     if all(array is not None for array in known):
-        sa, sb, sy = (np.asarray(array, np.float32).reshape(-1) for array in known)
+        of_a, of_b, of_y = (np.asarray(array, np.float32).reshape(-1) for array in known)
         with np.errstate(all="ignore"):
-            factor = ctx.constant(sa * sb / sy)
+            factor = ctx.constant(of_a * of_b / of_y)
         scale = code.load((one(factor) if factor.size == 1 else row(factor)).expand(total.shape))
     else:
         sa, sb, sy = (code.step("Cast", "float32", number(i)) for i in places[:3])

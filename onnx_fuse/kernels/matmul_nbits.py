@@ -24,7 +24,7 @@ from onnx_fuse.kernels.gemm_portable import as_defines
 from onnx_fuse.kernels.pointwise import Code, emit
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.llir import Context, Lowering, Tensor
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
@@ -117,7 +117,7 @@ class FewRows:
             "WARPS": warps, "ZERO": bool(problem.text("zero")),
             "BIAS": bool(problem.attr("bias")), "AHEAD": bool(problem.attr("static_b")),
         })  # fmt: skip
-        args = (
+        args: tuple[Arg, ...] = (
             *map(Ptr, ("a", "q", "scale", "zero", "bias", "y")),
             *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
             Num("i32", _row_bytes(problem)), Num("i32", problem.integer("blocks")),
