@@ -236,6 +236,36 @@ NBITS = [
 """What serves them: few rows and many, rows of weights that are no multiple of anything."""
 
 
+def held_weights(kind: str, block: int, zero: bool, dtype: str = "float32") -> Quantized:
+    """DequantizeLinear of weights [k, n] that are initializers, and the MatMul that reads them."""
+    shape = (2, 64) if block else (64,)
+    attrs = {"axis": 0, "block_size": block} if block else {"axis": 1}
+    rng = np.random.default_rng(5)
+    feeds = {"x": rng.standard_normal((3, 2 * block or 48)).astype(dtype)}
+    weights = {"q": integers((2 * block or 48, 64), kind), "s": scales(shape, dtype)}
+    weights |= {"z": integers(shape, kind)} if zero else {}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "s", *(["z"] if zero else [])], ["w"], **attrs),
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+    ]
+    model = model_of(nodes, feeds, {"y": (dtype, (3, 64))}, weights)
+    return Quantized(
+        f"held {kind} {block} {dtype} {zero}",
+        model,
+        feeds,
+        {"float32": 2e-5, "float16": 2e-3}[dtype],
+    )
+
+
+HELD = [
+    *(held_weights(kind, block, zero) for kind in ("int4", "uint4") for block in (0, 32)
+      for zero in (False, True)),
+    held_weights("uint4", 16, True, "float16"),
+    held_weights("int8", 0, True),
+    held_weights("uint8", 32, False),
+]  # fmt: skip
+
+
 def products(
     a: tuple[int, ...], b: tuple[int, ...], kinds: tuple[str, str], zeros: tuple[Any, Any],
     held: bool = True,
@@ -367,4 +397,4 @@ def _cases() -> Iterator[Quantized]:
     yield dynamic(np.zeros((0,), np.float32), "empty")
 
 
-CASES = [*_cases(), *NBITS, *PRODUCTS]
+CASES = [*_cases(), *NBITS, *HELD, *PRODUCTS]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from interpret import interpret
-from quant_cases import CASES, Quantized
+from quant_cases import CASES, HELD, Quantized
 
 from onnx_fuse import lower
 from onnx_fuse.kernels import jit
@@ -32,6 +32,19 @@ def test_programs_give_what_onnxruntime_gives(case: Quantized) -> None:
     got = interpret(found, case.feeds, case.weights)
     for (name, y), want in zip(got.items(), case.expected(), strict=True):
         case.check(name, y, want)
+
+
+@pytest.mark.parametrize("case", HELD, ids=lambda c: c.name)
+def test_weights_stay_in_4_bits_or_are_dequantized_once(case: Quantized) -> None:
+    found = program(case)
+    (call,) = found.calls
+    assert call.problem is not None
+    four = "int4" in case.name
+    assert call.problem.op == ("MatMulNBits" if four else "Gemm")
+    held = {b.id for b in found.buffers if b.kind in ("weight", "constant")}
+    kept = sum(t.nbytes for _, t in call.reads if t.buffer in held)
+    k = call.problem.k
+    assert kept <= (k * 64 // 2 + 1024 if four else k * 64 * 4)
 
 
 def compiled_kinds() -> list[Quantized]:

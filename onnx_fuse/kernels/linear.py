@@ -463,7 +463,6 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {
-    ("", "MatMul"): matmul,
     ("", "Gemm"): gemm,
     **{(FUSE, f"Gemm{suffix}"): fused_gemm for suffix in ACTIVATIONS},
     **{(FUSE, f"Gemm{suffix}Grad"): activated_gemm_grad for suffix in ACTIVATIONS if suffix},

@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, prod
 
+import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels import Kernel, linear
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.gemm_portable import as_defines
 from onnx_fuse.kernels.pointwise import Code, emit
+from onnx_fuse.kernels.quant import four_bit_weights
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
@@ -179,7 +181,7 @@ class Unpacked:
             as_defines({
                 "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"), "ZERO": zero,
                 "BLOCK": problem.integer("block"), "GROUPS": bool(problem.attr("groups")),
-                "WHOLE": not problem.attr("groups") and problem.k % 8 == 0,
+                "WHOLE": problem.k % 8 == 0 and not problem.attr("groups"),
             }),
         )  # fmt: skip
         places = {
@@ -260,4 +262,60 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
     return product(ctx, node, a, y, packed, n=n, bits=bits, block=block, zero=zero)
 
 
-LOWERINGS: dict[tuple[str, str], Lowering] = {("com.microsoft", "MatMulNBits"): matmul_nbits}
+def _nibbles(array: np.ndarray) -> np.ndarray:
+    """Rows of 4-bit integers, two a byte, the first in the low bits; int4 as uint4, 8 more."""
+    signed = array.dtype.name == "int4"
+    wide = array.astype(np.int8) + (8 if signed else 0)
+    even = np.pad(wide, [(0, 0)] * (wide.ndim - 1) + [(0, wide.shape[-1] % 2)]).astype(np.uint8)
+    return np.ascontiguousarray(even[..., ::2] | even[..., 1::2] << 4)
+
+
+def matmul(ctx: Context, node: ir.Node) -> str | None:
+    """MatMul; of dequantized 4-bit weights as MatMulNBits, from 4 bits."""
+    value = node.inputs[1]
+    source = value.producer() if value is not None else None
+    if source is None or (source.domain, source.op_type) != ("", "DequantizeLinear"):
+        return linear.matmul(ctx, node)
+    a = ctx.view(node, 0)
+    scale = ctx.view(source, 1)
+    if not four_bit_weights(ctx, source) or a.dtype != scale.dtype or len(a.shape) < 2:
+        return linear.matmul(ctx, node)
+    q = ctx.view(source, 0)
+    k, n = q.shape
+    block = int(ctx.attr(source, "block_size", 0)) or k
+    if a.shape[-1] != k or block > 1 << 20:
+        return linear.matmul(ctx, node)
+    blocks = ceil(k / block)
+
+    def weights(array: np.ndarray) -> np.ndarray:
+        whole = np.pad(array.astype(np.int8), [(0, blocks * block - k), (0, 0)])
+        return _nibbles(np.ascontiguousarray(whole.T).astype(array.dtype))
+
+    def rows(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array.reshape(blocks, n).T)
+
+    made = {
+        "q": ctx.packed(q, "two a byte", weights),
+        "scale": ctx.packed(scale, "rows of blocks", rows),
+    }
+    zero = "packed" if ctx.has(source, 2) else ""
+    if zero:
+        made["zero"] = ctx.packed(
+            ctx.view(source, 2), "rows, two a byte", lambda array: _nibbles(rows(array))
+        )
+    elif q.dtype == "uint4":
+        nothing = np.zeros((n, ceil(blocks / 2)), np.uint8)
+        made["zero"], zero = ctx.constant(nothing), "packed"
+    packed = {name: t for name, t in made.items() if t is not None}
+    assert len(packed) == len(made)
+    a = ctx.contiguous(a)
+    y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
+    if not y.size:
+        return None
+    return product(ctx, node, a, y, packed, n=n, bits=4, block=block, zero=zero)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("com.microsoft", "MatMulNBits"): matmul_nbits,
+    ("", "MatMul"): matmul,
+}

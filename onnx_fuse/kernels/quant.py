@@ -8,9 +8,12 @@ is two axes then.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.kernels.pointwise import (
@@ -165,8 +168,12 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
         return why
     if dtype not in FLOATS:
         return f"no kernel dequantizes to {dtype}"
+    parts = _parts(ctx, node, q, scale)
+    if not four_bit_weights(ctx, node) and (made := _once(ctx, node, q, parts, dtype)) is not None:
+        ctx.alias(node, 0, made)
+        return None
     y = ctx.output(node, 0, q.shape, dtype)
-    for elements, numbers in _parts(ctx, node, q, scale):
+    for elements, numbers in parts:
         code = Code()
         value = code.load(elements(q))
         # a zero point of a float is zero
@@ -182,6 +189,59 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
             value = code.step(cast_step(dtype), dtype, value)
         emit(ctx, code, node, value, elements(y))
     return None
+
+
+def _once(
+    ctx: Context, node: ir.Node, q: Tensor, parts: list[tuple[View, View]], dtype: str
+) -> Tensor | None:
+    """What the node makes of a weight that nothing writes to, made when the program is."""
+    point = ctx.dense(node, 2) if ctx.has(node, 2) and q.dtype not in NARROW_FLOATS else None
+    held = [ctx.dense(node, 1)] + ([point] if point is not None else [])
+    if len(parts) != 1 or not q.size or any(ctx.known(t) is None for t in (q, *held)):
+        return None
+    _, numbers = parts[0]
+    views = [ctx.known(numbers(t)) for t in held]
+    digest = hashlib.sha256(repr((dtype, node.attributes.get("axis"))).encode())
+    for view in views:
+        assert view is not None
+        digest.update(repr((view.shape, view.dtype.name)).encode() + view.tobytes())
+
+    def make(array: np.ndarray) -> np.ndarray:
+        scale, *zero = views
+        assert scale is not None
+        value = array.reshape(scale.shape)
+        if zero:
+            assert zero[0] is not None
+            value = value.astype(np.int32) - zero[0].astype(np.int32)
+        with np.errstate(all="ignore"):
+            wide = value.astype(np.float32) * scale.astype(np.float32)
+            return wide.astype(dtype_of(dtype)).reshape(q.shape)
+
+    return ctx.packed(q, f"dequantized {digest.hexdigest()[:16]}", make)
+
+
+def four_bit_weights(ctx: Context, node: ir.Node) -> bool:
+    """Whether a DequantizeLinear is of 4-bit weights [k, n] that products alone read, in blocks
+    along k: MatMulNBits multiplies those as they are.
+    """
+    value, size = node.outputs[0], ctx.attr(node, "block_size", 0)
+    q, scale = ctx.view(node, 0), ctx.view(node, 1)
+    if q.dtype not in ("int4", "uint4") or len(q.shape) != 2 or not q.size:
+        return False
+    axis = int(ctx.attr(node, "axis", 1)) % 2
+    blocked = (
+        (axis == 0 and size % 16 == 0) if size else (axis == 1 and scale.shape == (q.shape[1],))
+    )
+    uses = [(use.node.op_type, use.node.domain, use.idx) for use in value.uses()]
+    held = [ctx.known(ctx.view(node, i)) for i in range(3) if ctx.has(node, i)]
+    plain = ctx.attr(node, "output_dtype", 0) == 0 and scale.dtype in FLOATS
+    return (
+        bool(blocked and plain and uses)
+        and all(use == ("MatMul", "", 1) for use in uses)
+        and not value.is_graph_output()
+        and all(array is not None for array in held)
+        and (size or q.shape[0] % 16 == 0)
+    )
 
 
 def dynamic_quantize(ctx: Context, node: ir.Node) -> str | None:
@@ -213,8 +273,15 @@ def dynamic_quantize(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy dtype of one of FLOATS."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "QuantizeLinear"): quantize,
     ("", "DequantizeLinear"): dequantize,
+    ("com.microsoft", "QuantizeLinear"): quantize,
+    ("com.microsoft", "DequantizeLinear"): dequantize,
     ("", "DynamicQuantizeLinear"): dynamic_quantize,
 }

@@ -60,6 +60,8 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
             return False
         if training and any(v in parameters for v in node.inputs if v is not None):
             return False
+        if node.op_type == "DequantizeLinear":
+            return False  # a weight of few bits stays one
         if node.op_type == "ConstantOfShape" and (shape := const_array(node.inputs[0])) is not None:
             # onnxscript leaves them all alone; exporters build pads and shapes out of small ones.
             return int(shape.prod()) <= _SMALL
