@@ -40,6 +40,9 @@ OPS = {
     "LayerNormGemm": "h = LayerNormalization <axis = -1> (x, gamma, beta)\n y = Gemm (h, w, c)",
 }
 OPS["LayerNormGemmGrad"] = OPS["LayerNormGemm"]
+OPS["MatMulNBits"] = (
+    "y = com.microsoft.MatMulNBits <bits = 4, block_size = 32, K = {k}, N = {n}> (x, q, s)"
+)
 """Operators that are tuned by name: the graph whose fusion, or gradient, has them."""
 
 
@@ -61,20 +64,26 @@ class Tuned:
 
 
 def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
-    """The program of one of OPS at [M,K,N]: x [M,K], w [K,N], c [N]; weights are constants."""
+    """The program of one of OPS at [M,K,N]: x [M,K], w [K,N], c [N]; weights are constants.
+
+    MatMulNBits has 4-bit weights q in blocks of 32, with a scale each.
+    """
     m, k, n = shape
     dtype, math = PRECISIONS[precision]
     element = "float" if dtype == "float32" else dtype
     text = (
-        f'<ir_version: 9, opset_import: ["" : 17]>\n'
-        f"g ({element}[{m},{k}] x) => ({element}[{m},{n}] y) {{ {OPS[op]} }}"
+        f'<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
+        f"g ({element}[{m},{k}] x) => ({element}[{m},{n}] y) {{ {OPS[op].format(k=k, n=n)} }}"
     )
     proto = onnx.parser.parse_model(text)
     kind = proto.graph.input[0].type.tensor_type.elem_type
-    for name, dims in {"w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,)}.items():
-        if f"{name})" in OPS[op] or f"{name}," in OPS[op]:
-            size = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize * prod(dims)
-            tensor = onnx.helper.make_tensor(name, kind, dims, bytes(size), raw=True)
+    blocks = -(-k // 32)
+    weights = {"w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,), "s": (n, blocks)}
+    for name, dims in (weights | {"q": (n, blocks, 16)}).items():
+        if f" {name})" in OPS[op] or f" {name}," in OPS[op]:
+            of = onnx.TensorProto.UINT8 if name == "q" else kind
+            size = onnx.helper.tensor_dtype_to_np_dtype(of).itemsize * prod(dims)
+            tensor = onnx.helper.make_tensor(name, of, dims, bytes(size), raw=True)
             proto.graph.initializer.append(tensor)
     graph = load(proto)
     passes.optimize(graph)
@@ -274,6 +283,9 @@ def _span(tensor: Tensor) -> int:
 
 def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:
     dtype = dtype_of(tensor.dtype)
+    if tensor.dtype in ("int8", "uint8"):
+        part = rng.integers(0, 256, min(_span(tensor), 1_000_003)).astype(np.uint8)
+        return np.resize(part.view(dtype), _span(tensor))
     if tensor.dtype not in TOLERANCE:
         return np.zeros(_span(tensor), dtype)
     # a large operand repeats a part of odd length: no two rows are alike

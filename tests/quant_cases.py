@@ -17,6 +17,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.llir import Program
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.load import load
+from onnx_fuse.problem import CHIPS, Hardware
+
 KINDS = {
     "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "int16": TensorProto.INT16,
     "uint16": TensorProto.UINT16, "int4": TensorProto.INT4, "uint4": TensorProto.UINT4,
@@ -61,6 +67,24 @@ class Quantized:
         if self.newest and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
             pytest.skip("onnxruntime before 1.32 quantizes such numbers otherwise")
         return list(self.want or session(self.model).run(None, self.feeds))
+
+    def program(self, hw: Hardware = CHIPS["H200"]) -> Program:
+        """The case lowered: no GPU is needed."""
+        shapes = {name: (a.shape, a.dtype.name) for name, a in self.feeds.items()}
+        return lower(load(self.model), shapes, hw)
+
+    def variants(self, hw: Hardware) -> list[Choice]:
+        """Our own kernels in every configuration, and one of each that unpacks for another."""
+        found = []
+        for problem in (call.problem for call in self.program(hw).calls):
+            if problem is None or problem.op not in ("MatMulNBits", "GemmInteger"):
+                continue
+            for kernel in candidates(problem.op):
+                if kernel.supports(problem, hw) is None:
+                    hows = kernel.configs(problem, hw)
+                    hows = hows[:1] if kernel.name.startswith("unpack") else hows
+                    found += [Choice(kernel, how, 0.0, "each") for how in hows]
+        return found
 
     def check(self, name: str, y: np.ndarray, want: np.ndarray) -> None:
         assert (y.shape, y.dtype) == (want.shape, want.dtype), name

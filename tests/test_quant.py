@@ -12,7 +12,6 @@ from quant_cases import CASES, HELD, Quantized
 
 from onnx_fuse import lower
 from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Program
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.problem import CHIPS
@@ -20,14 +19,9 @@ from onnx_fuse.problem import CHIPS
 H200 = CHIPS["H200"]
 
 
-def program(case: Quantized) -> Program:
-    shapes = {name: (a.shape, a.dtype.name) for name, a in case.feeds.items()}
-    return lower.lower(load(case.model), shapes, H200)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_programs_give_what_onnxruntime_gives(case: Quantized) -> None:
-    found = program(case)
+    found = case.program()
     assert not found.fallbacks
     got = interpret(found, case.feeds, case.weights)
     for (name, y), want in zip(got.items(), case.expected(), strict=True):
@@ -36,7 +30,7 @@ def test_programs_give_what_onnxruntime_gives(case: Quantized) -> None:
 
 @pytest.mark.parametrize("case", HELD, ids=lambda c: c.name)
 def test_weights_stay_in_4_bits_or_are_dequantized_once(case: Quantized) -> None:
-    found = program(case)
+    found = case.program()
     (call,) = found.calls
     assert call.problem is not None
     four = "int4" in case.name
@@ -57,7 +51,7 @@ def compiled_kinds() -> list[Quantized]:
 
 @pytest.mark.parametrize("case", compiled_kinds(), ids=lambda c: c.name)
 def test_kernels_compile_without_spills(case: Quantized) -> None:
-    launches = {(x.source, x.defines) for call in program(case).calls for x in call.launches}
+    launches = {(x.source, x.defines) for call in case.program().calls for x in call.launches}
     assert launches
     for (source, defines), arch in itertools.product(launches, ("sm_80", "sm_90a", "sm_100a")):
         assert all(found.clean for found in jit.resources(source, defines, arch).values())

@@ -11,30 +11,10 @@ import pytest
 from math_cases import only
 from quant_cases import CASES, FLOATS8, KINDS, Quantized, model_of
 
-from onnx_fuse.kernels import Choice, candidates, jit
-from onnx_fuse.llir import Program
-from onnx_fuse.lower import lower
+from onnx_fuse.kernels import jit
 from onnx_fuse.onnx.load import load
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
-
-
-def program(case: Quantized, hw: Hardware) -> Program:
-    shapes = {name: (a.shape, a.dtype.name) for name, a in case.feeds.items()}
-    return lower(load(case.model), shapes, hw)
-
-
-def variants(case: Quantized, hw: Hardware) -> list[Choice]:
-    """Our own kernels in every configuration."""
-    found = []
-    for call in program(case, hw).calls:
-        if call.problem is not None and call.problem.op in ("MatMulNBits", "GemmInteger"):
-            for kernel in candidates(call.problem.op):
-                if kernel.supports(call.problem, hw) is None:
-                    hows = kernel.configs(call.problem, hw)
-                    hows = hows[:1] if kernel.name.startswith("unpack") else hows
-                    found += [Choice(kernel, how, 0.0, "each") for how in hows]
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,10 +25,10 @@ def _compiled(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         if item.module == request.module and "case" in item.callspec.params:
             case = item.callspec.params["case"]
-            programs = [program(case, hw)]
-            for choice in variants(case, hw):
+            programs = [case.program(hw)]
+            for choice in case.variants(hw):
                 with only(choice):
-                    programs.append(program(case, hw))
+                    programs.append(case.program(hw))
             launches |= {x for p in programs for call in p.calls for x in call.launches}
     jit.compile_all(launches, hw.arch, workers=16)
 
@@ -70,7 +50,7 @@ def test_case(case: Quantized) -> None:
     want = case.expected()
     for name, y, expected in zip(names, run(case.model, case.feeds), want, strict=True):
         case.check(name, y, expected)
-    for choice in variants(case, Hardware.detect()):
+    for choice in case.variants(Hardware.detect()):
         with only(choice):
             got = run(case.model, case.feeds)
         for name, y, expected in zip(names, got, want, strict=True):
