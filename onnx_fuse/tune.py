@@ -284,8 +284,8 @@ def _span(tensor: Tensor) -> int:
 def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:
     dtype = dtype_of(tensor.dtype)
     if tensor.dtype in ("int8", "uint8"):
-        part = rng.integers(0, 256, min(_span(tensor), 1_000_003)).astype(np.uint8)
-        return np.resize(part.view(dtype), _span(tensor))
+        some = rng.integers(0, 256, min(_span(tensor), 1_000_003)).astype(np.uint8)
+        return np.resize(some.view(dtype), _span(tensor))
     if tensor.dtype not in TOLERANCE:
         return np.zeros(_span(tensor), dtype)
     # a large operand repeats a part of odd length: no two rows are alike

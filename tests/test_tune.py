@@ -50,7 +50,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("op", ["Gemm", "LayerNormGemm"])
+@pytest.mark.parametrize("op", ["Gemm", "LayerNormGemm", "MatMulNBits"])
 def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str) -> None:
     (call,) = tune.calls_of(tune.program_of(op, SHAPE, precision, H200), op)
     assert call.problem is not None

@@ -11,7 +11,8 @@
 //           scale [N, blocks] T; zero: null, or [N, ceil(blocks * BITS / 8)] u8 (ZERO); bias [N] T (BIAS).
 // Macros:   T; BITS 4 or 8; BLOCK weights a scale, 16 and on, a power of two or a multiple of 128; CB columns a row
 //           of a; SETS tiles of 8 columns; TILES of 16 rows of w; WARPS that share k, a step of four
-//           runs in turn; ZERO, BIAS; PAIRED: the blocks of two columns in one load; AHEAD: weights are constants, read before the launch before has ended.
+//           runs in turn; ZERO, BIAS; PAIRED: the blocks of two columns in one load; WHOLE:
+//           steps of four runs are; AHEAD: weights are constants, read before the launch before has ended.
 // Launch:   (ceil(N / (16 TILES)), ceil(M / (SETS * 8 / CB))), 32 WARPS threads.
 // Bound by: reading q once; M rows at once cost SETS products.
 // Sums:     in k's order within a warp, warps in theirs: they depend on the shape and the macros alone.
@@ -130,8 +131,10 @@ constexpr bool KEPT = SETS == 1 && PLANES == 1;
 struct Kept {
     Elements a[KEPT ? WORDS : 1];
 };
+// Blocks a multiprocessor: 64 registers a thread, where those are enough.
+constexpr int LEAST = KEPT && F16 && HOLDS == 1 && TILES == 1 ? 32 / WARPS : 1;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
     const T* a, const u8* q, const T* scale, const u8* zero, const T* bias, T* y, int M, int N, int K, int row_bytes,
     int blocks) {
     __shared__ float sums[WARPS][ROWS][16 * TILES];
@@ -152,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
     }
     // runs 4 step .. 4 step + 3 of k, the lane's the t-th: the warp's steps one after the other
     auto fetch = [&](Part& part, int step) {
-        const bool inside = 4 * step + t < runs;
+        const bool inside = WHOLE || 4 * step + t < runs;
         const int first = CB > 1 ? step * (4 * RUN / BLOCK) : step * (4 * RUN) / BLOCK;
         const int left = blocks - 1 - first - columns_block;
 #pragma unroll
@@ -161,16 +164,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
             if (inside) part.q[r] = once(q_row[r]);
             q_row[r] += 4 * WARPS;
             if (PAIRED) {
-                part.scale[r] = load<SCALES>(scale_row[r] + (left < 0 ? -columns_block : first));
+                part.scale[r] = load<SCALES>(scale_row[r] + (WHOLE || left >= 0 ? first : -columns_block));
             } else {
 #pragma unroll
-                for (int i = 0; i < SCALES; i++) part.scale[r].at[i] = scale_row[r][first + min(i, left)];
+                for (int i = 0; i < SCALES; i++) part.scale[r].at[i] = scale_row[r][first + (WHOLE || CB == 1 ? i : min(i, left))];
             }
 #pragma unroll
             for (int h = 0; h < HOLDS; h++) {
                 part.zero[r][h] = 1 << (BITS - 1);
                 if (ZERO) {
-                    const int block = min((4 * step + t) * RUN / BLOCK + h, blocks - 1);
+                    const int last = blocks - 1, at = (4 * step + t) * RUN / BLOCK + h, block = WHOLE ? at : min(at, last);
                     part.zero[r][h] = zero_row[r][BITS == 8 ? block : block / 2] >> (BITS == 8 ? 0 : block % 2 * 4) &
                                       ((1 << BITS) - 1);
                 }
@@ -195,7 +198,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
     auto keep = [&](Kept& kept, int step) {
         if constexpr (KEPT)
 #pragma unroll
-            for (int j = 0; j < WORDS; j++) kept.a[j] = elements(0, step * (4 * RUN) + j * PER_WORD);
+            for (int j = 0; j < WORDS; j++) {
+                const int at = step * (4 * RUN) + j * PER_WORD;
+                if (!WHOLE) kept.a[j] = elements(0, at);
+                else if (a_left[0] > 0) kept.a[j] = load<PER_WORD * sizeof(T) / 4>((const u32*)(a_row[0] + at));
+            }
     };
 
     float total[TILES][SETS][4] = {};
@@ -244,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) matmul_nbits(
     // launch behind may come up now: what it reads of its weights ahead fills the gaps between these blocks.
     if (!AHEAD) after_previous_launch();
     Part part;
-    Kept kept;
+    Kept kept = {};
     if (warp < steps) fetch(part, warp);
     if (AHEAD) after_previous_launch();
     launch_dependents();

@@ -115,6 +115,7 @@ class FewRows:
         defines = as_defines({
             "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"),
             "PAIRED": columns > 1 and problem.integer("blocks") % scales == 0,
+            "WHOLE": _row_bytes(problem) % 64 == 0 and problem.k % block == 0,
             "BLOCK": block, "CB": columns, "SETS": sets, "TILES": tiles,
             "WARPS": warps, "ZERO": bool(problem.text("zero")),
             "BIAS": bool(problem.attr("bias")), "AHEAD": bool(problem.attr("static_b")),
