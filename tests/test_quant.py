@@ -11,10 +11,10 @@ from interpret import interpret
 from quant_cases import CASES, HELD, Quantized
 
 from onnx_fuse import lower
-from onnx_fuse.kernels import jit
+from onnx_fuse.kernels import candidates, jit, select
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.problem import CHIPS, Problem
 
 H200 = CHIPS["H200"]
 
@@ -55,6 +55,42 @@ def test_kernels_compile_without_spills(case: Quantized) -> None:
     assert launches
     for (source, defines), arch in itertools.product(launches, ("sm_80", "sm_90a", "sm_100a")):
         assert all(found.clean for found in jit.resources(source, defines, arch).values())
+
+
+PROBLEMS = (
+    Problem.of("MatMulNBits", m=1, n=64, k=4096, dtype="float16", bits=4, block=32, blocks=128,
+               zero="packed", static_b=True, bias=True),
+    Problem.of("MatMulNBits", m=8, n=64, k=4096, dtype="float32", bits=4, block=32, blocks=128,
+               zero="", trans_b=True),
+    Problem.of("GemmInteger", m=64, n=64, k=64, dtype="uint8", out_dtype="int32", b_dtype="int8",
+               za="each", zb="each", lda=64, ldb=64),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.op} {p.dtype}")
+def test_every_configuration_compiles_without_spills(problem: Problem) -> None:
+    kernel = candidates(problem.op)[0]
+    for how in kernel.configs(problem, H200):
+        (launch,) = kernel.launch(problem, how, H200)
+        assert launch.smem <= H200.smem_per_block
+        (found,) = jit.resources(launch.source, launch.defines, H200.arch).values()
+        assert found.clean, (how, found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((1, 14336, 4096), "mma"), ((16, 14336, 4096), "mma"), ((256, 14336, 4096), "unpack_wgmma")],
+)
+def test_many_rows_unpack_the_weights_first(shape: tuple[int, int, int], kernel: str) -> None:
+    m, n, k = shape
+    problem = Problem.of("MatMulNBits", m=m, n=n, k=k, dtype="float16", bits=4, block=32,
+                         blocks=k // 32, zero="", static_b=True)  # fmt: skip
+    choice = select(problem.op, problem, H200)
+    assert choice is not None
+    assert choice.kernel.name == kernel
+    forced = select(problem.op, problem, H200, {"MatMulNBits": "unpack_simt"})
+    assert forced is not None
+    assert forced.kernel.name == "unpack_simt"
 
 
 def test_a_cast_to_float8_is_saturated_where_asked() -> None:
