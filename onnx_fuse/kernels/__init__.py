@@ -51,11 +51,11 @@ class Kernel(Protocol):
 # op -> module of its candidates; the module's KERNELS maps op -> candidates
 MODULES: dict[str, str] = {
     "Gemm": "gemm",
-    "GemmInteger": "gemm_integer",
     "LayerNormGemm": "layernorm_gemm",
     "LayerNormGemmGrad": "layernorm_gemm_grad",
     "LayerNormLeafGrad": "leaf_norm",
     "MatMulNBits": "matmul_nbits",
+    "GemmInteger": "gemm_integer",
     "Sdpa": "sdpa",
     "SdpaGrad": "sdpa",
 }
