@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from onnx_fuse.validate.check import Check
 
 _NOTES = 3  # shown without --explain
+_NODES = 3  # named for each reason of --explain
 
 
 def optimize(
@@ -49,7 +51,7 @@ def optimize(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the fusions and levels.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say which near misses were not fused, and why.")
+        bool, typer.Option("--explain", help="Say of everything that was not fused why.")
     ] = False,
     target: Annotated[
         str | None,
@@ -174,16 +176,23 @@ def _show_optimize(
             "fusions", ["fused op", "count"], [[k, str(v)] for k, v in found.fusions.items()]
         )
     else:
-        printer.text("fusions: none found (--explain says why)")
-    if explain:
-        rows = [[", ".join(r.nodes), r.reason] for r in found.not_fused]
-        printer.table("not fused", ["nodes", "reason"], rows, left=2)
+        printer.text("fusions: none found" + ("" if explain else " (--explain says why)"))
+    if explain and found.not_fused:
+        rows = [[str(len(r.nodes)), r.reason, _few(r.nodes)] for r in found.not_fused]
+        printer.table("not fused", ["count", "reason", "nodes"], rows, left=3)
+    elif explain:
+        printer.text("not fused: no norm, attention, activation, residual or layout is left")
     notes = found.notes if explain else found.notes[:_NOTES]
     printer.text(*(f"note: {note}" for note in notes))
     if len(found.notes) > len(notes):
         printer.text(f"note: {len(found.notes) - len(notes)} more with --explain")
     if checked:
         printer.text(*report.check_lines(checked))
+
+
+def _few(nodes: Sequence[str]) -> str:
+    """The first nodes by name; all of them are in --json."""
+    return ", ".join(nodes[:_NODES]) + (", …" if len(nodes) > _NODES else "")
 
 
 def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:

@@ -29,11 +29,15 @@ REGION = "onnx_fuse.contrib"
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site that nearly matched a fusion: its nodes, and why it was left."""
+    """A site that nearly matched a fusion: its nodes, and why it was left.
+
+    `ops` are the operators of the nodes, by which they are found again among what stays.
+    """
 
     fusion: str
     nodes: tuple[str, ...]
     reason: str
+    ops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Rewriter:
 
     def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
         """Record why a near miss stays as it is; returns False, for a rule to return."""
-        refusal = Refusal(fusion, tuple(label(n) for n in nodes), reason)
+        names, ops = tuple(label(n) for n in nodes), tuple(n.op_type for n in nodes)
+        refusal = Refusal(fusion, names, reason, ops)
         if refusal not in self.refusals:
             self.refusals.append(refusal)
         return False

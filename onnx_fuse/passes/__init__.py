@@ -13,10 +13,11 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rewrite import Refusal, Rewriter, bodies_apart, nodes_in_order
+from onnx_fuse.ops.rewrite import Rewriter, bodies_apart, nodes_in_order
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
 from onnx_fuse.passes.canonicalize import canonicalize, clean, shape_of_source, tidy_layout
 from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
+from onnx_fuse.passes.explain import Leftover, explain
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -33,10 +34,10 @@ _CANONICAL = ("RMSNormalization", "Silu", "QuickGelu")  # forms of one op, nothi
 
 @dataclass
 class Report:
-    """What `optimize` did: counts by fused op, near misses with reasons, and remarks."""
+    """What `optimize` did: counts by fused op, what stayed and why, and remarks."""
 
     fusions: dict[str, int] = field(default_factory=dict)
-    not_fused: list[Refusal] = field(default_factory=list)
+    not_fused: list[Leftover] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     before: Counter[str] = field(default_factory=Counter)
     after: Counter[str] = field(default_factory=Counter)
@@ -121,6 +122,9 @@ def optimize(
     rw, _ = pipeline(model)
     forget_regions(model)
     report.fusions = _fused(model, rw)
-    report.not_fused, report.notes = [*rw.refusals, *reasons], rw.notes
+    off = {name for name, lowest in FUSIONS.items() if not wanted(name, lowest)}
+    refusals = [*rw.refusals, *reasons]
+    report.not_fused = explain(model.graph, refusals, off, training=training)
+    report.notes = rw.notes
     report.after = op_counts(model)
     return report
