@@ -9,6 +9,7 @@
 // Bound    : tensor core; the gather is 2-byte loads, one a thread for each 32 x BN / 256.
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
+#include "conv/suffix.cuh"
 #ifndef ACT
 #define ACT NONE
 #endif
@@ -18,7 +19,7 @@ constexpr int WN = 8 / WM, MT = BM / WM / 16, NT = BN / WN / 8;  // 16 x 8 tiles
 constexpr int ROWS = 256 / BN, LOADS = BK / ROWS;          // k rows gathered at once; loads a thread
 
 extern "C" __global__ void __launch_bounds__(256)
-    conv(const T* x, const T* packed, const T* bias, T* y, float* part, i64 columns, int groups, int channels,
+    conv(const T* x, const T* packed, const T* bias, const T* e1, const T* e2, const T* e3, TY* y, float* part, i64 columns, int groups, int channels,
          int filters, int d, int h, int w, int od, int oh, int ow, int chunk, int padded, float alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) T shared[];
@@ -100,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #if SPLIT
                 part[blockIdx.z * (columns * groups * filters) + at] = z;
 #else
-                y[at] = narrow<T>(act<ACT, T>(z + (bias ? to_float(bias[g * filters + m]) : 0.0f), alpha));
+                const float v = z + (bias ? to_float(bias[g * filters + m]) : 0.0f);
+                y[at] = finished(act<ACT, T>(v, alpha), e1, e2, e3, at);
 #endif
             }
         }

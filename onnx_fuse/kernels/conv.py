@@ -92,7 +92,10 @@ class Shape:
 def conv_launches(
     shape: Shape, taps: Window, dtype: str, transposed: bool, act: str = "", alpha: float = 0.0
 ) -> tuple[tuple[Launch, ...], int]:
-    """The launches over names x weight bias y workspace, and the workspace's bytes."""
+    """The launches over names x weight bias e1 e2 e3 y workspace, and the workspace's bytes.
+
+    e1 to e3 are laid out as y: what a suffix of the last launch takes (conv/suffix.cuh).
+    """
     macros: dict[str, object] = {
         "T": C_TYPES[dtype],
         "ACC": accumulator(dtype),
@@ -103,7 +106,8 @@ def conv_launches(
         macros["ACT"] = act.upper()
     pixels = prod(shape.outer)
     columns = shape.batch * pixels
-    operands = (Ptr("x"), Ptr("weight"), Ptr("bias"), Ptr("y"))
+    ends = tuple(map(Ptr, ("bias", "e1", "e2", "e3", "y")))
+    operands = (Ptr("x"), Ptr("weight"), *ends)
     sizes = tuple(
         Num("i32", n)
         for n in (shape.groups, shape.channels, shape.filters, *shape.inner, *shape.outer)
@@ -152,7 +156,7 @@ def conv_launches(
     main = Launch(
         "conv/mma_sm80.cu" if half else "conv/implicit.cu", "conv", (*grid, splits),
         (256 if half else bm * bn // (16 * fragments**2), 1, 1),
-        (Ptr("x"), weight, Ptr("bias"), Ptr("y"), Ptr("workspace"), Num("i64", columns), *sizes,
+        (Ptr("x"), weight, *ends, Ptr("workspace"), Num("i64", columns), *sizes,
          Num("i32", chunk), Num("i32", padded), Num("f32", alpha)),
         defines(**macros, **how),
         2 * 2 * (bm * 40 + 32 * (bn + 8)) if half else 0,
@@ -163,7 +167,7 @@ def conv_launches(
         kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT")}
         finish = Launch(
             "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("workspace"), Ptr("bias"), Ptr("y"), Num("i64", size),
+            (Ptr("workspace"), *ends, Num("i64", size),
              *(Num("i32", n) for n in numbers), Num("f32", alpha)),
             defines(**kept),
         )  # fmt: skip
@@ -226,7 +230,7 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
         return _product(ctx, node, reads, y, shape, act, alpha)
     launches, workspace = conv_launches(shape, taps, x.dtype, transposed, act, alpha)
     flops = shape.flops * prod(taps.kernel)
-    ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops)
+    ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops, suffix="y")
     return None
 
 
