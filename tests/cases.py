@@ -702,6 +702,77 @@ FUSION_CASES = (
         ("ConvRelu",),
         output="float[B,6,P,Q] y",
     ),
+    *(
+        FusionCase(
+            f"conv_add_{name}",
+            "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c",
+            "z = Conv <pads = [1,1,1,1]> (x, w, c)\n" + body,
+            (f"ConvAdd{fused}",),
+            fed=("x", "r"),
+            output="float[B,6,S,T] y",
+            gone=("Conv", "Add", "Relu"),
+        )
+        for name, fused, body in (
+            ("relu", "Relu", "s = Add (z, r)\n y = Relu (s)"),
+            ("silu", "Silu", "s = Add (r, z)\n g = Sigmoid (s)\n y = Mul (g, s)"),
+            ("alone", "", "y = Add (r, z)"),
+        )
+    ),
+    FusionCase(
+        "conv_add_read_twice",
+        "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w",
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n s = Add (z, r)\n a = Relu (s)\n y = Mul (a, s)",
+        ("ConvAdd",),
+        fed=("x", "r"),
+        output="float[B,6,S,T] y",
+    ),
+    FusionCase(
+        "conv_add_of_two_convolutions",  # the larger filter takes the sum
+        "float[B,3,S,T] x, float[B,6,S,T] u, float[6,3,1,1] w1, float[6,6,3,3] w, float[6] c",
+        "d = Conv (x, w1)\n z = Conv <pads = [1,1,1,1]> (u, w, c)\n s = Add (d, z)\n y = Relu (s)",
+        ("ConvAddRelu",),
+        fed=("x", "u"),
+        output="float[B,6,S,T] y",
+        gone=("Add", "Relu"),
+    ),
+    FusionCase(
+        "conv_add_broadcast_stays",
+        "float[B,3,S,T] x, float[B,1,S,T] r, float[6,3,3,3] w",
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n s = Add (z, r)\n y = Relu (s)",
+        fed=("x", "r"),
+        output="float[B,6,S,T] y",
+        reason="it follows an Add",
+    ),
+    FusionCase(
+        "conv_prelu",
+        "float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a",
+        "z = Conv <pads = [1,1,1,1]> (x, w, c)\n y = PRelu (z, a)",
+        ("ConvPRelu",),
+        output="float[B,6,S,T] y",
+        gone=("PRelu",),
+    ),
+    FusionCase(
+        "prelu_of_one_slope",
+        f"{_X}, {_LIN}",
+        _scalar("a", 0.25) + _PLAIN + "y = PRelu (z, a)",
+        ("GemmLeakyRelu",),
+    ),
+    FusionCase(
+        "prelu_of_a_negative_slope_stays",  # the sign of a zero
+        f"{_X}, {_LIN}",
+        _scalar("a", -0.25) + _PLAIN + "y = PRelu (z, a)",
+        ("Gemm",),
+        reason="PRelu is none of the fused activations",
+    ),
+    FusionCase(
+        "conv_activation_behind_views",
+        "float[B,3,S,T] x, float[6,3,3,3] w",
+        "to = Constant <value = int64[3] {0, 6, -1}> ()\n"
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n f = Reshape (z, to)\n"
+        "t = Transpose <perm = [0,2,1]> (f)\n y = Gelu (t)",
+        ("ConvGelu",),
+        output="float[B,N,6] y",
+    ),
     FusionCase(
         "cross_entropy_written_out",
         "float[B,24] x, int64[B] labels",

@@ -369,6 +369,15 @@ def _samples() -> Iterator[Case]:
     yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 3, 3), (20,)), attrs, 1, F16, FUSE)
     yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 1, 1), (20,)), one, 1, F32, FUSE)
     yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 1, 1), (20,)), one, 1, F16, FUSE)
+    for dtype in (F32, F16):  # those that store: direct, tiles, the sum of split parts
+        for x, w, group in (
+            ((2, 8, 9, 8), (8, 1, 3, 3), 8),
+            ((2, 16, 9, 8), (20, 16, 3, 3), 1),
+            ((1, 512, 7, 7), (65, 512, 3, 3), 1),
+        ):
+            given, how = (x, w, w[:1]), attrs | {"group": group}
+            yield Case("ConvAddRelu", (*given, (x[0], w[0], *x[2:])), how, 1, dtype, FUSE)
+            yield Case("ConvPRelu", (*given, (w[0], 1, 1)), how, 1, dtype, FUSE)
     for mode in ("nearest", "linear", "cubic"):
         for padding in ("zeros", "border", "reflection"):
             for corners in (0, 1):

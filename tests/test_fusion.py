@@ -298,6 +298,28 @@ def test_attention_gradients_are_those_of_the_plain_graph(case: FusionCase) -> N
     assert_close(answers[1], answers[0])
 
 
+GRADIENTS = [c for c in RUNNABLE if c.name.startswith(("conv_", "group_norm", "glu", "scale"))]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda c: c.name)
+def test_gradients_of_inputs_and_weights_are_those_of_the_plain_graph(case: FusionCase) -> None:
+    answers = []
+    for fuse in (False, True):
+        model = load(case.model())
+        names = [*model.graph.initializers, *(v.name for v in model.graph.inputs)]
+        wrt = [str(n) for n in names if n in case.fed or f" {n}" in case.inputs]
+        if fuse:
+            passes.optimize(model, training=True)
+        backward = autodiff.gradient(model, wrt=wrt)
+        feeds = case.feeds(**SIZES[0])
+        rng = np.random.default_rng(3)
+        for name, value in run(model, feeds).items():
+            feeds[f"{name}.grad"] = rng.standard_normal(value.shape).astype(value.dtype)
+        found = run(backward, feeds)
+        answers.append({n: found[f"{n}.grad"] for n in wrt})
+    assert_close(answers[1], answers[0])
+
+
 def test_the_report_counts_fused_ops_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "norm_read_by_a_residual")
     model = load(case.model())

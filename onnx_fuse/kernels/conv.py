@@ -13,6 +13,7 @@ from onnx_fuse.kernels.linear import product
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
@@ -90,11 +91,18 @@ class Shape:
 
 
 def conv_launches(
-    shape: Shape, taps: Window, dtype: str, transposed: bool, act: str = "", alpha: float = 0.0
+    shape: Shape,
+    taps: Window,
+    dtype: str,
+    transposed: bool,
+    act: str = "",
+    alpha: float = 0.0,
+    slope: bool = False,
 ) -> tuple[tuple[Launch, ...], int]:
-    """The launches over names x weight bias e1 e2 e3 y workspace, and the workspace's bytes.
+    """The launches over names x weight bias slope e1 e2 e3 y workspace, and the workspace's bytes.
 
-    e1 to e3 are laid out as y: what a suffix of the last launch takes (conv/suffix.cuh).
+    e1 to e3 are laid out as y: what a suffix of the last launch takes (conv/suffix.cuh). `slope`:
+    the activation's alpha is that tensor's, by filter.
     """
     macros: dict[str, object] = {
         "T": C_TYPES[dtype],
@@ -104,9 +112,11 @@ def conv_launches(
     macros |= taps.macros()
     if act:
         macros["ACT"] = act.upper()
+    if slope:
+        macros["SLOPE"] = True
     pixels = prod(shape.outer)
     columns = shape.batch * pixels
-    ends = tuple(map(Ptr, ("bias", "e1", "e2", "e3", "y")))
+    ends = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
     operands = (Ptr("x"), Ptr("weight"), *ends)
     sizes = tuple(
         Num("i32", n)
@@ -164,7 +174,7 @@ def conv_launches(
     launches.append(main)
     if splits > 1:
         numbers = (shape.groups * shape.filters, pixels, splits)
-        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT")}
+        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT", "SLOPE")}
         finish = Launch(
             "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
             (Ptr("workspace"), *ends, Num("i64", size),
@@ -197,8 +207,10 @@ def _product(
     return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
 
 
-def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) -> str | None:
-    """y = act(Conv(x, weight) + bias), or ConvTranspose."""
+def convolution(
+    ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0, slope: Tensor | None = None
+) -> str | None:
+    """y = act(Conv(x, weight) + bias), or ConvTranspose; `slope` is the alpha of each filter."""
     x, weight = ctx.dense(node, 0), ctx.dense(node, 1)
     transposed = node.op_type == "ConvTranspose"
     if x.dtype not in FLOATS:
@@ -215,6 +227,8 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
     y = ctx.output(node, 0)
     if not y.size:
         return None
+    if slope is not None:
+        reads["slope"] = slope
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
     shape = Shape(
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups,
@@ -227,8 +241,12 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
         *(k - 1 for k in taps.kernel),
     )
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
+        if slope is not None:
+            return "a filter of one tap is a product, whose kernels take one slope for all"
         return _product(ctx, node, reads, y, shape, act, alpha)
-    launches, workspace = conv_launches(shape, taps, x.dtype, transposed, act, alpha)
+    launches, workspace = conv_launches(
+        shape, taps, x.dtype, transposed, act, alpha, slope is not None
+    )
     flops = shape.flops * prod(taps.kernel)
     ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops, suffix="y")
     return None
@@ -244,20 +262,25 @@ def activated(ctx: Context, node: ir.Node) -> str | None:
     name, *exposed = node.op_type.split("_")
     if exposed:
         return f"it returns {', '.join(exposed)}"
-    act, alpha = ACTIVATIONS[name.removeprefix("Conv")]
-    if act == "gelu" and ctx.attr(node, "approximate", "none") == "tanh":
-        act = "gelu_tanh"
-    return convolution(ctx, node, act, float(ctx.attr(node, "alpha", alpha)))
+    row = ACTIVATIONS[name.removeprefix("Conv")]
+    if ctx.view(node, 0).dtype == "float64":
+        return "the epilogue's activations are of float32"
+    return convolution(ctx, node, row.cuda, float(ctx.attr(node, "alpha", row.alpha)))
 
 
-# suffix of the fused op -> (name in common.cuh, default alpha)
-ACTIVATIONS = {
-    "Relu": ("relu", 0.0), "LeakyRelu": ("leaky_relu", 0.01), "Gelu": ("gelu", 0.0),
-    "QuickGelu": ("quick_gelu", 1.702), "Silu": ("silu", 0.0), "Sigmoid": ("sigmoid", 0.0),
-    "Tanh": ("tanh", 0.0),
-}  # fmt: skip
+def sloped(ctx: Context, node: ir.Node) -> str | None:
+    """ConvPRelu: leaky ReLU with a slope for each filter."""
+    slope, filters = ctx.dense(node, 3), ctx.view(node, 1).shape[0]
+    row, x = slope.reshape((filters,)) if slope.size == filters else None, ctx.view(node, 0)
+    by_filter = slope.shape[-(len(x.shape) - 1) :][:1] == (filters,)
+    if row is None or not by_filter or x.dtype == "float64" or slope.dtype != x.dtype:
+        return "the slope is not one number a filter, in the type of x, or that is float64"
+    return convolution(ctx, node, "leaky_relu", 0.0, row)
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Conv"): plain,
     ("", "ConvTranspose"): plain,
-    **{(FUSE, f"Conv{name}"): activated for name in ACTIVATIONS},
+    (FUSE, "ConvPRelu"): sloped,
+    **{(FUSE, f"Conv{name}"): activated for name, row in ACTIVATIONS.items() if row.cuda},
 }

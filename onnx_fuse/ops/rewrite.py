@@ -357,6 +357,27 @@ def through_row_views(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.
     return climbs[0][0], [*below, node]
 
 
+_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
+
+
+def views_above(value: ir.Value) -> list[ir.Node]:
+    """The views that follow `value` one by one, each the only reader of what is before it.
+
+    They move elements and change none: what is elementwise may as well run before them.
+    """
+    views: list[ir.Node] = []
+    while not value.is_graph_output():
+        # Shape nodes will do with any value of that shape
+        readers = [n for n in users(value) if n.op_type != "Shape"]
+        if len(readers) != 1 or readers[0].domain or readers[0].op_type not in _MOVES:
+            break
+        if readers[0].inputs[0] is not value:
+            break
+        views.append(readers[0])
+        value = readers[0].outputs[0]
+    return views
+
+
 def copy_onto(
     op: Builder, views: Sequence[ir.Node], old: ir.Value | None, new: ir.Value
 ) -> ir.Value:

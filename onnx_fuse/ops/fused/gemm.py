@@ -52,6 +52,7 @@ from onnx_fuse.ops.rewrite import (
     through_row_views,
     typed,
     users,
+    views_above,
 )
 
 
@@ -172,11 +173,8 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
 
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
-    after: list[ir.Node] = []
-    while (view := _only_reader(z := after[-1].outputs[0] if after else site.output)) is not None:
-        if view.domain or view.op_type not in _MOVES or view.inputs[0] is not z:
-            break
-        after.append(view)
+    after = views_above(site.output)
+    z = after[-1].outputs[0] if after else site.output
     near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
     if not near:
         unfused = [n for n in users(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
@@ -186,8 +184,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
             rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
     if _only_reader(z) is None:
-        count = len(users(z)) - 1 + z.is_graph_output()
-        reason = f"its input '{z.name}' has {count} other reader(s)"
+        reason = "its input has other readers"
         rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
         return site
     found = activation_of(near[0])
@@ -480,7 +477,6 @@ _OTHER_ACTIVATIONS = (
     *("Celu", "Clip", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
     *("Softsign", "ThresholdedRelu"),
 )
-_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
