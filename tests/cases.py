@@ -460,6 +460,74 @@ FUSION_CASES = (
         ("LayerNormGemm",),
     ),
     FusionCase(
+        "norm_through_nchw_and_back",
+        "float[B,4,6,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+        "to = Constant <value = int64[3] {0, 24, 16}> ()\n"
+        + _LN
+        + "u = Transpose <perm = [0,3,1,2]> "
+        "(n)\n v = Transpose <perm = [0,2,3,1]> (u)\n r = Reshape (v, to)\n m = MatMul (r, w)\n"
+        "y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[B,24,24] y",
+        gone=("Transpose",),
+    ),
+    FusionCase(
+        "norm_through_windows_of_nchw",
+        "float[B,4,6,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+        "six = Constant <value = int64[6] {-1, 16, 2, 2, 3, 2}> ()\n"
+        "rows = Constant <value = int64[3] {-1, 4, 16}> ()\n" + _LN + "u = Transpose "
+        "<perm = [0,3,1,2]> (n)\n s = Reshape (u, six)\n t = Transpose <perm = [0,2,4,3,5,1]> (s)\n"
+        "r = Reshape (t, rows)\n m = MatMul (r, w)\n y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[R,4,24] y",
+    ),
+    FusionCase(
+        "norm_through_rows_that_are_mixed_stays",  # the last axis is 16, but of other elements
+        "float[B,16,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+        _LN + "u = Transpose <perm = [0,2,1]> (n)\n m = MatMul (u, w)\n y = Add (m, c)",
+        ("Gemm",),
+        reason="mixes its rows",
+        output="float[B,16,24] y",
+    ),
+    FusionCase(
+        "norm_without_bias_through_a_pad",
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        "n = LayerNormalization (x, g)\n p = Pad (n, pads)\n m = MatMul (p, w)\n y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "rms_through_a_pad",
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        + _written_norm("d = Identity (x)", _POW, _DIV, "n = Mul (g, p)")
+        + "q2 = Pad (n, pads)\n m = MatMul (q2, w)\n y = Add (m, c)",
+        ("RMSNormGemm",),
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "norm_with_bias_through_a_pad_stays",
+        _IN,
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        + _LN
+        + "p = Pad (n, pads)\n m = MatMul (p, w)\n y = Add (m, c)",
+        ("Gemm",),
+        reason="would make rows of its bias",
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "norm_through_a_pad_of_ones_stays",
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        + _scalar("one", 1.0)
+        + "n = LayerNormalization (x, g)\n p = Pad (n, pads, one)\n m = MatMul (p, w)\n"
+        "y = Add (m, c)",
+        ("Gemm",),
+        reason="mixes its rows",
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
         "residual_then_norm",
         f"{_X}, float[B,T,16] r, {_AFFINE}",
         "x2 = Add (x, r)\n n = LayerNormalization (x2, g, b)\n t = Tanh (n)\n y = Add (t, x2)",

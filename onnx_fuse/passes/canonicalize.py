@@ -30,6 +30,9 @@ FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes c
 
 _SMALL = 64
 
+_ROUNDS = 12
+"""Rounds of folding at most: where each layer's padding depends on its size, one a layer."""
+
 
 def clean(model: ir.Model) -> None:
     """Dead and repeated nodes and unused initializers go; the rest in topological order."""
@@ -69,7 +72,8 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
 
     notes: list[str] = []
     limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
-    for _ in range(2):  # shapes known after the first round make more of them constants
+    operations = 0
+    for turn in range(_ROUNDS):  # shapes known after one round make more of them constants
         infer_shapes(model)
         measure_reshapes(model)
         _fold_known_dims(model)
@@ -81,8 +85,12 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
             with quiet("onnxscript"):  # it logs what it leaves alone
                 fold_constants(model, **limits, should_fold=should_fold)
         except RuntimeError as error:
-            notes.append(f"{error}: it and what follows it stay as they are")
+            if (note := f"{error}: it and what follows it stay as they are") not in notes:
+                notes.append(note)
         _lift_constants(model)
+        before, operations = operations, _operations(model)
+        if turn and operations == before:
+            break
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
     _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
@@ -90,6 +98,11 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     _products(model)
     clean(model)
     return notes
+
+
+def _operations(model: ir.Model) -> int:
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return sum(n.op_type != "Constant" for n in nodes)
 
 
 # What onnxscript's folding rewrites although not all inputs are constant. Its rules for Abs, Add,

@@ -34,6 +34,7 @@ from onnx_fuse.ops.fused.norm import (
 )
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
+    CONSTANT,
     PACKED,
     Rewriter,
     Rule,
@@ -200,10 +201,14 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
 
 
 def _with_norm(rw: Rewriter, site: _Site) -> _Site:
-    below, views = through_row_views(site.x)
+    below, views = through_row_views(site.x, pad=True)
     node = below.producer() if below is not None else None
     norm = canonical_norm(node)
     if node is None or below is not node.outputs[0]:
+        return site
+    if norm is not None and any(v.op_type == "Pad" for v in views) and not _keeps_zeros(rw, norm):
+        reason = "a Pad between adds rows of zeros, which the norm would make rows of its bias"
+        rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     if norm is None:
         if node.op_type == "LayerNormalization":
@@ -219,6 +224,17 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     return replace(site, norm=norm, views=tuple(views))
+
+
+def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
+    """Whether the norm of a row of zeros is zeros, now and after training."""
+    scale, *bias = (const_array(v) for v in norm.affine)
+    epsilon = norm.attributes["epsilon"]
+    if scale is None or not np.isfinite(scale.astype(np.float64)).all() or epsilon <= 0:
+        return False
+    zero = all(b is not None and not b.any() for b in bias)
+    own = [v for v in norm.affine[1:] if CONSTANT not in v.metadata_props]
+    return zero and not (rw.training and own)
 
 
 def _fuse(rw: Rewriter, node: ir.Node) -> bool:
