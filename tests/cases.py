@@ -754,6 +754,51 @@ FUSION_CASES = (
         reason="HardSwish is none of the fused activations",
     ),
     # --- Conv, losses -----------------------------------------------------------------------------
+    *(
+        FusionCase(
+            f"group_norm_{name}",
+            "float[B,8,S,T] x, float[8,1,1] g, float[8,1,1] b",
+            "to = Constant <value = int64[3] {0, 4, -1}> ()\n"
+            "one = Constant <value = float[4] {1.0, 1.0, 1.0, 1.0}> ()\n"
+            "zero = Constant <value = float[4] {0.0, 0.0, 0.0, 0.0}> ()\n"
+            "v = Reshape (x, to)\n i = InstanceNormalization <epsilon = 0.001> (v, one, zero)\n"
+            f"size = Shape (x)\n n = Reshape (i, size)\n{body}",
+            (f"GroupNorm{fused}",),
+            output="float[B,8,S,T] y",
+            gone=("InstanceNormalization", "Silu", "Sigmoid"),
+        )
+        for name, fused, body in (
+            ("alone", "", "m = Mul (g, n)\n y = Add (m, b)"),
+            ("silu", "Silu", "m = Mul (n, g)\n z = Add (b, m)\n s = Sigmoid (z)\n y = Mul (s, z)"),
+        )
+    ),
+    *(
+        FusionCase(
+            f"group_norm_node_{name}",
+            "float[B,8,T] x, float[8] g, float[8] b",
+            f"z = GroupNormalization <num_groups = 4> (x, g, b)\n{body}",
+            (f"GroupNorm{fused}",),
+            output="float[B,8,T] y",
+            gone=("GroupNormalization", "Relu"),
+        )
+        for name, fused, body in (("alone", "", "y = Neg (z)"), ("relu", "Relu", "y = Relu (z)"))
+    ),
+    FusionCase(
+        "norm_of_groups_in_half",
+        "float16[B,8,T] x, float16[8] g, float16[8] b",
+        "z = GroupNormalization <num_groups = 2> (x, g, b)\n y = Relu (z)",
+        ("GroupNormRelu",),
+        output="float16[B,8,T] y",
+    ),
+    FusionCase(
+        "group_norm_with_scales_of_groups_stays",
+        "float[B,8,S] x, float[4] g, float[4] b, float[8,1] u, float[8,1] w",
+        "to = Constant <value = int64[3] {0, 4, -1}> ()\n v = Reshape (x, to)\n"
+        "i = InstanceNormalization (v, g, b)\n size = Shape (x)\n n = Reshape (i, size)\n"
+        "m = Mul (n, u)\n y = Add (m, w)",
+        output="float[B,8,S] y",
+        reason="are a group's, not a channel's",
+    ),
     FusionCase(
         "conv_relu_without_bias",
         "float[B,3,S,T] x, float[6,3,3,3] w",

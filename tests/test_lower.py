@@ -312,7 +312,9 @@ def test_rows_that_stand_apart_are_one_product():
 
 @pytest.mark.parametrize("act", ["", *ACTIVATIONS])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("family", ["Gemm", "LayerNormGemm", "RMSNormGemm", "Conv", "ConvAdd"])
+@pytest.mark.parametrize(
+    "family", ["Gemm", "LayerNormGemm", "RMSNormGemm", "Conv", "ConvAdd", "GroupNorm"]
+)
 def test_each_operator_of_the_families_is_one_call(family, act, dtype):
     """With every activation of the table, whichever the kernels' epilogues have."""
     if family + act == "Conv":
@@ -326,13 +328,16 @@ def test_each_operator_of_the_families_is_one_call(family, act, dtype):
     if "Norm" in family:
         affine = ["g", "b"] if family.startswith("Layer") else ["g"]
         names, shapes = ["x", *affine, "w", "c"], shapes | dict.fromkeys(affine, (64,))
+    out = [2, 24, 9, 8] if conv else [32, 48]
+    how = "kernel_shape=[3,3], strides=[1,1], pads=[1,1,1,1], dilations=[1,1], group=1" * conv
+    if family == "GroupNorm":
+        names, shapes = ["x", "g", "b"], {"x": (2, 16, 9, 8), "g": (16,), "b": (16,)}
+        out, how = [2, 16, 9, 8], "num_groups=4"
     kind = {"float32": "float", "float16": "float16"}[dtype]
     ends = ", ".join(f"{kind}{list(shapes[n])} {n}" for n in names)
-    out = [2, 24, 9, 8] if conv else [32, 48]
-    how = "kernel_shape=[3,3], strides=[1,1], pads=[1,1,1,1], dilations=[1,1], group=1"
     text = (
         f"agraph ({ends}) => ({kind}{out} y) "
-        f"{{ y = onnx_fuse.{family}{act}<{how if conv else ''}>({', '.join(names)}) }}"
+        f"{{ y = onnx_fuse.{family}{act}<{how}>({', '.join(names)}) }}"
     ).replace("<>", "")
     feeds = {n: np.zeros(shape, dtype) for n, shape in shapes.items()}
     (call,) = program_of(text_model(text), feeds).calls

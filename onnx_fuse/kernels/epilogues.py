@@ -286,7 +286,7 @@ def suffix(calls: Calls, i: int, call: Call) -> None:
 
 def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, str]:
     """VEC elements as many times ITEMS: where y is wider than v, a warp's store has no gaps."""
-    if "VEC" not in macros:
+    if "ITEMS" not in macros:
         return macros
     vec, items = int(macros["VEC"]), int(macros["ITEMS"])
     less = min(vec, max(1, ITEMSIZE[y.dtype] // ITEMSIZE[v.dtype]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from onnx_fuse.ops.fused import activations, conv, gemm, loss, norm, sdpa
+from onnx_fuse.ops.fused import activations, conv, gemm, groupnorm, loss, norm, sdpa
 from onnx_fuse.ops.rewrite import Rule
 
 RULES: tuple[Rule, ...] = (
     *activations.RULES,
     *norm.CANONICAL,
+    *groupnorm.RULES,
     *conv.RULES,
     *loss.RULES,
     *sdpa.RULES,
