@@ -331,7 +331,7 @@ def test_each_operator_of_the_families_is_one_call(family, act, dtype):
     out = [2, 24, 9, 8] if conv else [32, 48]
     how = "kernel_shape=[3,3], strides=[1,1], pads=[1,1,1,1], dilations=[1,1], group=1" * conv
     if family == "GroupNorm":
-        names, shapes = ["x", "g", "b"], {"x": (2, 16, 9, 8), "g": (16,), "b": (16,)}
+        names, shapes = ["x", "g", "b"], {"x": (2, 16, 9, 8), "g": (16, 1, 1), "b": (16, 1, 1)}
         out, how = [2, 16, 9, 8], "num_groups=4"
     kind = {"float32": "float", "float16": "float16"}[dtype]
     ends = ", ".join(f"{kind}{list(shapes[n])} {n}" for n in names)

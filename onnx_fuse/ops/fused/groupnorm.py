@@ -1,6 +1,6 @@
 """GroupNorm with every activation: y = act((x - mean) / sqrt(variance + epsilon) * scale + bias).
 
-x [N, C, ...], scale and bias [C] or [C, 1, ...]; mean and variance are of each of `num_groups`
+x [N, C, ...], scale and bias [C, 1, ...]; mean and variance are of each of `num_groups`
 groups of channels. The body is what exporters write, InstanceNormalization of [N, groups, rest]:
 onnxruntime has a kernel for that on a CPU, and none for ai.onnx's GroupNormalization. In training
 the graph stays as it is: the gradient would be that of the body.
@@ -29,14 +29,10 @@ from onnx_fuse.ops.rewrite import (
 )
 
 _BODY = """  first = Constant <value_ints: ints = [0]> ()
-  column = Constant <value_ints: ints = [-1, 1]> ()
   rest = Constant <value_ints: ints = [-1]> ()
   count = Constant <value_int: int = @num_groups> ()
   groups = Unsqueeze (count, first)
-  size = Size (scale)
-  channels = Unsqueeze (size, first)
   by_group = Concat <axis: int = 0> (first, groups, rest)
-  by_channel = Concat <axis: int = 0> (first, channels, rest)
   x_shape = Shape (x)
   xs = Cast <to: int = @stash_type> (x)
   xg = Reshape (xs, by_group)
@@ -45,12 +41,9 @@ _BODY = """  first = Constant <value_ints: ints = [0]> ()
   ones = CastLike (one, xs)
   zeros = CastLike (zero, xs)
   ng = InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros)
-  nc = Reshape (ng, by_channel)
-  n = CastLike (nc, x)
-  scale_column = Reshape (scale, column)
-  bias_column = Reshape (bias, column)
-  ns = Mul (n, scale_column)
-  nb = Add (ns, bias_column)
+  ns = Reshape (ng, x_shape)
+  n = CastLike (ns, x)
+  m = Mul (n, scale)
 """
 
 
@@ -66,7 +59,7 @@ def _define(activation: Activation | None) -> OpDef:
         name,
         FUSE,
         body=f"{name} {head}(x, scale, bias) => (y) {{\n{_BODY}"
-        f"  {'z' if activation else 'y'} = Reshape (nb, x_shape)\n"
+        f"  {'z' if activation else 'y'} = Add (m, bias)\n"
         f"{activation.forward if activation else ''}}}",
     )
 
@@ -107,7 +100,7 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
         "epsilon": attribute(node, "epsilon", 1e-5),
         "stash_type": int(ir.DataType.DOUBLE if double else ir.DataType.FLOAT),
     }
-    return _build(rw, x, (scale[1], bias[1]), bias[0], attributes)
+    return _build(rw, Builder(), x, (scale[1], bias[1]), bias[0], attributes)
 
 
 def _native(rw: Rewriter, node: ir.Node) -> bool:
@@ -130,11 +123,15 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         "epsilon": attribute(node, "epsilon", 1e-5),
         "stash_type": stash,
     }
-    return _build(rw, x, (scale, bias), node.outputs[0], attributes)
+    op = Builder()
+    column = op.constant([channels] + [1] * ((rank(x) or 2) - 2))
+    affine = op.Reshape(scale, column), op.Reshape(bias, column)
+    return _build(rw, op, x, affine, node.outputs[0], attributes)
 
 
 def _build(
     rw: Rewriter,
+    op: Builder,
     x: ir.Value,
     affine: tuple[ir.Value, ir.Value],
     z: ir.Value,
@@ -145,7 +142,6 @@ def _build(
     found = activation_of(reader) if reader is not None else None
     at = reader if found is not None and reader is not None else z.producer()
     assert at is not None
-    op = Builder()
     name = f"GroupNorm{found[0].name if found is not None else ''}"
     attributes = attributes | (found[1] if found is not None else {})
     y = op.node(name, [x, *affine], domain=FUSE, attributes=attributes)
