@@ -219,7 +219,8 @@ def convolution(
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"
     reads: dict[str, Tensor] = {"x": x, "weight": weight}
-    if ctx.has(node, 2):
+    known = ctx.host(node, 2) if ctx.has(node, 2) else None
+    if ctx.has(node, 2) and (known is None or known.any()):  # zeros stand for no bias
         reads["bias"] = ctx.dense(node, 2)
     groups = ctx.attr(node, "group", 1)
     if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):

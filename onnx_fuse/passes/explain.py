@@ -14,6 +14,8 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
+from onnx_fuse.ops.fused.layerscale import scale_of
 from onnx_fuse.ops.rewrite import (
     Refusal,
     attribute,
@@ -264,6 +266,14 @@ def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     return f"the sum of two tensors fuses with a norm or a convolution; {behind}{where}"
 
 
+def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if training:
+        return "layer scale: its parameter is trained, so it is not folded into the weight"
+    if LAYER_SCALE in off:
+        return "layer scale: --level 3 folds it into the weight, which rounds differently"
+    return "layer scale that cannot be folded: the product before it has other readers"
+
+
 def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
     source, readers = _source(node.inputs[0]), list(_readers(node.outputs[0]))
     heads = [n for n in (source, *readers) if n is not None and "Sdpa" in n.op_type]
@@ -293,7 +303,7 @@ def _reason_of(node: ir.Node) -> _Why | None:
         return _batch_norm
     if op in _ATTENTION:
         return _attention
-    if not is_float(out) or not node.inputs or is_constant(node.inputs[0]):
+    if not is_float(out) or not node.inputs or (op != "Mul" and is_constant(node.inputs[0])):
         return None
     if op in ("Softmax", "LogSoftmax"):
         return _softmax
@@ -303,6 +313,8 @@ def _reason_of(node: ir.Node) -> _Why | None:
         return _activation
     if op == "Add" and _is_residual(node):
         return _residual
+    if op == "Mul" and (scaled := scale_of(node)) is not None and _is_product(_source(scaled[0])):
+        return _scale
     return _layout if op in _LAYOUT else None
 
 
