@@ -337,6 +337,24 @@ def test_folding_is_skipped_only_where_it_has_no_rule() -> None:
     assert {op for _, op in registry.op_evaluators} <= FOLDED | shape_arithmetic
 
 
+def test_padding_that_depends_on_the_padding_before_is_folded() -> None:
+    """(4 - size % 4) % 4 in three layers: each is known once the layer before it is."""
+    layer = """ s{i} = Shape <start = 1, end = 2> (x{i})  m{i} = Mod (s{i}, four)
+      d{i} = Sub (four, m{i})  e{i} = Mod (d{i}, four)  p{i} = Concat <axis = 0> (zero, e{i})
+      g{i} = Pad (x{i}, p{i}, fill, along)  n{i} = LayerNormalization (g{i}, g, b)
+      h{i} = MatMul (n{i}, w)  x{j} = Add (h{i}, c)"""
+    layers = "".join(layer.format(i=i, j=i + 1) for i in range(4))
+    text = (
+        "h (float[B,8,4] x0, float[4] g, float[4] b, float[4,4] w, float[4] c) => (float[B,8,4] x4)"
+        " <int64[1] four = {4}, int64[1] zero = {0}, float fill = {0}, int64[1] along = {1}>"
+        f" {{{layers} }}"
+    )
+    model = text_model(text)
+    report = passes.optimize(model)
+    assert report.fusions == {"LayerNormGemm": 4}
+    assert not [node for node in model.graph if node.op_type == "Pad"]
+
+
 def test_attention_through_a_sliding_window_stays():
     """Sdpa has no window: fused, the node would see every key."""
     shape = "float[2,2,5,8]"

@@ -23,6 +23,7 @@ from onnx_fuse.ops.rewrite import (
     is_float,
     label,
     made_by,
+    other,
     rank,
     scalar,
     users,
@@ -243,6 +244,9 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "it is none of the activations that fuse behind a product or convolution"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"
+    if _gates(node, source):
+        return "the gate of a gated unit: it, and its product with the other half, are one pass " \
+            "behind the product that makes both; no kernel has both in one epilogue"  # fmt: skip
     direct = x.producer() if x is not None else None
     if x is not None and (len(users(x)) > 1 or x.is_graph_output()):
         return f"what it reads, of {_names([source])}, has other readers"
@@ -255,11 +259,17 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     return f"it follows {_names([source])}, behind which it does not fuse"
 
 
+def _gates(node: ir.Node, source: ir.Node) -> bool:
+    """Whether it is multiplied with another part of the product that makes what it reads."""
+    readers = [n for n in users(node.outputs[0]) if n.op_type == "Mul" and not n.domain]
+    return any(_source(other(n, node.outputs[0])) is source for n in readers)
+
+
 def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     sources = [_source(v) for v in node.inputs]
     readers = list(_readers(node.outputs[0]))
     if any(n.domain == FUSE and "Norm" in n.op_type for n in readers):
-        return "the sum is read by more than the norm, which a product has taken over"
+        return "the norm behind it is part of a product now, and others read the sum as well"
     behind = f"what follows is {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
     where = "; a GPU adds it in the epilogue of the product before it" if plain else ""
@@ -278,9 +288,9 @@ def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
     source, readers = _source(node.inputs[0]), list(_readers(node.outputs[0]))
     heads = [n for n in (source, *readers) if n is not None and "Sdpa" in n.op_type]
     if heads:
-        return "it arranges the heads of attention, which the fused operator takes apart"
+        return "it splits or joins the heads around fused attention"
     if node.op_type == "Pad":
-        return "its zeros are no rows of the norm or product around it"
+        return "it adds elements, which no fused operator does"
     before = _kind(source) if source is not None else "an input or weight"
     after = _kinds(readers) if readers else "an output of the model"
     return f"no fusion takes in a change of layout between {before} and {after}"
