@@ -107,7 +107,14 @@ def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     """The Add that alone reads `z`, and what it adds: a computed tensor of the same shape."""
     add = only_use(z)
     r = other(add, z) if add is not None and add.op_type == "Add" and not add.domain else None
-    if add is None or r is None or r is z or is_constant(r) or rank(r) != rank(z):
+    if (
+        add is None
+        or r is None
+        or r is z
+        or is_constant(r)
+        or rank(r) is None
+        or rank(r) != rank(z)
+    ):
         return None
     sizes = [(dim(r, i), dim(z, i)) for i in range(rank(z) or 0)]
     if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):

@@ -1,9 +1,8 @@
 """GroupNorm with every activation: y = act((x - mean) / sqrt(variance + epsilon) * scale + bias).
 
 x [N, C, ...], scale and bias [C, 1, ...]; mean and variance are of each of `num_groups`
-groups of channels. The body is what exporters write, InstanceNormalization of [N, groups, rest]:
-onnxruntime has a kernel for that on a CPU, and none for ai.onnx's GroupNormalization. In training
-the graph stays as it is: the gradient would be that of the body.
+groups of channels. The body is what exporters write, InstanceNormalization of [N, groups, rest].
+In training the graph stays as it is: the gradient would be that of the body.
 """
 
 from __future__ import annotations
@@ -47,6 +46,15 @@ _BODY = """  first = Constant <value_ints: ints = [0]> ()
 """
 
 
+_NODE = """  rest = Constant <value_ints: ints = [-1]> ()
+  s = Reshape (scale, rest)
+  b = Reshape (bias, rest)
+  {z} = GroupNormalization <num_groups: int = @num_groups, epsilon: float = @epsilon,
+    stash_type: int = @stash_type> (x, s, b)
+"""
+"""The body where the graph had that node: of huge numbers onnxruntime's own variance is another."""
+
+
 def _define(activation: Activation | None) -> OpDef:
     name = f"GroupNorm{activation.name if activation else ''}"
     head = signature(
@@ -55,12 +63,13 @@ def _define(activation: Activation | None) -> OpDef:
         "stash_type: int = 1",
         activation.attributes if activation else "",
     )
+    head, z = f"{name} {head}(x, scale, bias) => (y) {{\n", "z" if activation else "y"
+    tail = f"{activation.forward if activation else ''}}}"
     return OpDef(
         name,
         FUSE,
-        body=f"{name} {head}(x, scale, bias) => (y) {{\n{_BODY}"
-        f"  {'z' if activation else 'y'} = Add (m, bias)\n"
-        f"{activation.forward if activation else ''}}}",
+        body=f"{head}{_BODY}  {z} = Add (m, bias)\n{tail}",
+        newer=f"{head}{_NODE.format(z=z)}{tail}",
     )
 
 
@@ -75,7 +84,7 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
     x3, ones, zeros = node.inputs[:3]
     split, back = made_by(x3, "Reshape"), only_use(node.outputs[0])
     x, groups, channels = split.inputs[0] if split else None, dim(x3, 1), None
-    if x is None or split is None or groups is None or node.domain:
+    if x is None or split is None or not groups or node.domain:
         return False
     channels = dim(x, 1)
     if rank(x3) != 3 or (rank(x) or 0) < 2 or channels is None or channels % groups:
@@ -95,12 +104,12 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
         reason = "no scale and bias of each channel follow, which the fused GroupNorm has"
         return rw.refuse("GroupNorm", nodes, reason)
     double = x.dtype == ir.DataType.DOUBLE
-    attributes = {
+    attributes: dict[str, object] = {
         "num_groups": groups,
         "epsilon": attribute(node, "epsilon", 1e-5),
         "stash_type": int(ir.DataType.DOUBLE if double else ir.DataType.FLOAT),
     }
-    return _build(rw, Builder(), x, (scale[1], bias[1]), bias[0], attributes)
+    return _build(rw, Builder(), "", x, (scale[1], bias[1]), bias[0], attributes)
 
 
 def _native(rw: Rewriter, node: ir.Node) -> bool:
@@ -126,12 +135,13 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     op = Builder()
     column = op.constant([channels] + [1] * ((rank(x) or 2) - 2))
     affine = op.Reshape(scale, column), op.Reshape(bias, column)
-    return _build(rw, op, x, affine, node.outputs[0], attributes)
+    return _build(rw, op, "newer", x, affine, node.outputs[0], attributes)
 
 
 def _build(
     rw: Rewriter,
     op: Builder,
+    overload: str,
     x: ir.Value,
     affine: tuple[ir.Value, ir.Value],
     z: ir.Value,
@@ -145,6 +155,7 @@ def _build(
     name = f"GroupNorm{found[0].name if found is not None else ''}"
     attributes = attributes | (found[1] if found is not None else {})
     y = op.node(name, [x, *affine], domain=FUSE, attributes=attributes)
+    y.producer().overload = overload
     return rw.replace(at, op, [at.outputs[0]], [y])
 
 
