@@ -84,6 +84,7 @@ class Case:
         outs = [f"y{i}" for i in range(self.outputs)]
         # the statistics of truth are in float64 as well
         stashes = "RMS" in self.op or self.op == "BatchNormGrad"
+        stashes |= self.op.startswith("GroupNorm") and self.domain == FUSE
         stash = {"stash_type": 11} if wide and stashes else {}
         node = helper.make_node(self.op, names, outs, domain=self.domain, **self.attrs, **stash)
         inputs, constants = [], []
@@ -378,6 +379,9 @@ def _samples() -> Iterator[Case]:
             given, how = (x, w, w[:1]), attrs | {"group": group}
             yield Case("ConvAddRelu", (*given, (x[0], w[0], *x[2:])), how, 1, dtype, FUSE)
             yield Case("ConvPRelu", (*given, (w[0], 1, 1)), how, 1, dtype, FUSE)
+        for size in (5, 80):  # rows in registers, and long ones by their moments
+            given = ((2, 16, size, size), (16, 1, 1), (16, 1, 1))
+            yield Case("GroupNormSilu", given, {"num_groups": 4}, 1, dtype, FUSE)
     for mode in ("nearest", "linear", "cubic"):
         for padding in ("zeros", "border", "reflection"):
             for corners in (0, 1):
