@@ -568,13 +568,23 @@ FUSION_CASES = (
         output="float[B,U,24] y",
     ),
     FusionCase(
+        "norm_of_no_epsilon_through_a_pad_stays",  # zeros become NaN
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        "n = LayerNormalization <epsilon = 0.0> (x, g)\n p = Pad (n, pads)\n m = MatMul (p, w)\n"
+        "y = Add (m, c)",
+        ("Gemm",),
+        reason="a Pad between",
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
         "norm_with_bias_through_a_pad_stays",
         _IN,
         "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
         + _LN
         + "p = Pad (n, pads)\n m = MatMul (p, w)\n y = Add (m, c)",
         ("Gemm",),
-        reason="would make rows of its bias",
+        reason="a Pad between adds rows of zeros",
         output="float[B,U,24] y",
     ),
     FusionCase(

@@ -115,6 +115,18 @@ def test_nothing_stays_without_a_word(case: RealCase, level: int) -> None:
     assert len({left.reason for left in found}) == len(found), "equal reasons are one entry"
 
 
+def test_views_that_part_and_join_are_looked_through_once() -> None:
+    """Two paths a step: walked one by one, forty steps would never end."""
+    steps = " ".join(
+        f"a{i} = Transpose <perm = [1, 0]> (x{i}) b{i} = Reshape (x{i}, to)"
+        f" x{i + 1} = Concat <axis = 0> (a{i}, b{i})"
+        for i in range(40)
+    )
+    ends = "(float[N,M] x0, int64[2] to) => (float[P,Q] y)"
+    model = text_model(f"h {ends} {{ {steps} y = Exp (x40) }}")
+    assert passes.optimize(model).not_fused
+
+
 def test_a_fusion_that_is_off_is_the_reason() -> None:
     path = next(case.path for case in real_cases() if "LayerNorm" not in case.name)
     model = load(path)

@@ -7,7 +7,8 @@ nothing stays without a word; equal reasons are one entry with all its nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -65,6 +66,7 @@ _KINDS = {
     "Reduce": "a reduction",
 }  # fmt: skip
 _MAX_CLIMB = 64
+_MAX_SEEN = 256
 
 
 def explain(
@@ -102,16 +104,19 @@ def name(node: ir.Node) -> str:
 # ---- neighbours ------------------------------------------------------------------------------
 
 
-def _readers(value: ir.Value, depth: int = _MAX_CLIMB) -> Iterator[ir.Node]:
-    """What reads the numbers of `value`, views passed over."""
-    for node in users(value):
-        if node.op_type == "Shape":
-            continue
-        if node.op_type in _VIEWS and not node.domain and depth:
-            for output in node.outputs:
-                yield from _readers(output, depth - 1)
-        else:
-            yield node
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """What reads the numbers of `value`, views passed over; the nearest of very many."""
+    found: dict[ir.Node, None] = {}
+    seen, todo = {value}, deque([value])
+    while todo and len(seen) + len(found) < _MAX_SEEN:
+        for node in users(todo.popleft()):
+            if node.op_type in _VIEWS and not node.domain:
+                fresh = [v for v in node.outputs if v not in seen]
+                seen.update(fresh)
+                todo.extend(fresh)
+            elif node.op_type != "Shape":
+                found[node] = None
+    return list(found)
 
 
 def _source(value: ir.Value | None) -> ir.Node | None:
@@ -170,7 +175,7 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
         return f"it normalizes from axis {axis} on, a fused norm the last axis alone"
     if node.domain not in ("", FUSE):
         return "it stays as its domain's operator: nothing behind it takes it over"
-    readers = list(_readers(node.outputs[0]))
+    readers = _readers(node.outputs[0])
     if not readers:
         return "its result is an output of the model, which no product reads"
     products = [n for n in readers if _takes_norm(n)]
@@ -267,7 +272,7 @@ def _gates(node: ir.Node, source: ir.Node) -> bool:
 
 def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     sources = [_source(v) for v in node.inputs]
-    readers = list(_readers(node.outputs[0]))
+    readers = _readers(node.outputs[0])
     if any(n.domain == FUSE and "Norm" in n.op_type for n in readers):
         return "the norm behind it is part of a product now, and others read the sum as well"
     behind = f"what follows is {_kinds(readers)}" if readers else "it is an output"
@@ -285,7 +290,7 @@ def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
 
 
 def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
-    source, readers = _source(node.inputs[0]), list(_readers(node.outputs[0]))
+    source, readers = _source(node.inputs[0]), _readers(node.outputs[0])
     heads = [n for n in (source, *readers) if n is not None and "Sdpa" in n.op_type]
     if heads:
         return "it splits or joins the heads around fused attention"

@@ -207,7 +207,7 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
     if node is None or below is not node.outputs[0]:
         return site
     if norm is not None and any(v.op_type == "Pad" for v in views) and not _keeps_zeros(rw, norm):
-        reason = "a Pad between adds rows of zeros, which the norm would make rows of its bias"
+        reason = "a Pad between adds rows of zeros, of which the norm would make others (its bias)"
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     if norm is None:
@@ -230,7 +230,9 @@ def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
     """Whether the norm of a row of zeros is zeros, now and after training."""
     scale, *bias = (const_array(v) for v in norm.affine)
     epsilon = norm.attributes["epsilon"]
-    if scale is None or not np.isfinite(scale.astype(np.float64)).all() or epsilon <= 0:
+    # also where the smallest numbers count as zero
+    sound = epsilon >= np.finfo(np.float32).tiny
+    if scale is None or not np.isfinite(scale.astype(np.float64)).all() or not sound:
         return False
     zero = all(b is not None and not b.any() for b in bias)
     own = [v for v in norm.affine[1:] if CONSTANT not in v.metadata_props]
