@@ -451,6 +451,14 @@ FUSION_CASES = (
         gone=("Mul",),
     ),
     FusionCase(
+        "scale_of_a_gemm_with_a_bias_of_rows_stays",  # as many rows as columns
+        "float[24,16] x, float[16,24] w, float[24,1] c, float[24] s",
+        "z = Gemm (x, w, c)\n t = Mul (z, s)\n y = Tanh (t)",
+        level=3,
+        output="float[24,24] y",
+        reason="not one number a column",
+    ),
+    FusionCase(
         "scale_behind_nchw",
         "float[B,4,6,16] x, float[16,24] w, float[24] c, float[B,24,4,6] r, float[24,1,1] s",
         _PLAIN + "t = Transpose <perm = [0,3,1,2]> (z)\n t2 = Mul (t, s)\n y = Add (r, t2)",

@@ -165,6 +165,24 @@ def test_convolutions_with_a_residual_and_an_activation_are_one_call(name, dtype
         assert jit.resources(launch.source, launch.defines)[launch.entry].clean
 
 
+@pytest.mark.parametrize(("slope", "calls"), [("8,1,1", 1), ("8", 2), ("1,1,8", 2), ("1,8,1,1", 1)])
+def test_a_slope_of_columns_is_none_of_filters(slope: str, calls: int) -> None:
+    """As many columns as filters: a vector lies along the last axis."""
+    text = (
+        f"agraph (float[2,3,8,8] x, float[8,3,3,3] w, float[8] c, float[{slope}] a) => "
+        "(float[2,8,8,8] y) { y = onnx_fuse.ConvPRelu<kernel_shape=[3,3], strides=[1,1], "
+        "pads=[1,1,1,1], dilations=[1,1], group=1>(x, w, c, a) }"
+    )
+    sizes = {
+        "x": (2, 3, 8, 8),
+        "w": (8, 3, 3, 3),
+        "c": (8,),
+        "a": tuple(map(int, slope.split(","))),
+    }
+    shapes = {name: (size, "float32") for name, size in sizes.items()}
+    assert len(lower(text_model(text), shapes, CHIPS["H200"]).calls) == calls
+
+
 @pytest.mark.parametrize("index", ["int", "i64"])
 @pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64", "u128"])
 def test_gathers(unit: str, index: str) -> None:

@@ -271,9 +271,10 @@ def activated(ctx: Context, node: ir.Node) -> str | None:
 
 def sloped(ctx: Context, node: ir.Node) -> str | None:
     """ConvPRelu: leaky ReLU with a slope for each filter."""
-    slope, filters = ctx.dense(node, 3), ctx.view(node, 1).shape[0]
-    row, x = slope.reshape((filters,)) if slope.size == filters else None, ctx.view(node, 0)
-    by_filter = slope.shape[-(len(x.shape) - 1) :][:1] == (filters,)
+    slope, x, filters = ctx.dense(node, 3), ctx.view(node, 0), ctx.view(node, 1).shape[0]
+    channels = len(x.shape) - 1  # the axis, from the last
+    row = slope.reshape((filters,)) if slope.size == filters else None
+    by_filter = len(slope.shape) >= channels and slope.shape[-channels] == filters
     if row is None or not by_filter or x.dtype == "float64" or slope.dtype != x.dtype:
         return "the slope is not one number a filter, in the type of x, or that is float64"
     return convolution(ctx, node, "leaky_relu", 0.0, row)

@@ -59,6 +59,7 @@ _LAYOUT = (
     "SpaceToDepth",
 )
 _VIEWS = (*_LAYOUT, "Slice", "Gather", "Concat", "Split", "Expand", "Identity", "Cast", "Dropout")
+_SCALED = ("MatMul", "Gemm", "LayerNormGemm", "RMSNormGemm", "Conv")
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 _KINDS = {
     "Gemm": "a product", "MatMul": "a product", "Conv": "a convolution", "Norm": "a norm",
@@ -328,8 +329,9 @@ def _reason_of(node: ir.Node) -> _Why | None:
         return _activation
     if op == "Add" and _is_residual(node):
         return _residual
-    if op == "Mul" and (scaled := scale_of(node)) is not None and _is_product(_source(scaled[0])):
-        return _scale
+    if op == "Mul" and (scaled := scale_of(node)) is not None:
+        source = _source(scaled[0])
+        return _scale if source is not None and name(source) in _SCALED else None
     return _layout if op in _LAYOUT else None
 
 

@@ -100,12 +100,13 @@ def _fold(rw: Rewriter, node: ir.Node) -> bool:
     if product.op_type != "MatMul" and len(product.inputs) > 2 and product.inputs[2] is not None:
         sums.append((product, 2, product.inputs[2]))
     folded = [_scaled(weight, scale, axis)]
-    for _, _, c in sums:
+    for owner, _, c in sums:
         array = const_array(c)
         if array is None:
             return rw.refuse(NAME, nodes, "the bias is computed")
         at = int(np.argmax([d == columns for d in array.shape])) if array.ndim else 0
-        if array.size != columns:
+        by_row = owner is product and array.shape[-1:] != (columns,)
+        if array.size != columns or by_row:
             return rw.refuse(NAME, nodes, "the bias is not one number a column")
         folded.append(_scaled(array, scale, at))
     if not all(np.isfinite(a).all() for a in folded):
