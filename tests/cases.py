@@ -943,6 +943,22 @@ FUSION_CASES = (
         output="float[B,6,S,T] y",
         gone=("PRelu",),
     ),
+    *(
+        FusionCase(
+            f"conv_as_the_slope_of_{name}_stays",
+            "float[6,S,T] x, float[1,3,S,T] u, float[6,3,3,3] w",
+            f"z = Conv <pads = [1,1,1,1]> (u, w)\n{body}",
+            fed=("x", "u"),
+            output="float[1,6,S,T] y",
+        )
+        for name, body in (
+            (
+                "another",
+                "at = Constant <value = int64[1] {0}> ()\n v = Unsqueeze (x, at)\ny = PRelu (v, z)",
+            ),
+            ("itself", "y = PRelu (z, z)"),
+        )
+    ),
     FusionCase(
         "prelu_of_one_slope",
         f"{_X}, {_LIN}",

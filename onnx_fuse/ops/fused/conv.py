@@ -95,8 +95,10 @@ def _activation(z: ir.Value) -> _Behind | None:
     last = views[-1].outputs[0] if views else z
     for node in users(last):
         if node.op_type == "PRelu" and not node.domain and not views:
-            slope = node.inputs[1]
-            return _Behind((), node, _PRELU, {}, (slope,)) if slope is not None else None
+            slope = other(node, z)
+            if node.inputs[0] is not z or slope is None or slope is z:
+                return None  # the result is the slope
+            return _Behind((), node, _PRELU, {}, (slope,))
         found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
         if found is not None:
             return _Behind(tuple(views), node, *found)
