@@ -82,10 +82,11 @@ def explain(
     found: dict[str, dict[str, None]] = {}
     known: set[ir.Node] = set()
     for refusal in refusals:
-        stays = [left[key] for key in zip(refusal.nodes, refusal.ops, strict=True) if key in left]
-        if stays:
+        ops = refusal.ops or (refusal.fusion,) * len(refusal.nodes)
+        stays = [left[key] for key in zip(refusal.nodes, ops, strict=True) if key in left]
+        if stays or not refusal.ops:  # an operator refused as a whole names no node
             known.update(n for n in stays if _reason_of(n) is not None)
-            title = " and ".join(dict.fromkeys(refusal.ops))
+            title = " and ".join(dict.fromkeys(ops))
             found.setdefault(f"{title}: {refusal.reason}", {}).update(dict.fromkeys(refusal.nodes))
     for node in nodes:
         why = _reason_of(node)
