@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import quiet
 from onnx_fuse.onnx.save import functions_attached
 
 _LONGEST_SHAPE = 1 << 20
+_READ_BY_INFERENCE = 1000  # bytes of a constant that may be a shape
 MAKES_SEQUENCES = {
     *("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceMap"),
     *("SplitToSequence", "Optional", "OptionalGetElement"),
@@ -52,13 +54,73 @@ def check_sizes(model: ir.Model) -> None:
 
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
-    with functions_attached(model), quiet("onnx_ir"):
-        kept = [(v, v.type, v.shape) for v in _sequences(model)]
-        common_passes.ShapeInferencePass(strict_mode=False, check_type=False, data_prop=data_prop)(
-            model
-        )
-        for value, type_, shape in kept:
-            value.type, value.shape = type_, shape
+    kept = set(_sequences(model))
+    with functions_attached(model), _without_weights(model):
+        proto = ir.serde.serialize_model(model)
+    try:
+        found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return  # a file that contradicts itself: what is known stays, and onnxruntime has its say
+    _merge(model.graph, found.graph, kept)
+
+
+@contextlib.contextmanager
+def _without_weights(model: ir.Model) -> Iterator[None]:
+    """Within the block large initializers are inputs: inference needs their types alone."""
+    graph = model.graph
+    large = [
+        v
+        for v in graph.initializers.values()
+        if v.const_value is not None and v.const_value.nbytes > _READ_BY_INFERENCE
+    ]
+    listed = len(graph.inputs)
+    tensors = [v.const_value for v in large]
+    for value, tensor in zip(large, tensors, strict=True):
+        assert tensor is not None
+        value.dtype = value.dtype or tensor.dtype
+        if value.shape is None:
+            value.shape = ir.Shape([int(d) for d in tensor.shape])
+        value.const_value = None
+        del graph.initializers[value.name or ""]
+    graph.inputs.extend(large)
+    try:
+        yield
+    finally:
+        del graph.inputs[listed:]
+        for value, tensor in zip(large, tensors, strict=True):
+            value.const_value = tensor
+            graph.initializers[value.name or ""] = value
+
+
+def _merge(
+    graph: ir.Graph, proto: onnx.GraphProto, kept: Collection[ir.Value], *, inner: bool = False
+) -> None:
+    """Give the values of a graph and its subgraphs the types and shapes inferred for them."""
+    values = {v.name: v for node in graph for v in node.outputs}
+    if inner:
+        values.update({v.name: v for v in graph.inputs})
+    for info in itertools.chain(proto.value_info, proto.output, proto.input):
+        value = values.get(info.name)
+        if value is None or value in kept or info.type.WhichOneof("value") != "tensor_type":
+            continue
+        tensor = info.type.tensor_type
+        if tensor.elem_type and (value.type is None or value.dtype != tensor.elem_type):
+            value.dtype = ir.DataType(tensor.elem_type)
+        if tensor.HasField("shape"):
+            dims = [_dim(d) for d in tensor.shape.dim]
+            if value.shape is None or [*value.shape] != dims:
+                value.shape = ir.Shape(dims)
+    for node, described in zip(graph, proto.node, strict=True):
+        if any(a.g.node or a.graphs for a in described.attribute):
+            texts = {a.name: [a.g] if a.HasField("g") else a.graphs for a in described.attribute}
+            for name, attribute in node.attributes.items():
+                for body, text in zip(subgraphs(attribute), texts[name], strict=False):
+                    _merge(body, text, kept, inner=True)
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    kind = dim.WhichOneof("value")
+    return dim.dim_value if kind == "dim_value" else dim.dim_param or None
 
 
 def _sequences(model: ir.Model) -> list[ir.Value]:
