@@ -6,6 +6,7 @@ onnxruntime runs every opset from 7 on: it is asked for the node as it was writt
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -339,7 +340,7 @@ def test_every_change_of_an_operator_has_its_rule() -> None:
     changed = set()
     for name, schemas in versions.items():
         schemas.sort(key=lambda s: s.since_version)
-        for old, new in zip(schemas, schemas[1:], strict=False):
+        for old, new in itertools.pairwise(schemas):
             if not 7 < new.since_version <= CANONICAL_OPSET:
                 continue
             lost = [

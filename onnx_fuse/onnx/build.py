@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,19 @@ def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
     if attribute.type == ir.AttributeType.GRAPH:
         return (attribute.as_graph(),)
     return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
+
+
+def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+    """The nodes of a graph and of its subgraphs, each before those inside it."""
+    for node in graph:
+        yield node
+        for attribute in node.attributes.values() if node.attributes else ():
+            if attribute.type in _HOLD_GRAPHS:
+                for inner in subgraphs(attribute):
+                    yield from all_nodes(inner)
+
+
+_HOLD_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Local functions written out at their calls, each function's body prepared once."""
+"""Local functions written out at their calls, and branches where their If stood."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.build import all_nodes, subgraphs
 
 MAX_DEPTH = 100
 MAX_NODES = 1 << 18
@@ -31,6 +31,16 @@ def inline_functions(model: ir.Model, kept: Collection[ir.OperatorIdentifier] = 
         del model.functions[key]
 
 
+def inline_branches(graph: ir.Graph, taken: Iterable[tuple[ir.Node, ir.Graph]]) -> None:
+    """Put the nodes of each branch in the place of its If; `graph` is the model's whole graph."""
+    inliner = _Inliner({})
+    inliner.take_names(graph)
+    for node, branch in taken:
+        home = node.graph
+        assert isinstance(home, ir.Graph)
+        inliner.branch(home, node, branch)
+
+
 def _name(key: ir.OperatorIdentifier) -> str:
     return "function '" + (f"{key[0]}.{key[1]}" if key[0] else key[1]) + "'"
 
@@ -38,7 +48,7 @@ def _name(key: ir.OperatorIdentifier) -> str:
 def _calls(graph: ir.Graph, functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> list[
     ir.OperatorIdentifier
 ]:  # fmt: skip
-    nodes = ir.traversal.RecursiveGraphIterator(graph)
+    nodes = all_nodes(graph)
     return [key for node in nodes if (key := node.op_identifier()) in functions]
 
 
@@ -75,7 +85,7 @@ def _check_size(
     depths: dict[ir.OperatorIdentifier, int] = {}
 
     def size(graph: ir.Graph) -> int:
-        nodes = ir.traversal.RecursiveGraphIterator(graph)
+        nodes = all_nodes(graph)
         return sum(sizes.get(node.op_identifier(), 1) for node in nodes)
 
     for key in order:
@@ -102,9 +112,12 @@ class _Scope:
     attributes: Mapping[str, ir.Attr]
     props: Mapping[str, str]
     where: str
+    open: bool = False  # a branch reads values of the graph that it is in
 
     def read(self, values: Iterable[ir.Value | None], who: str) -> list[ir.Value | None]:
         values = list(values)
+        if self.open:
+            return [None if v is None else self.values.get(v, v) for v in values]
         lost = next((v for v in values if v is not None and v not in self.values), None)
         if lost is not None:
             raise ModelError(f"{self.where}: nothing defines '{lost.name}', which {who} needs")
@@ -119,12 +132,15 @@ class _Inliner:
         self.taken: set[str] = set()
         self.next: dict[str, int] = {}
 
-    def run(self, graph: ir.Graph) -> None:
+    def take_names(self, graph: ir.Graph) -> None:
         for inner in (graph, *graph.subgraphs()):
             self.taken.update(v.name or "" for v in (*inner.inputs, *inner.initializers.values()))
             for node in inner:
                 self.taken.update(v.name or "" for v in node.outputs)
-        for node in list(ir.traversal.RecursiveGraphIterator(graph)):
+
+    def run(self, graph: ir.Graph) -> None:
+        self.take_names(graph)
+        for node in list(all_nodes(graph)):
             function = self.functions.get(node.op_identifier())
             if function is not None:
                 self._call(node, function)
@@ -133,16 +149,36 @@ class _Inliner:
         nodes: list[ir.Node] = []
         props = dict(call.metadata_props)
         found = self._expand(call, function, call.inputs, call.attributes, props, nodes)
+        self._replace(call, nodes, found, _name(function.identifier()))
+
+    def branch(self, home: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
+        nodes: list[ir.Node] = []
+        scope = _Scope({}, {}, dict(node.metadata_props), f"node '{node.name}'", open=True)
+        for old in branch.initializers.values():
+            new = ir.Value(
+                name=self._unique(old.name or "value"),
+                type=old.type,
+                shape=old.shape,
+                const_value=old.const_value,
+            )
+            new.metadata_props.update(old.metadata_props)
+            home.register_initializer(new)
+            scope.values[old] = new
+        for inner in branch:
+            self._node(inner, scope, nodes)
+        self._replace(node, nodes, scope.read(branch.outputs, "its branch"), scope.where)
+
+    def _replace(
+        self, call: ir.Node, nodes: list[ir.Node], found: Sequence[ir.Value | None], where: str
+    ) -> None:
+        """Put `nodes` in place of a call; the values that they make take its outputs' names."""
         fresh = {v for node in nodes for v in node.outputs}
         graph = call.graph
         assert graph is not None
         results: list[ir.Value] = []
         for old, result in zip(call.outputs, found, strict=False):
             if result is None and (old.uses() or old.is_graph_output()):
-                raise ModelError(
-                    f"{_name(function.identifier())} returns an input that node '{call.name}' "
-                    "leaves out"
-                )
+                raise ModelError(f"{where} returns an input that node '{call.name}' leaves out")
             if result is None or result not in fresh:  # what the caller gave, or returned twice
                 identity = ir.Node("", "Identity", [result], num_outputs=1)
                 nodes.append(identity)

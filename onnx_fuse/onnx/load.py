@@ -20,7 +20,7 @@ import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, Model, one_line
 from onnx_fuse.onnx.opsets import canonical
 from onnx_fuse.onnx.save import functions_attached
@@ -220,7 +220,7 @@ def _mapped(tensor: Any) -> Any:
 def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
     known = set(model.functions)
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         if node.op_identifier() in known or (
             node.domain == FUSE and node.op_type.split("_")[0] in BODIES
         ):
@@ -255,7 +255,7 @@ def _checked_late(model: ir.Model) -> bool:
     if any(f.opset_imports.get("", version) != version for f in model.functions.values()):
         return True
     nodes = itertools.chain(
-        ir.traversal.RecursiveGraphIterator(model.graph),
+        all_nodes(model.graph),
         *(f.all_nodes() for f in model.functions.values()),
     )
     return version < 21 and any(n.op_type == "GroupNormalization" for n in nodes)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, one_line
 from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
@@ -91,7 +92,7 @@ def _types_matter(graph: ir.Graph) -> bool:
     """Whether a node is upgraded to something simpler where its input's type and rank are known."""
     version = graph.opset_imports.get("", 1)
     ops = {op for op, since in UPGRADES if since > version} & _TYPED
-    return any(n.op_type in ops for n in ir.traversal.RecursiveGraphIterator(graph))
+    return any(n.op_type in ops for n in all_nodes(graph))
 
 
 _TYPED = {"Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax"}

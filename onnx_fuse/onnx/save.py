@@ -14,6 +14,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import BODIES, FUSE
 
 MAX_PROTOBUF = 2**31 - 1
@@ -25,7 +26,7 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
     """Within the block the model carries the body of every fused op it calls."""
     opset = model.graph.opset_imports[""]
     added: dict[ir.OperatorIdentifier, ir.Function] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         key = node.op_identifier()
         if node.domain == FUSE and key not in model.functions and key not in added:
             added[key] = fused_function(node.op_type, opset, node.overload)

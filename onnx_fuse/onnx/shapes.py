@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.save import functions_attached
 
 _LONGEST_SHAPE = 1 << 20
@@ -38,7 +38,7 @@ def _length(value: ir.Value) -> int:
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.inputs
     yield from model.graph.initializers.values()
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         yield from node.outputs
 
 
@@ -79,7 +79,7 @@ def _without_weights(model: ir.Model) -> Iterator[None]:
         assert tensor is not None
         value.dtype = value.dtype or tensor.dtype
         if value.shape is None:
-            value.shape = ir.Shape([int(d) for d in tensor.shape])
+            value.shape = ir.Shape(list(tensor.numpy().shape))
         value.const_value = None
         del graph.initializers[value.name or ""]
     graph.inputs.extend(large)
@@ -126,7 +126,7 @@ def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 def _sequences(model: ir.Model) -> list[ir.Value]:
     """Values that may be sequences or optionals, which onnx-ir (1.1) would infer as tensors."""
     found: dict[ir.Value, None] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         graphs = [g for a in node.attributes.values() for g in subgraphs(a)]
         reads = [*node.inputs, *(v for g in graphs for v in g.outputs)]
         if node.op_type in MAKES_SEQUENCES or (

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
 
 Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
 """Changes the node in place, with the nodes it needs before it in the builder; or answers the
@@ -33,7 +33,7 @@ def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
     for (op_type, since), rule in sorted(UPGRADES.items(), key=lambda item: item[0][1]):
         if version < since <= target:
             rules.setdefault(op_type, []).append(rule)
-    for node in list(ir.traversal.RecursiveGraphIterator(graph)):  # type: ignore[arg-type]
+    for node in list(all_nodes(graph)):
         if node.domain not in ("", "ai.onnx"):
             continue
         for rule in rules.get(node.op_type, ()):

@@ -12,11 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, unique_name
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, unique_name
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `passes.params`."""
@@ -302,15 +303,25 @@ def through_row_views(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.
 
     Slices joined again by a Concat (a roll) count, when all of them are of one value.
     """
+    return _climb(value, {})
+
+
+_Climb: TypeAlias = tuple[ir.Value | None, list[ir.Node]]
+
+
+def _climb(value: ir.Value | None, known: dict[ir.Value | None, _Climb]) -> _Climb:
+    """`through_row_views`, each value once: a chain of Concat(p, p) doubles its paths."""
     node = value.producer() if value is not None else None
-    if node is None or not _moves_rows(node):
-        return value, []
+    if value in known or node is None or not _moves_rows(node):
+        return known.get(value, (value, []))
     sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
-    climbs = [through_row_views(source) for source in sources]
-    if any(base is not climbs[0][0] for base, _ in climbs):
-        return value, []
-    below = dict.fromkeys(view for _, views in climbs for view in views)
-    return climbs[0][0], [*below, node]
+    climbs = [_climb(source, known) for source in sources]
+    result: _Climb = (value, [])
+    if all(base is climbs[0][0] for base, _ in climbs):
+        below = dict.fromkeys(view for _, views in climbs for view in views)
+        result = climbs[0][0], [*below, node]
+    known[value] = result
+    return result
 
 
 def copy_onto(
@@ -341,6 +352,6 @@ def move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
 
 def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]:
     """The anchor nodes of a graph and its subgraphs, skipping those rewritten away meanwhile."""
-    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
+    for node in list(all_nodes(graph)):
         if node.op_type in anchors and node.graph is not None:
             yield node

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
@@ -49,7 +50,7 @@ class Report:
 
 def op_counts(model: ir.Model) -> Counter[str]:
     """Nodes by operator, subgraphs included; Constant nodes are data, not operations."""
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = all_nodes(model.graph)
     return Counter(
         f"{n.domain}.{n.op_type}" if n.domain else n.op_type
         for n in nodes
@@ -59,7 +60,7 @@ def op_counts(model: ir.Model) -> Counter[str]:
 
 def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     """Fused ops in the result by name, exposed values aside; and rewrites that leave no op."""
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = all_nodes(model.graph)
     names = (n.op_type.split("_")[0] for n in nodes if n.domain == FUSE)
     counts = Counter(name for name in names if name not in _CANONICAL)
     counts.update({name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS})
@@ -95,18 +96,22 @@ def optimize(
     if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(model)):
         rw.fusions[FOLD_BATCH_NORM] = folded
         infer_shapes(model)
+    operators = {node.op_type for node in all_nodes(model.graph)}
     for rule in RULES:
         if not wanted(rule.name, rule.level) or (training and not rule.training):
+            continue
+        if operators.isdisjoint(rule.anchors):
             continue
         changed = [rule.apply(rw, node) for node in nodes_in_order(model.graph, rule.anchors)]
         if any(changed):
             shape_of_source(model)
             clean(model)
             infer_shapes(model)
-    if level >= 2:
-        tidy_layout(model)
+        operators = {node.op_type for node in all_nodes(model.graph)}
+    tidied = level >= 2 and tidy_layout(model)
     clean(model)
-    infer_shapes(model)
+    if tidied:
+        infer_shapes(model)
     report.fusions = _fused(model, rw)
     report.not_fused, report.notes = rw.refusals, rw.notes
     report.after = op_counts(model)

@@ -5,30 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
 from onnx_fuse.onnx.common import quiet
 from onnx_fuse.onnx.opsets import training_mode_kept
-from onnx_fuse.onnx.shapes import MAKES_SEQUENCES, infer_shapes
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
     CONSTANT,
     Rewriter,
     attribute,
-    dim,
     is_float,
-    made_by,
     rank,
     scalar,
     users,
 )
+from onnx_fuse.passes.fold import fold_constants
 from onnx_fuse.passes.sizes import measure_reshapes
-
-FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
-
-_SMALL = 64
 
 
 def clean(model: ir.Model) -> None:
@@ -53,70 +47,48 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
         if is_float(value) and CONSTANT not in value.metadata_props
     }
 
-    def should_fold(node: ir.Node) -> bool | None:
-        """Only what costs nothing to keep: never a matrix that would be stored twice."""
-        if node.op_type in MAKES_SEQUENCES:
-            return False
-        if training and any(v in parameters for v in node.inputs if v is not None):
-            return False
-        if node.op_type == "ConstantOfShape" and (shape := const_array(node.inputs[0])) is not None:
-            # onnxscript leaves them all alone; exporters build pads and shapes out of small ones.
-            return int(shape.prod()) <= _SMALL
-        return None
+    def wanted(node: ir.Node) -> bool:
+        return not (training and any(v in parameters for v in node.inputs))
 
-    notes: list[str] = []
-    limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
-    for _ in range(2):  # shapes known after the first round make more of them constants
+    for _ in range(_ROUNDS):  # shapes known after one round make more of them constants
         infer_shapes(model)
-        measure_reshapes(model)
-        _fold_known_dims(model)
-        if not any(map(_may_fold, ir.traversal.RecursiveGraphIterator(model.graph))):
-            break
-        from onnxscript.optimizer import fold_constants
-
-        try:
-            with quiet("onnxscript"):  # it logs what it leaves alone
-                fold_constants(model, **limits, should_fold=should_fold)
-        except RuntimeError as error:
-            notes.append(f"{error}: it and what follows it stay as they are")
+        changed = measure_reshapes(model)
         _lift_constants(model)
+        changed = fold_constants(model, wanted) or changed
+        _lift_constants(model)
+        if not changed:
+            break
+    _sequences(model)
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
     _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
     _drop_no_ops(model)
     _products(model)
     clean(model)
-    return notes
+    return []
 
 
-# What onnxscript's folding rewrites although not all inputs are constant. Its rules for Abs, Add,
-# Gather and Squeeze too, but those act on what a Shape or constants alone have made.
-FOLDED = frozenset(
-    (
-        *(
-            "Cast",
-            "CastLike",
-            "Concat",
-            "ConcatFromSequence",
-            "Dropout",
-            "Expand",
-            "Identity",
-            "If",
-        ),
-        *("Reshape", "SequenceAt", "SequenceConstruct", "Shape", "Size", "SplitToSequence"),
-    )
-)
+_ROUNDS = 4
 
 
-def _may_fold(node: ir.Node) -> bool:
-    """Whether folding could do something here: without any such node it need not be imported."""
-    constant = all(v is None or v.const_value is not None for v in node.inputs)
-    return constant or node.op_type in FOLDED
+def _sequences(model: ir.Model) -> None:
+    """Sequences that are taken apart where they were put together, by onnxscript's folding."""
+    if not any(
+        n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
+        for n in all_nodes(model.graph)
+    ):
+        return
+    from onnxscript.optimizer import fold_constants as fold_sequences
+
+    with quiet("onnxscript"):  # it logs what it leaves alone
+        # It evaluates nothing, since its evaluator is not onnxruntime.
+        fold_sequences(model, should_fold=lambda node: False)
+    infer_shapes(model)
 
 
 def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     """Apply onnxscript's rules of these names where the model has one of `ops`; how many times."""
-    if not any(n.op_type in ops for n in ir.traversal.RecursiveGraphIterator(model.graph)):
+    if not any(n.op_type in ops for n in all_nodes(model.graph)):
         return 0  # importing onnxscript takes longer than most graphs
     from onnxscript.rewriter import RewriteRuleSet
     from onnxscript.rewriter.rules import common
@@ -125,29 +97,12 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     return int(RewriteRuleSet(rules).apply_to_model(model))
 
 
-def _fold_known_dims(model: ir.Model) -> None:
-    """Gather(Shape(x), i) is a constant where that dimension is, whatever the others are."""
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        shape = made_by(node.inputs[0], "Shape") if node.op_type == "Gather" else None
-        index = const_array(node.inputs[1]) if shape is not None else None
-        if shape is None or index is None or attribute(shape, "start", 0) != 0:
-            continue
-        dims = [dim(shape.inputs[0], int(i)) for i in index.flat]
-        if None in dims or "end" in shape.attributes or node.outputs[0].is_graph_output():
-            continue
-        op = Builder()
-        known = op.constant(np.array(dims, np.int64).reshape(index.shape))
-        assert node.graph is not None
-        node.graph.insert_before(node, op.nodes)
-        node.outputs[0].replace_all_uses_with(known)
-
-
 def _drop_identities(model: ir.Model) -> None:
     """Readers of Identity(x) read x; an Identity that makes an output leaves its name to x.
 
     onnx-ir's pass (1.1) renames x even where x is an output itself, whose name is then lost.
     """
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         x, graph = (node.inputs[0] if node.inputs else None), node.graph
         if node.op_type != "Identity" or node.domain or x is None or graph is None:
             continue
@@ -171,7 +126,7 @@ _NEUTRAL = {"Add": (0, 1, 0.0), "Sub": (1, 1, 0.0), "Mul": (0, 1, 1.0), "Div": (
 
 
 def _drop_no_ops(model: ir.Model) -> None:
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if node.domain or not node.outputs or node.outputs[0].is_graph_output():
             continue
         kept: ir.Value | None = None
@@ -184,8 +139,9 @@ def _drop_no_ops(model: ir.Model) -> None:
                 ):
                     kept = x
         elif node.op_type == "Dropout" and not (len(node.outputs) > 1 and users(node.outputs[1])):
-            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else np.False_
-            if mode is not None and not mode.any():
+            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else None
+            off = len(node.inputs) < 3 or node.inputs[2] is None
+            if off or (mode is not None and not mode.any()):
                 kept = node.inputs[0]
         elif node.op_type == "Pad":
             pads = const_array(node.inputs[1])
@@ -197,7 +153,7 @@ def _drop_no_ops(model: ir.Model) -> None:
 
 def _products(model: ir.Model) -> None:
     """Einsum(a, b) that is a matrix product between transposes is written as one."""
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if node.op_type != "Einsum" or node.domain or len(node.inputs) != 2:
             continue
         left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
@@ -239,7 +195,7 @@ _KEEPS_SHAPE = frozenset(
 
 def shape_of_source(model: ir.Model) -> None:
     """Shape(f(x)) = Shape(x) where f keeps shapes: a Shape must not count as a norm's reader."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         while node.op_type == "Shape" and (x := node.inputs[0]) is not None:
             producer = x.producer()
             if (
@@ -267,8 +223,9 @@ def fold_batch_norm(model: ir.Model) -> int:
     return _apply(model, [f"fuse_batchnorm_into_{op}" for op in before], {"BatchNormalization"})
 
 
-def tidy_layout(model: ir.Model) -> None:
-    """Level 2: back-to-back Transposes and Reshapes become one."""
+def tidy_layout(model: ir.Model) -> bool:
+    """Level 2: back-to-back Transposes and Reshapes become one; whether any did."""
     pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
-    _apply(model, pairs, {"Transpose", "Reshape"})
+    count = _apply(model, pairs, {"Transpose", "Reshape"})
     _lift_constants(model)
+    return count > 0
