@@ -73,7 +73,7 @@ def _without_weights(model: ir.Model) -> Iterator[None]:
         for v in graph.initializers.values()
         if v.const_value is not None and v.const_value.nbytes > _READ_BY_INFERENCE
     ]
-    listed = len(graph.inputs)
+    inputs = list(graph.inputs)
     tensors = [v.const_value for v in large]
     for value, tensor in zip(large, tensors, strict=True):
         assert tensor is not None
@@ -86,7 +86,8 @@ def _without_weights(model: ir.Model) -> Iterator[None]:
     try:
         yield
     finally:
-        del graph.inputs[listed:]
+        graph.inputs.clear()  # deleting a slice would leave the weights marked as inputs (1.1)
+        graph.inputs.extend(inputs)
         for value, tensor in zip(large, tensors, strict=True):
             value.const_value = tensor
             graph.initializers[value.name or ""] = value
