@@ -17,6 +17,10 @@ CANONICAL_OPSET = 21
 Newer models stay at theirs; what this project emits means the same in all of them."""
 BODIES: dict[str, Callable[[Sequence[str], int, str], ir.Function]] = {}
 """`BODIES[name](exposed, opset, overload)`: a fused op's body as a function; `ops` fills it."""
+MAP_TYPE = "map type"
+"""Key of a Value's `meta`: the TypeProto of a map or a sequence of maps, which onnx-ir lacks."""
+DEFAULT = "default"
+"""Key of a Value's `meta`: the tensor that stands for an input that a caller leaves out."""
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
 
 

@@ -12,7 +12,7 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, one_line
+from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, DEFAULT, FUSE, one_line
 from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import check_sizes, infer_shapes
@@ -117,6 +117,12 @@ def _constant_weights(model: ir.Model) -> None:
     """
     if model.ir_version < 4:
         common_passes.RemoveInitializersFromInputsPass()(model)
+    graph = model.graph
+    for value in graph.inputs:
+        if value.name is not None and value.name in graph.initializers:
+            value.meta[DEFAULT] = value.const_value
+            value.const_value = None
+            del graph.initializers[value.name]
 
 
 @contextlib.contextmanager

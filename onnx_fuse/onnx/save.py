@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import BODIES, FUSE
+from onnx_fuse.onnx.common import BODIES, DEFAULT, FUSE, MAP_TYPE
 
 MAX_PROTOBUF = 2**31 - 1
 _STREAMED = 1 << 16  # bytes from which save() writes an initializer on its own
@@ -58,8 +58,38 @@ def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
 
     `shapes=False` as in `save`.
     """
-    with functions_attached(model), _noted_shapes(model, shapes):
-        return ir.serde.serialize_model(model)
+    with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
+        return serialized(model)
+
+
+def serialized(model: ir.Model) -> onnx.ModelProto:
+    """The model as it is, with the types that onnx-ir cannot hold."""
+    proto = ir.serde.serialize_model(model)
+    graph = proto.graph
+    ends = itertools.chain(
+        zip(graph.input, model.graph.inputs, strict=True),
+        zip(graph.output, model.graph.outputs, strict=True),
+    )
+    for info, value in ends:
+        if MAP_TYPE in value.meta and info.type.WhichOneof("value") is None:
+            info.type.CopyFrom(value.meta[MAP_TYPE])
+    return proto
+
+
+@contextlib.contextmanager
+def _defaults_attached(model: ir.Model) -> Iterator[None]:
+    """Within the block an input that has a default is an initializer too."""
+    graph = model.graph
+    values = [v for v in graph.inputs if DEFAULT in v.meta]
+    for value in values:
+        value.const_value = value.meta[DEFAULT]
+        graph.initializers[value.name or ""] = value
+    try:
+        yield
+    finally:
+        for value in values:
+            value.const_value = None
+            graph.initializers.pop(value.name or "", None)
 
 
 @contextlib.contextmanager
@@ -128,12 +158,12 @@ def save(
                 _save_external(model, path, Path(folder), shapes)
                 return
             draft = Path(folder) / path.name
-            noted = _noted_shapes(model, shapes)
-            with draft.open("wb") as file, functions_attached(model), noted:
+            noted, defaults = _noted_shapes(model, shapes), _defaults_attached(model)
+            with draft.open("wb") as file, functions_attached(model), noted, defaults:
                 for name in big:
                     del model.graph.initializers[name]
                 try:
-                    file.write(ir.serde.serialize_model(model).SerializeToString())
+                    file.write(serialized(model).SerializeToString())
                 finally:
                     for value in big.values():
                         model.graph.initializers[value.name or ""] = value
@@ -158,7 +188,7 @@ def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
 
 def _save_external(model: ir.Model, path: Path, folder: Path, shapes: bool) -> None:
     data = f"{path.name}.data"
-    with functions_attached(model), _noted_shapes(model, shapes):
+    with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
         # save() points the tensors at the file it writes; the caller's model keeps its own.
         kept = {name: value.const_value for name, value in model.graph.initializers.items()}
         try:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes, subgraphs
-from onnx_fuse.onnx.save import functions_attached
+from onnx_fuse.onnx.save import functions_attached, serialized
 
 _LONGEST_SHAPE = 1 << 20
 _READ_BY_INFERENCE = 1000  # bytes of a constant that may be a shape
@@ -55,8 +55,8 @@ def check_sizes(model: ir.Model) -> None:
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
     kept = set(_sequences(model))
-    with functions_attached(model), _without_weights(model):
-        proto = ir.serde.serialize_model(model)
+    with functions_attached(model), without_weights(model):
+        proto = serialized(model)
     try:
         found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
@@ -65,7 +65,7 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
 
 
 @contextlib.contextmanager
-def _without_weights(model: ir.Model) -> Iterator[None]:
+def without_weights(model: ir.Model) -> Iterator[None]:
     """Within the block large initializers are inputs: inference needs their types alone."""
     graph = model.graph
     large = [

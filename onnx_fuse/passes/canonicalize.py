@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.onnx.build import Builder, all_nodes, const_array
-from onnx_fuse.onnx.common import quiet
+from onnx_fuse.onnx.common import FUSE, quiet
 from onnx_fuse.onnx.opsets import training_mode_kept
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
@@ -24,14 +24,17 @@ from onnx_fuse.ops.rewrite import (
 from onnx_fuse.passes.fold import fold_constants
 from onnx_fuse.passes.sizes import measure_reshapes
 
+_PURE = ("", FUSE, "com.microsoft", "ai.onnx.ml")
+
 
 def clean(model: ir.Model) -> None:
     """Dead and repeated nodes and unused initializers go; the rest in topological order."""
     with training_mode_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
-    if not any(n.op_type in ("Bernoulli", "Dropout") for n in model.graph):
-        # The pass knows the other random operators, but would make one of two Dropouts.
+    if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in model.graph):
+        # The pass knows the other random operators, but would make one of two Dropouts, or of
+        # two nodes of which nobody knows what they do.
         common_passes.CommonSubexpressionEliminationPass()(model)
 
 
