@@ -25,7 +25,7 @@ from onnx_fuse.kernels.merge import call_early, merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tail, Tensor
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, one_line
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
 from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
@@ -114,7 +114,11 @@ class Lowerer(Values):
             if value.name in self.values:
                 self.slots[value] = Slot(host=self.values[value.name])
                 continue
-            shape, kind = self.shapes[value.name or ""]
+            default = value.meta.get(DEFAULT)
+            if value.name not in self.shapes and default is not None:
+                shape, kind = tuple(default.numpy().shape), dtype_name(default.dtype)
+            else:
+                shape, kind = self.shapes[value.name or ""]
             tensor = self._buffer("input", shape, kind, value.name or "")
             self.slots[value] = Slot(tensor=tensor)
             inputs.append((value.name or "", tensor))

@@ -20,7 +20,7 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
-from onnx_fuse.errors import CheckFailed, UsageError
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
@@ -83,7 +83,7 @@ def optimize(
     output = output or model.with_suffix(".fused.onnx")
     files.refuse_same(model, output)
     from onnx_fuse import bench, passes, report
-    from onnx_fuse.onnx.load import read
+    from onnx_fuse.onnx.load import opaque, read
     from onnx_fuse.onnx.save import inline as inlined
     from onnx_fuse.onnx.save import save
     from onnx_fuse.onnx.shapes import fix_shapes
@@ -100,7 +100,15 @@ def optimize(
     graph = files.load(original, str(model))
     shapes = parse_shapes(input_shapes)
     fix_shapes(graph, shapes)
-    found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    try:
+        found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from error
+    if check and (unknown := opaque(graph)):
+        raise ModelError(
+            f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
+            "checked: --no-check writes it all the same"
+        )
     result = inlined(graph) if inline else graph
     checked: Check | None = None
     with files.written_beside(output) as draft:

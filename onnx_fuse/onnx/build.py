@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE
 
 
 class Builder:
@@ -121,6 +121,26 @@ def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
 
 
 _HOLD_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def required(model: ir.Model) -> list[ir.Value]:
+    """The inputs that a caller must give: those without a default."""
+    return [v for v in model.graph.inputs if DEFAULT not in v.meta]
+
+
+def defaults(model: ir.Model) -> dict[str, np.ndarray]:
+    """The values of inputs that a caller may leave out, by name."""
+    given = {v.name or "": v.meta.get(DEFAULT) for v in model.graph.inputs}
+    return {name: tensor.numpy() for name, tensor in given.items() if tensor is not None}
+
+
+def bind_defaults(model: ir.Model) -> None:
+    """Make inputs that have a default initializers, which training may change."""
+    graph = model.graph
+    for value in [v for v in graph.inputs if DEFAULT in v.meta]:
+        value.const_value = value.meta.pop(DEFAULT)
+        graph.inputs.remove(value)
+        graph.register_initializer(value)
 
 
 def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -318,6 +318,17 @@ def _check_operators(model: ir.Model) -> None:
     onnx.checker.check_model(proto)
 
 
+_KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
+
+
+def opaque(model: ir.Model) -> str | None:
+    """The first node whose operator nobody here knows, as a user would name it."""
+    for node in all_nodes(model.graph):
+        if node.domain not in _KNOWN_DOMAINS:
+            return f"node '{node.name or node.outputs[0].name}' ({node.domain}.{node.op_type})"
+    return None
+
+
 def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
     defined = outer | set(graph.inputs) | set(graph.initializers.values())
     for value in graph.initializers.values():

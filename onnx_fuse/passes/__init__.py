@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rewrite import Refusal, Rewriter, nodes_in_order
+from onnx_fuse.ops.rewrite import Refusal, Rewriter, Rule, nodes_in_order
 from onnx_fuse.passes.canonicalize import (
     canonicalize,
     clean,
@@ -67,6 +67,18 @@ def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+def _applied(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
+    """Raises ModelError where ranks or types that the file states cannot be those of the node."""
+    try:
+        return rule.apply(rw, node)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"node '{node.name or node.outputs[0].name}' ({node.op_type}): its operands do not fit "
+            f"what {rule.name} looks for ({type(error).__name__}: {one_line(error)}); "
+            f"--skip {rule.name} leaves it alone"
+        ) from error
+
+
 def optimize(
     model: ir.Model,
     *,
@@ -102,7 +114,7 @@ def optimize(
             continue
         if operators.isdisjoint(rule.anchors):
             continue
-        changed = [rule.apply(rw, node) for node in nodes_in_order(model.graph, rule.anchors)]
+        changed = [_applied(rule, rw, n) for n in nodes_in_order(model.graph, rule.anchors)]
         if any(changed):
             shape_of_source(model)
             clean(model)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.onnx.build import Builder, all_nodes, const_array
-from onnx_fuse.onnx.common import FUSE, quiet
+from onnx_fuse.onnx.common import DEFAULT, FUSE, quiet
 from onnx_fuse.onnx.opsets import training_mode_kept
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
@@ -68,7 +68,14 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     _drop_no_ops(model)
     _products(model)
     clean(model)
-    return []
+    open_ = [v.name or "" for v in model.graph.inputs if DEFAULT in v.meta]
+    if not open_:
+        return []
+    return [
+        f"{len(open_)} inputs have a default that a caller may override ({', '.join(open_[:3])}"
+        f"{', …' if len(open_) > 3 else ''}): they are no constants, and what they enter is "
+        "neither folded nor fused as one"
+    ]
 
 
 _ROUNDS = 4

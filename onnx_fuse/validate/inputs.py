@@ -15,7 +15,7 @@ import onnx_ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import feeds_of
+from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]
@@ -30,7 +30,7 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
         raise ModelError(f"{path}: not an .npz file of arrays ({error})") from error
-    needed = [v.name for v in model.graph.inputs]
+    needed = [v.name for v in required(model)]
     missing = [name for name in needed if name not in arrays]
     if missing:
         raise UsageError(
@@ -80,7 +80,7 @@ def generate(
             rng = np.random.default_rng(seed + len(accepted))
             try:
                 feed = {}
-                for value in model.graph.inputs:
+                for value in required(model):
                     name = value.name or ""
                     shape = _shape(dims[name], sizes)
                     feed[name] = _array(value, shape, bounds[name], rng, top)
