@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from support import Cli
 
 from onnx_fuse import passes
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.common import CANONICAL_OPSET
 from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.onnx.save import at_opset, inline, to_proto
 from onnx_fuse.onnx.upgrade import UPGRADES
 
 RNG = np.random.default_rng(0)
@@ -257,6 +260,65 @@ def test_the_upgraded_node_answers_the_same(opset: int, ends: str, nodes: str) -
                     np.testing.assert_array_equal(np.signbit(b[b == 0]), np.signbit(a[b == 0]))
 
 
+def test_the_node_is_written_back_at_its_opset() -> None:
+    """Or refused with the operator that needs a later one, which few of them do."""
+    refused: list[str] = []
+    reasons: list[str] = []
+    for opset, ends, nodes in ROWS:
+        proto = onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["" : {opset}]> g {ends} {{ {nodes} }}'
+        )
+        model = load(proto)
+        passes.optimize(model, level=0)
+        try:
+            written = to_proto(at_opset(model, opset))
+        except ModelError as error:
+            refused.append(nodes.partition("=")[2].split()[0])
+            reasons.append(str(error))
+            continue
+        assert [(o.domain, o.version) for o in written.opset_import] == [("", opset)]
+        feeds = feeds_of(proto, hostile=True)
+        expected = run(proto.SerializeToString(), feeds)
+        for a, b in zip(expected, run(written.SerializeToString(), feeds), strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-6)
+    pattern = r"node '.*' \(\w+\).* needs opset \d+.*"
+    assert [r for r in reasons if not re.fullmatch(pattern, r)] == []
+    # Upsample and Resize 10 become Resize 13; a matrix of several axes is reshaped by opset 14
+    matrices = {"Softmax", "LogSoftmax", "Hardmax"}
+    assert set(refused) <= {"Scatter", "Upsample", "Resize", "Dropout", *matrices}
+
+
+FUSED = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[N,4] x) => (float[N,4] y) <float[4] s = {1,2,3,4}, float[4] b = {0,1,0,1},
+  float[4,4] w = {1,0,0,1,0,1,0,1,1,0,1,0,0,1,1,0}> {
+  n = LayerNormalization (x, s, b)  p = MatMul (n, w)  q = Add (p, b)
+  h = Div (q, r)  e = Erf (h)  a = Add (e, one)  m = Mul (q, a)  y = Mul (m, half) }"""
+
+
+def test_a_fused_model_is_written_at_its_opset_and_read_again() -> None:
+    text = FUSED.replace("> {", ", float r = {1.4142135}, float one = {1}, float half = {0.5}> {")
+    proto = onnx.parser.parse_model(text)
+    model = load(proto)
+    passes.optimize(model)
+    fused = [n.op_type for n in model.graph]
+    assert fused == ["LayerNormGemmGelu"]
+    x = RNG.standard_normal((3, 4)).astype(np.float32)
+    (expected,) = run(proto.SerializeToString(), {"x": x})
+    for opset in (17, 18, 21, 22):
+        written = to_proto(at_opset(model, opset))
+        assert {o.domain: o.version for o in written.opset_import}[""] == opset
+        (y,) = run(written.SerializeToString(), {"x": x})
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+        assert [n.op_type for n in load(written).graph] == fused
+    with pytest.raises(ModelError, match=r"LayerNormGemmGelu: node .* needs opset 17"):
+        at_opset(model, 15)
+    plain = inline(model)
+    passes.tidy_inlined(plain)
+    assert "CastLike" not in [n.op_type for n in plain.graph]
+    (y,) = run(to_proto(at_opset(plain, 13)).SerializeToString(), {"x": x})
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_group_normalization_by_group() -> None:
     """Opset 18 to 20 scales by group, 21 by channel; onnxruntime runs neither before 21."""
     text = """<ir_version: 8, opset_import: ["" : 18]>
@@ -322,6 +384,24 @@ def test_branches_and_functions_are_brought_up() -> None:
     for c, expected in ((True, hard.astype(np.float32)), (False, softmax(h, 0))):
         (y,) = run(data, {"c": np.array(c), "x": x})
         np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+def test_the_command_writes_an_opset(cli: Cli, tmp_path: Path) -> None:
+    text = FUSED.replace("> {", ", float r = {1.4142135}, float one = {1}, float half = {0.5}> {")
+    path = tmp_path / "m.onnx"
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    for given, opset in (("keep", 17), ("18", 18)):
+        assert cli("optimize", path, "--opset", given).code == 0
+        written = onnx.load(tmp_path / "m.fused.onnx")
+        assert {o.domain: o.version for o in written.opset_import}[""] == opset
+    result = cli("optimize", path, "--opset", "15")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert f"{path}: the body of LayerNormGemmGelu: node" in result.err
+    assert "needs opset 17: it cannot be written in 15" in result.err
+    assert cli("optimize", path, "--opset", "13", "--inline").code == 0
+    for wrong in ("0", "old", "-1"):
+        assert cli("optimize", path, "--opset", wrong).code == 2
+    assert cli("optimize", path, "--opset", "999").code == 1
 
 
 # A version of an operator that looks as if it meant something else, and does not.

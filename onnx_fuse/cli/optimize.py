@@ -58,6 +58,10 @@ def optimize(
     inline: Annotated[
         bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
     ] = False,
+    opset: Annotated[
+        str | None,
+        typer.Option(metavar="N|keep", help="Write this ai.onnx opset; keep: the one of MODEL."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with onnxruntime on the original.")
     ] = True,
@@ -84,8 +88,8 @@ def optimize(
     files.refuse_same(model, output)
     from onnx_fuse import bench, passes, report
     from onnx_fuse.onnx.load import opaque, read
+    from onnx_fuse.onnx.save import at_opset, save
     from onnx_fuse.onnx.save import inline as inlined
-    from onnx_fuse.onnx.save import save
     from onnx_fuse.onnx.shapes import fix_shapes
 
     check_precision(precision)
@@ -94,6 +98,7 @@ def optimize(
             "--precision is of the kernels that --target lists; the file keeps its types"
         )
     hardware = hardware_of(target) if target else None
+    wanted = _opset(opset)
     started = time.perf_counter()
     original = read(model)
     before = report.summary(original, "original", model)
@@ -110,6 +115,13 @@ def optimize(
             "checked: --no-check writes it all the same"
         )
     result = inlined(graph) if inline else graph
+    if inline:
+        passes.tidy_inlined(result)
+    if wanted is not None:
+        try:
+            result = at_opset(result, wanted or original.graph.opset_imports[""])
+        except ModelError as error:
+            raise ModelError(f"{model}: {error}") from error
     checked: Check | None = None
     with files.written_beside(output) as draft:
         save(result, draft, external=external, shapes=False)
@@ -147,6 +159,15 @@ def optimize(
             + ": run onnx-fuse validate --blame"
         )
     printer.text(f"wrote {output}")
+
+
+def _opset(given: str | None) -> int | None:
+    """The opset to write: a number, 0 for the file's own, None for what the passes use."""
+    if given is None or given == "keep":
+        return None if given is None else 0
+    if not given.isdecimal() or not int(given):
+        raise UsageError(f"--opset takes a number or 'keep', not '{given}'")
+    return int(given)
 
 
 def _show_optimize(

@@ -55,7 +55,10 @@ def _is_own(function: ir.Function) -> bool:
     if function.domain != FUSE or function.name.split("_")[0] not in BODIES:
         return False
     opset = function.opset_imports.get("", CANONICAL_OPSET)
-    ours = fused_function(function.name, opset, function.overload)
+    try:
+        ours = fused_function(function.name, opset, function.overload)
+    except ModelError:
+        return False  # ours cannot be written in that opset
     theirs, expected = (ir.serde.serialize_function(f) for f in (function, ours))
     for proto in (theirs, expected):
         del proto.value_info[:], proto.metadata_props[:]

@@ -15,7 +15,9 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import BODIES, DEFAULT, FUSE, MAP_TYPE
+from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE
+from onnx_fuse.onnx.downgrade import downgrade
+from onnx_fuse.onnx.upgrade import upgrade
 
 MAX_PROTOBUF = 2**31 - 1
 _STREAMED = 1 << 16  # bytes from which save() writes an initializer on its own
@@ -50,7 +52,15 @@ def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
     name, *exposed = op_type.split("_")
     if name not in BODIES:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
-    return BODIES[name](exposed, opset, overload)
+    if opset >= CANONICAL_OPSET:
+        return BODIES[name](exposed, opset, overload)
+    function = BODIES[name](exposed, CANONICAL_OPSET, overload)
+    try:
+        downgrade(function, CANONICAL_OPSET, opset)
+    except ModelError as error:
+        raise ModelError(f"the body of {op_type}: {error}") from error
+    function.opset_imports[""] = opset
+    return function
 
 
 def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
@@ -119,6 +129,30 @@ def inline(model: ir.Model) -> ir.Model:
         del flat.functions[key]
     flat.graph.opset_imports.pop(FUSE, None)
     return flat
+
+
+_OLDEST = 7  # that onnxruntime runs
+
+
+def at_opset(model: ir.Model, opset: int) -> ir.Model:
+    """A copy of the model written in ai.onnx `opset`, newer or older than its own.
+
+    Raises ModelError for an opset that does not exist or that onnxruntime does not run, and with
+    the first node whose operator `opset` cannot express.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    if not _OLDEST <= opset <= newest:
+        raise ModelError(f"there is no ai.onnx opset {opset} to write ({_OLDEST} to {newest} are)")
+    model = model.clone()
+    version = model.graph.opset_imports[""]
+    if opset >= version:
+        upgrade(model.graph, version, opset)
+    else:
+        downgrade(model.graph, version, opset)
+    model.graph.opset_imports[""] = opset
+    common_passes.RemoveUnusedNodesPass()(model)
+    with functions_attached(model):  # whose bodies have to be written in it, too
+        return model
 
 
 def weight_bytes(model: ir.Model) -> int:

@@ -82,7 +82,7 @@ def without_weights(model: ir.Model) -> Iterator[None]:
             value.shape = ir.Shape(list(tensor.numpy().shape))
         value.const_value = None
         del graph.initializers[value.name or ""]
-    graph.inputs.extend(large)
+    graph.inputs.extend(v for v in large if not v.is_graph_input())
     try:
         yield
     finally:

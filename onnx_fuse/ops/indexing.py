@@ -53,7 +53,7 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _int64(op: Any, indices: ir.Value) -> Tensor:
     """Indices as ScatterND takes them: Gather's may be int32."""
-    if indices.dtype == ir.DataType.INT64:
+    if indices.dtype not in (ir.DataType.INT32, None):
         return indices
     return op.Cast(indices, to=ir.DataType.INT64.value)
 

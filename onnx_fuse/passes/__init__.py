@@ -22,6 +22,9 @@ from onnx_fuse.passes.canonicalize import (
     shape_of_source,
     tidy_layout,
 )
+from onnx_fuse.passes.canonicalize import (
+    tidy_inlined as tidy_inlined,
+)
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",

@@ -61,7 +61,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
         _lift_constants(model)
         if not changed:
             break
-    _sequences(model)
+    notes = _sequences(model)
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
     _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
@@ -69,31 +69,43 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     _products(model)
     clean(model)
     open_ = [v.name or "" for v in model.graph.inputs if DEFAULT in v.meta]
-    if not open_:
-        return []
-    return [
-        f"{len(open_)} inputs have a default that a caller may override ({', '.join(open_[:3])}"
-        f"{', …' if len(open_) > 3 else ''}): they are no constants, and what they enter is "
-        "neither folded nor fused as one"
-    ]
+    if open_:
+        notes.append(
+            f"{len(open_)} inputs have a default that a caller may override ({', '.join(open_[:3])}"
+            f"{', …' if len(open_) > 3 else ''}): they are no constants, and what they enter is "
+            "neither folded nor fused as one"
+        )
+    return notes
 
 
 _ROUNDS = 4
 
 
-def _sequences(model: ir.Model) -> None:
+def tidy_inlined(model: ir.Model) -> None:
+    """What bodies leave where they are written out: casts of constants, biases that add nothing."""
+    infer_shapes(model)
+    fold_constants(model, lambda node: node.op_type == "Cast")
+    _drop_no_ops(model)
+    clean(model)
+
+
+def _sequences(model: ir.Model) -> list[str]:
     """Sequences that are taken apart where they were put together, by onnxscript's folding."""
     if not any(
         n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
         for n in all_nodes(model.graph)
     ):
-        return
+        return []
     from onnxscript.optimizer import fold_constants as fold_sequences
 
     with quiet("onnxscript"):  # it logs what it leaves alone
         # It evaluates nothing, since its evaluator is not onnxruntime.
-        fold_sequences(model, should_fold=lambda node: False)
+        try:
+            fold_sequences(model, should_fold=lambda node: False)
+        except RuntimeError as error:
+            return [f"{error}: it and what follows it stay as they are"]
     infer_shapes(model)
+    return []
 
 
 def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
