@@ -6,9 +6,14 @@ import importlib
 import importlib.machinery
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's own would take a third of this import
 if TYPE_CHECKING:
+    from typing import Any
+
+    from onnx_fuse.api import gradient as gradient
+    from onnx_fuse.api import load as load
+    from onnx_fuse.api import optimize as optimize
     from onnx_fuse.errors import CheckFailed as CheckFailed
     from onnx_fuse.errors import DataError as DataError
     from onnx_fuse.errors import DeviceError as DeviceError
@@ -16,8 +21,6 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
     from onnx_fuse.session import InferenceSession as InferenceSession
-    from onnx_fuse.session import load as load
-    from onnx_fuse.session import optimize as optimize
     from onnx_fuse.training import optim as optim
 
 __version__ = "0.1.0"
@@ -32,9 +35,9 @@ _NAMES = {
     "OnnxFuseError": "errors",
     "Trainer": "training.trainer",
     "UsageError": "errors",
-    "gradient": "autodiff",
-    "load": "session",
-    "optimize": "session",
+    "gradient": "api",
+    "load": "api",
+    "optimize": "api",
 }
 _MODULES = {"backend": "backend", "optim": "training.optim", "validate": "validate"}
 

@@ -1,7 +1,7 @@
 """What a lowering sees of a graph: values and their types, buffers, the calls so far.
 
-Each value is known on the host (shape arithmetic, constants), or is a Tensor, or belongs to the
-tail, whose shapes depend on data.
+Each value is known on the host (shape arithmetic, constants), or is a Tensor, or is of a later
+stage, whose shapes depend on data.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ WEIGHT_LIMIT = 1 << 12
 
 @dataclass
 class Slot:
-    """What is known of one value: `host` its array, `tensor` where it stands on the device."""
+    """What is known of one value: `host` its array, `tensor` where it stands on the device.
+
+    `later`: a later stage makes it. `items`: it is a sequence of these.
+    """
 
     host: np.ndarray | None = None
     tensor: Tensor | None = None
-    tail: bool = False
+    later: bool = False
+    items: tuple[Slot, ...] | None = None
 
 
 class NotStatic(Exception):
@@ -59,7 +63,7 @@ class Values:
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
         self.fold_pays: dict[tuple[Problem, bool], bool] = {}
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
-        self._names = 0
+        self._names, self._prefix = 0, "value"
         self._random: Tensor | None = None
         self._streams = 0
         self._results: set[ir.Value] = set()  # of decompositions: used, though by no node
@@ -69,7 +73,7 @@ class Values:
         for value in values:
             if not value.name:
                 self._names += 1
-                value.name = f"value_{self._names}"
+                value.name = f"{self._prefix}_{self._names}"
 
     def _single(self, node: ir.Node) -> ir.Model:
         """A model of this node alone, its inputs typed by what is known of them."""

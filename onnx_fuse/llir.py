@@ -304,12 +304,17 @@ Lowering = Callable[[Context, ir.Node], "str | None"]
 
 
 @dataclass(frozen=True)
-class Tail:
-    """What onnxruntime runs after the calls: a model whose shapes depend on data."""
+class Stage:
+    """A model to run after the calls, over their results: some of its sizes depend on data.
+
+    `inputs` are where its inputs stand on the device; None: an earlier stage makes them.
+    onnxruntime runs it if `host`, else it is lowered in its turn.
+    """
 
     model: bytes = field(repr=False)
-    inputs: tuple[tuple[str, Tensor | np.ndarray], ...]
+    inputs: tuple[tuple[str, Tensor | None], ...]
     outputs: tuple[str, ...]
+    host: bool
 
 
 class NeedsValues(Exception):
@@ -325,7 +330,7 @@ class Program:
     """Kernel calls in order over buffers: a pure function of (model, shapes, Hardware).
 
     `inputs` and `outputs` are in the model's order. An output known at lowering is an array, one of
-    the tail's is None; an output that is a state's next value is that state's own tensor.
+    a later stage None; an output that is a state's next value is that state's own tensor.
     """
 
     calls: tuple[Call, ...]
@@ -335,7 +340,8 @@ class Program:
     constants: Mapping[int, np.ndarray] = field(repr=False)
     fallbacks: tuple[str, ...] = ()
     """Operators that run on onnxruntime, each with the reason."""
-    tail: Tail | None = None
+    stages: tuple[Stage, ...] = ()
+    """What depends on the calls' results, in order."""
 
     def __str__(self) -> str:
         lines = [f"input {name} = {tensor}" for name, tensor in self.inputs]

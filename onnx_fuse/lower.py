@@ -23,17 +23,20 @@ from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.deferred import defer
 from onnx_fuse.kernels.merge import call_early, merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
-from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tail, Tensor
+from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
 from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
+from onnx_fuse.sequences import followed, sequence
+from onnx_fuse.stages import stages
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
     *("pointwise", "views", "indexing", "random", "linear", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "loss", "sdpa"),
+    *("regions", "linalg", "text"),
 )
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
           "Multinomial", "Dropout"}  # fmt: skip
@@ -42,6 +45,7 @@ FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", 
           "MatMul", "NegativeLogLikelihoodLoss", "RMSNormalization", "RotaryEmbedding",
           "ScatterElements", "ScatterND", "SoftmaxCrossEntropyLoss"}  # fmt: skip
 """Operators whose kernels believe that the operands fit together: inference is asked before."""
+CONTROL = ("If", "Loop", "Scan")
 HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 MAX_UNROLL = 1024
@@ -102,12 +106,18 @@ class Lowerer(Values):
         # inputs of a body -> what it was called on; results of a node -> those of its body
         self.origin: dict[ir.Value, ir.Value] = {}
         self.fallbacks: dict[str, str] = {}
-        self.tail: list[ir.Node] = []
+        self.later: list[ir.Node] = []  # nodes of later stages
+        self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
+        self.of_sequences = followed(model.graph)
+        self.undecided: set[ir.Node] = set()  # whose decomposition wants a value to be known
 
     # ---- the walk ----
 
     def run(self) -> Program:
         graph = self.model.graph
+        # an earlier stage gave its names to what this one reads
+        while any((v.name or "").startswith(f"{self._prefix}_") for v in graph.inputs):
+            self._prefix += "_"
         mutable = self.mutable = set(self.state.values())
         inputs = []
         for value in graph.inputs:
@@ -137,11 +147,13 @@ class Lowerer(Values):
         for node in graph:
             self._node(node)
         outputs, writes = self._outputs()
-        tail = self._tail_model()
+        names = [v.name or "" for v in graph.outputs if self.slots[v].later]
+        rest = stages(
+            self.later, self.stuck, self.slots, self.contiguous, self.opsets, names, self._dated
+        )
         keep = {t.buffer for _, t in outputs if isinstance(t, Tensor)}
         keep |= {t.buffer for _, t in writes}
-        if tail is not None:
-            keep |= {t.buffer for _, t in tail.inputs if isinstance(t, Tensor)}
+        keep |= {t.buffer for stage in rest for _, t in stage.inputs if t is not None}
         if self._random is not None:  # the next run draws other numbers
             draw, code = self._random.slice([1], [1], [1]), Code()
             after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
@@ -156,7 +168,7 @@ class Lowerer(Values):
             tuple(outputs),
             {k: v for k, v in self.constants.items() if k in used},
             tuple(f"{op}: {why}" for op, why in self.fallbacks.items()),
-            tail,
+            rest,
         )
 
     def folded(
@@ -212,14 +224,14 @@ class Lowerer(Values):
 
     def _node(self, node: ir.Node) -> None:
         slots = [self.slots[v] for v in node.inputs if v is not None]
-        if any(slot.tail for slot in slots) or any(
-            self.slots[v].tail for v in captured(node) if v in self.slots
+        if any(slot.later for slot in slots) or any(
+            self.slots[v].later for v in captured(node) if v in self.slots
         ):
             self._defer(node)
             return
-        if node.op_type in ("If", "Loop", "Scan") and node.domain == "" and self._control(node):
+        if node.op_type in CONTROL and node.domain == "" and self._control(node):
             return
-        if not self._evaluate(node):
+        if not self._evaluate(node) and not (self.of_sequences and sequence(self, node)):
             self._lower(node)
 
     def _lower(self, node: ir.Node) -> None:
@@ -243,7 +255,9 @@ class Lowerer(Values):
             self._rewind(mark)
             if UNKNOWN in reason and (names := self._deciding(node)):
                 raise NeedsValues(names)
-            if not self._expand(node):
+            if self._learns(node, reason):
+                self._defer(node)
+            elif not self._expand(node):
                 self._fallback(node, reason)
         finally:
             if own:
@@ -261,6 +275,11 @@ class Lowerer(Values):
         except (IndexError, ValueError) as error:  # ranks, axes and sizes that no valid node has
             raise self.fault(node, one_line(error)) from error
 
+    def ask(self, node: ir.Node, i: int) -> None:
+        """Raise NeedsValues where inputs of the model decide about operand `i`."""
+        if names := self._deciding(node, i):
+            raise NeedsValues(names)
+
     def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
         """Small inputs of the model that unknown operands of a node (all but the first, or one) are
         computed from.
@@ -269,6 +288,7 @@ class Lowerer(Values):
         operands = node.inputs[1:] or node.inputs if operand is None else [node.inputs[operand]]
         todo = [v for v in operands if v is not None]
         seen: set[ir.Value] = set()
+        direct = set(todo)
         while todo:
             value = todo.pop()
             while value in self.origin:
@@ -279,7 +299,11 @@ class Lowerer(Values):
             seen.add(value)
             if value.is_graph_input() and value in self.model.graph.inputs:
                 tensor = slot.tensor
-                if tensor is not None and len(tensor.shape) <= 1 and tensor.size <= 64:
+                # what sizes are computed from is integers: no program for each vector of floats
+                counts = value in direct or (
+                    tensor is not None and (tensor.size == 1 or "int" in tensor.dtype)
+                )
+                if tensor is not None and counts and len(tensor.shape) <= 1 and tensor.size <= 64:
                     found[value.name or ""] = None
                 else:
                     return []
@@ -304,7 +328,7 @@ class Lowerer(Values):
         late: list[tuple[str, Tensor, Tensor]] = []
         for value in self.model.graph.outputs:
             slot, name = self.slots[value], value.name or ""
-            if slot.tail:
+            if slot.later:
                 outputs.append((name, None))
                 continue
             if name in self.state:
@@ -423,15 +447,17 @@ class Lowerer(Values):
 
     def _control(self, node: ir.Node) -> bool:
         """If, Loop and Scan whose course is known, written out; False where it is not."""
-        mark, tail, known = self._mark(), len(self.tail), dict(self.fallbacks)
+        mark, later, known = self._mark(), len(self.later), dict(self.fallbacks)
         unroll = {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type]
-        if unroll(node) and len(self.tail) == tail:
+        if unroll(node) and len(self.later) == later:
             return True
         self._rewind(mark)
-        del self.tail[tail:]
+        del self.later[later:]
         self.fallbacks = known
-        if names := self._deciding(node) if node.op_type != "Scan" else []:
-            raise NeedsValues(names)
+        deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the first so many operands
+        names = [n for i in range(deciding) if self.has(node, i) for n in self._deciding(node, i)]
+        if names:
+            raise NeedsValues(list(dict.fromkeys(names)))
         return False
 
     def _branch(self, node: ir.Node) -> bool:
@@ -527,7 +553,7 @@ class Lowerer(Values):
         for i, (pile, axis, way) in enumerate(zip(piles, axes, ways, strict=True), first):
             if i >= len(node.outputs):
                 break
-            if not pile or any(slot.tail for slot in pile):
+            if not pile or any(slot.later for slot in pile):
                 return False
             arrays = [slot.host for slot in (reversed(pile) if way else pile)]
             if all(a is not None for a in arrays):
@@ -561,11 +587,15 @@ class Lowerer(Values):
         for inner in graph:
             self._node(inner)
         for value, result in zip(outputs, graph.outputs, strict=True):
-            self.slots[value], self.origin[value] = self.slots[result], result
-            if self.slots[result].tail:  # the tail knows values by name
-                link = ir.Node("", "Identity", [result], num_outputs=1)
-                link.outputs[0].name = value.name
-                self.tail.append(link)
+            self._result(value, result)
+
+    def _result(self, value: ir.Value, result: ir.Value) -> None:
+        """`value` is the `result` of a body, a branch or a decomposition."""
+        self.slots[value], self.origin[value] = self.slots[result], result
+        if self.slots[result].later and value.name:  # a stage knows values by name
+            link = ir.Node("", "Identity", [result], num_outputs=1)
+            link.outputs[0].name = value.name
+            self.later.append(link)
 
     def _expand(self, node: ir.Node) -> bool:
         """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
@@ -577,14 +607,16 @@ class Lowerer(Values):
         given = list(dict.fromkeys(v for v in node.inputs if v is not None))
         for value, outer in zip(body.inputs, given, strict=True):
             self.slots[value], self.origin[value] = self.slots[outer], outer
-        mark, tail, known = self._mark(), len(self.tail), dict(self.fallbacks)
         self._inner(body, [v for v in node.outputs if v.name])
-        if len(self.tail) > tail:  # then the node goes to the tail whole
-            self._rewind(mark)
-            del self.tail[tail:]
-            self.fallbacks = known
-            return False
         return True
+
+    def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+        """Lower nodes that no graph holds; `results` are used, though by no node."""
+        self._results.update(results)
+        for node in nodes:
+            self._name([v for v in node.inputs if v is not None])
+            self._name(node.outputs)
+            self._node(node)
 
     def _decompose(self, node: ir.Node) -> bool:
         rule = DECOMPOSED.get((node.domain, _base(node)))
@@ -612,16 +644,14 @@ class Lowerer(Values):
         except NotStatic:
             if names := self._deciding(node, unknown[0]):
                 raise NeedsValues(names) from None
+            self.undecided.add(node)
             return False
         if results is None:
             return False
-        self._results.update(v for v in results if v is not None)
-        for inner in op.nodes:
-            self._name(inner.outputs)
-            self._node(inner)
+        self.walk(op.nodes, [v for v in results if v is not None])
         for value, result in zip(node.outputs, results, strict=False):
             if result is not None:
-                self.slots[value] = self.slots[result]
+                self._result(value, result)
         return True
 
     def _body(self, node: ir.Node) -> ir.Graph | None:
@@ -671,12 +701,16 @@ class Lowerer(Values):
         return single.graph
 
     def _fallback(self, node: ir.Node, reason: str) -> None:
-        """onnxruntime, with copies; after everything else where shapes depend on data."""
+        """onnxruntime, with copies, or a later stage where shapes depend on data."""
+        if self._learns(node, reason):  # a decomposition asked for a value
+            self._defer(node)
+            return
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
         self.fallbacks.setdefault(name, reason)
         types = None if captured(node) else self.infer(node)
         typed = types is not None and all(t is not None for t in types)
         if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
+            self.stuck.add(node)
             self._defer(node)
             return
         assert types is not None
@@ -711,53 +745,27 @@ class Lowerer(Values):
         )
 
     def _defer(self, node: ir.Node) -> None:
-        self.tail.append(node)
+        self.later.append(node)
         for value in node.outputs:
-            self.slots[value] = Slot(tail=True)
+            self.slots[value] = Slot(later=True)
 
-    def _tail_model(self) -> Tail | None:
-        """The nodes whose shapes depend on data, as one model over what stands on the device."""
-        if not self.tail:
-            return None
-        inside = {v.name for node in self.tail for v in node.outputs}
-        feeds: dict[ir.Value, Tensor | np.ndarray] = {}
-        for node in self.tail:
-            for value in (*node.inputs, *captured(node)):
-                if value is None or value.name in inside or value in feeds:
-                    continue
-                slot = self.slots[value]
-                feeds[value] = slot.host if slot.tensor is None else self.contiguous(slot.tensor)  # type: ignore[assignment]
-        fresh = {}
-        for value in feeds:
-            dtype, shape = self._type(value)
-            fresh[value.name] = ir.Value(
-                name=value.name, shape=ir.Shape(shape), type=ir.TensorType(dtype)
-            )
-        wanted = [v for v in self.model.graph.outputs if v.name in inside]
-        protos = [ir.serde.serialize_node(node) for node in self.tail]
-        graph = onnx.helper.make_graph(
-            protos,
-            "tail",
-            [ir.serde.serialize_value(v) for v in fresh.values()],
-            [onnx.ValueInfoProto(name=v.name) for v in wanted],
-        )
-        opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
-        model = to_proto(
-            ir.serde.deserialize_model(
-                onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-            )
-        )
-        self._dated(model, self.tail)
-        return Tail(
-            model.SerializeToString(),
-            tuple((v.name or "", t) for v, t in feeds.items()),
-            tuple(v.name or "" for v in wanted),
+    def _learns(self, node: ir.Node, reason: str) -> bool:
+        """Whether a later stage knows more: a small operand that decides is computed here."""
+        if UNKNOWN not in reason and node.op_type not in CONTROL and node not in self.undecided:
+            return False
+        tensors = (self.slots[v].tensor for v in node.inputs if v is not None)
+        return any(
+            t is not None
+            and len(t.shape) <= 1
+            and t.size <= 64
+            and self.buffers[t.buffer].kind != "input"
+            for t in tensors
         )
 
     def _dtype(self, value: ir.Value | None) -> ir.DataType | None:
-        """Element type, None where there is none, or where it is known only in the tail."""
+        """Element type, None where there is none, or where only a later stage knows it."""
         slot = None if value is None else self.slots.get(value)
-        return None if value is None or slot is None or slot.tail else self._type(value)[0]
+        return None if value is None or slot is None or slot.later else self._type(value)[0]
 
     def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
         """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""

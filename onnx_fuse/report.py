@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onnx_fuse.errors import ModelError, printable
+from onnx_fuse import files
+from onnx_fuse.errors import printable
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -91,8 +91,15 @@ class Printer:
     def __init__(self) -> None:
         from rich.console import Console
 
+        class Unread(Console):
+            def on_broken_pipe(self) -> None:
+                """The reader left: the work goes on, for the files that it writes."""
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                self.begin_capture()
+                self.end_capture()  # drops what could not be written, which is recorded already
+
         width = None if sys.stdout.isatty() else 120
-        self.console: Console = Console(record=True, width=width, highlight=False, soft_wrap=False)
+        self.console: Console = Unread(record=True, width=width, highlight=False, soft_wrap=False)
 
     def text(self, *lines: str) -> None:
         for line in lines:
@@ -251,13 +258,8 @@ def _strict(value: Any) -> Any:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file whole or not at all. Raises ModelError if it cannot be written."""
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            draft = Path(folder) / path.name
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, path)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with files.written(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def as_dict(model: Summary) -> dict[str, Any]:

@@ -7,14 +7,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import defaults, required
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.load import load as load_model
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.problem import PRECISIONS
 from onnx_fuse.runtime import ort
 
@@ -299,7 +297,6 @@ def load(model: Model) -> onnx_ir.Model:
     Local functions are inlined; this project's fused ops stay nodes; the standard's training
     operators (Gradient, Adam, Adagrad, Momentum) are written out. Raises ModelError.
     """
-    from onnx_fuse import ops  # noqa: F401 - the table says which functions are fused ops
     from onnx_fuse.ops.update import PREVIEW
 
     graph = load_model(model)
@@ -308,25 +305,3 @@ def load(model: Model) -> onnx_ir.Model:
 
         expand_training_ops(graph)
     return graph
-
-
-def optimize(
-    model: Model,
-    *,
-    level: int = 2,
-    fuse: Sequence[str] = (),
-    skip: Sequence[str] = (),
-) -> onnx.ModelProto | bytes | onnx_ir.Model:
-    """The fused model, in the kind it came in: bytes, ir.Model, else (path, ModelProto) ModelProto.
-
-    The result runs on stock onnxruntime: every fused op carries its body as an ONNX function. A
-    ModelProto has no inner shapes (see `onnx.save.save`).
-    """
-    from onnx_fuse import passes
-
-    graph = load(model)
-    passes.optimize(graph, level=level, fuse=fuse, skip=skip)
-    if isinstance(model, onnx_ir.Model):
-        return graph
-    proto = to_proto(graph, shapes=False)
-    return proto.SerializeToString() if isinstance(model, bytes) else proto

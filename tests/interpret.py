@@ -7,10 +7,12 @@ so lowering, views, chain merging and the plan are checked against onnxruntime w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime
 
 from onnx_fuse.kernels.pointwise import Expression, Row
@@ -18,6 +20,8 @@ from onnx_fuse.llir import Program, Tensor
 from onnx_fuse.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
+
+Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
 _ERF = np.vectorize(math.erf, otypes=[float])
 
@@ -51,10 +55,12 @@ STEPS: dict[str, Any] = {
     "Log": np.log,
     "Max": np.maximum,
     "Min": np.minimum,
+    "Mod": np.mod,
     "Mul": np.multiply,
     "Neg": np.negative,
     "Not": np.logical_not,
     "Or": np.logical_or,
+    "Xor": np.logical_xor,
     "Pow": np.power,
     "QuickGelu": lambda x, a: x / (1 + np.exp(-a * x)),
     "Reciprocal": lambda x: 1 / x,
@@ -102,9 +108,15 @@ class Memory:
 
 
 def interpret(
-    program: Program, feeds: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
+    program: Program,
+    feeds: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    lowered: Lowered | None = None,
 ) -> dict[str, np.ndarray]:
-    """The program's outputs; temporaries really share memory as planned."""
+    """The program's outputs; temporaries really share memory as planned.
+
+    Its later stages are lowered by `lowered`, and interpreted in their turn, or run by onnxruntime.
+    """
     memory = Memory(program, plan(program))
     for name, tensor in program.inputs:
         memory.view(tensor)[...] = feeds[name]
@@ -136,12 +148,17 @@ def interpret(
     known = {}
     for name, value in program.outputs:
         known[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
-    if program.tail is not None:
-        session = onnxruntime.InferenceSession(program.tail.model)
-        inputs = {n: memory.view(t) if isinstance(t, Tensor) else t for n, t in program.tail.inputs}
-        names = list(program.tail.outputs)
-        known.update(zip(names, session.run(names, inputs), strict=True))
-    return known
+    made: dict[str, np.ndarray] = {}
+    for stage in program.stages:
+        inputs = {n: made[n] if t is None else memory.view(t).copy() for n, t in stage.inputs}
+        if stage.host or lowered is None:
+            session = onnxruntime.InferenceSession(stage.model)
+            made.update(zip(stage.outputs, session.run(list(stage.outputs), inputs), strict=True))
+            continue
+        model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
+        constants = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+        made |= interpret(lowered(model, inputs), inputs, constants, lowered)
+    return known | {name: made[name] for name, value in program.outputs if value is None}
 
 
 def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:

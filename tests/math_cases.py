@@ -383,6 +383,38 @@ def _samples() -> Iterator[Case]:
     yield Case("Col2Im", ((1, 12, 6), i64(5, 6), i64(2, 3)), how, note="strided")
 
 
+def _regions() -> Iterator[Case]:
+    """Regions of interest, moved taps, determinants and n-grams."""
+    corners = np.array([[0, 0, 9, 9], [1.5, 2, 7.5, 6], [-3, 4, 20, 5], [5, 5, 5, 5]])
+    index = np.array([[0], [1], [1], [0]])[:, 0]
+    for dtype in (F32, F16, F64):
+        rois = corners.astype(dtype_of(dtype))
+        for how in (
+            {"mode": "avg"},
+            {"mode": "max", "sampling_ratio": 2},
+            {"coordinate_transformation_mode": "output_half_pixel", "spatial_scale": 0.5},
+        ):
+            attrs = {"output_height": 3, "output_width": 2, "sampling_ratio": 3, **how}
+            yield Case("RoiAlign", ((2, 3, 10, 8), rois, index), attrs, 1, dtype, note=str(how))
+    for dtype in (F32, F16):
+        shifts, pads = (2, 2 * 18, 9, 8), {"pads": [1, 1, 1, 1], "offset_group": 2}
+        given = ((2, 4, 9, 8), (6, 2, 3, 3), shifts, (6,), (2, 2 * 9, 9, 8))
+        yield Case("DeformConv", given, {**pads, "group": 2}, 1, dtype)
+        strided = {"strides": [2, 1], "dilations": [1, 2]}
+        given = ((1, 4, 9, 8), (5, 4, 3, 2), (1, 12, 4, 6))
+        yield Case("DeformConv", given, strided, 1, dtype, note="strided")
+        for shape in ((3, 5, 5), (2, 2, 40, 40), (1, 1)):
+            if dtype == F32 or shape[-1] < 40:  # float16 overflows
+                yield Case("Det", (shape,), {}, 1, dtype)
+    yield Case("Det", ((4, 7, 7),), {}, 1, F64)
+    pool = {"pool_int64s": [2, 3, 5, 4, 5, 6, 7, 8, 6, 7], "ngram_counts": [0, 4]}
+    pool |= {"ngram_indexes": [0, 1, 2, 3, 4, 6, 5], "weights": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
+    words = np.random.default_rng(6).integers(2, 9, (3, 40))
+    for mode, kind in (("TF", np.int32), ("IDF", np.int64), ("TFIDF", np.int64)):
+        attrs = {"mode": mode, "min_gram_length": 1, "max_gram_length": 2, "max_skip_count": 2}
+        yield Case("TfIdfVectorizer", (words.astype(kind),), attrs | pool, note=mode)
+
+
 def _scans() -> Iterator[Case]:
     axis = np.array(1, np.int64)
     for attrs in ({}, {"exclusive": 1}, {"reverse": 1}, {"exclusive": 1, "reverse": 1}):
@@ -509,6 +541,7 @@ def cases() -> list[Case]:
         *_norms(),
         *_windows(),
         *_samples(),
+        *_regions(),
         *_scans(),
         *_indexing(),
         *_losses(),

@@ -1,15 +1,22 @@
 """Checkpoints: runs killed at any moment go on to the same bits; damage is noticed."""
 
+import contextlib
+import hashlib
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir
 import pytest
+import safetensors.numpy
 
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.onnx.build import text_model
@@ -178,6 +185,191 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
     (last / "manifest.json").write_text("{")
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         assert Trainer.resume(tmp_path, model()).calls == 1
+
+
+def test_only_the_runs_own_steps_are_counted_and_deleted(tmp_path: Path) -> None:
+    """Copies, links and files beside them stay; so do newer steps, from which it did not go on."""
+    started = trainer()
+    others = ["step-best", "step-9", "step-00000009.copy", "step-000000008", "notes"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000007").write_text("a file")
+    (tmp_path / "step-00000006").symlink_to(tmp_path / "notes")
+    (tmp_path / "step-99999999").mkdir()
+    feeds = {k: a[:BATCH] for k, a in arrays().items()}
+    for _ in range(4):
+        started.step(feeds)
+        started.checkpoint(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        *others,
+        "step-00000007",
+        "step-00000006",
+        "step-99999999",
+        "step-00000003",
+        "step-00000004",
+    }
+    with pytest.warns(UserWarning, match="step-99999999 is damaged and left out: No such file"):
+        assert Trainer.resume(tmp_path, model()).calls == 4
+
+
+def header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensors(**changes: Any) -> bytes:
+    """The states of a run as safetensors, some of them replaced."""
+    return safetensors.numpy.save({**trainer().state(), **changes})
+
+
+W = trainer().state()["w1"]
+# what is forged or damaged -> (manifest's fields or text, tensors' bytes, what is said)
+FORGED: dict[str, tuple[Any, bytes | None, str]] = {
+    "no JSON": ("{", None, "is damaged"),
+    "not UTF-8": (b"\xff", None, "is damaged"),
+    "a list": ("[]", None, "is no object"),
+    "nested deeply": ("[" * 100_000, None, "is damaged"),
+    "a long number": ('{"step": ' + "9" * 5000 + "}", None, "is damaged"),
+    "format": ({"format": 2}, None, "its format is 2, this version reads 1"),
+    "step as text": ({"step": "0"}, None, "has no 'step' that is of type int"),
+    "step as truth": ({"step": False}, None, "has no 'step' that is of type int"),
+    "another step": ({"step": 7}, None, "is of step 7"),
+    "settings": ({"settings": []}, None, "has no 'settings' that is of type dict"),
+    "extra": ({"extra": None}, None, "has no 'extra' that is of type dict"),
+    "digest": ({"sha256": 1}, None, "has no 'sha256' that is of type str"),
+    "model": ({"model": ["m"]}, None, "has no 'model' that is of type str"),
+    "another model": ({"model": "m"}, None, "is of another model"),
+    "empty": ({}, b"", "header too small"),
+    "truncated": ({}, tensors()[:-4], "is damaged"),
+    "a long header": ({}, (2**60).to_bytes(8, "little"), "header too large"),
+    "no header": ({}, header(b"[]"), "is damaged"),
+    "an unknown dtype": (
+        {},
+        header(b'{"w1":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}', b"abcd"),
+        "is damaged",
+    ),
+    "a huge shape": (
+        {},
+        header(b'{"w1":{"dtype":"F32","shape":[0,4611686018427387904],"data_offsets":[0,0]}}'),
+        "is damaged",
+    ),
+    "a dtype": ({}, tensors(w1=W.astype(float)), r"'w1' is float64\[6, 8\] in the checkpoint"),
+    "a shape": ({}, tensors(w1=W[:1]), r"'w1' is float32\[1, 8\] in the checkpoint, float32\[6, 8"),
+    "a tensor more": ({}, tensors(w9=W), "is of another model"),
+    "history": ({"extra": {"fit": [1]}}, None, "its history has not examples"),
+    "losses": (
+        {"extra": {"fit": {"examples": 37, "batch_size": 8, "losses": ["1"], "epochs": []}}},
+        None,
+        "its history has not floating-point numbers",
+    ),
+    "epochs": (
+        {"extra": {"fit": {"examples": 37, "batch_size": 8, "losses": [], "epochs": [{}]}}},
+        None,
+        "its history has not an epoch",
+    ),
+    "too few losses": (
+        {
+            "extra": {
+                "fit": {
+                    "examples": 37,
+                    "batch_size": 8,
+                    "losses": [],
+                    "epochs": [{"epoch": 1.0, "loss": 1.0}],
+                }
+            }
+        },
+        None,
+        "its history has not as many losses",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_and_damaged_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
+    """The only checkpoint of a folder: an error of this project in one line, nothing restored."""
+    changes, data, text = FORGED[name]
+    last = trainer().checkpoint(tmp_path)
+    path = last / "manifest.json"
+    if isinstance(changes, dict):
+        fields = json.loads(path.read_text())
+        if data is not None:
+            (last / "state.safetensors").write_bytes(data)
+            fields["sha256"] = hashlib.sha256(data).hexdigest()
+        changes = json.dumps(fields | changes)
+    path.write_bytes(changes if isinstance(changes, bytes) else changes.encode())
+    fresh = trainer()
+
+    def resume() -> None:
+        fresh.restore(tmp_path)
+        run(fresh, tmp_path)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(DataError) as fault:
+            resume()
+    said = "\n".join([*(str(w.message) for w in told), str(fault.value)])
+    assert re.search(text, said), said
+    assert "\n" not in str(fault.value)
+    if "history" not in said:
+        assert fresh.calls == 0
+        assert fresh.state()["w1"].tobytes() == W.tobytes()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": {}}, {"optimizer": []}, {"clip_norm": "1"}, {"nothing": 1}]
+)
+def test_forged_settings_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = trainer().checkpoint(tmp_path) / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields["settings"] |= changes
+    path.write_text(json.dumps(fields))
+    with pytest.raises(DataError, match="the settings of its run are damaged"):
+        Trainer.resume(tmp_path, model())
+    with (
+        pytest.raises(UsageError, match="was started with")
+        if "nothing" not in changes
+        else (contextlib.nullcontext())
+    ):
+        trainer().restore(tmp_path)
+
+
+def test_a_folder_that_another_thread_trains_in(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    def other() -> None:
+        try:
+            trainer().checkpoint(tmp_path / "run")
+        except UsageError as error:
+            found.append(str(error))
+
+    with checkpoint.held(tmp_path / "run"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert found == [f"{tmp_path / 'run'}: another training writes its checkpoints there"]
+    assert not (tmp_path / "run").exists()  # nothing was written into it
+
+
+def test_an_interrupted_replacement_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may be saved twice, at its number and at the end of an epoch."""
+    started = trainer()
+    last = started.checkpoint(tmp_path)
+    before = (last / "manifest.json").read_bytes()
+    replace, calls = os.replace, []
+
+    def second(source: Any, target: Any) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", second)
+    with pytest.raises(KeyboardInterrupt):
+        started.checkpoint(tmp_path, note=1)
+    assert len(calls) == 3
+    assert (last / "manifest.json").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [last.name]
 
 
 def test_states_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:

@@ -230,7 +230,8 @@ def test_a_default_can_be_trained_and_differentiated() -> None:
     trainer = Trainer(proto, loss="mse", optimizer=optim.SGD(lr=0.1))
     losses = [float(trainer.step({"x": x, "labels": target})) for _ in range(5)]
     assert losses[-1] < losses[0]
-    graph = to_proto(gradient(proto, loss="mse"))
+    graph = gradient(proto, loss="mse")
+    assert isinstance(graph, onnx.ModelProto)
     assert {"s.grad", "loss"} <= {v.name for v in graph.graph.output}
     found = run(graph.SerializeToString(), {"x": x, "labels": target})
     assert len(found) == len(graph.graph.output)
@@ -500,7 +501,8 @@ def test_the_gradient_of_gather_takes_32_bit_indices() -> None:
     for ends, axis in (("float[5,3]", 0), ("float[3,5]", 1)):
         proto = parsed(f"g ({ends} w, int32[2] i) => (y) {{ y = Gather <axis = {axis}> (w, i) }}")
         proto.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
-        graph = to_proto(gradient(proto, ["w"]))
+        graph = gradient(proto, ["w"])
+        assert isinstance(graph, onnx.ModelProto)
         shape = (5, 3) if axis == 0 else (3, 5)
         dy = np.ones((2, 3) if axis == 0 else (3, 2), np.float32)
         feeds = {"w": np.zeros(shape, np.float32), "i": np.array([4, 4], np.int32), "y.grad": dy}

@@ -96,12 +96,14 @@ def test_workspaces_live_for_their_call() -> None:
 
 
 def test_segments_are_cut_at_host_calls() -> None:
-    text = """agraph (float[2,2] x) => (float[] y) { a = Exp(x) d = Det(a) y = Neg(d) }"""
-    p = lower(text_model(text), {"x": ((2, 2), "float32")}, H200)
+    text = """agraph (float[1,1,2,2,2] x, float[1,1,1,1,3] g) => (float[1,1,1,1,1] y)
+    { a = Exp (x) d = GridSample <mode = "cubic"> (a, g) y = Neg (d) }"""
+    shapes = {"x": ((1, 1, 2, 2, 2), "float32"), "g": ((1, 1, 1, 1, 3), "float32")}
+    p = lower(text_model(text), shapes, H200)
     parts = segments(p)
     assert [bool(part.host) for part in parts] == [False, True, False]
     assert [part.first for part in parts] == [0, 1, 2]
-    assert p.fallbacks == ("Det: no kernel",)
+    assert p.fallbacks == ("GridSample: cubic in three axes",)
 
 
 def bits(calls: set[int]) -> int:

@@ -200,6 +200,56 @@ def test_a_model_may_come_as(kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("function", ["load", "optimize", "gradient"])
+@pytest.mark.parametrize("kind", ["path", "bytes", "proto", "ir"])
+def test_each_kind_of_model_is_given_back_with_its_bodies(
+    function: str, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "fused.onnx"
+    path.write_bytes(of.optimize(ENCODER.read_bytes()))
+    source = {
+        "path": path,
+        "bytes": path.read_bytes(),
+        "proto": onnx.load(path),
+        "ir": onnx_ir.load(path),
+    }[kind]
+    found = getattr(of, function)(source)
+    kinds = {"bytes": bytes, "ir": onnx_ir.Model}
+    assert isinstance(found, kinds.get(kind, onnx.ModelProto))
+    if isinstance(found, onnx_ir.Model):
+        found = onnx_ir.serde.serialize_model(found)
+    proto = onnx.ModelProto.FromString(found) if isinstance(found, bytes) else found
+    called = {n.op_type for n in proto.graph.node if n.domain == FUSE}
+    assert called
+    assert called <= {f.name for f in proto.functions}
+    ort.InferenceSession(proto.SerializeToString())
+
+
+FRESH = """
+import sys
+import onnx_fuse as of
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load
+print(sum(n.domain == FUSE for n in {text}))
+"""
+WAYS = {
+    "session": "of.InferenceSession(sys.argv[1], optimize=False).model.graph",
+    "load": "of.load(sys.argv[1]).graph.node",
+    "backend": "of.backend.prepare(sys.argv[1], optimize=False).session.model.graph",
+    "the loader alone": "load(sys.argv[1]).graph",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fused_file_keeps_its_operators_in_a_fresh_process(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "fused.onnx"
+    path.write_bytes(of.optimize(ENCODER.read_bytes()))
+    fused = sum(n.domain == FUSE for n in onnx.load(path).graph.node)
+    code = [sys.executable, "-c", FRESH.format(text=WAYS[way]), str(path)]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == fused > 0
+
+
 def test_the_callers_model_stays_as_it_was() -> None:
     proto, graph = onnx.load(ENCODER), onnx_ir.load(ENCODER)
     before = [n.op_type for n in graph.graph]

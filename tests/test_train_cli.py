@@ -139,9 +139,20 @@ def test_refuses_in_one_line(case: str, small: Path, capsys: pytest.CaptureFixtu
     assert sorted(p.name for p in small.iterdir()) == before
 
 
-@pytest.mark.parametrize("data", ["missing.npz", "model.onnx", "x.npy"])
+@pytest.mark.parametrize(
+    "data", ["missing.npz", "model.onnx", "x.npy", "damaged.npz", "encrypted.npz"]
+)
 def test_data_that_is_none(data: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(small / "x.npy", X)
+    np.savez_compressed(small / "damaged.npz", x=X)
+    stored = bytearray((small / "damaged.npz").read_bytes())
+    stored[45:60] = b"\xff" * 15  # within the compressed bytes
+    (small / "damaged.npz").write_bytes(stored)
+    np.savez(small / "encrypted.npz", x=X)
+    stored = bytearray((small / "encrypted.npz").read_bytes())
+    stored[6] |= 1  # the flag, in both of the entry's headers
+    stored[stored.index(b"PK\x01\x02") + 8] |= 1
+    (small / "encrypted.npz").write_bytes(stored)
     train = ["train", "model.onnx", "--loss", "cross_entropy", "--data", data]
     assert command(small, *train) == 1
     assert data in capsys.readouterr().err

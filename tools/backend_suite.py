@@ -75,6 +75,7 @@ def _array(value: Any) -> Any:
 
 def outcome(case: Any) -> tuple[str, str]:
     """(pass, fallback, wrong, error or uncounted; the reason)."""
+    from onnx_fuse.autodiff import expand_training_ops
     from onnx_fuse.errors import OnnxFuseError
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.session import load
@@ -85,6 +86,7 @@ def outcome(case: Any) -> tuple[str, str]:
     model, inputs, outputs = loaded
     try:
         graph = load(model)
+        expand_training_ops(graph)  # as a session does
         runner = Executable(graph)
         feeds = dict(zip([v.name for v in graph.graph.inputs], inputs, strict=False))
         with warnings.catch_warnings():

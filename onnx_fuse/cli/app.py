@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -62,44 +62,41 @@ def expand(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: every fault becomes an exit code and one line on stderr."""
-    arguments = expand(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(run_command(arguments))
+def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: False) -> int:
+    """Run one command line and return its exit code; a fault is one line on stderr.
 
-
-def run_command(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
-    debug = "--debug" in arguments
+    `interrupted` tells whether a signal came: it is then the caller's to say so.
+    """
     try:
         code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
-        if code == _INTERRUPTED:  # typer's own answer to Ctrl-C
-            return _fail("interrupted", code)
-        return code if isinstance(code, int) else 0
+        return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", _INTERRUPTED)
-    except BrokenPipeError:
+        return _INTERRUPTED
+    except Exception as error:
+        if interrupted():
+            return _INTERRUPTED
+        if "--debug" in arguments and not isinstance(error, (BrokenPipeError, _USAGE)):
+            raise
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Say what went wrong, and with which exit code that ends."""
+    if isinstance(error, BrokenPipeError):
         # The reader of our output left; nobody is there to be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except OnnxFuseError as error:
-        if debug:
-            raise
+    if isinstance(error, OnnxFuseError):
         return _fail(str(error), error.exit_code)
-    except (MemoryError, OSError) as error:
-        if debug:
-            raise
-        if isinstance(error, MemoryError):
-            return _fail("out of memory", 1)
+    if isinstance(error, MemoryError):
+        return _fail("out of memory", 1)
+    if isinstance(error, OSError):
         return _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
-    except Exception as error:
-        if isinstance(error, _USAGE):
-            error.show()
-            return 2
-        if debug:
-            raise
-        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
+    if isinstance(error, _USAGE):
+        error.show()
+        return 2
+    return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
 
 
 _INTERRUPTED = 130

@@ -60,6 +60,10 @@ def bench(
     Under onnxruntime, or with --device cuda on the GPU (level 0 and 2, one launch a run, feeds
     and outputs there). With --tune: time the kernels that serve MODEL (or an operator) on this GPU.
     """
+    files.claim(
+        {"MODEL": model, "--inputs": inputs},
+        {"--records": records, "--json": json, "--html": html},
+    )
     from onnx_fuse import bench as timing
     from onnx_fuse.validate.inputs import read_feeds
 

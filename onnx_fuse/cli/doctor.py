@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnx_fuse import __version__
-from onnx_fuse.cli import show
+from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
 
 _PACKAGES = (
@@ -20,6 +20,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     from onnx_fuse import config
     from onnx_fuse.runtime import ort
 
+    files.claim({}, {"--json": json, "--html": html})
     printer = show.printer()
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     found = {"python": platform.python_version(), "onnx-fuse": __version__}

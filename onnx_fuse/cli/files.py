@@ -1,15 +1,19 @@
-"""Reading a model, and writing a file so that it stands whole or not at all."""
+"""Reading a model, and the files that a command reads and writes, which must not be the same."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import tempfile
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.files import is_stream
+
+Paths: TypeAlias = "Mapping[str, Path | Sequence[Path] | None]"
 
 
 def load(model: Any, name: str) -> Any:
@@ -22,25 +26,94 @@ def load(model: Any, name: str) -> Any:
         raise ModelError(str(error).replace("model: ", f"{name}: ", 1)) from error
 
 
-def refuse_same(model: Path, output: Path) -> None:
-    same = output.resolve() == model.resolve()
-    if same or (output.exists() and model.exists() and output.samefile(model)):
-        raise UsageError(f"{output}: the output is the input: choose another with -o")
-    if output.exists() and not output.is_file():
-        raise ModelError(f"{output}: cannot be written: it is no plain file")
+def beside(model: Path, suffix: str) -> Path:
+    """The default output of a command. Raises UsageError for a path without a name."""
+    if not model.name:
+        raise UsageError(f"give a MODEL, not '{model}'")
+    return model.with_suffix(suffix)
 
 
-@contextlib.contextmanager
-def written_beside(output: Path) -> Iterator[Path]:
-    """A path in a new folder beside `output`; what is there at the end is moved to `output`."""
-    try:
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-            yield Path(folder) / output.name
-            # The data file first: a model never stands without its weights.
-            for path in sorted(Path(folder).iterdir(), key=lambda p: p.name == output.name):
-                target = output.parent / path.name
-                if target != output and target.exists() and not output.exists():
-                    raise ModelError(f"{target}: already there, and not of {output}")
-                os.replace(path, target)
-    except OSError as error:
-        raise ModelError(f"{output}: cannot be written: {error.strerror or error}") from error
+def with_weights(output: Path) -> tuple[Path, ...]:
+    """What may be written for a model: the file and that of its weights beside it."""
+    return (output,) if is_stream(output) else (output, output.with_name(f"{output.name}.data"))
+
+
+def claim(reads: Paths, writes: Paths) -> None:
+    """Declare all files of a command, by the option that names each, before any work is done.
+
+    What an option stands for besides is included: the weights that a model names, the arrays in a
+    folder of data. Links are followed. Raises UsageError where the command
+    would overwrite what it reads, or write one file twice; ModelError where a file cannot be
+    written.
+    """
+    taken: dict[object, str] = {}
+    models: list[Path] = []
+    for option, path in _flat(reads):
+        for part in (path, *_arrays(path)):
+            taken.setdefault(_key(part), option)
+        if path.is_file():
+            models.append(path)
+    outputs = list(_flat(writes))
+    if any(path.exists() for _, path in outputs):
+        from onnx_fuse.onnx.load import external_files
+
+        for model in models:
+            for part in external_files(model):
+                taken.setdefault(_key(part), f"the weights of {model}")
+    written: dict[object, str] = {}
+    for option, path in outputs:
+        key = _key(path)
+        if key is None:
+            continue
+        if key in taken:
+            raise UsageError(
+                f"{path}: the output is the input: {option} would overwrite {taken[key]}"
+            )
+        if key in written:
+            raise UsageError(f"{path}: {written[key]} and {option} would write the same file")
+        written[key] = option
+    if all(path.exists() for _, path in _flat(reads)):  # else that is said first
+        for option, path in outputs:
+            _writable(option, path)
+
+
+_FOLDERS = ("--checkpoint", "--records")  # outputs that are folders, made where they are missing
+
+
+def _flat(paths: Paths) -> Iterator[tuple[str, Path]]:
+    for option, value in paths.items():
+        for path in () if value is None else [value] if isinstance(value, Path) else value:
+            yield option, path
+
+
+def _arrays(path: Path) -> Iterator[Path]:
+    """The files in a folder of training data."""
+    return path.glob("*.npy") if path.is_dir() else iter(())
+
+
+def _key(path: Path) -> object:
+    """Equal for two names of one file; None for what many may write to, a terminal or /dev/null."""
+    for name in (path, os.path.realpath(path)):  # the latter finds none/../m.onnx too
+        with contextlib.suppress(OSError):
+            found = os.stat(name)
+            return None if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
+    return os.path.realpath(path)
+
+
+def _writable(option: str, path: Path) -> None:
+    """Raises ModelError where `path` plainly cannot be written, before hours of work are lost."""
+    code = 0
+    place = Path(os.path.realpath(path))
+    if option in _FOLDERS:
+        if path.exists() and not path.is_dir():
+            code = errno.ENOTDIR
+    elif is_stream(path):
+        return
+    elif path.is_dir():
+        code = errno.EISDIR
+    elif not place.parent.is_dir():
+        code = errno.ENOTDIR if place.parent.exists() else errno.ENOENT
+    elif not os.access(place.parent, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        raise ModelError(f"{path}: cannot be written: {os.strerror(code)}")

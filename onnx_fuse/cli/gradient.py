@@ -33,9 +33,11 @@ def gradient(
     from onnx_fuse.onnx.load import read
     from onnx_fuse.onnx.save import save
 
+    output = output or files.beside(model, ".grad.onnx")
+    files.claim(
+        {"MODEL": model}, {"-o": files.with_weights(output), "--json": json, "--html": html}
+    )
     printer = show.printer()
-    output = output or model.with_suffix(".grad.onnx")
-    files.refuse_same(model, output)
     original = read(model)
     result = autodiff.gradient(
         files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss

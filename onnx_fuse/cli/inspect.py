@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from onnx_fuse.cli import show
+from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
 
 
@@ -21,6 +21,7 @@ def inspect(
     from onnx_fuse import report
     from onnx_fuse.onnx.load import read
 
+    files.claim({"MODEL": models}, {"--json": json, "--html": html})
     printer = show.printer()
     found = [report.summary(read(path), path.name, path) for path in models]
     printer.table("", ["", *(m.name for m in found)], report.models_rows(found))

@@ -78,15 +78,19 @@ def optimize(
     debug: Debug = False,
 ) -> None:
     """Fuse MODEL into a file that still runs on stock onnxruntime, and check it."""
-    printer = show.printer()
     if list_:
-        _list_fusions(printer, json, html)
+        files.claim({}, {"--json": json, "--html": html})
+        _list_fusions(show.printer(), json, html)
         return
-    if model is None or not model.name:
+    if model is None:
         raise UsageError("give the MODEL to optimize")
-    output = output or model.with_suffix(".fused.onnx")
-    files.refuse_same(model, output)
+    output = output or files.beside(model, ".fused.onnx")
+    files.claim(
+        {"MODEL": model}, {"-o": files.with_weights(output), "--json": json, "--html": html}
+    )
+    printer = show.printer()
     from onnx_fuse import bench, passes, report
+    from onnx_fuse.files import written
     from onnx_fuse.onnx.load import opaque, read
     from onnx_fuse.onnx.save import at_opset, save
     from onnx_fuse.onnx.save import inline as inlined
@@ -123,7 +127,7 @@ def optimize(
         except ModelError as error:
             raise ModelError(f"{model}: {error}") from error
     checked: Check | None = None
-    with files.written_beside(output) as draft:
+    with written(output) as draft:
         save(result, draft, external=external, shapes=False)
         seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)

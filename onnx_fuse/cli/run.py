@@ -46,9 +46,13 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Run MODEL, fused, on given or generated inputs."""
+    files.claim(
+        {"MODEL": model, "--inputs": inputs}, {"-o": output, "--json": json, "--html": html}
+    )
     import numpy as np
 
     from onnx_fuse import bench
+    from onnx_fuse.files import written
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.validate.inputs import read_feeds
 
@@ -91,8 +95,7 @@ def run(
         "output": str(output) if output else None,
     }
     if output:
-        files.refuse_same(model, output)
-        with files.written_beside(output) as draft, draft.open("wb") as file:
+        with written(output) as draft, draft.open("wb") as file:
             np.savez(file, **_arrays(result.outputs))
     show.write_reports(printer, data, json, html)
 

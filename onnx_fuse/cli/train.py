@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: typer.Context,
     model: ModelArg,
     data: Annotated[
         Path,
@@ -98,16 +99,29 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Fine-tune MODEL, and write it as it was but for its weights."""
+    output = output or files.beside(model, ".tuned.onnx")
+    files.claim(
+        {"MODEL": model, "--data": data, "--val": val},
+        {
+            "-o": files.with_weights(output),
+            "--checkpoint": checkpoint,
+            "--curve": curve,
+            "--json": json,
+            "--html": html,
+        },
+    )
     from onnx_fuse import report
+    from onnx_fuse.files import written
+    from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training import fit, optim
     from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
 
     printer = show.printer()
-    output = output or model.with_suffix(".tuned.onnx")
-    files.refuse_same(model, output)
     if resume and checkpoint is None:
         raise UsageError("--resume needs the folder: --checkpoint DIR")
+    if checkpoint is not None:
+        context.with_resource(folders.held(checkpoint))
     arrays, held_out = load(data), load(val) if val else None
     loss_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     trainer = Trainer(
@@ -145,7 +159,7 @@ def train(
             every=every,
             watch=lambda h: watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs),
         )
-    with files.written_beside(output) as draft:
+    with written(output) as draft:
         trainer.save(draft)
         _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})
     if curve is not None:
@@ -167,8 +181,10 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> Non
         a.name == "training_mode" for node in saved.graph for a in node.attributes.values()
     ):
         return  # it computes by the statistics of the batch, or at random, as it did before
-    expected = trainer.evaluate(feeds).outputs
     session = ort.session(draft)
+    if trainer.freed:  # its batch is fixed still
+        feeds = {name: array[: trainer.freed] for name, array in feeds.items()}
+    expected = trainer.evaluate(feeds).outputs
     own = {v.name: feeds[v.name] for v in session.get_inputs()}
     tolerance = tolerance_of(saved)
     for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):

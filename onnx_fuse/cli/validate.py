@@ -50,6 +50,10 @@ def validate(
     debug: Debug = False,
 ) -> None:
     """Compare MODEL, or its fusion, with ORIGINAL under onnxruntime; see --device, --precision."""
+    files.claim(
+        {"MODEL": model, "--against": against, "--inputs": inputs},
+        {"--json": json, "--html": html},
+    )
     from onnx_fuse import report
     from onnx_fuse.onnx.load import read
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.kernels import selection
 from onnx_fuse.kernels.linear import ACTIVATIONS
 from onnx_fuse.kernels.recurrent import GATES, recurrent
 from onnx_fuse.onnx.common import FUSE
@@ -246,6 +247,13 @@ def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Resu
     return [op.ScatterElements(past, op.Expand(place, list(new)), update, axis=axis)]
 
 
+def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """All five numbers are asked for: where they are known, the matrix is made at lowering."""
+    for i in range(5):
+        known(i)
+    return None
+
+
 DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "DFT"): dft,
     ("", "Einsum"): einsum,
@@ -253,7 +261,9 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "Hardmax"): hardmax,
     ("", "LpNormalization"): lp_normalization,
     ("", "MaxUnpool"): max_unpool,
+    ("", "MelWeightMatrix"): mel_weight_matrix,
     ("", "ReverseSequence"): reverse_sequence,
+    **selection.DECOMPOSED,
     ("", "STFT"): stft,
     ("", "TensorScatter"): tensor_scatter,
     **{

@@ -93,9 +93,12 @@ def const_array(value: ir.Value | None) -> np.ndarray | None:
 
 
 def unique_name(graph: ir.Graph, stem: str) -> str:
-    """`stem`, or `stem_1`, `stem_2`, …: a value name the graph does not use yet."""
-    taken = {v.name for v in graph.inputs} | set(graph.initializers)
-    taken.update(v.name for n in graph for v in n.outputs)
+    """`stem`, or `stem_1`, `stem_2`, …: a value name new to the graph and its bodies."""
+    taken: set[str | None] = set()
+    for each in (graph, *graph.subgraphs()):
+        taken.update(v.name for v in each.inputs)
+        taken.update(each.initializers)
+        taken.update(v.name for n in each for v in n.outputs)
     return next(
         name for i in range(len(taken) + 1) if (name := f"{stem}_{i}" if i else stem) not in taken
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -15,13 +16,28 @@ FUSE = "onnx_fuse"
 CANONICAL_OPSET = 21
 """Opset that older models are brought up to: the newest that onnxruntime 1.22 implements whole.
 Newer models stay at theirs; what this project emits means the same in all of them."""
-BODIES: dict[str, Callable[[Sequence[str], int, str], ir.Function]] = {}
-"""`BODIES[name](exposed, opset, overload)`: a fused op's body as a function; `ops` fills it."""
+Body: TypeAlias = Callable[[Sequence[str], int, str], ir.Function]
+"""`body(exposed, opset, overload)`: a fused op's body as a function."""
+BODIES: dict[str, Body] = {}
+"""The bodies by name, as far as the modules that define them are imported: see `body_of`."""
 MAP_TYPE = "map type"
 """Key of a Value's `meta`: the TypeProto of a map or a sequence of maps, which onnx-ir lacks."""
 DEFAULT = "default"
 """Key of a Value's `meta`: the tensor that stands for an input that a caller leaves out."""
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
+
+
+def body_of(op_type: str) -> Body | None:
+    """The body of `LayerNormGemm`, or of `LayerNormGemm_mean_rstd`; None for no operator of ours.
+
+    The operators are defined in modules below this one, so they register themselves in `BODIES`.
+    These are imported here, by name, when a model first has a node in this project's domain: it
+    means the same whatever else the process has imported.
+    """
+    name = op_type.split("_")[0]
+    if name not in BODIES:
+        importlib.import_module("onnx_fuse.ops.fused")
+    return BODIES.get(name)
 
 
 def one_line(error: BaseException) -> str:

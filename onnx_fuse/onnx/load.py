@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes, subgraphs
-from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, MAP_TYPE, Model, one_line
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, MAP_TYPE, Model, body_of, one_line
 from onnx_fuse.onnx.opsets import canonical
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.shapes import without_weights
@@ -71,6 +72,21 @@ def read(source: Model) -> ir.Model:
                 _map_external(model, folder)
         _check_graph(model)
     return model
+
+
+def external_files(path: Path) -> list[Path]:
+    """The files of weights that the model at `path` names; none where it is no model."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data.find(b"location") < 0:  # a key that each external tensor has
+                return []
+            proto = _parse(data[:])
+        nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
+        tensors = itertools.chain(_tensors(proto.graph), _node_tensors(nodes))
+        entries = itertools.chain.from_iterable(t.external_data for t in tensors)
+        return [path.parent / name for name in {e.value for e in entries if e.key == "location"}]
+    except (OSError, ValueError, ModelError):
+        return []  # what is wrong with it is said where it is read
 
 
 def _name(source: Model) -> str:
@@ -249,9 +265,8 @@ def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
     known = set(model.functions)
     for node in all_nodes(model.graph):
-        if node.op_identifier() in known or (
-            node.domain == FUSE and node.op_type.split("_")[0] in BODIES
-        ):
+        own = node.domain == FUSE and body_of(node.op_type) is not None
+        if own or node.op_identifier() in known:
             continue
         opset = model.graph.opset_imports.get(node.domain)
         what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"

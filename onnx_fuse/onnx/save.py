@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from onnx_fuse import files
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of
 from onnx_fuse.onnx.downgrade import downgrade
 from onnx_fuse.onnx.upgrade import upgrade
 
@@ -23,9 +23,8 @@ MAX_PROTOBUF = 2**31 - 1
 _STREAMED = 1 << 16  # bytes from which save() writes an initializer on its own
 
 
-@contextlib.contextmanager
-def functions_attached(model: ir.Model) -> Iterator[None]:
-    """Within the block the model carries the body of every fused op it calls."""
+def attach_functions(model: ir.Model) -> list[ir.OperatorIdentifier]:
+    """Give the model the body of every fused op it calls; returns those that it lacked."""
     opset = model.graph.opset_imports[""]
     added: dict[ir.OperatorIdentifier, ir.Function] = {}
     for node in all_nodes(model.graph):
@@ -33,11 +32,18 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
         if node.domain == FUSE and key not in model.functions and key not in added:
             added[key] = fused_function(node.op_type, opset, node.overload)
     model.functions.update(added)
-    imported = FUSE in model.graph.opset_imports
     if added:
         model.graph.opset_imports[FUSE] = 1
     elif not model.functions:
         model.graph.opset_imports.pop(FUSE, None)
+    return list(added)
+
+
+@contextlib.contextmanager
+def functions_attached(model: ir.Model) -> Iterator[None]:
+    """Within the block the model carries the body of every fused op it calls."""
+    imported = FUSE in model.graph.opset_imports
+    added = attach_functions(model)
     try:
         yield
     finally:
@@ -49,12 +55,13 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
 
 def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
     """The body of `LayerNormGemm`; that of `LayerNormGemm_mean_rstd` returns inner values too."""
-    name, *exposed = op_type.split("_")
-    if name not in BODIES:
+    body = body_of(op_type)
+    if body is None:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
+    exposed = op_type.split("_")[1:]
     if opset >= CANONICAL_OPSET:
-        return BODIES[name](exposed, opset, overload)
-    function = BODIES[name](exposed, CANONICAL_OPSET, overload)
+        return body(exposed, opset, overload)
+    function = body(exposed, CANONICAL_OPSET, overload)
     try:
         downgrade(function, CANONICAL_OPSET, opset)
     except ModelError as error:
@@ -173,7 +180,7 @@ def save(
     external: bool = False,
     shapes: bool = True,
 ) -> None:
-    """Write `path` whole or not at all (a file beside it, renamed).
+    """Write `path` whole or not at all (see `files.written`).
 
     `shapes=False` leaves inner shapes out, which `onnx.shape_inference` gives back: with them
     onnxruntime's CPU makes SkipLayerNormalization of residual and norm, 14 ms where Add and
@@ -186,30 +193,25 @@ def save(
     path = Path(path)
     external = external or not fits_protobuf(model)
     big = {} if external else _large_initializers(model.graph)
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            if external:
-                _save_external(model, path, Path(folder), shapes)
-                return
-            draft = Path(folder) / path.name
-            noted, defaults = _noted_shapes(model, shapes), _defaults_attached(model)
-            with draft.open("wb") as file, functions_attached(model), noted, defaults:
-                for name in big:
-                    del model.graph.initializers[name]
-                try:
-                    file.write(serialized(model).SerializeToString())
-                finally:
-                    for value in big.values():
-                        model.graph.initializers[value.name or ""] = value
+    noted, defaults = _noted_shapes(model, shapes), _defaults_attached(model)
+    with files.written(path) as draft:
+        if external:
+            _save_external(model, draft, shapes)
+            return
+        with draft.open("wb") as file, functions_attached(model), noted, defaults:
+            for name in big:
+                del model.graph.initializers[name]
+            try:
+                file.write(serialized(model).SerializeToString())
+            finally:
                 for value in big.values():
-                    assert value.const_value is not None
-                    piece = onnx.ModelProto()
-                    piece.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
-                    piece.graph.initializer[0].name = value.name
-                    file.write(piece.SerializeToString())
-            os.replace(draft, path)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
+                    model.graph.initializers[value.name or ""] = value
+            for value in big.values():
+                assert value.const_value is not None
+                piece = onnx.ModelProto()
+                piece.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
+                piece.graph.initializer[0].name = value.name
+                file.write(piece.SerializeToString())
 
 
 def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
@@ -220,16 +222,12 @@ def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
     }
 
 
-def _save_external(model: ir.Model, path: Path, folder: Path, shapes: bool) -> None:
-    data = f"{path.name}.data"
+def _save_external(model: ir.Model, draft: Path, shapes: bool) -> None:
     with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
         # save() points the tensors at the file it writes; the caller's model keeps its own.
         kept = {name: value.const_value for name, value in model.graph.initializers.items()}
         try:
-            ir.save(model, folder / path.name, external_data=data)
+            ir.save(model, draft, external_data=f"{draft.name}.data")
         finally:
             for name, tensor in kept.items():
                 model.graph.initializers[name].const_value = tensor
-    if (folder / data).exists():
-        os.replace(folder / data, path.parent / data)
-    os.replace(folder / path.name, path)

@@ -7,8 +7,8 @@ it knows the reason when it stops: `Rewriter.refuse` is what `--explain` prints.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array, unique_name
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, subgraphs, unique_name
 from onnx_fuse.onnx.common import FUSE
 
 PACKED = "onnx_fuse.packed"
@@ -104,8 +104,9 @@ class Rewriter:
         key = f"const.{stem}"
         existing = self.graph.initializers.get(key)
         if existing is not None:
-            held = const_array(existing)
-            if held is not None and held.dtype == array.dtype and np.array_equal(held, array):
+            held = const_array(existing)  # by its bytes: -0.0 equals 0.0, but is another constant
+            same = held is not None and (held.dtype, held.shape) == (array.dtype, array.shape)
+            if same and held is not None and held.tobytes() == array.tobytes():
                 return existing
         name = unique_name(self.graph, key)
         value = self._register(name, array)
@@ -124,10 +125,13 @@ class Rewriter:
         return value
 
     def zeros(self, like: ir.Value, *shape: int) -> ir.Value:
-        """An initializer of zeros in the dtype of `like`; a scalar without `shape`."""
+        """An initializer of zeros to add, in the dtype of `like`; a scalar without `shape`.
+
+        They are -0.0, which leaves every number as it is: -0.0 + 0.0 is 0.0.
+        """
         dtype = (like.dtype or ir.DataType.FLOAT).numpy()
         stem = "x".join(["zero", np.dtype(dtype).name, *map(str, shape)])
-        return self.initializer(stem, np.zeros(shape, dtype))
+        return self.initializer(stem, np.full(shape, -0.0, dtype))
 
     def pack(
         self,
@@ -196,6 +200,22 @@ def only_use(value: ir.Value) -> ir.Node | None:
     return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
 
 
+def depends_on(value: ir.Value | None, source: ir.Value) -> bool:
+    """Whether `value` is worked out from `source`, within its graph."""
+    seen: set[ir.Value] = set()
+    todo = [value]
+    while todo:
+        read = todo.pop()
+        if read is source:
+            return True
+        if read is None or read in seen:
+            continue
+        seen.add(read)
+        node = read.producer()
+        todo.extend(node.inputs if node is not None else ())
+    return False
+
+
 def scalar(value: ir.Value | None) -> float | None:
     """The number a value holds, when it is a constant with one element."""
     if value is None or (value.const_value is None and made_by(value, "Constant") is None):
@@ -206,6 +226,25 @@ def scalar(value: ir.Value | None) -> float | None:
     if array is None or array.size != 1 or array.dtype.kind in "USOb":
         return None
     return float(array.reshape(()).astype(np.float64))
+
+
+def number(node: ir.Node, index: int) -> float | None:
+    """The number that operand `index` of an elementwise node of two inputs holds.
+
+    None too where it could raise the rank of the result: [1, 1] against a vector.
+    """
+    if len(node.inputs) != 2:
+        return None
+    held, size = scalar(node.inputs[index]), rank(node.inputs[1 - index])
+    array = const_array(node.inputs[index]) if held is not None else None
+    fits = array is not None and (array.ndim == 0 or (size is not None and array.ndim <= size))
+    return held if fits else None
+
+
+def adds_nothing(value: ir.Value | None) -> bool:
+    """Whether `value` is the one number that an addition of floats never shows: -0.0."""
+    held = scalar(value)
+    return held == 0 and bool(np.signbit(held))
 
 
 def is_constant(value: ir.Value | None) -> bool:
@@ -261,11 +300,6 @@ def typed(
     if shape is not None:
         value.shape = shape if isinstance(shape, ir.Shape) else ir.Shape(shape)
     return value
-
-
-def close(a: float | None, b: float) -> bool:
-    """Constants of an exporter agree with the formula's; fp16 files hold three digits of them."""
-    return a is not None and math.isclose(a, b, rel_tol=2e-3)
 
 
 # A row-wise view moves whole rows (all but the last axis), so it commutes with whatever works along
@@ -360,3 +394,64 @@ def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]
 
 _READ = ("", FUSE, "com.microsoft")
 """Domains whose operators are what their names say; those of any other stay as they are."""
+
+
+# ---- bodies of If, Loop and Scan -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def bodies_apart(graph: ir.Graph) -> Iterator[None]:
+    """While it lasts no rule can see across the edge of a body.
+
+    A value that a body takes from outside has no producer in there and no reader of the outside,
+    and outside the node that holds the body reads it. So nothing is moved into a body, which may
+    run often or never, or out of it. Constants are the same everywhere and stay as they are.
+    """
+    taken: list[tuple[ir.Node, int, list[tuple[int, ir.Value]]]] = []
+    _take_apart(graph, taken)
+    try:
+        yield
+    finally:
+        # The outer edges first: what stands in for an outer value may itself be taken further in.
+        for node, count, stand_ins in taken:
+            for index, stand_in in stand_ins:
+                value = node.inputs[index]
+                assert value is not None
+                stand_in.replace_all_uses_with(value)
+            node.resize_inputs(count)
+
+
+def _take_apart(
+    graph: ir.Graph, taken: list[tuple[ir.Node, int, list[tuple[int, ir.Value]]]]
+) -> None:
+    for node in graph:
+        bodies = [body for held in node.attributes.values() for body in subgraphs(held)]
+        if not bodies:
+            continue
+        count, stand_ins = len(node.inputs), []
+        for body in bodies:
+            for value, readers in _captured(body).items():
+                stand_in = ir.Value(name=value.name, type=value.type, shape=value.shape)
+                for reader, index in readers:
+                    reader.replace_input_with(index, stand_in)
+                node.resize_inputs(len(node.inputs) + 1)
+                node.replace_input_with(len(node.inputs) - 1, value)
+                stand_ins.append((len(node.inputs) - 1, stand_in))
+        taken.append((node, count, stand_ins))
+        for body in bodies:
+            _take_apart(body, taken)
+
+
+def _captured(body: ir.Graph) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
+    """What a body and those inside it read from outside, constants apart, and where."""
+    inner = [body, *body.subgraphs()]
+    own: set[ir.Value] = set()
+    for each in inner:
+        own.update(each.inputs, each.initializers.values(), *(node.outputs for node in each))
+    found: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
+    for each in inner:
+        for node in each:
+            for index, value in enumerate(node.inputs):
+                if value is not None and value not in own and not is_constant(value):
+                    found.setdefault(value, []).append((node, index))
+    return found

@@ -14,17 +14,10 @@ from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rewrite import Refusal, Rewriter, Rule, nodes_in_order
-from onnx_fuse.passes.canonicalize import (
-    canonicalize,
-    clean,
-    fold_batch_norm,
-    shape_of_source,
-    tidy_layout,
-)
-from onnx_fuse.passes.canonicalize import (
-    tidy_inlined as tidy_inlined,
-)
+from onnx_fuse.ops.rewrite import Refusal, Rewriter, Rule, bodies_apart, nodes_in_order
+from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
+from onnx_fuse.passes.canonicalize import canonicalize, clean, shape_of_source, tidy_layout
+from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -32,7 +25,6 @@ LEVELS = {
     2: "and merged products, tidy layout (default)",
     3: "and rewrites that round differently",
 }
-FOLD_BATCH_NORM = "FoldBatchNorm"
 FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1} | {rule.name: rule.level for rule in RULES}
 """Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
 
@@ -108,8 +100,9 @@ def optimize(
     report = Report(before=op_counts(model))
     rw.notes += canonicalize(model, training=training)
     infer_shapes(model)
-    if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(model)):
+    if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
         rw.fusions[FOLD_BATCH_NORM] = folded
+        clean(model)
         infer_shapes(model)
     operators = {node.op_type for node in all_nodes(model.graph)}
     for rule in RULES:
@@ -117,7 +110,8 @@ def optimize(
             continue
         if operators.isdisjoint(rule.anchors):
             continue
-        changed = [_applied(rule, rw, n) for n in nodes_in_order(model.graph, rule.anchors)]
+        with bodies_apart(model.graph):
+            changed = [_applied(rule, rw, n) for n in nodes_in_order(model.graph, rule.anchors)]
         if any(changed):
             shape_of_source(model)
             clean(model)

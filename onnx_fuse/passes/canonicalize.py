@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
@@ -16,9 +17,9 @@ from onnx_fuse.ops.rewrite import (
     CONSTANT,
     Rewriter,
     attribute,
+    bodies_apart,
     is_float,
-    rank,
-    scalar,
+    number,
     users,
 )
 from onnx_fuse.passes.fold import fold_constants
@@ -32,7 +33,8 @@ def clean(model: ir.Model) -> None:
     with training_mode_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
-    if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in model.graph):
+    nodes = all_nodes(model.graph)
+    if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in nodes):
         # The pass knows the other random operators, but would make one of two Dropouts, or of
         # two nodes of which nobody knows what they do.
         common_passes.CommonSubexpressionEliminationPass()(model)
@@ -116,7 +118,8 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     from onnxscript.rewriter.rules import common
 
     rules = [getattr(common, f"{name}_rule") for name in names]
-    return int(RewriteRuleSet(rules).apply_to_model(model))
+    with bodies_apart(model.graph):
+        return int(RewriteRuleSet(rules).apply_to_model(model))
 
 
 def _drop_identities(model: ir.Model) -> None:
@@ -142,9 +145,16 @@ def _drop_identities(model: ir.Model) -> None:
             x.name = name
 
 
-# x + 0, x - 0, x * 1, x / 1, by the position of the constant and its value. onnxscript has rules
-# for these, but they compare with a tolerance: to them BERT's epsilon of 1e-12 is zero (0.7.2).
-_NEUTRAL = {"Add": (0, 1, 0.0), "Sub": (1, 1, 0.0), "Mul": (0, 1, 1.0), "Div": (1, 1, 1.0)}
+# x + -0, x - 0, x * 1, x / 1, by the position of the constant and its value; x + 0 is no no-op:
+# it makes 0 of -0. onnxscript has rules for these, but they compare with a tolerance: to them
+# BERT's epsilon of 1e-12 is zero (0.7.2).
+_NEUTRAL = {"Add": (0, 1, -0.0), "Sub": (1, 1, 0.0), "Mul": (0, 1, 1.0), "Div": (1, 1, 1.0)}
+
+
+def _is_neutral(node: ir.Node, index: int, neutral: float) -> bool:
+    held = number(node, index)
+    signed = is_float(node.outputs[0]) and neutral == 0
+    return held == neutral and (not signed or bool(np.signbit(held) == np.signbit(neutral)))
 
 
 def _drop_no_ops(model: ir.Model) -> None:
@@ -155,11 +165,8 @@ def _drop_no_ops(model: ir.Model) -> None:
         if node.op_type in _NEUTRAL:
             first, last, neutral = _NEUTRAL[node.op_type]
             for i in range(first, last + 1):
-                x = node.inputs[1 - i]
-                if scalar(node.inputs[i]) == neutral and (rank(x) or 0) >= (
-                    rank(node.inputs[i]) or 0
-                ):
-                    kept = x
+                if _is_neutral(node, i, neutral):
+                    kept = node.inputs[1 - i]
         elif node.op_type == "Dropout" and not (len(node.outputs) > 1 and users(node.outputs[1])):
             mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else None
             off = len(node.inputs) < 3 or node.inputs[2] is None
@@ -178,6 +185,8 @@ def _products(model: ir.Model) -> None:
     for node in list(all_nodes(model.graph)):
         if node.op_type != "Einsum" or node.domain or len(node.inputs) != 2:
             continue
+        if not is_float(node.inputs[0]):
+            continue  # MatMul has no small integers
         left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
         first, second = left.split(",")
         if not arrow or "." in left or any(len(set(t)) < len(t) for t in (first, second)):
@@ -191,6 +200,12 @@ def _products(model: ir.Model) -> None:
             continue  # it sums over letters of one operand
         if sorted(second) != sorted(batch + inner + columns):
             continue
+        sizes = [
+            _size(value, term.index(inner[0]))
+            for value, term in zip(node.inputs, (first, second), strict=True)
+        ]
+        if None in sizes or sizes[0] != sizes[1]:
+            continue  # Einsum repeats an operand's 1 along the other's axis, MatMul does not
         op = Builder()
         a, b = (
             value if list(term) == order
@@ -204,6 +219,14 @@ def _products(model: ir.Model) -> None:
         if made != list(out):
             y = op.Transpose(y, perm=[made.index(c) for c in out])
         Rewriter(model).replace(node, op, node.outputs, [y])
+
+
+def _size(value: ir.Value | None, axis: int) -> int | str | None:
+    """The size of an axis, or its name."""
+    if value is None or value.shape is None or axis >= len(value.shape):
+        return None
+    size = value.shape[axis]
+    return size.value if isinstance(size, ir.SymbolicDim) else size
 
 
 _KEEPS_SHAPE = frozenset(
@@ -223,6 +246,8 @@ def shape_of_source(model: ir.Model) -> None:
             if (
                 producer is None
                 or producer.op_type not in _KEEPS_SHAPE
+                or producer.domain not in ("", FUSE)
+                or producer.outputs[0] is not x  # LayerNormalization's Mean is of another
                 or producer.graph is not node.graph
             ):
                 break
@@ -234,15 +259,6 @@ def _lift_constants(model: ir.Model) -> None:
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for name in set(model.graph.initializers) - before:
         model.graph.initializers[name].metadata_props[CONSTANT] = "1"
-
-
-def fold_batch_norm(model: ir.Model) -> int:
-    """Fold inference BatchNormalization into the Conv, ConvTranspose or Gemm before it: a count."""
-    nodes = [n for n in model.graph if n.op_type == "BatchNormalization" and not n.domain]
-    if any(attribute(n, "training_mode", 0) for n in nodes):
-        return 0  # the rules do not look at training_mode
-    before = ("conv", "conv_transpose", "gemm")
-    return _apply(model, [f"fuse_batchnorm_into_{op}" for op in before], {"BatchNormalization"})
 
 
 def tidy_layout(model: ir.Model) -> bool:

@@ -76,7 +76,7 @@ def _emit(
     assert norm is not None
     (dt, w), beta = rows.inputs[:2], norm.inputs[2]
     turned = product.inputs[0] is norm.outputs[0]
-    if attribute(rows, "transB", 0) != turned:
+    if bool(attribute(rows, "transB", 0)) != turned:
         w = op.Transpose(w, perm=[1, 0])
     name = "LayerNormLeafGradTurned" if turned else "LayerNormLeafGrad"
     xh = op.Mul(op.Sub(x, mean), rstd)

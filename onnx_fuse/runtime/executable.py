@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Buffer, Call, NeedsValues, Program, Tensor
+from onnx_fuse.llir import Buffer, Call, NeedsValues, Program, Stage, Tensor
 from onnx_fuse.lower import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.update import expand_standard_updates
@@ -132,19 +133,31 @@ class Executable:
         kept = [n for n, place in binding.targets.items() if place == "cuda"]
         fetched = [n for n in binding.targets if n not in kept]
         with self._lock:
-            adopted = self._adopted(binding.feeds if feeds is None else feeds)
-            places = {
-                name: value.address
-                for name, value in adopted.items()
-                if isinstance(value, DeviceTensor) and value.address % ALIGNED == 0
-            }
-            instance = self.instance(adopted, places)
-            instance.feed(adopted)
-            instance.launch()
+            instance = self._launched(binding.feeds if feeds is None else feeds)
             values = dict(zip(kept, instance.keep(kept, binding.places), strict=True))
             if fetched:
                 values |= zip(fetched, instance.fetch(fetched), strict=True)
         binding.results = [values[n] for n in binding.targets]
+
+    def run_in_place(
+        self, names: Sequence[str], feeds: Mapping[str, Any], *, on_device: bool
+    ) -> list[Any]:
+        """As `run`, but GPU tensors are read where they stand."""
+        with self._lock:
+            instance = self._launched(feeds)
+            return instance.keep(names) if on_device else instance.fetch(names)
+
+    def _launched(self, feeds: Mapping[str, Any]) -> Instance:
+        adopted = self._adopted(feeds)
+        places = {
+            name: value.address
+            for name, value in adopted.items()
+            if isinstance(value, DeviceTensor) and value.address % ALIGNED == 0
+        }
+        instance = self.instance(adopted, places)
+        instance.feed(adopted)
+        instance.launch()
+        return instance
 
     def instance(
         self, feeds: Mapping[str, Any], places: Mapping[str, int] | None = None
@@ -233,8 +246,8 @@ class Executable:
             self._instances.popitem(last=False)
 
     def programs(self) -> list[Program]:
-        """The programs of the instances kept, the least recently used first."""
-        return [instance.program for instance in self._instances.values()]
+        """The programs of the instances kept, the least recently used first, stages included."""
+        return [p for instance in self._instances.values() for p in instance.programs()]
 
     def release_memory(self) -> int:
         """Free every instance's memory (weights and state stay); the bytes that were held."""
@@ -348,7 +361,7 @@ class Instance:
         owner.stream.wait("uploading constants")
         self._inputs = {name: t for name, t in program.inputs if name not in elsewhere}
         self._steps = [self._prepare(s) for s in segments(program)]
-        self._tail: Any = None
+        self._later: list[Any] = [None] * len(program.stages)
         self.taken = free - device.free_memory()
         """Bytes of GPU memory that making it took, as the driver counts them."""
 
@@ -360,6 +373,11 @@ class Instance:
             f"this shape holds {self.memory.nbytes:,} bytes, with kernels and graph "
             f"{self.taken:,} (measured); weights {weights:,}"
         )
+
+    def programs(self) -> list[Program]:
+        """Its program, and those of the stages behind it."""
+        inner = [p for e in self._later if isinstance(e, Executable) for p in e.programs()]
+        return [self.program, *inner]
 
     def _set_apart(self, buffers: Sequence[Buffer]) -> None:
         """An allocation for each of `buffers` and each workspace: a checker sees their ends."""
@@ -540,12 +558,20 @@ class Instance:
         """
         known, stream = dict(self.program.outputs), self.owner.stream
         wanted = list(known) if names is None else names
+        later = self._run_stages(on_device=True) if self.program.stages else {}
         results: list[Any] = []
         for name in wanted:
             value, target = known[name], (places or {}).get(name)
-            made = value if isinstance(value, Tensor) else self.fetch([name])[0]
+            made = later[name] if value is None else value
+            if isinstance(made, np.ndarray) and target is None:
+                made = made.copy()
             if target is not None and signature(target) != (made.shape, str(made.dtype)):
                 raise UsageError(f"output {name} is {made.dtype}{list(made.shape)}, not {target}")
+            if isinstance(made, DeviceTensor):
+                if target is not None:
+                    stream.move(target.address, made.address, made.nbytes)
+                results.append(made if target is None else target)
+                continue
             if isinstance(made, np.ndarray):
                 if target is not None and made.nbytes:
                     stream.upload(target.address, made.ctypes.data, made.nbytes)
@@ -567,7 +593,7 @@ class Instance:
         program = self.program
         slot = self._download()
         slot.arrived.wait(self.describe())
-        found: dict[str, Any] = dict(self._run_tail()) if program.tail is not None else {}
+        found = self._run_stages() if program.stages else {}
         state = self.owner.state
         wanted = [n for n, _ in program.outputs if n not in state] if names is None else list(names)
         known = dict(program.outputs)
@@ -583,8 +609,8 @@ class Instance:
         return results
 
     def send(self, names: Sequence[str]) -> Pending:
-        """The outputs named, which are no states; without waiting, unless there is a tail."""
-        if self.program.tail is not None:
+        """The outputs named, which are no states; without waiting, unless stages follow."""
+        if self.program.stages:
             return Pending(self, names, None, self.fetch(names))
         return Pending(self, names, self._download())
 
@@ -612,7 +638,7 @@ class Instance:
     def unpacked(self, slot: Slot, value: Tensor | np.ndarray | None) -> np.ndarray:
         """A copy of an output that has arrived in `slot`, or that lowering knew."""
         if not isinstance(value, Tensor):
-            assert value is not None, "the tail's outputs are not sent"
+            assert value is not None, "a later stage's outputs are not sent"
             return value.copy()
         at = self._staged[value.buffer] - self.memory.address - self._spans["output"][0]
         raw = slot.pinned.array[at : at + value.nbytes]
@@ -622,17 +648,51 @@ class Instance:
         """What runs, for messages."""
         return f"running a program of {len(self.program.calls)} calls"
 
-    def _run_tail(self) -> list[tuple[str, Any]]:
-        tail = self.program.tail
-        assert tail is not None
-        if self._tail is None:
+    def _run_stages(self, *, on_device: bool = False) -> dict[str, Any]:
+        """The outputs of the stages behind the calls, which the calls' results have decided."""
+        made: dict[str, Any] = {}
+        for k, stage in enumerate(self.program.stages):
+            feeds = {n: made[n] if t is None else self._there(t) for n, t in stage.inputs}
+            if stage.host:
+                found = self._on_host(k, stage, feeds)
+            else:
+                found = self._on_device(k, stage, feeds, on_device)
+            made |= zip(stage.outputs, found, strict=True)
+        return made
+
+    def _there(self, tensor: Tensor) -> DeviceTensor:
+        """A tensor of this program as a feed of another."""
+        address = self.address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
+        return DeviceTensor(address, tensor.shape, tensor.dtype, self.owner.device_id, self)
+
+    def _on_host(self, k: int, stage: Stage, feeds: Mapping[str, Any]) -> list[Any]:
+        if self._later[k] is None:
             from onnx_fuse.runtime import ort
 
-            with ort.faults(f"what depends on {', '.join(n for n, _ in tail.inputs)}"):
-                self._tail = ort.session(tail.model)
-        feeds = {n: self._array(t) if isinstance(t, Tensor) else t for n, t in tail.inputs}
-        self.owner.stream.wait("before the tail")
-        return list(zip(tail.outputs, self._tail.run(list(tail.outputs), feeds), strict=True))
+            with ort.faults(f"what depends on {', '.join(n for n, _ in stage.inputs)}"):
+                self._later[k] = ort.session(stage.model)
+        self.owner.stream.wait("before a stage on onnxruntime")
+        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        found: list[Any] = self._later[k].run(list(stage.outputs), arrays)
+        return found
+
+    def _on_device(
+        self, k: int, stage: Stage, feeds: Mapping[str, Any], on_device: bool
+    ) -> list[Any]:
+        owner = self.owner
+        if self._later[k] is None:
+            model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
+            self._later[k] = Executable(
+                model,
+                math=owner.math,
+                prefs=owner.prefs,
+                device_id=owner.device_id,
+                home=owner,
+                seed=owner._seed,
+            )
+        inner: Executable = self._later[k]
+        results = inner.run_in_place(list(stage.outputs), feeds, on_device=on_device)
+        return results
 
 
 @dataclass

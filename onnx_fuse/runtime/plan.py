@@ -74,9 +74,9 @@ def _layout(program: Program, order: Order) -> Plan:
             if tensor.buffer in size:
                 block = blocks.setdefault(tensor.buffer, _Block(size[tensor.buffer], i, 0))
                 block.users |= 1 << i
-    if program.tail is not None:
-        for _, source in program.tail.inputs:
-            if isinstance(source, Tensor) and source.buffer in blocks:
+    for stage in program.stages:
+        for _, source in stage.inputs:
+            if source is not None and source.buffer in blocks:
                 blocks[source.buffer].users |= 1 << len(program.calls)
     home = {b: b for b in blocks}
     inplace = 0

@@ -1,60 +1,116 @@
 """Checkpoints: one folder a step, tensors in safetensors and all else in a JSON manifest.
 
-A checkpoint is written under another name and renamed, so a folder `step-*` is always whole: a
-killed process leaves at most a draft, which the next save removes.
+A checkpoint is written under another name and renamed, so a folder `step-N` is always whole: a
+killed process leaves at most a draft, which the next run removes. Other folders beside these, such
+as copies, are neither counted nor touched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
-import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onnx_fuse.errors import DataError
+from onnx_fuse import files
+from onnx_fuse.errors import DataError, UsageError
 
 FORMAT = 1
 KEEP = 2  # how many stay: the older one is there in case the newer is damaged later
 _TENSORS, _MANIFEST, _DRAFT = "state.safetensors", "manifest.json", ".draft-"
+_FIELDS: dict[str, type] = {
+    "format": int,
+    "step": int,
+    "model": str,
+    "settings": dict,
+    "extra": dict,
+    "sha256": str,
+}
 Array = np.ndarray[Any, Any]
+
+
+@contextlib.contextmanager
+def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep `folder`, made where it is missing, for the checkpoints of this thread's training.
+
+    The hold ends with the block, or with the process however that ends. Drafts of the dead are
+    removed, and so is a new folder into which nothing was written. Raises UsageError where another
+    training has the folder, DataError where it cannot be written.
+    """
+    folder = Path(folder)
+    new = not folder.exists()
+    with _faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    with files.held(folder) as mine:
+        if not mine:
+            raise UsageError(f"{folder}: another training writes its checkpoints there")
+        files.sweep(folder, _DRAFT)
+        try:
+            yield
+        finally:
+            if new:
+                with contextlib.suppress(OSError):  # it holds checkpoints now
+                    folder.rmdir()
+
+
+@contextlib.contextmanager
+def _faults(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 def write(
     folder: str | os.PathLike[str], tensors: Mapping[str, Array], manifest: Mapping[str, Any]
 ) -> Path:
-    """Write the checkpoint `folder/step-NNNNNNNN` of manifest["step"]; the KEEP newest stay.
+    """Write the checkpoint `folder/step-NNNNNNNN` of manifest["step"].
 
-    Raises DataError where the folder cannot be written.
+    Of the steps up to this one the KEEP newest stay. Raises DataError where the folder cannot be
+    written, UsageError while another training has it.
     """
     from safetensors.numpy import save
 
     folder = Path(folder)
-    target = folder / f"step-{manifest['step']:08d}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=folder))
-        data = save({name: np.asarray(array, order="C") for name, array in tensors.items()})
+    target = folder / _name(manifest["step"])
+    data = save({name: np.asarray(array, order="C") for name, array in tensors.items()})
+    digest = hashlib.sha256(data).hexdigest()
+    text = json.dumps({"format": FORMAT, **manifest, "sha256": digest}, indent=1)
+    with held(folder), _faults(folder), files.locked_folder(folder, _DRAFT) as draft:
         _write(draft / _TENSORS, data)
-        digest = hashlib.sha256(data).hexdigest()
-        text = json.dumps({"format": FORMAT, **manifest, "sha256": digest}, indent=1)
         _write(draft / _MANIFEST, text.encode())
-        if target.exists():
-            os.replace(target, Path(tempfile.mkdtemp(prefix=_DRAFT, dir=folder)) / "replaced")
-        os.replace(draft, target)
-        for old in _steps(folder)[KEEP:]:
-            shutil.rmtree(old)
-        for stale in folder.glob(f"{_DRAFT}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+        _put(draft, target)
+        # Newer ones are not this run's: it went on from one before them, which were damaged.
+        steps = _steps(folder)
+        for step in [n for n in steps if n <= manifest["step"]][KEEP:]:
+            shutil.rmtree(steps[step])
     return target
+
+
+def _put(draft: Path, target: Path) -> None:
+    """Rename `draft` to `target`; what is there stays there if that fails or is interrupted."""
+    if not target.exists():
+        os.replace(draft, target)
+        return
+    with files.locked_folder(target.parent, _DRAFT) as replaced:
+        os.replace(target, replaced)
+        try:
+            os.replace(draft, target)
+        except BaseException:
+            if not target.exists():
+                os.replace(replaced, target)
+            raise
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -64,9 +120,19 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Checkpoints of a folder, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    """Checkpoints of a folder by their steps, newest first; copies under other names are none."""
+    found = {}
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        own = re.fullmatch("[0-9]{8,18}", number) and path.name == _name(int(number))
+        if own and path.is_dir() and not path.is_symlink():
+            found[int(number)] = path
+    return dict(sorted(found.items(), reverse=True))
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
@@ -78,7 +144,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
 
     Raises DataError where there is none.
     """
-    whole = filter(None, map(_read, _steps(Path(folder))))
+    whole = filter(None, map(_read, _steps(Path(folder)).values()))
     found = next(whole, None)
     if found is None:
         raise DataError(f"{folder}: holds no whole checkpoint to resume from")
@@ -86,19 +152,31 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
 
 
 def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
+    from safetensors import SafetensorError
+
+    # What the parsers raise on bytes that are none of ours; a deep list ends in RecursionError.
+    faults = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
     try:
         return _parse(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(f"{path} is damaged and left out: {error}", stacklevel=4)
+    except faults as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        warnings.warn(f"{path} is damaged and left out: {reason}", stacklevel=4)
         return None
 
 
 def _parse(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     from safetensors.numpy import load
 
-    manifest = json.loads((path / _MANIFEST).read_text())
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{_MANIFEST} is no object")
+    for field, kind in _FIELDS.items():
+        if type(manifest.get(field)) is not kind:
+            raise ValueError(f"{_MANIFEST} has no '{field}' that is of type {kind.__name__}")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
+    if _name(manifest["step"]) != path.name:
+        raise ValueError(f"{_MANIFEST} is of step {manifest['step']}")
     data = (path / _TENSORS).read_bytes()
     if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
         raise ValueError(f"{_TENSORS} is not what was written")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import DataError
+from onnx_fuse.onnx.common import one_line
 
 Array = np.ndarray[Any, Any]
+NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What `np.load` raises on a file that it cannot read: damaged, encrypted or of another kind."""
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -32,8 +36,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
         if isinstance(loaded, np.lib.npyio.NpzFile):
             with loaded:
                 return {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    except NOT_ARRAYS as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise DataError(f"{path}: not an .npz file or a folder of .npy files: {reason}") from error
     raise DataError(f"{path}: one unnamed array: save it by np.savez with the name of an input")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import deque
@@ -52,41 +53,63 @@ def fit(
     examples = check(trainer, arrays, batch_size)
     if validation is not None:
         check(trainer, validation, batch_size)
+    steps = steps_per_epoch(trainer, examples, batch_size)
     history = History(examples, batch_size)
     if "fit" in trainer.extra:
-        history = History(**trainer.extra["fit"])
+        history = _history(trainer.extra["fit"])
         if (history.examples, history.batch_size) != (examples, batch_size):
             raise UsageError(
                 f"the run to resume has {history.examples} examples in batches of "
                 f"{history.batch_size}, not {examples} in batches of {batch_size}"
             )
-    steps = steps_per_epoch(trainer, examples, batch_size)
+        if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
+            raise DataError(f"{_DAMAGED} as many losses as its epochs have steps")
     started: deque[float | Loss] = deque()
+    hold = checkpoint.held(folder) if folder else contextlib.nullcontext()
 
     def note(under_way: int = 0) -> None:
         while len(started) > under_way:
             history.losses.append(float(started.popleft()))
             watch(history)
 
-    while (epoch := len(history.epochs)) < epochs:
-        start = len(history.losses) - epoch * steps
-        indices = data.order(examples, trainer.seed, epoch, shuffle=shuffle)
-        for feeds in data.batches(arrays, indices[: steps * batch_size], batch_size, start):
-            started.append(trainer.step(feeds))
-            # on a GPU the loss before this one is read while this step runs
-            note(0 if isinstance(started[-1], float) else 1)
-            if folder and every and (len(history.losses) + len(started)) % every == 0:
-                note()
+    with hold:
+        while (epoch := len(history.epochs)) < epochs:
+            start = len(history.losses) - epoch * steps
+            indices = data.order(examples, trainer.seed, epoch, shuffle=shuffle)
+            for feeds in data.batches(arrays, indices[: steps * batch_size], batch_size, start):
+                started.append(trainer.step(feeds))
+                # on a GPU the loss before this one is read while this step runs
+                note(0 if isinstance(started[-1], float) else 1)
+                if folder and every and (len(history.losses) + len(started)) % every == 0:
+                    note()
+                    trainer.checkpoint(folder, fit=asdict(history))
+            note()
+            record = {"epoch": epoch + 1.0, "loss": float(np.mean(history.losses[epoch * steps :]))}
+            if validation is not None:
+                record |= evaluate(trainer, validation, batch_size)
+            history.epochs.append(record)
+            watch(history)
+            if folder:
                 trainer.checkpoint(folder, fit=asdict(history))
-        note()
-        record = {"epoch": epoch + 1.0, "loss": float(np.mean(history.losses[epoch * steps :]))}
-        if validation is not None:
-            record |= evaluate(trainer, validation, batch_size)
-        history.epochs.append(record)
-        watch(history)
-        if folder:
-            trainer.checkpoint(folder, fit=asdict(history))
     return history
+
+
+_DAMAGED = "the checkpoint is damaged: its history has not"
+
+
+def _history(data: Any) -> History:
+    """The History that a checkpoint holds. Raises DataError for anything else."""
+    shapes = {"examples": int, "batch_size": int, "losses": list, "epochs": list}
+    if not isinstance(data, dict) or {k: type(v) for k, v in data.items()} != shapes:
+        raise DataError(f"{_DAMAGED} {', '.join(shapes)}")
+    numbers = [*data["losses"]]
+    for record in data["epochs"]:
+        if not isinstance(record, dict) or not {"epoch", "loss"} <= set(record):
+            raise DataError(f"{_DAMAGED} an epoch and a loss in each record")
+        numbers += record.values()
+    if any(type(x) is not float for x in numbers):
+        raise DataError(f"{_DAMAGED} floating-point numbers alone")
+    return History(**data)
 
 
 def begin(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:

@@ -151,6 +151,16 @@ class Trainer:
     # -- steps --
 
     @property
+    def freed(self) -> int:
+        """The batch that the model was exported with and that was opened; 0 where none was."""
+        if not self._options["free_batch"]:
+            return 0
+        names = self._source.graph.initializers
+        first = next(v for v in self._source.graph.inputs if v.name not in names and v.shape)
+        assert first.shape is not None
+        return int(first.shape[0])  # type: ignore[arg-type]
+
+    @property
     def updates(self) -> int:
         return self.calls // self.accumulate
 
@@ -349,16 +359,19 @@ class Trainer:
         Raises DataError where there is none, or it is of another model.
         """
         settings = dict(checkpoint.read(folder)[1]["settings"])
-        optimizer = optim.from_json(settings.pop("optimizer"))
-        trainer = cls(model, optimizer=optimizer, device=device, **settings)
+        try:
+            optimizer = optim.from_json(settings.pop("optimizer"))
+            trainer = cls(model, optimizer=optimizer, device=device, **settings)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)
         return trainer
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Go on from the newest whole checkpoint, which a trainer of equal settings has written.
 
-        Raises DataError where there is none or it is of another model, UsageError where settings
-        differ.
+        Raises DataError where there is none, it is of another model or a tensor is not of its
+        state's dtype and shape, UsageError where settings differ. Nothing is restored then.
         """
         self._settle()
         tensors, manifest = checkpoint.read(folder)
@@ -369,6 +382,13 @@ class Trainer:
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")
+        for s in states:
+            got, own = tensors[s.name], np.asarray(s.initial)
+            if (got.dtype, got.shape) != (own.dtype, own.shape):
+                raise DataError(
+                    f"{folder}: '{s.name}' is {got.dtype}{list(got.shape)} in the checkpoint, "
+                    f"{own.dtype}{list(own.shape)} in the run"
+                )
         for s in states:
             self._device.write(s.name, tensors[s.name])
         self.calls, self.extra = manifest["step"], manifest["extra"]

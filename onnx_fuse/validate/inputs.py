@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import operator
 import os
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from onnx_ir import DataType, Value
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
+from onnx_fuse.training.data import NOT_ARRAYS
 
 Array = np.ndarray[Any, Any]
 Feeds = dict[str, Array]
@@ -28,7 +28,7 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except (*NOT_ARRAYS, AttributeError) as error:
         raise ModelError(f"{path}: not an .npz file of arrays ({error})") from error
     needed = [v.name for v in required(model)]
     missing = [name for name in needed if name not in arrays]

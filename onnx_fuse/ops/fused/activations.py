@@ -7,16 +7,26 @@ writes act(z) and act'(z) in ONNX text, whose constants take the dtype of `z`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, close, is_float, scalar, users
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    is_constant,
+    is_float,
+    rank,
+    scalar,
+    users,
+)
 
 
 @dataclass(frozen=True)
@@ -187,53 +197,66 @@ register(
 
 Polynomial = dict[tuple[int, int], float]
 """coefficient of x^i t^j by (i, j), where t is the output of the anchor (Erf, Tanh, Sigmoid)."""
+_DEGREE = 8
 
 
-def polynomial(
-    value: ir.Value | None, x: ir.Value, t: ir.Value | None, depth: int = 12
-) -> Polynomial | None:
-    """`value` as a polynomial in x and t; None where anything else enters.
+class _Polynomials:
+    """Values as polynomials in x and t; None where anything else enters.
 
     One evaluation replaces the dozens of patterns for x*0.5*(1+erf(x/√2)) in every operand order.
+    A constant of more axes than x may have enters nothing: it would raise the result's rank.
     """
-    if value is x:
-        return {(1, 0): 1.0}
-    if value is t:
-        return {(0, 1): 1.0}
-    number = scalar(value)
-    if number is not None:
-        return {(0, 0): number}
-    node = value.producer() if value is not None else None
-    if node is None or node.domain or depth == 0:
-        return None
-    if node.op_type not in ("Add", "Sub", "Mul", "Div", "Pow", "Neg", "Identity"):
-        return None
-    terms = [polynomial(v, x, t, depth - 1) for v in node.inputs]
-    if any(p is None for p in terms):
-        return None
-    a, b = terms[0] or {}, (terms[1] if len(terms) > 1 else None) or {}
-    match node.op_type:
-        case "Identity":
-            return a
-        case "Neg":
-            return _combine(a, {}, -1.0)
-        case "Add":
-            return _combine(a, b, 1.0, 1.0)
-        case "Sub":
-            return _combine(a, b, 1.0, -1.0)
-        case "Mul":
-            return _product(a, b)
-    divisor = b.get((0, 0))
-    if set(b) != {(0, 0)} or divisor is None:
-        return None
-    if node.op_type == "Div":
-        return _combine(a, {}, 1 / divisor) if divisor else None
-    if divisor not in (1.0, 2.0, 3.0):
-        return None
-    power = a
-    for _ in range(int(divisor) - 1):
-        power = _product(power, a)
-    return power
+
+    def __init__(self, x: ir.Value, t: ir.Value | None) -> None:
+        self.seen: dict[ir.Value, Polynomial | None] = {x: {(1, 0): 1.0}}
+        self.size = rank(x)
+        if t is not None:
+            self.seen[t] = {(0, 1): 1.0}
+
+    def of(self, value: ir.Value | None, depth: int = 12) -> Polynomial | None:
+        if value is None or depth == 0:
+            return None
+        if value not in self.seen:
+            found = self._of(value, depth)
+            high = found is not None and any(i + j > _DEGREE for i, j in found)
+            self.seen[value] = None if high else found
+        return self.seen[value]
+
+    def _of(self, value: ir.Value, depth: int) -> Polynomial | None:
+        held = scalar(value)
+        if held is not None:
+            axes = rank(value)
+            fits = axes == 0 or (axes is not None and self.size is not None and axes <= self.size)
+            return {(0, 0): held} if fits else None
+        node = value.producer()
+        if node is None or node.domain or node.op_type not in _ARITHMETIC:
+            return None
+        terms = [self.of(v, depth - 1) for v in node.inputs]
+        if any(p is None for p in terms):
+            return None
+        a, b = terms[0] or {}, (terms[1] if len(terms) > 1 else None) or {}
+        match node.op_type:
+            case "Identity":
+                return a
+            case "Neg":
+                return _combine(a, {}, -1.0)
+            case "Add":
+                return _combine(a, b, 1.0, 1.0)
+            case "Sub":
+                return _combine(a, b, 1.0, -1.0)
+            case "Mul":
+                return _product(a, b)
+        divisor = b.get((0, 0))
+        if set(b) != {(0, 0)} or divisor is None:
+            return None
+        if node.op_type == "Div":
+            return _combine(a, {}, 1 / divisor) if divisor else None
+        if divisor not in (1.0, 2.0, 3.0):
+            return None
+        power = a
+        for _ in range(int(divisor) - 1):
+            power = _product(power, a)
+        return power
 
 
 def _combine(a: Polynomial, b: Polynomial, ca: float, cb: float = 0.0) -> Polynomial:
@@ -248,32 +271,164 @@ def _product(a: Polynomial, b: Polynomial) -> Polynomial:
     return result
 
 
-def _equals(p: Polynomial | None, expected: Polynomial) -> bool:
+Coefficients = dict[tuple[int, int], Collection[float]]
+"""What each coefficient of a form may be."""
+
+
+def _stored(number: float, dtype: ir.DataType) -> float:
+    """The constant of `dtype` that stands for `number`: the nearest.
+
+    That is what PyTorch's exporters write for 1.4142135, 0.7978845608, 0.044715 and the like, in
+    every type (2.13, opsets 13 to 23); a constant of fewer digits is another function.
+    """
+    return float(np.asarray(number, dtype.numpy()))
+
+
+def _erf_argument(dtype: ir.DataType) -> Coefficients:
+    """x · √½, or x / √2."""
+    return {(1, 0): (_stored(math.sqrt(0.5), dtype), 1 / _stored(math.sqrt(2), dtype))}
+
+
+def _cubic_argument(dtype: ir.DataType) -> Coefficients:
+    """√(2/π) (x + 0.044715 x³), the second coefficient as a product or by itself."""
+    outer, inner = _stored(_SQRT_2_PI, dtype), _stored(0.044715, dtype)
+    return {(1, 0): (outer,), (3, 0): (outer * inner, _stored(_SQRT_2_PI * 0.044715, dtype))}
+
+
+def _agrees(p: Polynomial | None, wanted: Coefficients, tolerance: float = 0.0) -> bool:
+    """Whether the coefficients are among those `wanted`; a tolerance finds near misses."""
     if p is None:
         return False
     p = {k: c for k, c in p.items() if c}
-    return set(p) == set(expected) and all(close(p[k], c) for k, c in expected.items())
+    return set(p) == set(wanted) and all(
+        any(math.isclose(p[k], c, rel_tol=tolerance) for c in choices)
+        for k, choices in wanted.items()
+    )
 
 
 @dataclass(frozen=True)
 class _Form:
-    """act(x) = `top` in x and t, with t = anchor(`argument` in x)."""
+    """act(x) = `top` in x and t, with t = anchor(`argument` in x): of a table operator.
+
+    `formula` is what the operator computes, in float64.
+    """
 
     anchor: str
-    argument: Polynomial
-    top: Polynomial
+    argument: Callable[[ir.DataType], Coefficients]
+    top: Coefficients
     op_type: str
     domain: str
+    formula: Callable[[np.ndarray, float], np.ndarray]
     attributes: tuple[tuple[str, str], ...] = ()
 
 
-_HALVES: Polynomial = {(1, 0): 0.5, (1, 1): 0.5}
-_CUBIC: Polynomial = {(1, 0): _SQRT_2_PI, (3, 0): _SQRT_2_PI * 0.044715}
+_HALF_OF_ALL: Coefficients = {(1, 0): (0.5,), (1, 1): (0.5,)}
 FORMS = (
-    _Form("Erf", {(1, 0): math.sqrt(0.5)}, _HALVES, "Gelu", "", (("approximate", "none"),)),
-    _Form("Tanh", _CUBIC, _HALVES, "Gelu", "", (("approximate", "tanh"),)),
-    _Form("Sigmoid", {(1, 0): 1.0}, {(1, 1): 1.0}, "Silu", FUSE),
+    _Form(
+        "Erf",
+        _erf_argument,
+        _HALF_OF_ALL,
+        "Gelu",
+        "",
+        lambda x, _: x * (0.5 * (1 + _erf(x * math.sqrt(0.5)))),
+        (("approximate", "none"),),
+    ),
+    _Form(
+        "Tanh",
+        _cubic_argument,
+        _HALF_OF_ALL,
+        "Gelu",
+        "",
+        lambda x, _: x * (0.5 * (1 + np.tanh(_SQRT_2_PI * x * (1 + 0.044715 * x * x)))),
+        (("approximate", "tanh"),),
+    ),
+    _Form(
+        "Sigmoid",
+        lambda _: {(1, 0): (1.0,)},
+        {(1, 1): (1.0,)},
+        "Silu",
+        FUSE,
+        lambda x, alpha: x * _sigmoid(alpha * x),
+    ),
 )
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    e = np.exp(-np.abs(x))
+    return np.asarray(np.where(x < 0, e, np.ones_like(e)) / (1 + e))
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.array([math.erf(v) for v in x.flat], np.float64).reshape(x.shape)
+
+
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Pow": np.power,
+    "Neg": np.negative,
+    "Identity": np.asarray,
+}
+_ANCHORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Erf": _erf,
+    "Tanh": np.tanh,
+    "Sigmoid": _sigmoid,
+}
+
+
+def _probes(dtype: ir.DataType) -> np.ndarray:
+    """Numbers at which two ways to write one function differ if they ever do.
+
+    The largest is an eighth of the type's: in x (1 + erf(x/√2)) ½, the usual spelling, the product
+    overflows above half of it, which no fused activation does.
+    """
+    kind = dtype.numpy()
+    top, least = float(dtype.max) / 8, float(dtype.tiny)
+    plain = [0.0, least, least / 4, 1e-3, 0.3, 1.0, 2.5, 6.0, 15.0, 100.0, 1e4, 1e30]
+    plain += [math.sqrt(top), top, math.inf]
+    sized = [v for v in plain if v <= top or v == math.inf]
+    return np.array([*sized, *(-v for v in sized), math.nan], np.float64).astype(kind)
+
+
+def _computes(value: ir.Value, x: ir.Value, form: _Form, alpha: float) -> bool:
+    """Whether `value`, worked out step by step in its own type, is act(x) at all `_probes`.
+
+    The polynomial is one of real numbers: where a step overflows or loses the sign of a zero, the
+    operator must too.
+    """
+    dtype = x.dtype
+    if dtype is None:
+        return False
+    kind = dtype.numpy()
+    known: dict[ir.Value, np.ndarray] = {x: _probes(dtype)}
+
+    def work(v: ir.Value) -> np.ndarray:
+        if v not in known:
+            held, node = scalar(v), v.producer()
+            if held is not None:
+                known[v] = np.asarray(held, np.float64).astype(kind)
+            else:
+                assert node is not None
+                inputs = [work(i) for i in node.inputs if i is not None]
+                if node.op_type in _ANCHORS:
+                    known[v] = _ANCHORS[node.op_type](inputs[0].astype(np.float64)).astype(kind)
+                else:
+                    known[v] = _ARITHMETIC[node.op_type](*inputs).astype(kind)
+        return known[v]
+
+    with np.errstate(all="ignore"):
+        found = work(value).astype(np.float64)
+        probes = known[x].astype(np.float64)
+        truth = form.formula(probes, alpha)
+        nan, inf = np.isnan(truth), np.isinf(truth)
+        if (np.isnan(found) != nan).any() or (np.isinf(found) != inf).any():
+            return False
+        # 16 roundings, the argument's among them, each of which tanh and erf pass on once at most
+        bound = 16 * float(dtype.eps) * np.abs(probes) + float(dtype.tiny)
+        near = (np.abs(found - truth) <= bound) | nan | inf
+    return bool(near.all() and ((np.signbit(found) == np.signbit(truth)) | nan).all())
 
 
 def _sources(argument: ir.Value | None) -> list[ir.Value]:
@@ -282,7 +437,7 @@ def _sources(argument: ir.Value | None) -> list[ir.Value]:
     queue = [argument]
     while queue and len(found) < 24:
         value = queue.pop(0)
-        if value is None or value in found or scalar(value) is not None:
+        if value is None or value in found or is_constant(value):
             continue
         found.append(value)
         node = value.producer()
@@ -293,37 +448,59 @@ def _sources(argument: ir.Value | None) -> list[ir.Value]:
 
 def _recognize(rw: Rewriter, node: ir.Node) -> bool:
     t, argument = node.outputs[0], node.inputs[0]
-    if not is_float(t):
+    if node.domain or not is_float(t) or t.dtype is None:
         return False
-    tops = _tops(t)
+    tops, near = _tops(t), ""
     for form in (f for f in FORMS if f.anchor == node.op_type):
+        wanted = form.argument(t.dtype)
         for x in _sources(argument):
-            inner = polynomial(argument, x, None)
+            inner = _Polynomials(x, None).of(argument)
             quick = form.op_type == "Silu" and inner is not None and set(inner) == {(1, 0)}
-            if not quick and not _equals(inner, form.argument):
-                continue
             alpha = inner[1, 0] if quick and inner else 1.0
-            top = next((v for v in tops if _equals(polynomial(v, x, t), form.top)), None)
+            if not quick and not _agrees(inner, wanted, _NEAR):
+                continue
+            above = _Polynomials(x, t)
+            top = next((v for v in tops if _agrees(above.of(v), form.top, _NEAR)), None)
             if top is None:
                 continue
-            op = Builder()
-            if quick and not close(alpha, 1.0):
-                y = op.QuickGelu(x, domain=FUSE, alpha=alpha)
+            name = "QuickGelu" if quick and alpha != 1.0 else form.op_type
+            if not _agrees(above.of(top), form.top) or not (quick or _agrees(inner, wanted)):
+                near = f"its constants are near those of {name}, but not the same"
+            elif quick and any(float(np.asarray(alpha, k)) != alpha for k in _exact(t.dtype)):
+                near = f"its factor {alpha} is no {t.dtype.name.lower()} that a float32 holds"
+            elif not _computes(top, x, form, alpha):
+                near = f"it is written so that it overflows, or loses a sign, where {name} does not"
             else:
-                y = op.node(form.op_type, [x], domain=form.domain, attributes=dict(form.attributes))
-            producer = top.producer()
-            assert producer is not None
-            return rw.replace(producer, op, [top], [y])
-    return False
+                op = Builder()
+                if name == "QuickGelu":
+                    y = op.QuickGelu(x, domain=FUSE, alpha=alpha)
+                else:
+                    kept = dict(form.attributes)
+                    y = op.node(form.op_type, [x], domain=form.domain, attributes=kept)
+                producer = top.producer()
+                assert producer is not None
+                return rw.replace(producer, op, [top], [y])
+    return rw.refuse("Activation", [node], near) if near else False
+
+
+_NEAR = 2e-3
+"""How far constants may be off for --explain to mention them."""
+
+
+def _exact(dtype: ir.DataType) -> list[Any]:
+    """The types that all must hold an attribute's number: its own float32, and the tensor's."""
+    return [np.float32, dtype.numpy()]
 
 
 def _tops(t: ir.Value) -> list[ir.Value]:
     """Values above `t` that could be the whole activation, the nearest first."""
-    found, queue = [], [(t, 0)]
+    found: list[ir.Value] = []
+    queue = [(t, 0)]
     while queue:
         value, depth = queue.pop(0)
         for node in users(value):
-            if not node.domain and node.op_type in ("Add", "Mul", "Div") and depth < 5:
+            wanted = not node.domain and node.op_type in ("Add", "Mul", "Div")
+            if wanted and depth < 5 and len(found) < 64:
                 found.append(node.outputs[0])
                 queue.append((node.outputs[0], depth + 1))
     return found

@@ -50,7 +50,8 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
     pair = [conv, near]
     if only_use(z) is None:
         return rw.refuse("Conv+activation", pair, f"its input '{z.name}' has other readers")
-    if attribute(conv, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+    valid = attribute(conv, "auto_pad", "NOTSET") == "VALID"
+    if not valid and attribute(conv, "auto_pad", "NOTSET") != "NOTSET":
         return rw.refuse("Conv+activation", pair, "auto_pad depends on the input's size")
     size, channels = rank(w), dim(w, 0)
     kernel = attribute(conv, "kernel_shape") or [dim(w, i) for i in range(2, size or 2)]
@@ -66,7 +67,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         domain=FUSE,
         kernel_shape=list(kernel),
         strides=attribute(conv, "strides", [1] * spatial),
-        pads=attribute(conv, "pads", [0] * 2 * spatial),
+        pads=[0] * 2 * spatial if valid else attribute(conv, "pads", [0] * 2 * spatial),
         dilations=attribute(conv, "dilations", [1] * spatial),
         group=attribute(conv, "group", 1),
         attributes=attributes,

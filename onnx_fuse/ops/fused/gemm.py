@@ -37,6 +37,7 @@ from onnx_fuse.ops.rewrite import (
     PACKED,
     Rewriter,
     Rule,
+    adds_nothing,
     attribute,
     copy_onto,
     dim,
@@ -48,7 +49,6 @@ from onnx_fuse.ops.rewrite import (
     only_use,
     other,
     rank,
-    scalar,
     through_row_views,
     typed,
     users,
@@ -142,7 +142,7 @@ def _product(rw: Rewriter, node: ir.Node) -> _Site | None:
     if "alpha" in scaled or ("beta" in scaled and c is not None):
         rw.refuse("Gemm", [node], f"{' and '.join(scaled)} other than 1")
         return None
-    return _Site(x, w, attribute(node, "transB", 0) == 1, c, (node,))
+    return _Site(x, w, attribute(node, "transB", 0) != 0, c, (node,))
 
 
 def _with_bias(rw: Rewriter, site: _Site) -> _Site:
@@ -156,7 +156,9 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
         return site
     shape = [dim(c, i) for i in range(rank(c) or 0)]
     column = all(d == 1 for d in shape[:-1]) and (not shape or shape[-1] in (1, width))
+    # A bias per row has the rows of the product: it might make more of a single one.
     row = bool(shape) and shape[-1] == 1 and is_constant(c)
+    row &= all(d == 1 or d == dim(site.output, i - len(shape)) for i, d in enumerate(shape))
     if rank(c) is None or not (column or row):
         return site  # a residual or another full tensor: not a bias
     return replace(site, c=c, nodes=(*site.nodes, add))
@@ -299,7 +301,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
             return False
         same = all(a is b for a, b in zip(theirs[2], parts[2], strict=True))
         w, c = theirs[3:]
-        column = c is None or scalar(c) == 0 or (is_initializer(c) and rank(c) == 1)
+        column = c is None or adds_nothing(c) or (is_initializer(c) and rank(c) == 1)
         eps = {k: v.value for k, v in peer.attributes.items() if k in norms}
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
         return same and is_initializer(w) and rank(w) == 2 and column and full and eps == norms
@@ -319,7 +321,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         widths.append(dim(w, 1) or 0)
     if len(set(weights)) < len(weights) or 0 in widths:
         return False
-    biased = [c is not None and scalar(c) != 0 for c in biases]
+    biased = [c is not None and not adds_nothing(c) for c in biases]
     if rw.training and any(biased) and not all(biased):
         # The zeros that stand for an absent bias would be trained, and could not be saved.
         return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
@@ -394,7 +396,7 @@ def _merged_bias(
     stem: str,
 ) -> ir.Value:
     """The biases end to end; absent ones are zeros."""
-    if all(c is None or scalar(c) == 0 for c in biases):
+    if all(c is None or adds_nothing(c) for c in biases):
         return rw.zeros(like)
     parts = [
         c if c is not None and rank(c) == 1 else rw.zeros(like, n)
@@ -454,12 +456,19 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     scale, *bias, weight, shift = [np.asarray(a, np.float64) for a in arrays]
     if np.all(scale == 1) and not any(np.any(b) for b in bias):
         return False
+    if shift.ndim > 1:
+        return rw.refuse("FoldAffine", [node], "its bias is not one number a column")
     dtype = (w.dtype or ir.DataType.FLOAT).numpy()
-    width = scale.shape[0]
+    width = weight.shape[0]
+    scale, *bias = (np.broadcast_to(a, (width,)) for a in (scale, *bias))  # one number for all
     ones = rw.initializer(f"onex{np.dtype(dtype).name}x{width}", np.ones(width, dtype))
-    folded = rw.initializer(f"{w.name}.folded", (scale[:, None] * weight).astype(dtype))
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = (scale[:, None] * weight).astype(dtype)
+        moved = (bias[0] @ weight + shift).astype(dtype) if bias else None
+    if not np.isfinite(product).all() or (moved is not None and not np.isfinite(moved).all()):
+        return rw.refuse("FoldAffine", [node], "scale and weight multiplied are not finite")
+    folded = rw.initializer(f"{w.name}.folded", product)
     inputs: list[ir.Value | None] = [head[0], ones, *([rw.zeros(w, width)] if bias else []), folded]
-    moved = (bias[0] @ weight + shift).astype(dtype) if bias else None
     inputs.append(c if moved is None else rw.initializer(f"{w.name}.shift", moved))
     for i, value in enumerate(inputs):
         node.replace_input_with(i, value)

@@ -1,26 +1,24 @@
-"""Softmax, log and negative log likelihood written apart, into one SoftmaxCrossEntropyLoss."""
+"""LogSoftmax and negative log likelihood written apart, into one SoftmaxCrossEntropyLoss."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, made_by, only_use, rank, users
+from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, depends_on, made_by, rank, users
 
 
 def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:
     softmax = made_by(log.inputs[0], "Softmax")
-    if softmax is None or only_use(softmax.outputs[0]) is None or log.domain:
+    if softmax is None or log.domain:
         return False
-    op = Builder()
-    y = op.LogSoftmax(softmax.inputs[0], axis=attribute(softmax, "axis", -1))
-    rw.fusions["LogSoftmax"] += 1
-    return rw.replace(log, op, [log.outputs[0]], [y])
+    reason = "where Softmax rounds to 0 its Log is -inf, and LogSoftmax is not"
+    return rw.refuse("SoftmaxCrossEntropyLoss", [softmax, log], reason)
 
 
 def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
     log_softmax = made_by(nll.inputs[0], "LogSoftmax")
-    if log_softmax is None:
+    if log_softmax is None or nll.domain:
         return False
     log_p = log_softmax.outputs[0]
     if attribute(log_softmax, "axis", -1) not in (1, 1 - (rank(log_p) or 0)):
@@ -33,6 +31,9 @@ def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
     op = Builder()
     shared = len(users(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
+    if shared and any(depends_on(v, log_p) for v in nll.inputs[1:]):
+        reason = "its labels or weights are worked out from the probabilities"
+        return rw.refuse("SoftmaxCrossEntropyLoss", [log_softmax, nll], reason)
     outputs = op.node("SoftmaxCrossEntropyLoss", inputs, outputs=2 if shared else 1, **kept)
     rw.fusions["SoftmaxCrossEntropyLoss"] += 1
     if shared:

@@ -27,6 +27,7 @@ from onnx_fuse.ops.rewrite import (
     is_constant,
     is_float,
     made_by,
+    number,
     only_use,
     other,
     rank,
@@ -114,9 +115,7 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
     bound = [v for v in (x, *affine) if v is not None]
     match node.domain, node.op_type:
         case "", "LayerNormalization":
-            canonical = (
-                attribute(node, "axis", -1) == -1 and len(bound) == 3 and rank(bound[1]) == 1
-            )
+            canonical = attribute(node, "axis", -1) == -1 and [rank(v) for v in bound[1:]] == [1, 1]
             if not canonical or attribute(node, "stash_type", 1) != 1:
                 return None
             return Norm(node, "LayerNorm", bound[0], tuple(bound[1:]), {"epsilon": epsilon})
@@ -141,21 +140,20 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         return False
     if node.op_type == "RMSNormalization":
         op = Builder()
-        centred, size = _centred(x), dim(scale, 0)
-        if centred is not None and size and attribute(node, "stash_type", 1) == 1:
-            # What exporters make of a LayerNorm by hand.
+        centred, size, stash = _EXACT.centred(x), dim(scale, 0), attribute(node, "stash_type", 1)
+        if x.dtype != scale.dtype or (size == 1 and dim(x, -1) != 1):
+            return rw.refuse("RMSNormalization", [node], "its scale is of another type or width")
+        if centred is not None and size and stash == 1 and x.dtype == ir.DataType.FLOAT:
+            # What exporters make of a LayerNorm by hand; in 16 bits the deviation is rounded first.
             n = node.outputs[0]
             n, bias = _affine(n, "Add", size) or (n, rw.zeros(scale, size))
             epsilon = attribute(node, "epsilon", 1e-5)
             y = op.LayerNormalization(centred, scale, bias, axis=-1, epsilon=epsilon)
             return rw.replace(n.producer() or node, op, [n], [y])
-        y = op.RMSNormalization(
-            x,
-            scale,
-            domain=FUSE,
-            epsilon=attribute(node, "epsilon", 1e-5),
-            stash_type=attribute(node, "stash_type", 1),
-        )
+        if x.dtype == ir.DataType.DOUBLE:
+            stash = ir.DataType.DOUBLE.value  # onnxruntime computes doubles in nothing less
+        epsilon = attribute(node, "epsilon", 1e-5)
+        y = op.RMSNormalization(x, scale, domain=FUSE, epsilon=epsilon, stash_type=stash)
         return rw.replace(node, op, [node.outputs[0]], [y])
     changed = False
     while len(node.outputs) > 1 and not users(node.outputs[-1]):
@@ -175,11 +173,142 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     return changed
 
 
-def _bare(value: ir.Value | None) -> ir.Value | None:
-    """`value` before any casts between float types."""
-    while (node := made_by(value, "Cast", "Identity")) is not None and is_float(node.inputs[0]):
-        value = node.inputs[0]
-    return value
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a norm that is written out; a `loose` one reads near misses too.
+
+    Those have a Cast within, which rounds to fewer bits, or computes in more, than the fused norm
+    does, or a constant that raises the rank.
+    """
+
+    loose: bool = False
+
+    def number(self, node: ir.Node, index: int) -> float | None:
+        return scalar(node.inputs[index]) if self.loose else number(node, index)
+
+    def bare(self, value: ir.Value | None) -> ir.Value | None:
+        """`value`, if loose before any casts between float types."""
+        ways = ("Cast", "Identity") if self.loose else ("Identity",)
+        while (node := made_by(value, *ways)) is not None and is_float(node.inputs[0]):
+            value = node.inputs[0]
+        return value
+
+    def same(self, a: ir.Value | None, b: ir.Value | None) -> bool:
+        """Whether these are one value, or one value cast to one type."""
+        a, b = self.bare(a), self.bare(b)
+        if a is b:
+            return a is not None
+        casts = [made_by(v, "Cast") for v in (a, b)]
+        first, second = casts
+        if first is None or second is None or first.inputs[0] is not second.inputs[0]:
+            return False
+        return first.outputs[0].dtype == second.outputs[0].dtype
+
+    def mean(self, value: ir.Value | None) -> ir.Value | None:
+        """What `value` is the last-axis mean of."""
+        value = self.bare(value)
+        divided = made_by(value, "Div")
+        if divided is None:
+            return self._reduced(value, "ReduceMean")
+        x = self._reduced(divided.inputs[0], "ReduceSum")
+        return x if dim(x, -1) is not None and self.number(divided, 1) == dim(x, -1) else None
+
+    def _reduced(self, value: ir.Value | None, op_type: str) -> ir.Value | None:
+        """What `value` is a reduction of, over the last axis, which is kept or put back."""
+        node, kept = made_by(value, op_type), 1
+        view = made_by(value, "Reshape", "Unsqueeze")
+        if view is not None and value is not None and value.shape and view.inputs[0] is not None:
+            rows = view.inputs[0].shape
+            node, kept = made_by(view.inputs[0], op_type), 0
+            if rows is None or (*rows, 1) != tuple(value.shape) or None in map(_named, rows):
+                return None
+        if node is None or attribute(node, "keepdims", 1) != kept or len(node.inputs) < 2:
+            return None
+        axes, size = ints(node.inputs[1]), rank(node.inputs[0])
+        last = axes in ([-1], [size - 1] if size is not None else None)
+        return node.inputs[0] if last else None
+
+    def square(self, value: ir.Value | None) -> ir.Value | None:
+        """What `value` is the square of."""
+        node = made_by(self.bare(value), "Mul", "Pow")
+        if node is None:
+            return None
+        a, b = node.inputs[0], node.inputs[1]
+        squared = self.same(a, b) if node.op_type == "Mul" else self.number(node, 1) == 2.0
+        return a if squared else None
+
+    def centred(self, value: ir.Value | None) -> ir.Value | None:
+        """The x of x - mean(x)."""
+        sub = made_by(self.bare(value), "Sub")
+        if sub is None or not self.same(self.mean(sub.inputs[1]), sub.inputs[0]):
+            return None
+        return sub.inputs[0]
+
+    def found(self, node: ir.Node) -> _Found | None:
+        """The norm whose sqrt(mean(d²) + epsilon) this Sqrt or Pow is."""
+        if node.op_type == "Pow" and self.number(node, 1) not in (0.5, -0.5):
+            return None
+        add = made_by(node.inputs[0], "Add")
+        at = next((i for i in (1, 0) if self.number(add, i) is not None), None) if add else None
+        epsilon = self.number(add, at) if add is not None and at is not None else None
+        if add is None or at is None or epsilon is None:
+            return None
+        deviation = self.square(self.mean(add.inputs[1 - at]))
+        if deviation is None:
+            return None
+        centred = self.centred(deviation)
+        inverse = node.op_type == "Pow" and self.number(node, 1) == -0.5
+
+        def is_deviation(value: ir.Value | None) -> bool:
+            """The deviation may be computed twice: for the variance, and to be divided."""
+            if centred is None or self.same(value, deviation):
+                return self.same(value, deviation)
+            return self.same(self.centred(value), centred)
+
+        n = self._normalized(node.outputs[0], is_deviation, inverse)
+        x = centred if centred is not None else deviation
+        return None if n is None else _Found(n, x, epsilon, centred is not None)
+
+    def _normalized(
+        self, root: ir.Value, is_deviation: Callable[[ir.Value | None], bool], inverse: bool
+    ) -> ir.Value | None:
+        """d / std in either spelling, from std (or 1/std) upward."""
+        values = [(root, inverse)]
+        while values:
+            value, inverted = values.pop()
+            for user in users(value):
+                a, b = (user.inputs[0], user.inputs[1]) if len(user.inputs) == 2 else (None, None)
+                match "" if user.domain else user.op_type:
+                    case "Cast" | "Identity" if self.loose or user.op_type == "Identity":
+                        values.append((user.outputs[0], inverted))
+                    case "Reciprocal" if not inverted:
+                        values.append((user.outputs[0], True))
+                    case "Div" if not inverted and b is value:
+                        if is_deviation(a):
+                            return user.outputs[0]
+                        if self.number(user, 0) == 1.0:
+                            values.append((user.outputs[0], True))
+                    case "Mul" if inverted and is_deviation(other(user, value)):
+                        return user.outputs[0]
+        return None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A norm that is written out: n = x / sqrt(mean(x²) + epsilon), or of x - mean(x) `centred`."""
+
+    n: ir.Value
+    x: ir.Value
+    epsilon: float
+    centred: bool
+
+    @property
+    def name(self) -> str:
+        return "LayerNormalization" if self.centred else "RMSNormalization"
+
+
+_EXACT, _LOOSE = _Reader(), _Reader(loose=True)
+_NEAR = "a Cast or a constant of more axes is within: the fused norm has one type and one rank"
 
 
 def _named(size: int | ir.SymbolicDim) -> int | str | None:
@@ -187,99 +316,17 @@ def _named(size: int | ir.SymbolicDim) -> int | str | None:
     return size.value if isinstance(size, ir.SymbolicDim) else size
 
 
-def _mean(value: ir.Value | None) -> ir.Value | None:
-    """What `value` is the last-axis mean of."""
-    value = _bare(value)
-    divided = made_by(value, "Div")
-    if divided is None:
-        return _reduced(value, "ReduceMean")
-    x = _reduced(divided.inputs[0], "ReduceSum")
-    return x if dim(x, -1) is not None and scalar(divided.inputs[1]) == dim(x, -1) else None
-
-
-def _reduced(value: ir.Value | None, op_type: str) -> ir.Value | None:
-    """What `value` is a reduction of, over the last axis, which is kept or put back."""
-    node, kept = made_by(value, op_type), 1
-    view = made_by(value, "Reshape", "Unsqueeze")
-    if view is not None and value is not None and value.shape and view.inputs[0] is not None:
-        rows = view.inputs[0].shape
-        node, kept = made_by(view.inputs[0], op_type), 0
-        if rows is None or (*rows, 1) != tuple(value.shape) or None in map(_named, rows):
-            return None
-    if node is None or attribute(node, "keepdims", 1) != kept or len(node.inputs) < 2:
-        return None
-    axes, size = ints(node.inputs[1]), rank(node.inputs[0])
-    last = axes in ([-1], [size - 1] if size is not None else None)
-    return node.inputs[0] if last else None
-
-
-def _square(value: ir.Value | None) -> ir.Value | None:
-    """What `value` is the square of."""
-    node = made_by(_bare(value), "Mul", "Pow")
-    if node is None:
-        return None
-    a, b = node.inputs[0], node.inputs[1]
-    squared = _bare(a) is _bare(b) if node.op_type == "Mul" else scalar(b) == 2.0
-    return a if squared else None
-
-
 def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
     """From sqrt(mean(d²) + epsilon): d = x - mean(x) makes a LayerNorm, d = x an RMSNorm."""
-    if node.op_type == "Pow" and scalar(node.inputs[1]) not in (0.5, -0.5):
+    if node.domain:
         return False
-    add = made_by(node.inputs[0], "Add")
-    epsilon = next((e for v in add.inputs if (e := scalar(v)) is not None), None) if add else None
-    if add is None or epsilon is None:
-        return False
-    variance = add.inputs[0] if scalar(add.inputs[1]) is not None else add.inputs[1]
-    deviation = _square(_mean(variance))
-    if deviation is None:
-        return False
-    centred = _centred(deviation)
-    x = centred or deviation
-    inverse = node.op_type == "Pow" and scalar(node.inputs[1]) == -0.5
-
-    def is_deviation(value: ir.Value | None) -> bool:
-        """The deviation may be computed twice: for the variance, and to be divided."""
-        if centred is None or _bare(value) is _bare(deviation):
-            return _bare(value) is _bare(deviation)
-        return _bare(_centred(value)) is _bare(centred)
-
-    found = _normalized(node.outputs[0], is_deviation, inverse)
-    if found is None:
-        return False
-    return _build(rw, found, x, epsilon, centred is not None)
-
-
-def _centred(value: ir.Value | None) -> ir.Value | None:
-    """The x of x - mean(x)."""
-    sub = made_by(_bare(value), "Sub")
-    ours = sub is not None and _bare(_mean(sub.inputs[1])) is _bare(sub.inputs[0])
-    return sub.inputs[0] if sub is not None and ours else None
-
-
-def _normalized(
-    root: ir.Value, is_deviation: Callable[[ir.Value | None], bool], inverse: bool
-) -> ir.Value | None:
-    """d / std in either spelling, from std (or 1/std) upward."""
-    values = [(root, inverse)]
-    while values:
-        value, inverted = values.pop()
-        for user in users(value):
-            a, b = (user.inputs[0], user.inputs[1]) if len(user.inputs) == 2 else (None, None)
-            match user.op_type:
-                case "Cast" | "Identity":
-                    values.append((user.outputs[0], inverted))
-                case "Reciprocal" if not inverted:
-                    values.append((user.outputs[0], True))
-                case "Div" if not inverted and b is value:
-                    if is_deviation(a):
-                        return user.outputs[0]
-                    if scalar(a) == 1.0:
-                        values.append((user.outputs[0], True))
-                case "Mul" if inverted and is_deviation(other(user, value)):
-                    return user.outputs[0]
-    return None
+    found = _EXACT.found(node)
+    if found is not None:
+        return _build(rw, node, found)
+    found = _LOOSE.found(node)
+    if found is not None:
+        rw.refuse(found.name, [node], _NEAR)
+    return False
 
 
 def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value, ir.Value] | None:
@@ -288,48 +335,61 @@ def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value,
     if node is None or node.domain or node.op_type != op_type:
         return None
     operand = other(node, value)
-    if operand is None or rank(operand) not in (0, 1) or not is_constant(operand):
+    if operand is None or rank(operand) != 1 or not is_constant(operand):
         return None
-    if rank(operand) == 1 and dim(operand, 0) not in (width, 1):
-        return None
-    return (node.outputs[0], operand) if width is not None and rank(operand) == 1 else None
+    return (node.outputs[0], operand) if width is not None and dim(operand, 0) == width else None
 
 
-def _build(rw: Rewriter, n: ir.Value, x: ir.Value | None, epsilon: float, centred: bool) -> bool:
-    width = dim(x, -1)
-    if x is None or width is None:
+def _computes(found: _Found) -> str:
+    """Why the fused norm would not compute what is written out, or nothing.
+
+    LayerNormalization has no other stash_type than float32 in onnxruntime, epsilon is a float32.
+    """
+    dtype = found.x.dtype
+    if dtype != ir.DataType.FLOAT and (found.centred or dtype != ir.DataType.DOUBLE):
+        name = dtype.name.lower() if dtype is not None else "an unknown type"
+        return f"it is computed in {name}, and {found.name} computes in float32"
+    if float(np.float32(found.epsilon)) != found.epsilon:
+        return (
+            f"its epsilon {found.epsilon} is a double that no float32, as the attribute is, holds"
+        )
+    return ""
+
+
+def _build(rw: Rewriter, node: ir.Node, found: _Found) -> bool:
+    x, width, centred = found.x, dim(found.x, -1), found.centred
+    if not width:
+        return rw.refuse(found.name, [node], "the number of its columns is not known")
+    if reason := _computes(found):
+        return rw.refuse(found.name, [node], reason)
+    last, back, before = found.n, only_use(found.n), made_by(x, "Cast")
+    source = before.inputs[0] if before is not None else None
+    if back is not None and back.op_type == "Cast" and source is not None:
+        narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        if narrow and back.outputs[0].dtype == source.dtype and x.dtype == ir.DataType.FLOAT:
+            # From 16 bits and back before the affine part: what stash_type = float32 means.
+            last, x = back.outputs[0], source
+    dtype = last.dtype
+    if dtype is None or x.dtype != dtype:
         return False
-    last, casts = n, only_use(n)
-    if casts is not None and casts.op_type == "Cast" and is_float(casts.outputs[0]):
-        # Cast back before the affine: the norm computes in float32 and answers in the input's type.
-        bare = _bare(x)
-        if bare is not None and casts.outputs[0].dtype == bare.dtype and bare.dtype != n.dtype:
-            last, x = casts.outputs[0], bare
     scale = _affine(last, "Mul", width)
     last = scale[0] if scale else last
-    shift = _affine(last, "Add", width) if centred and (scale or dim(x, -1)) else None
+    shift = _affine(last, "Add", width) if centred else None
     last = shift[0] if shift else last
-    dtype = last.dtype
-    if x.dtype != dtype:
-        bare = _bare(x)
-        if bare is None or bare.dtype != dtype:
-            return False
-        x = bare
-    assert dtype is not None
-    weight = (
-        scale[1]
-        if scale
-        else rw.initializer(
-            f"onex{np.dtype(dtype.numpy()).name}x{width}", np.ones(width, dtype.numpy())
-        )
-    )
+    if scale:
+        weight = scale[1]
+    else:
+        stem = f"onex{np.dtype(dtype.numpy()).name}x{width}"
+        weight = rw.initializer(stem, np.ones(width, dtype.numpy()))
     op = Builder()
     if centred:
         bias = shift[1] if shift else rw.zeros(last, width)
-        y = op.LayerNormalization(x, weight, bias, axis=-1, epsilon=epsilon)
+        y = op.LayerNormalization(x, weight, bias, axis=-1, epsilon=found.epsilon)
     else:
         stash = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-        y = op.RMSNormalization(x, weight, domain=FUSE, epsilon=epsilon, stash_type=int(stash))
+        y = op.RMSNormalization(
+            x, weight, domain=FUSE, epsilon=found.epsilon, stash_type=int(stash)
+        )
     producer = last.producer()
     assert producer is not None
     return rw.replace(producer, op, [last], [y])
@@ -347,6 +407,10 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
     a, b = add.inputs[0], add.inputs[1]
     if a is None or b is None or rank(a) != rank(b) or is_constant(a) or is_constant(b):
         return False
+    if rank(a) is None:
+        return rw.refuse("SkipLayerNorm", [add, node], "the rank of the residual is not known")
+    if any(v.producer() is not None for v in norm.affine):
+        return rw.refuse("SkipLayerNorm", [add, node], "its scale is computed in the graph")
     for i in range(rank(a) or 0):
         if dim(a, i) != dim(b, i) and dim(a, i) is not None and dim(b, i) is not None:
             return rw.refuse("SkipLayerNorm", [add, node], "the residual is broadcast")

@@ -1,0 +1,207 @@
+"""Files that appear whole or not at all, and folders that one process at a time may write in.
+
+Both rest on `flock`, which the kernel gives up with the process that holds it, however that ends.
+Where a file system has no such locks, nothing is swept and no second writer is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from onnx_fuse.errors import ModelError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+_RANDOM = "[a-z0-9_]{8}"  # what tempfile puts into a name
+_OPEN = {"/dev/stdout": "1", "/dev/stderr": "2"}
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+def is_stream(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a device, a pipe or a name of an open file such as /dev/stdout.
+
+    Such a path is written to, never replaced.
+    """
+    parent = os.path.dirname(os.path.abspath(path))
+    if parent in ("/dev", "/dev/fd") or parent.startswith("/proc/"):
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+@contextlib.contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path of the same name in a new folder; at the end what is there takes the place of `path`.
+
+    The folder stands beside the file, which is replaced by renaming: a reader sees the old or the
+    new one, and a failure within the block leaves the old one. Files that the block puts beside
+    the draft, such as a model's weights, go beside `path`, and go first. A link is followed, and a
+    device or a pipe is written to. Folders that killed processes left for the same `path` are
+    removed. Raises ModelError where the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        if is_stream(path):
+            with _streamed(path) as draft:
+                yield draft
+            return
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        sweep(target.parent, f".{target.name}.", ".draft")
+        with locked_folder(target.parent, f".{target.name}.", ".draft") as folder:
+            yield folder / path.name
+            # The data file first: a model never stands without its weights.
+            for made in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
+                place = target if made.name == path.name else target.parent / made.name
+                if place != target and place.exists() and not target.exists():
+                    raise ModelError(f"{place}: already there, and not of {path}")
+                os.replace(made, place)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _streamed(path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="onnx-fuse-") as folder:
+        yield Path(folder) / path.name
+        made = list(Path(folder).iterdir())
+        if any(p.name != path.name for p in made):
+            raise ModelError(f"{path}: no file, beside which weights could be stored")
+        sys.stdout.flush()  # what was printed before comes before
+        for draft in made:
+            with draft.open("rb") as source, _opened(path) as out:
+                shutil.copyfileobj(source, out)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A device or a pipe; an open file where it stands, which opening it by name would truncate.
+
+    A pipe that nobody reads is refused: waiting for a reader might never end.
+    """
+    name = os.path.abspath(path)
+    number = _OPEN.get(name, name.removeprefix("/dev/fd/").removeprefix("/proc/self/fd/"))
+    if number.isdigit():
+        return os.fdopen(os.dup(int(number)), "wb")
+    opened = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(opened, True)
+    return os.fdopen(opened, "wb")
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
+    """A new folder that `sweep` leaves alone, until it is removed at the end."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
+        try:
+            lock = _Lock(folder)
+        except FileNotFoundError:
+            continue  # taken for a stale one and swept before it was locked
+        if lock.take() and folder.exists():
+            break
+        lock.close()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def sweep(parent: Path, prefix: str, suffix: str = "") -> None:
+    """Remove the folders of this name in `parent` that no living process has locked."""
+    if fcntl is None:
+        return
+    name = re.compile(re.escape(prefix) + _RANDOM + re.escape(suffix))
+    for path in [p for p in parent.iterdir() if name.fullmatch(p.name)]:
+        if path.is_symlink() or not path.is_dir():
+            continue
+        with contextlib.suppress(OSError):  # another's, or gone meanwhile
+            lock = _Lock(path)
+            if lock.take() and lock.held:
+                shutil.rmtree(path, ignore_errors=True)
+            lock.close()
+
+
+class _Lock:
+    """A lock on a folder that exists. Raises OSError where the folder cannot be opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd: int | None = None if fcntl is None else os.open(folder, os.O_RDONLY)
+        self.held = False
+        _locks.add(self)
+
+    def take(self) -> bool:
+        """False where another process has the lock; True without `held` where there are none."""
+        if fcntl is None or self._fd is None:
+            return True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.held = True
+        except OSError as error:
+            return error.errno not in _BUSY
+        return True
+
+    def close(self) -> None:
+        _locks.discard(self)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+_locks: set[_Lock] = set()
+_held: dict[tuple[int, int], int] = {}  # (device, inode) of a folder -> the thread that holds it
+
+
+@contextlib.contextmanager
+def held(folder: str | os.PathLike[str]) -> Iterator[bool]:
+    """Hold an existing folder for this thread alone; False where another thread or process has it.
+
+    A thread may hold the same folder again within the block. Raises OSError where there is no such
+    folder.
+    """
+    found = os.stat(folder)
+    key, thread = (found.st_dev, found.st_ino), threading.get_ident()
+    if key in _held:
+        yield _held[key] == thread
+        return
+    lock = _Lock(Path(folder))
+    try:
+        if not lock.take():
+            yield False
+            return
+        _held[key] = thread
+        try:
+            yield True
+        finally:
+            del _held[key]
+    finally:
+        lock.close()
+
+
+def _forget() -> None:
+    """A forked child shares its parent's locks, and would keep them after the parent's death."""
+    for lock in list(_locks):
+        lock.close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,168 @@
+"""NonZero, Compress, Unique and NonMaxSuppression: how many elements they keep, data decides.
+
+Counting needs no size that is unknown: a flag an element and the flags' running sum. What is kept
+then goes to a tensor of that many elements, whose size is read back; see `stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.common import FUSE
+
+MAX_COLUMNS = 512
+"""Elements of a slice up to which Unique sorts slices, one pass an element."""
+
+Shapes = Sequence["tuple[int, ...] | None"]
+Known = Callable[[int], "np.ndarray | None"]
+
+
+def _attr(node: ir.Node, name: str, default: Any) -> Any:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.value
+
+
+def _running(op: Any, keep: Any, length: int) -> tuple[Any, Any]:
+    """(place of each kept element among those kept, int64 [length]; their number, int64 [1])."""
+    total = op.CumSum(op.Cast(keep, to=ir.DataType.INT64), op.constant(0))
+    return op.Sub(total, 1), op.Slice(total, [length - 1], [length])
+
+
+def _kept(op: Any, values: Any, keep: Any, place: Any, count: Any) -> Any:
+    """The kept elements of int64 `values` [length] in order, [count].
+
+    All others go to one place behind the last, which is cut off.
+    """
+    blank = op.ConstantOfShape(op.Add(count, 1), value=ir.tensor(np.zeros(1, np.int64)))
+    filled = op.ScatterElements(blank, op.Where(keep, place, count), values, axis=0)
+    return op.Slice(filled, [0], count)
+
+
+def _positions(op: Any, keep: Any, length: int) -> Any:
+    """Indices of the kept elements of a bool [length], int64 [count]."""
+    place, count = _running(op, keep, length)
+    every = op.Range(op.constant(0), op.constant(length), op.constant(1))
+    return _kept(op, every, keep, place, count)
+
+
+def nonzero(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
+    """int64 [rank, count]: an index a row of each element that is not zero, in row-major order."""
+    x, shape = node.inputs[0], shapes[0]
+    assert x is not None
+    assert shape is not None
+    length = int(np.prod(shape))
+    if not length or not shape:
+        return None
+    flat = op.Reshape(x, [length])
+    zero = op.CastLike(op.constant(0), x)
+    keep = flat if x.dtype == ir.DataType.BOOL else op.Not(op.Equal(flat, zero))
+    at = _positions(op, keep, length)
+    rows, step = [], length
+    for size in shape:
+        step //= size
+        rows.append(op.Unsqueeze(op.Mod(op.Div(at, step), size), [0]))
+    return [op.Concat(*rows, axis=0)]
+
+
+def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
+    """The slices of x along the axis, or its elements, whose condition holds."""
+    (x, condition), shape, flags = node.inputs, shapes[0], shapes[1]
+    assert shape is not None
+    assert flags is not None
+    axis = _attr(node, "axis", None)
+    if axis is None:
+        x, shape, axis = op.Reshape(x, [-1]), (int(np.prod(shape)),), 0
+    length = min(flags[0], shape[axis])
+    if not length:
+        return None
+    keep = condition if length == flags[0] else op.Slice(condition, [0], [length])
+    return [op.Gather(x, _positions(op, keep, length), axis=axis)]
+
+
+def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any] | None:
+    """The different elements or slices, where each first stands, which each is, how often each is.
+
+    Equal ones stand side by side once sorted, in their order, since TopK keeps that of equals.
+    """
+    x, shape = node.inputs[0], shapes[0]
+    assert x is not None
+    assert shape is not None
+    axis = _attr(node, "axis", None)
+    whole = axis is None
+    rows = op.Reshape(x, [-1, 1]) if whole else x
+    moved = list(range(len(shape)))
+    if not whole:
+        axis %= len(shape)
+        moved.insert(0, moved.pop(axis))
+        rows = op.Reshape(op.Transpose(x, perm=moved), [shape[axis], -1])
+    count = int(np.prod(shape)) if whole else shape[axis]
+    width = int(np.prod(shape)) // count if count else 0
+    if not count or not 0 < width <= MAX_COLUMNS:
+        return None
+    rows.dtype = x.dtype
+    columns = [op.Reshape(op.Gather(rows, [k], axis=1), [count]) for k in range(width)]
+    order = None
+    for column in reversed(columns):  # the last column first: each pass keeps the one before
+        ordered = column if order is None else op.Gather(column, order)
+        _, by = op.TopK(ordered, [count], axis=0, largest=0, sorted=1, outputs=2)
+        order = by if order is None else op.Gather(order, by)
+    arranged = op.Gather(rows, order)
+    pair = op.Slice(arranged, [0], [count - 1], [0]), op.Slice(arranged, [1], [count], [0])
+    unlike = op.Not(op.Equal(*pair))
+    if x.dtype is not None and x.dtype.is_floating_point():  # NaNs are one value
+        unlike = op.And(unlike, op.Not(op.And(*(op.IsNaN(p) for p in pair))))
+    changed = op.ReduceMax(op.Cast(unlike, to=ir.DataType.INT64), [1], keepdims=0)
+    first = op.Concat(op.constant([1]), changed, axis=0)
+    keep = op.Cast(first, to=ir.DataType.BOOL)
+    group, total = _running(op, keep, count)
+    where = _kept(op, order, keep, group, total)
+    inverse = op.ScatterElements(op.constant(np.zeros(count, np.int64)), order, group, axis=0)
+    if not _attr(node, "sorted", 1):  # in the order in which they first stand
+        _, rank = op.TopK(where, total, axis=0, largest=0, sorted=1, outputs=2)
+        place = op.ScatterElements(
+            op.ConstantOfShape(total, value=ir.tensor(np.zeros(1, np.int64))),
+            rank,
+            op.Range(op.constant(0), op.Squeeze(total, [0]), op.constant(1)),
+            axis=0,
+        )
+        where, inverse = op.Gather(where, rank), op.Gather(place, inverse)
+    blank = op.ConstantOfShape(total, value=ir.tensor(np.zeros(1, np.int64)))
+    ones = op.Expand(op.constant([1]), [count])
+    often = op.ScatterElements(blank, inverse, ones, axis=0, reduction="add")
+    flat = op.Reshape(x, [-1]) if whole else x
+    return [op.Gather(flat, where, axis=0 if whole else axis), where, inverse, often]
+
+
+def nms(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
+    """int64 [count, 3]: batch, class and box, the best of each class first."""
+    scores = shapes[1]
+    assert scores is not None
+    batch, classes, boxes = scores
+    if 0 in scores or len(node.inputs) < 3 or node.inputs[2] is None:
+        return [op.constant(np.zeros((0, 3), np.int64))]
+    center = _attr(node, "center_point_box", 0)
+    chosen, found = op.node(
+        "NmsChosen", list(node.inputs), outputs=2, domain=FUSE, center_point_box=center
+    )
+    rank = op.constant(np.arange(boxes).reshape(1, 1, -1))
+    length = batch * classes * boxes
+    keep = op.Reshape(op.Less(rank, op.Unsqueeze(found, [2])), [length])
+    at = _positions(op, keep, length)
+    columns = (
+        op.Div(at, classes * boxes),
+        op.Mod(op.Div(at, boxes), classes),
+        op.Gather(op.Reshape(chosen, [length]), at),
+    )
+    return [op.Concat(*(op.Unsqueeze(c, [1]) for c in columns), axis=1)]
+
+
+DECOMPOSED = {
+    ("", "Compress"): compress,
+    ("", "NonMaxSuppression"): nms,
+    ("", "NonZero"): nonzero,
+    ("", "Unique"): unique,
+}

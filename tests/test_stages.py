@@ -1,0 +1,135 @@
+"""Sizes that data decides: the stages behind a program, run by NumPy and onnxruntime; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from interpret import interpret
+
+from onnx_fuse import lower
+from onnx_fuse.kernels import merge, pointwise, views
+from onnx_fuse.llir import NeedsValues, Program
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.problem import CHIPS
+
+H200 = CHIPS["H200"]
+RNG = np.random.default_rng(0)
+X = RNG.integers(-1, 2, (3, 5, 4)).astype(np.float32)
+X[0, 0, :2] = np.nan, -0.0
+ROWS = RNG.integers(0, 2, (9, 3)).astype(np.float32)
+KEPT = np.array([True, False, True, False, False])
+
+# text of a graph and its feeds: one row a way in which data decides about sizes
+GRAPHS = {
+    "nonzero": ("(float[3,5,4] x) => (int64[3,N] y) { y = NonZero (x) }", {"x": X}),
+    "nonzero of nothing but zeros": (
+        "(float[3,5,4] x) => (int64[3,N] y) { z = Sub (x, x) w = IsNaN (z) v = Not (w) "
+        "f = Xor (v, v) y = NonZero (f) }",
+        {"x": X},
+    ),
+    "compress along an axis": (
+        "(float[3,5,4] x, bool[5] c) => (float[3,N,4] y) { y = Compress <axis = 1> (x, c) }",
+        {"x": X, "c": KEPT},
+    ),
+    "compress with a short condition": (
+        "(float[3,5,4] x, bool[5] c) => (float[N] y) { y = Compress (x, c) }",
+        {"x": X, "c": KEPT},
+    ),
+    "unique elements": (
+        "(float[3,5,4] x) => (float[N] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ a = Abs (x) b = IsNaN (a) z = Constant <value = float {7}> () d = Where (b, z, a) "
+        "y, i, j, k = Unique (d) }",
+        {"x": X},
+    ),
+    "unique elements as they come": (
+        "(float[9,3] x) => (float[N] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ t = Constant <value = float {2}> () d = Sub (t, x) "
+        "y, i, j, k = Unique <sorted = 0> (d) }",
+        {"x": ROWS},
+    ),
+    "unique rows": (
+        "(float[9,3] x) => (float[N,3] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ y, i, j, k = Unique <axis = 0> (x) }",
+        {"x": ROWS},
+    ),
+    "unique columns as they come": (
+        "(float[9,3] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
+        {"x": ROWS},
+    ),
+    "a stage behind a stage": (
+        "(float[3,5,4] x) => (int64[2,M] y) { n = NonZero (x) t = Transpose (n) "
+        "two = Constant <value_ints = [1]> () r = GatherND (x, t) z = Add (r, r) "
+        "p = Relu (z) q = Unsqueeze (p, two) y = NonZero (q) }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "a computed trip count of Range, and what reads it": (
+        "(float[3,5,4] x) => (int64[N] y) { s = ReduceMax <keepdims = 0> (x) "
+        "n = Cast <to = 7> (s) zero = Constant <value = int64 {0}> () "
+        "one = Constant <value = int64 {1}> () five = Constant <value = int64 {5}> () "
+        "m = Add (n, five) r = Range (zero, m, one) y = Mul (r, m) }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "a computed condition": (
+        "(float[3,5,4] x) => (float[3,5,4] y) { s = ReduceSum <keepdims = 0> (x) "
+        "zero = Constant <value = float {0}> () c = Less (s, zero) "
+        "y = If (c) <then_branch = a () => (float[3,5,4] p) { p = Neg (x) }, "
+        "else_branch = b () => (float[3,5,4] q) { q = Abs (x) }> }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "sequences of what a stage makes, and of shapes": (
+        "(float[3,5,4] x, bool[15] c) => (float[N,4] y) "
+        "{ s = SplitToSequence <axis = 1, keepdims = 0> (x) "
+        "two = Constant <value = int64 {-2}> () a = SequenceAt (s, two) n = NonZero (a) "
+        "t = Transpose (n) m = ReduceMax <keepdims = 0> (t) e = SequenceErase (s, two) "
+        "f = SequenceInsert (e, a) w = ConcatFromSequence <axis = 0> (f) z = Abs (w) "
+        "k = Compress <axis = 0> (z, c) y = Neg (k) }",
+        {"x": np.nan_to_num(X), "c": np.arange(15) % 4 == 1},
+    ),
+    "a shape that a stage decides": (
+        "(float[3,5,4] x) => (int64[2] y) { n = NonZero (x) y = Shape (n) }",
+        {"x": X},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointwise operators and views are kernels, every other node a host call."""
+    monkeypatch.setattr(lower, "lowerings", lambda: {**pointwise.LOWERINGS, **views.LOWERINGS})
+    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+    monkeypatch.setattr(merge, "batch", list)
+
+
+def lowered(
+    model: ir.Model,
+    feeds: Mapping[str, np.ndarray],
+    values: Mapping[str, np.ndarray] | None = None,
+) -> Program:
+    """As the runtime does it: the values that lowering asks for are those of the feeds."""
+    shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
+    try:
+        return lower.lower(model, shapes, H200, values=values)
+    except NeedsValues as needs:
+        asked = {name: feeds[name] for name in needs.names}
+    return lowered(model, feeds, {**(values or {}), **asked})
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_stages_give_onnxruntimes_results(name: str) -> None:
+    text, feeds = GRAPHS[name]
+    model = text_model(f"agraph {text}")
+    names = [v.name for v in model.graph.outputs]
+    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(names, feeds)
+    program = lowered(model, feeds)
+    assert program.stages or "shape" in name
+    assert not any(stage.host for stage in program.stages)
+    got = interpret(program, feeds, {}, lowered)
+    for output, want in zip(names, expected, strict=True):
+        assert got[output].dtype == want.dtype
+        np.testing.assert_array_equal(got[output], want, err_msg=output)
