@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common_passes
 from onnx_fuse import files
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
 from onnx_fuse.onnx.downgrade import downgrade
 from onnx_fuse.onnx.upgrade import upgrade
 
@@ -81,7 +81,8 @@ def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
 
 def serialized(model: ir.Model) -> onnx.ModelProto:
     """The model as it is, with the types that onnx-ir cannot hold."""
-    proto = ir.serde.serialize_model(model)
+    with quiet("onnx_ir"):  # it logs values that have a shape and no type
+        proto = ir.serde.serialize_model(model)
     graph = proto.graph
     ends = itertools.chain(
         zip(graph.input, model.graph.inputs, strict=True),

@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import Builder, all_nodes, const_array
-from onnx_fuse.onnx.common import DEFAULT, FUSE, quiet
+from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.onnx.opsets import training_mode_kept
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
@@ -118,8 +119,15 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     from onnxscript.rewriter.rules import common
 
     rules = [getattr(common, f"{name}_rule") for name in names]
-    with bodies_apart(model.graph):
-        return int(RewriteRuleSet(rules).apply_to_model(model))
+    try:
+        with bodies_apart(model.graph):
+            return int(RewriteRuleSet(rules).apply_to_model(model))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # its rules believe that operands have the ranks which the operators ask for
+        raise ModelError(
+            f"a node among {', '.join(sorted(ops))} has operands that do not fit it "
+            f"({one_line(error)})"
+        ) from error
 
 
 def _drop_identities(model: ir.Model) -> None:
@@ -188,8 +196,13 @@ def _products(model: ir.Model) -> None:
         if not is_float(node.inputs[0]):
             continue  # MatMul has no small integers
         left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
-        first, second = left.split(",")
-        if not arrow or "." in left or any(len(set(t)) < len(t) for t in (first, second)):
+        first, _, second = left.partition(",")
+        if (
+            not arrow
+            or left.count(",") != 1
+            or "." in left
+            or any(len(set(t)) < len(t) for t in (first, second))
+        ):
             continue
         batch = [c for c in out if c in first and c in second]
         rows, columns = [c for c in out if c not in second], [c for c in out if c not in first]
