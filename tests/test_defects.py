@@ -269,6 +269,21 @@ def test_a_doubling_chain_of_shapes_ends(grow: str, rows: int) -> None:
         assert to_proto(inline(model)).graph.node
 
 
+def test_a_branch_that_the_sizes_never_take_is_left_alone(cli: Cli, tmp_path: Path) -> None:
+    """As in silero_vad: the sizes fit one of the sample rates, and inference fails in the other."""
+    proto = parsed("""g (float[B,N] x, bool fast) => (float[P,Q] y)
+        <int64[2] a = {-1,4}, int64[2] b = {-1,3}> {
+          y = If (fast) <then_branch = t () => (o) { o = Reshape (x, a) },
+                         else_branch = e () => (o) { p = Reshape (x, b)  o = Neg (p) }> }""")
+    path, out = tmp_path / "m.onnx", tmp_path / "o.onnx"
+    path.write_bytes(proto.SerializeToString())
+    result = cli("optimize", path, "--input-shapes", "x:2,4", "--no-check", "-o", out)
+    assert result.code == 0
+    assert "the sizes given are not written" in result.out
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.testing.assert_array_equal(run(out.read_bytes(), {"x": x, "fast": np.array(True)})[0], x)
+
+
 # ---- functions -----------------------------------------------------------------------------------
 
 

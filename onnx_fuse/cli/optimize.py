@@ -109,10 +109,18 @@ def optimize(
     graph = files.load(original, str(model))
     shapes = parse_shapes(input_shapes)
     fix_shapes(graph, shapes)
+    branch = _refused(graph, model) if shapes and "If" in before.ops else None
+    if branch:
+        # One that these sizes never take: with them written down onnxruntime loads no file.
+        graph = files.load(original, str(model))
     try:
         found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from error
+    if branch:
+        found.notes.append(
+            f"the sizes given are not written: a branch does not fit them ({branch})"
+        )
     if check and (unknown := opaque(graph)):
         raise ModelError(
             f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
@@ -163,6 +171,21 @@ def optimize(
             + ": run onnx-fuse validate --blame"
         )
     printer.text(f"wrote {output}")
+
+
+def _refused(graph: Any, path: Path) -> str | None:
+    """Why onnxruntime does not load a model, or None."""
+    from onnx_fuse.runtime import ort
+
+    def work() -> str | None:
+        try:
+            ort.session(graph, as_written=True)
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is the answer
+            return ort.plain(error)
+        return None
+
+    answer: str | None = checking.guarded(work, str(path), "cpu")
+    return answer
 
 
 def _opset(given: str | None) -> int | None:
