@@ -73,7 +73,7 @@ def without_weights(model: ir.Model) -> Iterator[None]:
         for v in graph.initializers.values()
         if v.const_value is not None and v.const_value.nbytes > _READ_BY_INFERENCE
     ]
-    inputs = list(graph.inputs)
+    inputs, order = list(graph.inputs), list(graph.initializers.values())
     tensors = [v.const_value for v in large]
     for value, tensor in zip(large, tensors, strict=True):
         assert tensor is not None
@@ -90,6 +90,8 @@ def without_weights(model: ir.Model) -> Iterator[None]:
         graph.inputs.extend(inputs)
         for value, tensor in zip(large, tensors, strict=True):
             value.const_value = tensor
+        for value in order if large else ():  # each where it was
+            graph.initializers.pop(value.name or "", None)
             graph.initializers[value.name or ""] = value
 
 

@@ -269,6 +269,13 @@ def shape_of_source(model: ir.Model) -> None:
 
 def _lift_constants(model: ir.Model) -> None:
     before = set(model.graph.initializers)
+    for node in all_nodes(model.graph):  # the pass names tensors, which clones of the model share
+        held = node.attributes.get("value") if node.op_type == "Constant" else None
+        if held is not None and not held.is_ref() and held.type == ir.AttributeType.TENSOR:
+            tensor = held.as_tensor()
+            if tensor.dtype != ir.DataType.STRING:
+                own = ir.Tensor(tensor.numpy(), tensor.dtype)
+                node.attributes["value"] = ir.AttrTensor("value", own)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for name in set(model.graph.initializers) - before:
         model.graph.initializers[name].metadata_props[CONSTANT] = "1"
