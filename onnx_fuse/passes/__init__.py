@@ -62,11 +62,15 @@ def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+# What a rule raises where operands are not what the operator asks for.
+_MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
+
+
 def _applied(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
     """Raises ModelError where ranks or types that the file states cannot be those of the node."""
     try:
         return rule.apply(rw, node)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _MISFITS as error:
         raise ModelError(
             f"node '{node.name or node.outputs[0].name}' ({node.op_type}): its operands do not fit "
             f"what {rule.name} looks for ({type(error).__name__}: {one_line(error)}); "
