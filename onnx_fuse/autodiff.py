@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import DEFAULT, FUSE, Model, one_line
 from onnx_fuse.onnx.load import load
@@ -191,7 +192,12 @@ def _key(node: ir.Node) -> Any:
 
 
 def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
-    """Replace `node` by the nodes of its function body, which are returned; None without a body."""
+    """Replace `node` by the nodes of its function body, which are returned; None without a body.
+
+    Raises contrib.Unwritable where a contrib node has none.
+    """
+    if contrib.lookup(node) is not None:
+        return _write_out(graph, op, node)
     function = _body(node, op.opset)
     if function is None:
         return None
@@ -230,6 +236,21 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     for old, new in zip(node.outputs, outputs, strict=True):
         new.type, new.shape = new.type or old.type, old.shape or new.shape
     ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, outputs)
+    return made
+
+
+def _write_out(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
+    """Replace a contrib node by the nodes of its body."""
+    op.stem = node.name or node.op_type
+    made, results = contrib.write(node)
+    for inner in made:
+        inner.metadata_props.update(node.metadata_props)
+        op.adopt(inner)
+    pairs = [(o, n) for o, n in zip(node.outputs, results, strict=True) if n is not None]
+    for old, new in pairs:
+        new.type, new.shape = new.type or old.type, old.shape or new.shape
+    old_values, new_values = [o for o, _ in pairs], [n for _, n in pairs]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old_values, new_values)
     return made
 
 
@@ -361,7 +382,12 @@ def _mark(
             stops.append((node, rule.reason))
             continue
         apart = rule is None or (op.fused and _split(op, node, active))
-        if apart and not _captures(node) and (made := expand(graph, op, node)) is not None:
+        try:
+            made = expand(graph, op, node) if apart and not _captures(node) else None
+        except contrib.Unwritable as error:
+            stops.append((node, str(error)))
+            continue
+        if made is not None:
             todo.extend(reversed(made))
             continue
         if definition is not None and not set(definition.saves) <= set(exposed):

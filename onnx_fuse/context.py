@@ -20,6 +20,7 @@ from onnx_fuse.kernels import refusals, select
 from onnx_fuse.kernels.callgraph import chosen
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import Buffer, Call, Tensor, dense_strides
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -78,7 +79,7 @@ class Values:
     def _single(self, node: ir.Node) -> ir.Model:
         """A model of this node alone, its inputs typed by what is known of them."""
         given = [v for v in node.inputs if v is not None]
-        self._name([*given, *node.outputs])
+        self._name([*given, *(v for v in node.outputs if v.name != "")])
         fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._type(v)[1]),
                              type=ir.TensorType(self._type(v)[0])) for v in given}  # fmt: skip
         clone = ir.Node(
@@ -91,9 +92,8 @@ class Values:
         for new, old in zip(clone.outputs, node.outputs, strict=True):
             new.name = old.name
         inputs = list(dict.fromkeys(fresh[v] for v in given))
-        graph = ir.Graph(
-            inputs, clone.outputs, nodes=[clone], name="node", opset_imports=self.opsets
-        )
+        outputs = [v for v in clone.outputs if v.name]
+        graph = ir.Graph(inputs, outputs, nodes=[clone], name="node", opset_imports=self.opsets)
         return ir.Model(graph, ir_version=10)
 
     def _type(self, value: ir.Value) -> tuple[ir.DataType, tuple[int, ...]]:
@@ -109,9 +109,9 @@ class Values:
         Raises ModelError where the inputs do not fit together.
         """
         single = self._single(node)
-        if node.domain == FUSE:
+        if node.domain == FUSE or contrib.lookup(node) is not None:
             infer_shapes(single)
-            found = [(v.dtype, v.shape) for v in single.graph.outputs]
+            found = [(v.dtype, v.shape) for v in next(iter(single.graph)).outputs]
             return [
                 (dtype_name(d), tuple(int(n) for n in s))  # type: ignore[arg-type]
                 if d is not None and s is not None and s.is_static()

@@ -24,6 +24,7 @@ from onnx_fuse.kernels.deferred import defer
 from onnx_fuse.kernels.merge import call_early, merge
 from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
 from onnx_fuse.onnx.evaluate import evaluate
@@ -223,6 +224,10 @@ class Lowerer(Values):
         return np.lib.stride_tricks.as_strided(flat, tensor.shape, steps, writeable=False)
 
     def _node(self, node: ir.Node) -> None:
+        if contrib.lookup(node) is not None:
+            for i, value in enumerate(node.outputs):
+                if not contrib.wants(node, i):
+                    value.name = ""  # a body need not make it
         slots = [self.slots[v] for v in node.inputs if v is not None]
         if any(slot.later for slot in slots) or any(
             self.slots[v].later for v in captured(node) if v in self.slots
@@ -658,6 +663,14 @@ class Lowerer(Values):
         single = self._single(node)
         if node.domain == FUSE:
             return inline(single).graph
+        if contrib.lookup(node) is not None:
+            if contrib.expand(single):
+                return None
+            for inner in single.graph:  # a later stage knows values by name
+                for value in inner.outputs:
+                    value.name = ""
+                self._name(inner.outputs)
+            return single.graph
         if node.domain != "" or not onnx.defs.has(node.op_type, self.opset):
             return None
         schema: Any = onnx.defs.get_schema(node.op_type, self.opset, "")
@@ -708,7 +721,8 @@ class Lowerer(Values):
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
         self.fallbacks.setdefault(name, reason)
         types = None if captured(node) else self.infer(node)
-        typed = types is not None and all(t is not None for t in types)
+        made = [(i, v) for i, v in enumerate(node.outputs) if v.name]
+        typed = types is not None and all(types[i] is not None for i, _ in made)
         if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
             self.stuck.add(node)
             self._defer(node)
@@ -722,7 +736,7 @@ class Lowerer(Values):
             if v is not None
         }
         writes: dict[str, Tensor] = {}
-        for i, value in enumerate(node.outputs):
+        for i, value in made:
             found = types[i]
             assert found is not None
             writes[value.name or ""] = self.output(node, i, found[1], found[0])

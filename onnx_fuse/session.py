@@ -57,7 +57,7 @@ class InferenceSession:
         if optimize:
             from onnx_fuse import passes
 
-            passes.optimize(graph, level=level)
+            passes.optimize(graph, level=level, own_kernels=self.device == "cuda")
         self.model: onnx_ir.Model = graph
         """The graph that runs."""
         self._options = sess_options

@@ -148,6 +148,7 @@ def optimize(
     _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
     kernels = []
     if hardware is not None:
+        passes.optimize(graph, level=level, own_kernels=True)  # as a session on that GPU does
         lowered = bench.program(graph, hardware, precision=precision)
         kernels = show.kernels(printer, lowered, hardware)
     data = {

@@ -21,6 +21,7 @@ import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, MAP_TYPE, Model, body_of, one_line
 from onnx_fuse.onnx.opsets import canonical
@@ -264,6 +265,7 @@ def _mapped(tensor: Any) -> Any:
 def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
     known = set(model.functions)
+    contrib.import_domains(model)
     for node in all_nodes(model.graph):
         own = node.domain == FUSE and body_of(node.op_type) is not None
         if own or node.op_identifier() in known:
@@ -271,7 +273,10 @@ def _check_graph(model: ir.Model) -> None:
         opset = model.graph.opset_imports.get(node.domain)
         what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
         if node.domain == "":
-            if not onnx.defs.has(node.op_type, max_inclusive_version=opset or 1):
+            if not (
+                onnx.defs.has(node.op_type, max_inclusive_version=opset or 1)
+                or contrib.in_default_domain(node)
+            ):
                 raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
         elif opset is None:
             raise ModelError(f"{what}: the model does not import its domain '{node.domain}'")
@@ -322,7 +327,8 @@ def _checked_late(model: ir.Model) -> bool:
 
 def _check_operators(model: ir.Model) -> None:
     """The specification's own checker, which need not see the weights."""
-    with functions_attached(model), without_weights(model):
+    aside = contrib.default_domain_left(model)
+    with functions_attached(model), without_weights(model), aside:
         proto = serialized(model)
     for info in proto.graph.output:  # onnxruntime asks for no type of an output
         if info.type.WhichOneof("value") is None:

@@ -14,6 +14,7 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse import files
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
 from onnx_fuse.onnx.downgrade import downgrade
@@ -129,8 +130,12 @@ def _noted_shapes(model: ir.Model, kept: bool) -> Iterator[None]:
 
 
 def inline(model: ir.Model) -> ir.Model:
-    """The same model in plain ai.onnx: every fused op replaced by its body."""
+    """The same model in plain ai.onnx: every fused or contrib op replaced by its body.
+
+    A contrib node that has no body stays.
+    """
     model = model.clone()
+    contrib.expand(model)
     with functions_attached(model):
         flat = common_passes.InlinePass()(model).model.clone()
     for key in list(flat.functions):

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.save import functions_attached, serialized
 
@@ -55,7 +56,7 @@ def check_sizes(model: ir.Model) -> None:
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
     kept = set(_sequences(model))
-    with functions_attached(model), without_weights(model):
+    with functions_attached(model), contrib.bodies_attached(model), without_weights(model):
         proto = serialized(model)
     try:
         found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)

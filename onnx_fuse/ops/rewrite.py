@@ -25,6 +25,8 @@ PACKED = "onnx_fuse.packed"
 CONSTANT = "onnx_fuse.constant"
 """metadata key of an initializer that is no parameter of the model: a pass made it, or it was the
 value of a Constant node."""
+REGION = "onnx_fuse.contrib"
+"""metadata key, within `passes.optimize`, of the nodes of a contrib operator's body."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ class Rewriter:
             new_value.name = name
             old_value.replace_all_uses_with(new_value, replace_graph_outputs=True)
         source, target = old[-1].producer(), new[-1].producer()
+        if source is not None and REGION in source.metadata_props:
+            for node in op.nodes:
+                node.metadata_props[REGION] = source.metadata_props[REGION]
         if source is not None and target is not None and target in op.nodes:
             target.name, target.doc_string = source.name, source.doc_string
             target.metadata_props.update(source.metadata_props)

@@ -18,6 +18,7 @@ from onnx_fuse.ops.rewrite import Refusal, Rewriter, Rule, bodies_apart, nodes_i
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
 from onnx_fuse.passes.canonicalize import canonicalize, clean, shape_of_source, tidy_layout
 from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
+from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -85,11 +86,14 @@ def optimize(
     fuse: Collection[str] = (),
     skip: Collection[str] = (),
     training: bool = False,
+    own_kernels: bool = False,
 ) -> Report:
     """Optimize `model` in place up to `level` (see LEVELS).
 
     `fuse` turns fusions on whatever the level, `skip` turns them off (names: FUSIONS). With
-    `training` every float initializer stays recoverable: nothing is folded away.
+    `training` every float initializer stays recoverable: nothing is folded away. `own_kernels` is
+    for graphs that this runtime's kernels run, or that train: it also fuses what is in contrib
+    operators that onnxruntime's CPU runs faster whole.
     """
     for name in (*fuse, *skip):
         if name not in FUSIONS:
@@ -100,32 +104,45 @@ def optimize(
     def wanted(name: str, lowest: int) -> bool:
         return name not in skip and (lowest <= level or name in fuse)
 
-    rw = Rewriter(model, training=training)
-    report = Report(before=op_counts(model))
-    rw.notes += canonicalize(model, training=training)
-    infer_shapes(model)
-    if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
-        rw.fusions[FOLD_BATCH_NORM] = folded
-        clean(model)
+    def pipeline(model: ir.Model) -> tuple[Rewriter, set[str]]:
+        rw, taken = Rewriter(model, training=training), set()
+        rw.notes += canonicalize(model, training=training)
         infer_shapes(model)
-    operators = {node.op_type for node in all_nodes(model.graph)}
-    for rule in RULES:
-        if not wanted(rule.name, rule.level) or (training and not rule.training):
-            continue
-        if operators.isdisjoint(rule.anchors):
-            continue
-        with bodies_apart(model.graph):
-            changed = [_applied(rule, rw, n) for n in nodes_in_order(model.graph, rule.anchors)]
-        if any(changed):
-            shape_of_source(model)
+        before = regions(model)
+        if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
+            rw.fusions[FOLD_BATCH_NORM] = folded
             clean(model)
             infer_shapes(model)
+            taken |= {region for node, region in before if node.graph is None}
         operators = {node.op_type for node in all_nodes(model.graph)}
-    tidied = level >= 2 and tidy_layout(model)
-    clean(model)
-    if tidied:
-        infer_shapes(model)
+        for rule in RULES:
+            if not wanted(rule.name, rule.level) or (training and not rule.training):
+                continue
+            if operators.isdisjoint(rule.anchors):
+                continue
+            before = regions(model)
+            with bodies_apart(model.graph):
+                nodes = nodes_in_order(model.graph, rule.anchors)
+                changed = [_applied(rule, rw, node) for node in nodes]
+            if any(changed):
+                shape_of_source(model)
+                clean(model)
+                infer_shapes(model)
+                if rule.level:
+                    taken |= {region for node, region in before if node.graph is None}
+            operators = {node.op_type for node in all_nodes(model.graph)}
+        tidied = level >= 2 and tidy_layout(model)
+        clean(model)
+        if tidied:
+            infer_shapes(model)
+        return rw, taken
+
+    report = Report(before=op_counts(model))
+    own_kernels |= training
+    reasons = expand_where_fused(model, lambda m: pipeline(m)[1], own_kernels=own_kernels)
+    rw, _ = pipeline(model)
+    forget_regions(model)
     report.fusions = _fused(model, rw)
-    report.not_fused, report.notes = rw.refusals, rw.notes
+    report.not_fused, report.notes = [*rw.refusals, *reasons], rw.notes
     report.after = op_counts(model)
     return report

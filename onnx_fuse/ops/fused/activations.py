@@ -507,7 +507,7 @@ def _tops(t: ir.Value) -> list[ir.Value]:
 
 
 def _native(rw: Rewriter, node: ir.Node) -> bool:
-    """Node forms of other domains and newer opsets, brought to the table's own."""
+    """Node forms of newer opsets, brought to the table's own."""
     op = Builder()
     x = node.inputs[0]
     match node.domain, node.op_type:
@@ -515,19 +515,12 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
             alpha = attribute(node, "alpha", 1.0)
             silu = alpha == 1.0
             y = op.Silu(x, domain=FUSE) if silu else op.QuickGelu(x, domain=FUSE, alpha=alpha)
-        case "com.microsoft", "QuickGelu":
-            y = op.QuickGelu(x, domain=FUSE, alpha=attribute(node, "alpha", 1.702))
-        case "com.microsoft", "Gelu" | "BiasGelu":
-            y = op.Gelu(op.Add(*node.inputs) if len(node.inputs) > 1 else x)
-        case "com.microsoft", "FastGelu":
-            biased = len(node.inputs) > 1 and node.inputs[1] is not None
-            y = op.Gelu(op.Add(*node.inputs) if biased else x, approximate="tanh")
         case _:
             return False
     return rw.replace(node, op, [node.outputs[0]], [y])
 
 
 RULES = (
-    Rule("Activation", 0, ("Swish", "QuickGelu", "Gelu", "BiasGelu", "FastGelu"), _native),
+    Rule("Activation", 0, ("Swish",), _native),
     Rule("Activation", 0, tuple({f.anchor for f in FORMS}), _recognize),
 )

@@ -1,0 +1,109 @@
+"""Products with what onnxruntime fused into them: FusedMatMul, FusedGemm, FusedConv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnx_fuse.onnx.contrib.table import (
+    Body,
+    Results,
+    Unwritable,
+    attr,
+    contrib,
+    given,
+    known_rank,
+    needed,
+)
+
+
+def _operand(op: Body, x: ir.Value, what: str, trans: bool, batch: bool) -> ir.Value:
+    """The matrices of an operand of FusedMatMul.
+
+    With `batch` the axes before the last stand one place to the right: (m, batch..., k).
+    """
+    if not trans and not batch:
+        return x
+    size = known_rank(x, what)
+    if size < 2:
+        return x  # a vector has nothing to transpose
+    order = [*range(1, size - 1), 0, size - 1] if batch else list(range(size))
+    if trans:
+        order[-2:] = order[-1], order[-2]
+    turned: ir.Value = op.Transpose(x, perm=order)
+    return turned
+
+
+def _product(op: Body, node: ir.Node) -> ir.Value:
+    a = _operand(
+        op, needed(node, 0), "A", bool(attr(node, "transA", 0)), bool(attr(node, "transBatchA", 0))
+    )
+    b = _operand(
+        op, needed(node, 1), "B", bool(attr(node, "transB", 0)), bool(attr(node, "transBatchB", 0))
+    )
+    alpha = attr(node, "alpha", 1.0)
+    y: ir.Value = op.MatMul(a, b)
+    if alpha != 1.0:
+        y = op.Mul(y, op.number(alpha, y))
+    return y
+
+
+@contrib("FusedMatMul", "TransposeMatMul")
+def fused_matmul(op: Body, node: ir.Node) -> Results:
+    return [_product(op, node)]
+
+
+@contrib("FusedMatMulActivation")
+def fused_matmul_activation(op: Body, node: ir.Node) -> Results:
+    parameters = [attr(node, f"activation_{name}") for name in ("alpha", "beta")]
+    return [activated(op, _product(op, node), attr(node, "activation", ""), parameters)]
+
+
+def activated(op: Body, y: ir.Value, name: str, parameters: Sequence[float | None]) -> ir.Value:
+    """act(y) for an activation of onnxruntime's fused operators; absent parameters default."""
+    alpha, beta = (*parameters, None, None)[:2]
+    result: ir.Value
+    match name:
+        case "":
+            return y
+        case "Relu" | "Sigmoid" | "Tanh" | "Softplus" | "Softsign":
+            result = op.node(name, [y])
+        case "LeakyRelu" | "Elu" | "ThresholdedRelu":
+            result = op.node(name, [y], alpha=alpha)
+        case "HardSigmoid" | "Selu":
+            last = {"HardSigmoid": "beta", "Selu": "gamma"}[name]
+            result = op.node(name, [y], alpha=alpha, **{last: beta})
+        case "Clip":
+            if alpha is None or beta is None:
+                raise Unwritable("its activation Clip has no bounds")
+            result = op.Clip(y, op.number(alpha, y), op.number(beta, y))
+        case _:
+            raise Unwritable(f"its activation '{name}' is not known")
+    return result
+
+
+@contrib("FusedGemm")
+def fused_gemm(op: Body, node: ir.Node) -> Results:
+    operands = [needed(node, 0), needed(node, 1), given(node, 2)]
+    taken = {k: attr(node, k) for k in ("alpha", "beta", "transA", "transB")}
+    y = op.node("Gemm", operands, attributes=taken)
+    name = attr(node, "activation", "")
+    second = "gamma" if name == "Selu" else "beta"
+    parameters = [attr(node, f"activation_{k}") for k in ("alpha", second)]
+    return [activated(op, y, name, parameters)]
+
+
+_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+@contrib("FusedConv")
+def fused_conv(op: Body, node: ir.Node) -> Results:
+    """act(Conv(X, W, B) + Z)."""
+    x, added = needed(node, 0), given(node, 3)
+    taken = {k: attr(node, k) for k in _CONV}
+    y = op.node("Conv", [x, needed(node, 1), given(node, 2)], attributes=taken)
+    if added is not None:
+        y = op.Add(y, added)
+    parameters = attr(node, "activation_params", ())
+    return [activated(op, y, attr(node, "activation", ""), list(parameters))]
