@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import FUSE, Model, one_line
+from onnx_fuse.onnx.common import DEFAULT, FUSE, Model, one_line
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -647,7 +647,9 @@ def gradient(
     holders.update({str(v.name): [v] for v in graph.inputs if is_float(v)})
     targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
     if wrt is None:
-        targets = [name for name in targets if holders[name][0].is_initializer()]
+        targets = [
+            n for n in targets if holders[n][0].is_initializer() or DEFAULT in holders[n][0].meta
+        ]
     for name in targets:
         if name not in holders:
             raise UsageError(_unknown(graph, name))

@@ -24,7 +24,7 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
-from onnx_fuse.errors import CheckFailed, UsageError
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
@@ -63,6 +63,10 @@ def optimize(
     inline: Annotated[
         bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
     ] = False,
+    opset: Annotated[
+        str | None,
+        typer.Option(metavar="N|keep", help="Write this ai.onnx opset; keep: the one of MODEL."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with onnxruntime on the original.")
     ] = True,
@@ -95,9 +99,9 @@ def optimize(
     printer = show.printer()
     from onnx_fuse import bench, passes, report
     from onnx_fuse.files import written
-    from onnx_fuse.onnx.load import read
+    from onnx_fuse.onnx.load import opaque, read
+    from onnx_fuse.onnx.save import at_opset, save
     from onnx_fuse.onnx.save import inline as inlined
-    from onnx_fuse.onnx.save import save
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.validate.inputs import read_feeds
 
@@ -107,6 +111,7 @@ def optimize(
             "--precision is of the kernels that --target lists; the file keeps its types"
         )
     hardware = hardware_of(target) if target else None
+    wanted = _opset(opset)
     started = time.perf_counter()
     original = read(model)
     before = report.summary(original, "original", model)
@@ -114,8 +119,31 @@ def optimize(
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     feeds = read_feeds(inputs, graph) if inputs else None
     fix_shapes(graph, shapes, dims)
-    found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    branch = _refused(graph, model) if (shapes or dims) and "If" in before.ops else None
+    if branch:
+        # One that these sizes never take: with them written down onnxruntime loads no file.
+        graph = files.load(original, str(model))
+    try:
+        found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from error
+    if branch:
+        found.notes.append(
+            f"the sizes given are not written: a branch does not fit them ({branch})"
+        )
+    if check and (unknown := opaque(graph)):
+        raise ModelError(
+            f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
+            "checked: --no-check writes it all the same"
+        )
     result = inlined(graph) if inline else graph
+    if inline:
+        passes.tidy_inlined(result)
+    if wanted is not None:
+        try:
+            result = at_opset(result, wanted or original.graph.opset_imports[""])
+        except ModelError as error:
+            raise ModelError(f"{model}: {error}") from error
     checked: Check | None = None
     with written(output) as draft:
         save(result, draft, external=external, shapes=False)
@@ -154,6 +182,30 @@ def optimize(
             + ": run onnx-fuse validate --blame"
         )
     printer.text(f"wrote {output}")
+
+
+def _refused(graph: Any, path: Path) -> str | None:
+    """Why onnxruntime does not load a model, or None."""
+    from onnx_fuse.runtime import ort
+
+    def work() -> str | None:
+        try:
+            ort.session(graph, as_written=True)
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is the answer
+            return ort.plain(error)
+        return None
+
+    answer: str | None = checking.guarded(work, str(path), "cpu")
+    return answer
+
+
+def _opset(given: str | None) -> int | None:
+    """The opset to write: a number, 0 for the file's own, None for what the passes use."""
+    if given is None or given == "keep":
+        return None if given is None else 0
+    if not given.isdecimal() or not int(given):
+        raise UsageError(f"--opset takes a number or 'keep', not '{given}'")
+    return int(given)
 
 
 def _show_optimize(

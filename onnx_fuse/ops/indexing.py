@@ -46,9 +46,16 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
             before, after = (index, rest) if index >= 0 else (rest, -1 - index)
         return [pad(op, row, [axis], [before], [after])]
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
-        last = op.Unsqueeze(indices, op.constant([-1]))
+        last = op.Unsqueeze(_int64(op, indices), op.constant([-1]))
         return [op.ScatterND(zeros_like(op, x), last, dy, reduction="add")]
     return [_scatter_axis(op, x, indices, dy, axis)]
+
+
+def _int64(op: Any, indices: ir.Value) -> Tensor:
+    """Indices as ScatterND takes them: Gather's may be int32."""
+    if indices.dtype not in (ir.DataType.INT32, None):
+        return indices
+    return op.Cast(indices, to=ir.DataType.INT64.value)
 
 
 def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:
@@ -61,7 +68,8 @@ def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: i
     shape = op.Gather(op.Shape(x), op.constant(there))
     zeros = filled(op, shape, x.dtype)
     rows = op.Transpose(dy, perm=forward)
-    added = op.ScatterND(zeros, op.Unsqueeze(indices, op.constant([-1])), rows, reduction="add")
+    last = op.Unsqueeze(_int64(op, indices), op.constant([-1]))
+    added = op.ScatterND(zeros, last, rows, reduction="add")
     return op.Transpose(added, perm=back)
 
 

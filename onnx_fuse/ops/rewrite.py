@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, subgraphs, unique_name
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, subgraphs, unique_name
+from onnx_fuse.onnx.common import FUSE
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `passes.params`."""
@@ -486,9 +487,13 @@ def move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
 
 def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]:
     """The anchor nodes of a graph and its subgraphs, skipping those rewritten away meanwhile."""
-    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
-        if node.op_type in anchors and node.graph is not None:
+    for node in list(all_nodes(graph)):
+        if node.op_type in anchors and node.domain in _READ and node.graph is not None:
             yield node
+
+
+_READ = ("", FUSE, "com.microsoft")
+"""Domains whose operators are what their names say; those of any other stay as they are."""
 
 
 # ---- bodies of If, Loop and Scan -------------------------------------------------------------
