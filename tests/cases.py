@@ -535,7 +535,7 @@ FUSION_CASES = (
         + _scalar("zero", 0.0)
         + "z = Mul (s, f)\n zm = Add (z, mask)\n p = Softmax (zm)\n i = IsNaN (p)\n"
         "pn = Where (i, zero, p)\n y = MatMul (pn, v)",
-        ("SdpaMaskGuard",),
+        ("SdpaMaskNanGuard",),
         **_ATT,
     ),
     FusionCase(
@@ -545,14 +545,14 @@ FUSION_CASES = (
         + _SCALE
         + _scalar("low", -3.4028235e38)
         + "z = Div (s, f)\n zm = Where (mask, z, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
-        ("SdpaMask",),
+        ("SdpaWhere",),
         **_ATT,
     ),
     FusionCase(
         "attention_mask_before_the_scale",
         f"{_QKV}, float[B,1,S,T] mask",
         _SCORES
-        + _SCALE
+        + _scalar("f", 0.25)
         + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
         ("SdpaMask",),
         **_ATT,
@@ -564,7 +564,16 @@ FUSION_CASES = (
         + _SCALE
         + _scalar("low", -3.4028235e38)
         + "zm = Where (mask, s, low)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
-        ("SdpaMask",),
+        ("SdpaWhere",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_mask_before_a_scale_that_rounds",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES
+        + _SCALE
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="a mask is added before the scores are scaled by 0.353553",
         **_ATT,
     ),
     FusionCase(
@@ -573,7 +582,7 @@ FUSION_CASES = (
         _SCORES
         + _scalar("f", 2.0)
         + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
-        reason="the mask is added before the scale",
+        reason="a mask is added before the scores are scaled by 2",
         **_ATT,
     ),
     FusionCase(
@@ -665,17 +674,17 @@ FUSION_CASES = (
         "attention_weights_are_an_output",
         _QKV,
         _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
-        reason="readers or are an output",
+        reason="are an output of the model",
         fed=("q", "k", "v"),
         output="float[B,H,S,8] y, float[B,H,S,T] p",
     ),
     FusionCase(
-        "attention_mild_where_stays",
+        "attention_mild_where",
         f"{_QKV}, bool[B,1,S,T] mask",
         _SCORES
         + _scalar("low", -100.0)
         + "zm = Where (mask, s, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
-        reason="which is no sum",
+        ("SdpaWhere",),
         **_ATT,
     ),
     FusionCase(
