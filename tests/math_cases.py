@@ -560,8 +560,9 @@ def _sdpa_steps() -> Iterator[Case]:
                 if step == "Where":
                     if shape[-2] > 3:
                         dropped[..., 3, :] = True  # a row masked whole: uniform weights
-                    # two fills that differ, the first far off as exporters have it
-                    masks += [~dropped, np.asarray([-1e4, 0.5][i], dtype_of(dtype))]
+                    # far off as exporters have it, unless a sum with it would be rounded
+                    fill = 0.5 if i else -1e4 if len(steps) == 1 else -8.0
+                    masks += [~dropped, np.asarray(fill, dtype_of(dtype))]
                     continue
                 mask = np.where(dropped, -np.inf, rng.standard_normal(shape))
                 if "Guard" not in kind:

@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
     const i64 at = ((i64)b * o.heads + h) * o.queries;
     auto finish = [&](float total) { return GUARD && total == 0 ? 0.0f : 1 / total; };
     auto save = [&](int r, float top, float total) {
-        if (lse && r < o.queries) ((float2*)lse)[at + r] = make_float2(NATURAL ? top : top * (1 / LOG2E), log_sum(total));
+        if (lse && r < o.queries) ((float2*)lse)[at + r] = row_lse(NATURAL ? top : top * (1 / LOG2E), total);
     };
     cp_async_wait<0>();
     __syncthreads();  // the tiles' memory is free
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
 }
 #else
 // A row's lse as the gradients want it; of no row: no probability.
-DEVICE float2 row_lse(const float* lse, i64 at, bool there) {
+DEVICE float2 load_lse(const float* lse, i64 at, bool there) {
     return there ? ((const float2*)lse)[at] : make_float2(-NEGATIVE_INFINITY, 0);
 }
 // A product to its probability, and dp - delta to the logit's gradient before its scale.
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
         const bool there = row + 8 * i < o.queries;
-        l[i / 2][i % 2] = row_lse(lse, out + row + 8 * i, there);
+        l[i / 2][i % 2] = load_lse(lse, out + row + 8 * i, there);
         c_[i / 2][i % 2] = there ? delta[out + row + 8 * i] : 0.0f;
         factor[i / 2][i % 2] = o.scale;
     }
@@ -428,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int j = 0; j < 2; j++) {
                 const int query = t + n * 8 + lane % 4 * 2 + j;
                 const bool there = query < o.queries;
-                const float2 l = row_lse(lse, at + query, there);
+                const float2 l = load_lse(lse, at + query, there);
                 const float c = there ? delta[at + query] : 0.0f;
                 const T* mask = ms + s * MASK_TILE + (MASK == 2 ? 0 : query - t) * (ROWS + 8) - first;
                 const T* mask2 = ms + s * MASK_TILE + mask_tile<MASK>(TILE, ROWS) + (MASK2 == 2 ? 0 : query - t) * (ROWS + 8) - first;

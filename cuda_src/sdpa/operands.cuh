@@ -67,8 +67,10 @@ DEVICE const T* mask_row(const Operands& o, const Mask& mask, int b, int h, int 
 }
 // Largest finite-safe reference point of a row: exp(z - top) is 0, not NaN, for a row all -inf.
 template <class S> DEVICE S safe(S top) { return top == (S)NEGATIVE_INFINITY ? (S)0 : top; }
-// The log of a row's sum for lse; a row without weights has none.
-template <class S> DEVICE float log_sum(S sum) { return sum > 0 ? (float)log(sum) : NOT_A_NUMBER; }
+// A row's lse from its largest logit and sum; a row without weights has no sum, one with a NaN no logit.
+template <class S> DEVICE float2 row_lse(S top, S sum) {
+    return make_float2(sum == sum ? (float)top : NOT_A_NUMBER, sum > 0 ? (float)log(sum) : NOT_A_NUMBER);
+}
 // Probability of a logit under its row's lse (top +inf: no such row); with a GUARD a row without has 0.
 template <class S> DEVICE S probability(S z, S top, S spread) {
     return GUARD && spread != spread ? (S)0 : exp(z - top - spread);

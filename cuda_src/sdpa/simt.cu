@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
     for (int i = 0; i < 4; i++) {
         factor[i] = GUARD && sum[i] == 0 ? (ACC)0 : 1 / sum[i];
         if (lse && tx == 0 && first + ty * 4 + i < o.queries)
-            ((float2*)lse)[row + first + ty * 4 + i] = make_float2((float)top[i], log_sum(sum[i]));
+            ((float2*)lse)[row + first + ty * 4 + i] = row_lse(top[i], sum[i]);
     }
     y += b * yb + h * yh;
     write<DV>(y, yr, acc, first, o.queries, ty, tx, factor);

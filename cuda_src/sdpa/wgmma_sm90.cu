@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 factor[i] = GUARD && total[i] == 0 ? 0.0f : 1 / total[i];
                 if (lse && lane % 4 == 0 && row + 8 * i < queries)
                     ((float2*)lse)[((i64)b * gridDim.y + h) * queries + row + 8 * i] =
-                        make_float2(top[i] * (NATURAL ? 1.0f : scale), log_sum(total[i]));
+                        row_lse(top[i] * (NATURAL ? 1.0f : scale), total[i]);
             }
             wgmma_wait<0>();
             wgmma_hold(acc);
