@@ -144,7 +144,7 @@ def _unlike(product: ir.Value, level: ir.Value, q: ir.Value, size: int) -> str:
             return ""
         return "the scores' leading axes change between the product and a mask"
     if own > size:
-        if size not in (3, 4) or (size == 4 and not same_size(product, 1, level, 1)):
+        if size not in (3, 4) or (size == 4 and not same_size(product, -3, level, -3)):
             return "the heads are not the same axis where a mask is added"
         count = own - 2 - (0 if size == 3 else 1)
         if sum(dim(level, i) is None for i in range(count)) > 1:

@@ -132,6 +132,14 @@ def _same_heads(x: ir.Value, y: ir.Value) -> bool:
     return size == rank(y) and (size == 3 or (size == 4 and same_size(x, 1, y, 1)))
 
 
+WIDER = {
+    ir.DataType.FLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.BFLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.FLOAT: (ir.DataType.DOUBLE,),
+}
+"""The types that hold every number of one."""
+
+
 # ---- what comes behind the softmax ---------------------------------------------------------------
 
 
@@ -154,6 +162,8 @@ class Ending:
 def _ending(softmax: ir.Node) -> Ending | str:
     """Walk from the softmax to its product with v; why there is none, "" where none is near."""
     p, guarded, narrowed, turned = softmax.outputs[0], False, False, False
+    weights = p
+    """In the type that they are in the end, as far as is known."""
     near = _leads_to_a_product(p)
     if not near:
         return ""
@@ -180,10 +190,14 @@ def _ending(softmax: ir.Node) -> Ending | str:
         if node.op_type == "Identity" or (node.op_type == "Cast" and out.dtype == p.dtype):
             p = out
         elif node.op_type == "Cast":
-            narrow = out.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-            if narrowed or not narrow or p.dtype != ir.DataType.FLOAT:
+            if out.dtype == weights.dtype and p.dtype in WIDER.get(out.dtype, ()):
+                p = out  # there and back again: no digit is lost
+            elif p.dtype == weights.dtype and out.dtype in WIDER.get(p.dtype, ()):
+                p = out
+            elif weights.dtype == ir.DataType.FLOAT and weights.dtype in WIDER.get(out.dtype, ()):
+                p, narrowed, weights = out, True, out
+            else:
                 return "the weights are cast to another type"
-            p, narrowed = out, True
         elif node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
             if turned or not same_rows(p, out):
                 return f"a {node.op_type} that may touch queries or keys follows the softmax"

@@ -120,6 +120,9 @@ def _cast(node: ir.Node, found: Scores) -> Scores | str:
     source, target = node.inputs[0], node.outputs[0]
     if not is_float(source) or source is None or source.dtype == target.dtype:
         return found
+    if found.wide and target.dtype == found.product.outputs[0].dtype:
+        found.wide = False  # there and back again: no digit is lost
+        return found
     narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     if found.wide or not narrow or target.dtype != ir.DataType.FLOAT:
         return f"the scores are cast from {_name(source)} to {_name(target)}"
