@@ -74,12 +74,14 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         v = transposed(op, v, swapped(rank(v) or 4))
     for op_type, factor in found.factors:
         q = typed(op.node(op_type, [q, factor]), q, q.shape)
+    scale = found.scale * q_scale * k_scale
+    if q.dtype == ir.DataType.DOUBLE and float(np.float32(scale)) != scale:
+        q, scale = typed(op.Mul(q, scale), q, q.shape), 1.0  # attributes are of float32
     frame = framed(op, found, [q, k, v])
     if isinstance(frame, str):
         return rw.refuse("Sdpa", nodes, frame)
     steps, masks = steps_of(op, rw, found, frame)
     guard = "NanGuard" if ending.guarded else ""
-    scale = found.scale * q_scale * k_scale
     q, k, v, heads = grouping(*frame.qkv)
     kind = Kind(heads is not None, found.wide, found.softcap is not None, False, steps, guard)
     y = emit(op, kind, heads, [q, k, v, *masks], scale, found.softcap)
@@ -102,6 +104,8 @@ def _mismatch(rw: Rewriter, found: Scores, ending: Ending, z: ir.Value | None) -
         return "the weights are not cast back to the type of the scores"
     if rw.training and product.dtype == ir.DataType.DOUBLE:
         return "the gradient of attention in double precision is computed operator by operator"
+    if product.dtype == ir.DataType.DOUBLE and found.softcap is not None:
+        return "a Tanh in double precision, whose factor an attribute cannot hold"
     left, right = found.product.inputs[0], found.product.inputs[1]
     if found.viewed and not _same_heads(product, ending.weights):
         return "the scores' leading axes change between the two products"
