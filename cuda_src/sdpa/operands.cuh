@@ -39,17 +39,12 @@ struct Operands {
 // tanh with an absolute error of 1e-7, in half the instructions.
 DEVICE float squash(float x) { return 1 - __fdividef(2.0f, __expf(2 * x) + 1); }
 DEVICE double squash(double x) { return tanh(x); }
-// z + m. In float16 a mask beyond half of its range leaves of most logits nothing, so that a row which
-// is masked whole has equal weights; in float32 they would still tell.
-template <class E, class S> DEVICE S plus_mask(S z, S m) { return z + m; }
-template <> DEVICE float plus_mask<f16, float>(float z, float m) { return m <= -32768.0f ? m : z + m; }
-
 // A logit from a product: scaled, under the tanh, and through the masks' elements m and m2.
 template <class S> DEVICE S logit(const Operands& o, S dot, S m, S m2) {
     S z = dot * (S)o.scale;
     if (SOFTCAP) z = (S)o.softcap * squash(z);
-    if (MASK) z = KEEP ? (m != 0 ? z : (S)o.fill) : plus_mask<T>(z, m);
-    if (MASK2) z = KEEP2 ? (m2 != 0 ? z : (S)o.fill2) : plus_mask<T>(z, m2);
+    if (MASK) z = KEEP ? (m != 0 ? z : (S)o.fill) : z + m;
+    if (MASK2) z = KEEP2 ? (m2 != 0 ? z : (S)o.fill2) : z + m2;
     return z;
 }
 // d logit / d (scale dot): what a fill replaced has none.

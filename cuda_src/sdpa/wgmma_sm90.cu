@@ -59,10 +59,10 @@ DEVICE float row_entry(float m, float fill) {
 }
 // One logit from its product and mask; MASK 2: from a row's entry.
 DEVICE float one_logit(float s, float m, float scale, float softcap, float fill) {
-    if (!KEEP && !SOFTCAP) return plus_mask<T>(s * scale, m);
+    if (!KEEP && !SOFTCAP) return s * scale + m;
     s *= scale;
     if (SOFTCAP) s = softcap * squash(s);
-    if (!KEEP) return MASK ? plus_mask<T>(s, m) : s;
+    if (!KEEP) return MASK ? s + m : s;
     if (MASK == 2) return m == -NEGATIVE_INFINITY ? s : m;
     return m != 0 ? s : fill;
 }

@@ -241,7 +241,7 @@ class Mma(_Attention):
             for strides in masks
             if strides
         )
-        more = {"FORWARD": p.op == "Sdpa", "MASK_PIECES": pieces}
+        more: dict[str, object] = {"FORWARD": p.op == "Sdpa", "MASK_PIECES": pieces}
         more |= {"MASK": self.mask(p), "MASK2": self.mask(p, "mask2")}
         return {**_macros(p), **how, **more}
 

@@ -39,11 +39,13 @@ in one order and not in the other."""
 
 def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     """The rule, anchored at a Softmax."""
-    z, p = softmax.inputs[0], softmax.outputs[0]
-    ending = _ending(softmax)
-    if isinstance(ending, str) or not is_float(z):
+    z, p = _ends(softmax)
+    ending = _ending(p)
+    if isinstance(ending, str):
         # The head of a classifier is a Softmax behind a product as well, but before none.
-        return rw.refuse("Sdpa", [softmax], ending) if ending and isinstance(ending, str) else False
+        return rw.refuse("Sdpa", [softmax], ending) if ending else False
+    if not is_float(z):
+        return False
     found = climb(z)
     if found is None:
         reason = _unreached(z)
@@ -51,7 +53,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     if isinstance(found, str):
         return rw.refuse("Sdpa", [softmax, ending.product], found)
     nodes = [found.product, softmax, ending.product]
-    axis, size = attribute(softmax, "axis", -1), rank(p)
+    axis, size = attribute(softmax, "axis", -1), rank(softmax.outputs[0])
     if axis != -1 and (size is None or axis != size - 1):
         reason = (
             f"the softmax is over axis {axis} of scores whose rank is not known"
@@ -136,7 +138,7 @@ def _same_heads(x: ir.Value, y: ir.Value) -> bool:
     return size == rank(y) and (size == 3 or (size == 4 and same_size(x, 1, y, 1)))
 
 
-WIDER = {
+WIDER: dict[ir.DataType | None, tuple[ir.DataType, ...]] = {
     ir.DataType.FLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
     ir.DataType.BFLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
     ir.DataType.FLOAT: (ir.DataType.DOUBLE,),
@@ -163,9 +165,31 @@ class Ending:
     """The product is v · pᵀ."""
 
 
-def _ending(softmax: ir.Node) -> Ending | str:
-    """Walk from the softmax to its product with v; why there is none, "" where none is near."""
-    p, guarded, narrowed, turned = softmax.outputs[0], False, False, False
+def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
+    """Logits and weights; before opset 13 a Softmax was of a matrix, and its upgrade writes the
+    Flatten and the Reshape back. They count for nothing where the last axis is the matrix's.
+    """
+    z, p = softmax.inputs[0], softmax.outputs[0]
+    flatten, back = made_by(z, "Flatten"), only_use(p)
+    if flatten is None or back is None or back.op_type != "Reshape" or back.domain:
+        return z, p
+    x, size = flatten.inputs[0], rank(flatten.inputs[0])
+    shape = made_by(back.inputs[1], "Shape")
+    y = back.outputs[0]
+    whole = shape is not None and shape.inputs[0] is x and not shape.attributes
+    whole = whole or (x is not None and _same_shape(x, y))
+    last = size is not None and attribute(flatten, "axis", 1) in (-1, size - 1)
+    return (x, y) if whole and last else (z, p)
+
+
+def _same_shape(x: ir.Value, y: ir.Value) -> bool:
+    size = rank(x)
+    return size is not None and size == rank(y) and all(same_size(x, i, y, i) for i in range(size))
+
+
+def _ending(p: ir.Value) -> Ending | str:
+    """Walk from the weights to their product with v; why there is none, "" where none is near."""
+    guarded, narrowed, turned = False, False, False
     weights = p
     """In the type that they are in the end, as far as is known."""
     near = _leads_to_a_product(p)
@@ -235,8 +259,12 @@ def _product(
     return Ending(node, p, values, guarded, narrowed, turned)
 
 
-_BETWEEN = ("Identity", "Cast", "Dropout", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Where")
-_BETWEEN += ("IsNaN", "Mul", "Div", "Add", "Sub", "Flatten", "Expand", "Slice", "Clip")
+_BETWEEN = frozenset(
+    (
+        *("Identity", "Cast", "Dropout", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Where"),
+        *("IsNaN", "Mul", "Div", "Add", "Sub", "Flatten", "Expand", "Slice", "Clip"),
+    )
+)
 
 
 def _leads_to_a_product(p: ir.Value, depth: int = 6) -> bool:
