@@ -8,9 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from cases import NEWEST_OPSET
+from cases import FUSION_CASES, NEWEST_OPSET, FusionCase
+from interpret import interpret
 
-from onnx_fuse import passes
+from onnx_fuse import autodiff, passes
 from onnx_fuse.kernels import sdpa
 from onnx_fuse.lower import lower
 from onnx_fuse.onnx.build import text_model
@@ -126,12 +127,12 @@ def feeds_of(model: ir.Model, case: str, sizes: dict[str, int] | None = None) ->
     return feeds
 
 
-def session(model: ir.Model) -> Callable[[dict[str, np.ndarray]], np.ndarray]:
-    """What onnxruntime makes of `model`: its first output as a function of the feeds."""
+def session(model: ir.Model, output: int = 0) -> Callable[[dict[str, np.ndarray]], np.ndarray]:
+    """What onnxruntime makes of `model`: one output as a function of the feeds."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
     made = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
-    return lambda feeds: made.run(None, feeds)[0]
+    return lambda feeds: made.run(None, feeds)[output]
 
 
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
@@ -313,6 +314,38 @@ def test_attention_nodes(name: str, training: bool) -> None:
 
 
 # ---- kernels -------------------------------------------------------------------------------------
+
+
+LOWERED = [c for c in FUSION_CASES if c.name.startswith("attention") and "S" in "".join(c.fused)]
+LOWERED = [c for c in LOWERED if c.opset <= NEWEST_OPSET]
+# their gradients sum broadcast axes, by a kernel that the interpreter does not know
+SUMMED = ("attention_heads_known_at_run_time", "attention_in_shifted_windows")
+
+
+@pytest.mark.parametrize(
+    ("case", "gradient"),
+    [pytest.param(c, g, id=f"{c.name}{'-gradient' * g}") for c in LOWERED for g in (False, True)
+     if not (g and c.name in SUMMED)],
+)  # fmt: skip
+def test_lowered_programs_agree(case: FusionCase, gradient: bool) -> None:
+    """The program of a GPU, its attention by NumPy from what the kernel is told."""
+    model = load(case.model())
+    passes.optimize(model, training=gradient)
+    feeds = case.feeds(B=2, H=2, G=1, S=6, T=5)
+    if gradient:
+        floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
+        y = session(model)(feeds)
+        model = autodiff.gradient(model, wrt=[str(n) for n in floats if n != "mask"])
+        dy = np.cos(np.arange(y.size, dtype="f")).reshape(y.shape)
+        feeds = {str(v.name): feeds.get(str(v.name), dy) for v in model.graph.inputs}
+    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
+    program = lower(model, shapes, CHIPS["H200"])
+    assert not program.fallbacks
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    got = interpret(program, feeds, weights)
+    for i, value in enumerate(model.graph.outputs):
+        expected = session(model, i)(feeds)
+        assert_same(got[value.name], expected, "float", value.name)
 
 
 @pytest.mark.parametrize(
