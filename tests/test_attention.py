@@ -197,6 +197,16 @@ def test_zero_sizes(graph: str, guarded: bool, empty: str) -> None:
     assert_same(run(model, feeds), run(original, feeds), "float", empty)
 
 
+@pytest.mark.parametrize("empty", ["B", "S", "T"])
+def test_zero_sizes_of_grouped_heads(empty: str) -> None:
+    case = next(c for c in FUSION_CASES if c.name == "attention_one_key_head_for_all")
+    original, model = load(case.model()), load(case.model())
+    passes.optimize(model)
+    assert fused_ops(model) == ["GroupedSdpa"]
+    feeds = case.feeds(**{"B": 2, "S": 3, "T": 4, empty: 0})
+    assert_same(run(model, feeds), run(original, feeds), "float", empty)
+
+
 def test_a_softmax_in_float32_between_casts_keeps_its_casts() -> None:
     """The scores are of float16, as large as 100: in float32 throughout, they would differ."""
     text = f"""<ir_version: 10, opset_import: ["" : 21]>

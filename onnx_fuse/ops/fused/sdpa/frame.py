@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.ops.fused.sdpa.scores import Scores, same_size
-from onnx_fuse.ops.rewrite import dim, made_by, rank, typed
+from onnx_fuse.ops.rewrite import attribute, dim, made_by, rank, typed
 
 
 @dataclass
@@ -176,7 +176,7 @@ def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | Non
         same = dim(source, -1) is not None and dim(source, -1) == dim(value, -1)
         return source if same and rank(source) == 4 and heads and dim(source, 1) == heads else None
     turn = made_by(value, "Transpose")
-    if turn is None or list(turn.attributes["perm"].as_ints()) != [0, 2, 1]:
+    if turn is None or list(attribute(turn, "perm", ())) != [0, 2, 1]:  # type: ignore[call-overload]
         return None
     below = made_by(turn.inputs[0], "Reshape")
     source = below.inputs[0] if below is not None else None

@@ -123,8 +123,21 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
     ]
     if kind.grouped:
         lines += [
-            "fold = Constant <value_ints: ints = @kv_rows> ()",
-            "unfold = Constant <value_ints: ints = @q_rows> ()",
+            # Reshape cannot find a size of -1 beside one of 0, so that it is worked out here.
+            "folded = Constant <value_ints: ints = @kv_rows> ()",
+            "apart = Constant <value_ints: ints = @q_rows> ()",
+            "at0 = Constant <value_ints: ints = [0]> ()",
+            "at1 = Constant <value_ints: ints = [1]> ()",
+            "at2 = Constant <value_ints: ints = [2]> ()",
+            "folded_head = Slice (folded, at0, at2)",
+            "apart_head = Slice (apart, at0, at2)",
+            "h = Slice (apart, at1, at2)",
+            "h_kv = Slice (folded, at1, at2)",
+            "group = Div (h, h_kv)",
+            "rows = Shape <start: int = 2, end: int = 3> (q)",
+            "all_rows = Mul (rows, group)",
+            "fold = Concat <axis: int = 0> (folded_head, all_rows, at0)",
+            "unfold = Concat <axis: int = 0> (apart_head, rows, at0)",
         ]
     lines += _fold(kind, "q")
     # beside the MatMul, onnxruntime makes the two one
