@@ -611,6 +611,22 @@ FUSION_CASES = (
         output="float[B,4,S,8] y",
     ),
     FusionCase(
+        "attention_grouped_heads_turned_in_the_batch",
+        "float[2,4,S,8] q, float[2,2,5,8] k, float[2,2,5,8] v",
+        "two = Constant <value = int64[1] {2}> ()\n"
+        "five = Constant <value = int64[5] {2,2,2,5,8}> ()\n"
+        "flat = Constant <value = int64[3] {-1,5,8}> ()\n"
+        "four = Constant <value = int64[4] {2,4,5,8}> ()\n"
+        "turned = Constant <value = int64[4] {2,4,8,5}> ()\n"
+        "k5 = Unsqueeze (k, two)\n ke = Expand (k5, five)\n kf = Reshape (ke, flat)\n"
+        "kt3 = Transpose <perm = [0,2,1]> (kf)\n kt = Reshape (kt3, turned)\n"
+        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "s = MatMul (q, kt)\n p = Softmax (s)\n y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[2,4,S,8] y",
+    ),
+    FusionCase(
         "attention_one_key_head_for_all",
         "float[B,4,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v",
         _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",

@@ -23,6 +23,7 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
     dim,
+    ints,
     is_float,
     made_by,
     only_use,
@@ -329,6 +330,8 @@ def swapped(size: int) -> list[int]:
 def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
     """k [.., T, D] of a product's right operand kᵀ [.., D, T], and the constant taken off it."""
     right, outer = peel(right)
+    if (whole := _unflattened(op, right)) is not None:
+        return whole, outer
     size = rank(right) or 4
     swap = swapped(size)
     node = made_by(right, "Transpose")
@@ -340,6 +343,35 @@ def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
     if composed == list(range(size)):
         return source, outer * inner
     return transposed(op, source, composed), outer * inner
+
+
+def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
+    """k [B, H, T, D] where an exporter turned it with the heads in the batch: [B, H, D, T] by a
+    Reshape of the Transpose of [B·H, T, D].
+    """
+    reshape = made_by(right, "Reshape")
+    turn = made_by(reshape.inputs[0], "Transpose") if reshape is not None else None
+    flat = turn.inputs[0] if turn is not None else None
+    if reshape is None or turn is None or flat is None or rank(right) != 4:
+        return None
+    perm = attribute(turn, "perm")
+    turned = isinstance(perm, Sequence) and [*perm] == [0, 2, 1]
+    if not turned or not same_rows(turn.outputs[0], right):
+        return None
+    target, order = reshape.inputs[1], (0, 1, 3, 2)
+    sizes, joined = ints(target), made_by(target, "Concat")
+    if sizes is not None and 0 not in sizes:
+        shape: ir.Value = op.constant([sizes[i] for i in order])
+    elif joined is not None and len(joined.inputs) == 4:
+        if any(dim(piece, 0) != 1 or ints(piece) == [0] for piece in joined.inputs):
+            return None
+        shape = op.Concat(*(joined.inputs[i] for i in order), axis=0)
+    else:
+        return None
+    below = made_by(flat, "Reshape")
+    source = below.inputs[0] if below is not None and same_rows(below.inputs[0], flat) else flat
+    assert right.shape is not None
+    return typed(op.Reshape(source, shape), right, [right.shape[i] for i in order])
 
 
 def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
