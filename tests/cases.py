@@ -732,6 +732,14 @@ FUSION_CASES = (
         output="float[B,4,S,8] y",
     ),
     FusionCase(
+        "attention_temperature_fed",
+        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t",
+        _SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="of any magnitude",
+        fed=("q", "k", "v", "t"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
         "attention_temperature_by_key",
         "float[B,4,S,8] q, float[B,4,5,8] k, float[B,4,5,8] v, float[4,1,5] t",
         _SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",

@@ -14,6 +14,9 @@ from onnx_fuse.ops.rewrite import is_float, made_by, rank, scalar
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
 
+RANGE = (2.0**-20, 2.0**20)
+"""Of factors of the scores."""
+
 
 @dataclass
 class Step:
@@ -142,9 +145,11 @@ def _scaled(node: ir.Node, found: Scores, factor: ir.Value) -> Scores | str:
         sizes = None if factor.shape is None else list(factor.shape)
         if sizes is None or any(d != 1 for d in sizes[-1:]):
             return f"the scores are scaled by the tensor '{factor.name}', which differs by key"
+        if not _moderate(factor):
+            return f"the scores are scaled by the tensor '{factor.name}', of any magnitude"
         found.factors.append((node.op_type, factor))
         return found
-    if number == 0 or not math.isfinite(number) or not 2.0**-20 <= abs(number) <= 2.0**20:
+    if number == 0 or not math.isfinite(number) or not RANGE[0] <= abs(number) <= RANGE[1]:
         return f"the scores are {'divided' if divides else 'multiplied'} by {number:g}"
     if divides:
         number = 1 / number
@@ -167,6 +172,31 @@ def _scaled(node: ir.Node, found: Scores, factor: ir.Value) -> Scores | str:
         found.scale *= number
     assert out is not None
     return found
+
+
+def _moderate(factor: ir.Value) -> bool:
+    """Whether a factor may be taken to q: a weight, or what weights and sizes alone have made, and
+    of no magnitude that lets a product overflow in one order and not in the other.
+    """
+    todo, seen = [factor], set[ir.Node]()
+    while todo:
+        value = todo.pop()
+        held = const_array(value)
+        if held is not None:
+            with np.errstate(invalid="ignore"):
+                size = np.abs(held.astype(np.float64)) if held.dtype.kind in "fiu" else None
+            if value is factor and (
+                size is None or not ((size == 0) | ((size >= RANGE[0]) & (size <= RANGE[1]))).all()
+            ):
+                return False
+            continue
+        node = value.producer()
+        if node is None or node.domain or len(seen) > REACH:
+            return False
+        if node not in seen and node.op_type not in ("Shape", "Size"):
+            seen.add(node)
+            todo += [v for v in node.inputs if v is not None]
+    return True
 
 
 def _where(node: ir.Node, depth: int) -> Scores | str | None:
