@@ -716,7 +716,7 @@ FUSION_CASES = (
     ),
     FusionCase(
         "attention_three_masks",
-        f"{_QKV}, float[B,1,S,T] mask, float[S,T] m2, float[T] m3",
+        f"{_QKV}, float[B,1,S,T] mask, float[S,T] m2, float[B,1,1,T] m3",
         _SCORES + "z1 = Add (s, mask)\n z2 = Add (z1, m2)\n z3 = Add (z2, m3)\n"
         "p = Softmax (z3)\n y = MatMul (p, v)",
         reason="3 masks and conditions follow each other",
