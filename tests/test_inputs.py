@@ -312,3 +312,12 @@ def test_an_input_too_large_is_said() -> None:
     model = text_model("g (float[70000,70000] x) => (float[A,B] y) { y = Relu (x) }")
     with pytest.raises(ModelError, match="too large to generate: give inputs"):
         generate(model, lambda f: [np.ones(1)])
+
+
+def test_scales_that_are_fed_enlarge() -> None:
+    model = text_model(
+        "g (float[1,2,3,3] x, float[4] s) => (float[1,2,H,W] y) "
+        '{ y = Resize <mode = "linear"> (x, , s) }'
+    )
+    feeds = [feed for feed, _ in generate(model, lambda f: [np.ones(1)])]
+    assert all(feed["s"].tolist() == [1, 1, 2, 2] for feed in feeds)

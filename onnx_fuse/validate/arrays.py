@@ -17,7 +17,10 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Role:
-    """What an input is for: ids, positions, mask (of ones), added (0 or lowest), pixels, plain."""
+    """What an input is for.
+
+    One of ids, positions, mask (of ones), added (0 or lowest), pixels, scales (of a Resize), plain.
+    """
 
     kind: str
     dtype: DataType
@@ -44,6 +47,8 @@ def role_of(value: Value) -> Role:
         kind = "ids"
     elif whole and dtype.bitwidth <= 8 and dtype != DataType.BOOL and not named:
         kind = "pixels"
+    elif any(use.node.op_type == "Resize" and use.idx == 2 for use in value.uses()):
+        kind = "scales"
     elif not whole:
         kind = "added" if is_added(value) else "mask" if named and rank else "plain"
     elif rank and (named or dtype == DataType.BOOL or rank > 1):
@@ -73,6 +78,8 @@ def make(
         array = _right_padded(shape)
         if role.kind == "added":
             array = np.where(array, 0.0, -1e4)
+    elif role.kind == "scales":
+        array = np.where(np.arange(shape[-1] if shape else 1) < 2, 1.0, 2.0)  # images grow
     elif role.dtype.is_integer() or role.dtype == DataType.BOOL:
         array = rng.integers(0, top, shape)
     else:
