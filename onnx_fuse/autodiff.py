@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,17 +15,19 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import Builder, subgraphs
+from onnx_fuse.onnx.build import Builder, const_array, subgraphs
 from onnx_fuse.onnx.common import FUSE, Model, one_line
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.onnx.types import element_type
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, text, unbroadcast, zeros_like
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rewrite import CONSTANT, rank
 from onnx_fuse.ops.update import PREVIEW, expand_standard_updates
 from onnx_fuse.passes.canonicalize import canonicalize
+from onnx_fuse.passes.constants import lift_parameters
 from onnx_fuse.passes.leaf_norm import without_rows
 from onnx_fuse.passes.params import parts, unpack_values
 
@@ -107,6 +110,8 @@ class Emitter(Builder):
                 value.type = value.type or ir.serde.deserialize_type_proto_for_type(found)
                 if value.shape is None:
                     value.shape = ir.serde.deserialize_type_proto_for_shape(found)
+            if value.dtype is None:
+                value.dtype = element_type(node, value.index() or 0, self.opset)
             if value.dtype is None and node.domain and like is not None:
                 value.dtype = like
 
@@ -629,13 +634,16 @@ def gradient(
     """The model with its backward: the graph that computes gradients, which onnxruntime runs.
 
     Without `loss` it is the vector-Jacobian product: for each float output `y` there is an input
-    `y.grad`, and for each name `w` of `wrt` (initializers or graph inputs; default all float
-    initializers that have a gradient) an output `w.grad` of w's shape and dtype. With `loss`, a
-    name of `ops.loss.LOSSES` (or a scalar output), there are an input `labels` and an output
-    `loss`. `options` are the loss's. Raises ModelError, UsageError.
+    `y.grad`, and for each name `w` of `wrt` an output `w.grad` of w's shape and dtype. `wrt` names
+    initializers, outputs of Constant nodes or graph inputs; by default it is all weights that have
+    a gradient: float initializers, and Constant nodes that stand where weights do, but no scalars.
+    In the names of outputs, characters that need quoting in a shell are "_". With `loss`, a name
+    of `ops.loss.LOSSES` (or a scalar output), there are an input `labels` and an output `loss`.
+    `options` are the loss's. Raises ModelError, UsageError.
     """
     model = load(model)
     graph = model.graph
+    lift_parameters(model, wrt or ())
     infer_shapes(model)
     if any(rank(v) is None for node in graph for v in node.outputs if is_float(v)):
         canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
@@ -647,7 +655,7 @@ def gradient(
     holders.update({str(v.name): [v] for v in graph.inputs if is_float(v)})
     targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
     if wrt is None:
-        targets = [name for name in targets if holders[name][0].is_initializer()]
+        targets = [name for name in targets if all(map(is_weight, holders[name]))]
     for name in targets:
         if name not in holders:
             raise UsageError(_unknown(graph, name))
@@ -659,7 +667,9 @@ def gradient(
         op = Emitter(model)
         for y in graph.outputs:
             if is_float(y) and y not in dys:
-                dy = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
+                dy = ir.Value(
+                    name=op.fresh(f"{_typeable(y.name)}.grad"), type=y.type, shape=y.shape
+                )
                 dys[y] = dy
                 graph.inputs.append(dy)
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
@@ -675,11 +685,24 @@ def gradient(
     for name in targets:
         if name in grads:
             g, x = grads[name]
-            out = op.node("Identity", [g], outputs=[op.fresh(f"{name}.grad")])
+            out = op.node("Identity", [g], outputs=[op.fresh(f"{_typeable(name)}.grad")])
             out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
             graph.outputs.append(out)
     graph.extend(op.nodes)
     return model
+
+
+def is_weight(value: ir.Value) -> bool:
+    """Not a scalar, and not a mask: exporters keep constants among the weights."""
+    array = const_array(value) if value.is_initializer() else None
+    if array is None or array.ndim == 0:
+        return False
+    return bool(np.abs(array).max(initial=0) < (65504 if array.dtype == np.float16 else 1e9))
+
+
+def _typeable(name: str | None) -> str:
+    """The name with "_" in place of what needs quoting in a shell."""
+    return re.sub(r"[^A-Za-z0-9_.,:/@%+=\[\]-]", "_", name or "")
 
 
 def _unknown(graph: ir.Graph, name: str) -> str:

@@ -13,6 +13,7 @@ from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import quiet
 from onnx_fuse.onnx.save import functions_attached
+from onnx_fuse.onnx.types import complete_types
 
 _LONGEST_SHAPE = 1 << 20
 MAKES_SEQUENCES = {
@@ -55,11 +56,14 @@ def check_sizes(model: ir.Model) -> None:
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
     with functions_attached(model), contrib.bodies_attached(model), quiet("onnx_ir"):
         kept = [(v, v.type, v.shape) for v in _sequences(model)]
-        common_passes.ShapeInferencePass(strict_mode=False, check_type=False, data_prop=data_prop)(
-            model
-        )
-        for value, type_, shape in kept:
-            value.type, value.shape = type_, shape
+        again = True
+        while again:  # at most once for each operator that inference is silent about
+            common_passes.ShapeInferencePass(
+                strict_mode=False, check_type=False, data_prop=data_prop
+            )(model)
+            for value, type_, shape in kept:
+                value.type, value.shape = type_, shape
+            again = complete_types(model.graph, model.graph.opset_imports.get("", 1))
 
 
 def _sequences(model: ir.Model) -> list[ir.Value]:
