@@ -1096,9 +1096,78 @@ LOSS = [
     ),
 ]
 
+
+def recurrent(name, kind, call="", states=1, outputs=None, dtype=F32, length=None, **more):
+    """A recurrent node of 4 steps, 3 sequences, 2 inputs and 5 hidden units with all operands."""
+    gates, count = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind], 2 if "bidirectional" in call else 1
+    names = outputs or ("y", "h", "c")[: 3 if kind == "LSTM" else 2]
+    lead = lambda *s: (s[1], s[0], *s[2:]) if "layout = 1" in call else s  # noqa: E731
+    inputs = {
+        "x": lead(4, 3, 2),
+        "w": (count, gates * 5, 2),
+        "r": (count, gates * 5, 5),
+        **({"b": (count, 2 * gates * 5)} if states is not None else {}),
+        **({"n": np.array(length, np.int32)} if length else {}),
+        **({"h0": lead(count, 3, 5)} if states else {}),
+        **({"c0": lead(count, 3, 5)} if states and kind == "LSTM" else {}),
+    }
+    reach = 0.1 if "Relu" in call else 0.7
+    inputs |= {
+        k: rng(3).uniform(-reach, reach, v) for k, v in inputs.items() if isinstance(v, tuple)
+    }
+    if "Relu" in call:  # far from its kink
+        inputs["b"] = inputs["b"] + [1.0, -1.0, 1.0, -1.0, 1.0] * 2
+    order = ["x", "w", "r", "b", "n", "h0", "c0"]
+    called = ", ".join(k if k in inputs else "" for k in order).rstrip(", ")
+    attributes = ", ".join(["hidden_size = 5", *([call] if call else [])])
+    left = ", ".join(n if n in names else "" for n in ("y", "h", "c")).rstrip(", ")
+    body = f"{left} = {kind} <{attributes}> ({called})"
+    return row(
+        f"{kind} {name}",
+        body,
+        **inputs,
+        outputs=names,
+        dtype=dtype,
+        runtime=("n",) if length else (),
+        static=("w", "r", "b"),
+        **more,
+    )
+
+
+WAYS = {
+    "plain": {"states": 0},
+    "no bias": {"states": None},
+    "states": {},
+    "reverse": {"call": 'direction = "reverse"'},
+    "bidirectional": {"call": 'direction = "bidirectional"'},
+    "lengths": {"length": [4, 0, 2]},
+    "bidirectional, lengths": {"call": 'direction = "bidirectional"', "length": [2, 4, 1]},
+    "reverse, lengths": {"call": 'direction = "reverse"', "length": [2, 4, 1]},
+}
+RECURRENT = [
+    *(recurrent(name, k, **more) for k in ("LSTM", "GRU", "RNN") for name, more in WAYS.items()),
+    *(
+        recurrent(
+            f"linear_before_reset {name}",
+            "GRU",
+            **{
+                **more,
+                "call": ", ".join(["linear_before_reset = 1", *filter(None, [more.get("call")])]),
+            },
+        )
+        for name, more in WAYS.items()
+    ),
+    recurrent("last h alone", "LSTM", outputs=("h",)),
+    recurrent("c alone", "LSTM", outputs=("c",)),
+    recurrent("relu", "RNN", call='activations = ["Relu"]'),
+    recurrent(
+        "relu and tanh", "RNN", call='direction = "bidirectional", activations = ["Relu", "Tanh"]'
+    ),
+]
+
 ROWS = [
     *(*UNARY, *BINARY, *MATMUL, *REDUCE, *SHAPE, *INDEXING, *NORM),
-    *(*CONV, *POOL, *RESIZE, *GRID, *ATTENTION, *QUANTIZED, *LOSS),
+    *(*CONV, *POOL, *RESIZE, *GRID, *ATTENTION, *QUANTIZED, *LOSS, *RECURRENT),
 ]
 
 
