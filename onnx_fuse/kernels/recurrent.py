@@ -295,8 +295,10 @@ def _launch(
     if isinstance(found, str):
         return found
     macros, blocks, smem = found
-    names = ("z", "z2", "before", "r", "rn", "c0", "lengths", "dy", "dh_T", "dc_T", "cells", "dz",
-             "dz2", "dh0", "dc0")  # fmt: skip
+    names: tuple[str, ...] = (
+        *("z", "z2", "before", "r", "rn", "c0", "lengths", "dy", "dh_T", "dc_T", "cells"),
+        *("dz", "dz2", "dh0", "dc0"),
+    )
     if not grad:
         names = ("z", "rt", "rn", "bn", "h0", "c0", "lengths", "y", "h", "c")
     if grad and number == 0:

@@ -68,7 +68,7 @@ def steps_kind(node: ir.Node) -> tuple[list[str], str]:
         return [], f"its activations are {', '.join(names)}, not {', '.join(default)}"
     if kind == "RNN":
         return [f"RNN{a[0].capitalize()}Steps" for a in each], ""
-    linear = kind == "GRU" and node.attributes.get_int("linear_before_reset", 0)
+    linear = kind == "GRU" and node.attributes.get_int("linear_before_reset", 0) != 0
     return [f"{kind}{'Linear' if linear else ''}Steps"] * count, ""
 
 
@@ -157,9 +157,10 @@ class _Recurrent:
             x, (y, grads[0]) = self.swap(x), [self.steps_first(v) for v in (y, grads[0])]
             self.h0, self.c0, *grads[1:] = (self.swap(v) for v in (self.h0, self.c0, *grads[1:]))
         self.x, self.y, self.dtype = x, y, x.dtype
-        self.hidden = dim(self.r, 2) or self.node.attributes.get_int("hidden_size", 0)
-        if not self.hidden:
+        hidden = dim(self.r, 2) or node.attributes.get_int("hidden_size", 0)
+        if not hidden:
             raise fail(node, "its hidden size is not known")
+        self.hidden: int = hidden
         self.steps, self.batch, self.width = sizes_of(op, x)
         self.zeros = filled(op, vector(op, [self.batch, self.hidden]), self.dtype)
         length = size_of(op, x, 0)
