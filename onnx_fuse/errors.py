@@ -34,3 +34,14 @@ class DeviceError(OnnxFuseError):
 
 class DataError(OnnxFuseError):
     """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out: a name in a file must not steer a terminal.
+
+    Line ends and tabs stay; so do all letters. Marks that turn the direction of text count too.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,7 +26,8 @@ from onnx_fuse.kernels.pointwise import Code, call_of, dtype_name
 from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, one_line
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
+from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.sequences import followed, sequence
@@ -126,7 +126,11 @@ class Lowerer(Values):
             if value.name in self.values:
                 self.slots[value] = Slot(host=self.values[value.name])
                 continue
-            shape, kind = self.shapes[value.name or ""]
+            default = value.meta.get(DEFAULT)
+            if value.name not in self.shapes and default is not None:
+                shape, kind = tuple(default.numpy().shape), dtype_name(default.dtype)
+            else:
+                shape, kind = self.shapes[value.name or ""]
             tensor = self._buffer("input", shape, kind, value.name or "")
             self.slots[value] = Slot(tensor=tensor)
             inputs.append((value.name or "", tensor))
@@ -420,11 +424,12 @@ class Lowerer(Values):
             return False
         if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
             return False
-        found = evaluate(node, values, [a for a in arrays if a is not None], self.opsets)
-        if found is None:
-            return False
-        for value, array in zip(node.outputs, found, strict=False):
-            self._known(value, np.asarray(array))
+        known = {v: a for v, a in zip(values, arrays, strict=True) if a is not None}
+        found = evaluate([node], known, self.opsets)
+        if any(v.name and v not in found for v in node.outputs):
+            return False  # it has a kernel, or onnxruntime says what is wrong with it
+        for value, array in found.items():
+            self._known(value, array)
         return True
 
     @staticmethod
@@ -844,34 +849,3 @@ def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> i
             break
         schema = before
     return int(schema.since_version)
-
-
-def evaluate(
-    node: ir.Node,
-    values: Sequence[ir.Value],
-    arrays: Sequence[np.ndarray],
-    opsets: Mapping[str, int],
-) -> list[np.ndarray] | None:
-    """The node's outputs by onnx's reference evaluator; None where that has no such operator."""
-    from onnx.reference import ReferenceEvaluator
-
-    graph = onnx.helper.make_graph(
-        [ir.serde.serialize_node(node)],
-        "node",
-        [
-            onnx.helper.make_tensor_value_info(v.name or "", data_type(a.dtype.name).value, a.shape)
-            for v, a in dict(zip(values, arrays, strict=True)).items()
-        ],
-        [onnx.ValueInfoProto(name=v.name) for v in node.outputs if v.name],
-    )
-    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items() if d != FUSE]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
-    try:
-        evaluator = ReferenceEvaluator(model)
-        feeds = {v.name or "": a for v, a in zip(values, arrays, strict=True)}
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
-            found: Any = evaluator.run(None, feeds)
-            return list(found)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError):
-        return None  # a node the reference cannot run has a kernel, or onnxruntime

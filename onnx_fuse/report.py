@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnx_fuse import files
+from onnx_fuse.errors import printable
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -102,7 +103,7 @@ class Printer:
 
     def text(self, *lines: str) -> None:
         for line in lines:
-            self.console.print(line, markup=False, soft_wrap=True)
+            self.console.print(printable(line), markup=False, soft_wrap=True)
 
     def table(
         self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
@@ -114,10 +115,10 @@ class Printer:
         table = Table(title=Text(title), title_justify="left", title_style="bold")
         for i, name in enumerate(header):
             justify: Any = "left" if i < left else "right"
-            table.add_column(Text(name), justify=justify, overflow="fold")
+            table.add_column(Text(printable(name)), justify=justify, overflow="fold")
         for row in rows:
             if row:
-                table.add_row(*(Text(cell) for cell in row))
+                table.add_row(*(Text(printable(cell)) for cell in row))
             else:
                 table.add_section()
         self.console.print(table)

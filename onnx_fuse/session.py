@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import defaults, required
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.load import load as load_model
 from onnx_fuse.problem import PRECISIONS
@@ -77,7 +78,14 @@ class InferenceSession:
         """The model's inputs: name, type, shape."""
         if self._executable is None:
             return list(self._session.get_inputs())
-        return [_argument(v) for v in self.model.graph.inputs]
+        return [_argument(v) for v in required(self.model)]
+
+    def get_overridable_initializers(self) -> list[Any]:
+        """The inputs that feeds may leave out, since the model has a default for them."""
+        if self._executable is None:
+            return list(self._session.get_overridable_initializers())
+        names = defaults(self.model)
+        return [_argument(v) for v in self.model.graph.inputs if v.name in names]
 
     def get_outputs(self) -> list[Any]:
         """The model's outputs: name, type, shape."""
@@ -145,7 +153,8 @@ class InferenceSession:
             name: self._on_cuda().adopt(value) if _on_gpu(value) else _host(value)
             for name, value in input_feed.items()
         }
-        return checked_feeds(self.get_inputs(), feeds)
+        inputs = [*self.get_inputs(), *self.get_overridable_initializers()]
+        return checked_feeds(inputs, {**defaults(self.model), **feeds})
 
     def get_providers(self) -> list[str]:
         if self.device == "cuda":

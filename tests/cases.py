@@ -425,6 +425,75 @@ FUSION_CASES = (
         reason="other reader",
     ),
     FusionCase("norm_and_activation", _IN, _LN + _LINEAR + "y = Gelu (z)", ("LayerNormGemmGelu",)),
+    # --- layer scale ------------------------------------------------------------------------------
+    FusionCase(
+        "scale_stays_at_level_2",
+        f"{_X}, {_LIN}, float[24] s",
+        _PLAIN + "y = Mul (s, z)",
+        ("Gemm",),
+        reason="--level 3 folds it into the weight",
+    ),
+    FusionCase(
+        "scale_of_columns",
+        f"{_X}, {_LIN}, float[24] s",
+        _PLAIN + "y0 = Mul (s, z)\n y = Relu (y0)",
+        ("GemmRelu",),
+        level=3,
+        gone=("Mul",),
+    ),
+    FusionCase(
+        "scale_of_a_gemm",
+        "float[B,16] x, float[24,16] w, float[24] c, float[24] s",
+        "z = Gemm <transB = 1> (x, w, c)\n t = Mul (z, s)\n y = Tanh (t)",
+        ("GemmTanh",),
+        level=3,
+        output="float[B,24] y",
+        gone=("Mul",),
+    ),
+    FusionCase(
+        "scale_of_a_gemm_with_a_bias_of_rows_stays",  # as many rows as columns
+        "float[24,16] x, float[16,24] w, float[24,1] c, float[24] s",
+        "z = Gemm (x, w, c)\n t = Mul (z, s)\n y = Tanh (t)",
+        level=3,
+        output="float[24,24] y",
+        reason="not one number a column",
+    ),
+    FusionCase(
+        "scale_behind_nchw",
+        "float[B,4,6,16] x, float[16,24] w, float[24] c, float[B,24,4,6] r, float[24,1,1] s",
+        _PLAIN + "t = Transpose <perm = [0,3,1,2]> (z)\n t2 = Mul (t, s)\n y = Add (r, t2)",
+        ("Gemm",),
+        fed=("x", "r"),
+        level=3,
+        output="float[B,24,4,6] y",
+        gone=("Mul",),
+    ),
+    FusionCase(
+        "scale_behind_a_convolution",
+        "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c, float[6,1,1] s",
+        "z = Conv <pads = [1,1,1,1]> (x, w, c)\n t = Mul (z, s)\n y = Add (t, r)",
+        ("ConvAdd",),
+        fed=("x", "r"),
+        level=3,
+        output="float[B,6,S,T] y",
+        gone=("Mul", "Add"),
+    ),
+    FusionCase(
+        "scale_of_what_is_read_twice_stays",
+        f"{_X}, {_LIN}, float[24] s",
+        _PLAIN + "t = Mul (s, z)\n y = Add (t, z)",
+        ("Gemm",),
+        level=3,
+        reason="layer scale that cannot be folded",
+    ),
+    FusionCase(
+        "scale_of_rows_stays",
+        "float[5,16] x, float[16,24] w, float[24] c, float[5,1] s",
+        _PLAIN + "y = Mul (s, z)",
+        ("Gemm",),
+        level=3,
+        output="float[5,24] y",
+    ),
     # --- the norm's other readers -----------------------------------------------------------------
     FusionCase(
         "norm_read_by_a_residual",
@@ -458,6 +527,84 @@ FUSION_CASES = (
         + "head = Slice (n, zero, one, one)\n tail = Slice (n, one, big, one)\n"
         "r = Concat <axis = 1> (tail, head)\n m = MatMul (r, w)\n y = Add (m, c)",
         ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "norm_through_nchw_and_back",
+        "float[B,4,6,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+        "to = Constant <value = int64[3] {0, 24, 16}> ()\n"
+        + _LN
+        + "u = Transpose <perm = [0,3,1,2]> "
+        "(n)\n v = Transpose <perm = [0,2,3,1]> (u)\n r = Reshape (v, to)\n m = MatMul (r, w)\n"
+        "y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[B,24,24] y",
+        gone=("Transpose",),
+    ),
+    FusionCase(
+        "norm_through_windows_of_nchw",
+        "float[B,4,6,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+        "six = Constant <value = int64[6] {-1, 16, 2, 2, 3, 2}> ()\n"
+        "rows = Constant <value = int64[3] {-1, 4, 16}> ()\n" + _LN + "u = Transpose "
+        "<perm = [0,3,1,2]> (n)\n s = Reshape (u, six)\n t = Transpose <perm = [0,2,4,3,5,1]> (s)\n"
+        "r = Reshape (t, rows)\n m = MatMul (r, w)\n y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[R,4,24] y",
+    ),
+    FusionCase(
+        "norm_through_rows_that_are_mixed_stays",  # the last axis is 16, but of other elements
+        "float[B,16,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+        _LN + "u = Transpose <perm = [0,2,1]> (n)\n m = MatMul (u, w)\n y = Add (m, c)",
+        ("Gemm",),
+        reason="mixes its rows",
+        output="float[B,16,24] y",
+    ),
+    FusionCase(
+        "norm_without_bias_through_a_pad",
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        "n = LayerNormalization (x, g)\n p = Pad (n, pads)\n m = MatMul (p, w)\n y = Add (m, c)",
+        ("LayerNormGemm",),
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "rms_through_a_pad",
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        + _written_norm("d = Identity (x)", _POW, _DIV, "n = Mul (g, p)")
+        + "q2 = Pad (n, pads)\n m = MatMul (q2, w)\n y = Add (m, c)",
+        ("RMSNormGemm",),
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "norm_of_no_epsilon_through_a_pad_stays",  # zeros become NaN
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        "n = LayerNormalization <epsilon = 0.0> (x, g)\n p = Pad (n, pads)\n m = MatMul (p, w)\n"
+        "y = Add (m, c)",
+        ("Gemm",),
+        reason="a Pad between",
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "norm_with_bias_through_a_pad_stays",
+        _IN,
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        + _LN
+        + "p = Pad (n, pads)\n m = MatMul (p, w)\n y = Add (m, c)",
+        ("Gemm",),
+        reason="a Pad between adds rows of zeros",
+        output="float[B,U,24] y",
+    ),
+    FusionCase(
+        "norm_through_a_pad_of_ones_stays",
+        f"{_X}, float[16] g, {_LIN}",
+        "pads = Constant <value = int64[6] {0, 1, 0, 0, 2, 0}> ()\n"
+        + _scalar("one", 1.0)
+        + "n = LayerNormalization (x, g)\n p = Pad (n, pads, one)\n m = MatMul (p, w)\n"
+        "y = Add (m, c)",
+        ("Gemm",),
+        reason="mixes its rows",
+        output="float[B,U,24] y",
     ),
     FusionCase(
         "residual_then_norm",
@@ -686,6 +833,51 @@ FUSION_CASES = (
         reason="HardSwish is none of the fused activations",
     ),
     # --- Conv, losses -----------------------------------------------------------------------------
+    *(
+        FusionCase(
+            f"group_norm_{name}",
+            "float[B,8,S,T] x, float[8,1,1] g, float[8,1,1] b",
+            "to = Constant <value = int64[3] {0, 4, -1}> ()\n"
+            "one = Constant <value = float[4] {1.0, 1.0, 1.0, 1.0}> ()\n"
+            "zero = Constant <value = float[4] {0.0, 0.0, 0.0, 0.0}> ()\n"
+            "v = Reshape (x, to)\n i = InstanceNormalization <epsilon = 0.001> (v, one, zero)\n"
+            f"size = Shape (x)\n n = Reshape (i, size)\n{body}",
+            (f"GroupNorm{fused}",),
+            output="float[B,8,S,T] y",
+            gone=("InstanceNormalization", "Silu", "Sigmoid"),
+        )
+        for name, fused, body in (
+            ("alone", "", "m = Mul (g, n)\n y = Add (m, b)"),
+            ("silu", "Silu", "m = Mul (n, g)\n z = Add (b, m)\n s = Sigmoid (z)\n y = Mul (s, z)"),
+        )
+    ),
+    *(
+        FusionCase(
+            f"group_norm_node_{name}",
+            "float[B,8,T] x, float[8] g, float[8] b",
+            f"z = GroupNormalization <num_groups = 4> (x, g, b)\n{body}",
+            (f"GroupNorm{fused}",),
+            output="float[B,8,T] y",
+            gone=("GroupNormalization", "Relu"),
+        )
+        for name, fused, body in (("alone", "", "y = Neg (z)"), ("relu", "Relu", "y = Relu (z)"))
+    ),
+    FusionCase(
+        "norm_of_groups_in_half",
+        "float16[B,8,T] x, float16[8] g, float16[8] b",
+        "z = GroupNormalization <num_groups = 2> (x, g, b)\n y = Relu (z)",
+        ("GroupNormRelu",),
+        output="float16[B,8,T] y",
+    ),
+    FusionCase(
+        "group_norm_with_scales_of_groups_stays",
+        "float[B,8,S] x, float[4] g, float[4] b, float[8,1] u, float[8,1] w",
+        "to = Constant <value = int64[3] {0, 4, -1}> ()\n v = Reshape (x, to)\n"
+        "i = InstanceNormalization (v, g, b)\n size = Shape (x)\n n = Reshape (i, size)\n"
+        "m = Mul (n, u)\n y = Add (m, w)",
+        output="float[B,8,S] y",
+        reason="are a group's, not a channel's",
+    ),
     FusionCase(
         "conv_relu_without_bias",
         "float[B,3,S,T] x, float[6,3,3,3] w",
@@ -701,6 +893,93 @@ FUSION_CASES = (
         "y = Relu (n)",
         ("ConvRelu",),
         output="float[B,6,P,Q] y",
+    ),
+    *(
+        FusionCase(
+            f"conv_add_{name}",
+            "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c",
+            "z = Conv <pads = [1,1,1,1]> (x, w, c)\n" + body,
+            (f"ConvAdd{fused}",),
+            fed=("x", "r"),
+            output="float[B,6,S,T] y",
+            gone=("Conv", "Add", "Relu"),
+        )
+        for name, fused, body in (
+            ("relu", "Relu", "s = Add (z, r)\n y = Relu (s)"),
+            ("silu", "Silu", "s = Add (r, z)\n g = Sigmoid (s)\n y = Mul (g, s)"),
+            ("alone", "", "y = Add (r, z)"),
+        )
+    ),
+    FusionCase(
+        "conv_add_read_twice",
+        "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w",
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n s = Add (z, r)\n a = Relu (s)\n y = Mul (a, s)",
+        ("ConvAdd",),
+        fed=("x", "r"),
+        output="float[B,6,S,T] y",
+    ),
+    FusionCase(
+        "conv_add_of_two_convolutions",  # the larger filter takes the sum
+        "float[B,3,S,T] x, float[B,6,S,T] u, float[6,3,1,1] w1, float[6,6,3,3] w, float[6] c",
+        "d = Conv (x, w1)\n z = Conv <pads = [1,1,1,1]> (u, w, c)\n s = Add (d, z)\n y = Relu (s)",
+        ("ConvAddRelu",),
+        fed=("x", "u"),
+        output="float[B,6,S,T] y",
+        gone=("Add", "Relu"),
+    ),
+    FusionCase(
+        "conv_add_broadcast_stays",
+        "float[B,3,S,T] x, float[B,1,S,T] r, float[6,3,3,3] w",
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n s = Add (z, r)\n y = Relu (s)",
+        fed=("x", "r"),
+        output="float[B,6,S,T] y",
+        reason="it follows an Add",
+    ),
+    FusionCase(
+        "conv_prelu",
+        "float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a",
+        "z = Conv <pads = [1,1,1,1]> (x, w, c)\n y = PRelu (z, a)",
+        ("ConvPRelu",),
+        output="float[B,6,S,T] y",
+        gone=("PRelu",),
+    ),
+    *(
+        FusionCase(
+            f"conv_as_the_slope_of_{name}_stays",
+            "float[6,S,T] x, float[1,3,S,T] u, float[6,3,3,3] w",
+            f"z = Conv <pads = [1,1,1,1]> (u, w)\n{body}",
+            fed=("x", "u"),
+            output="float[1,6,S,T] y",
+        )
+        for name, body in (
+            (
+                "another",
+                "at = Constant <value = int64[1] {0}> ()\n v = Unsqueeze (x, at)\ny = PRelu (v, z)",
+            ),
+            ("itself", "y = PRelu (z, z)"),
+        )
+    ),
+    FusionCase(
+        "prelu_of_one_slope",
+        f"{_X}, {_LIN}",
+        _scalar("a", 0.25) + _PLAIN + "y = PRelu (z, a)",
+        ("GemmLeakyRelu",),
+    ),
+    FusionCase(
+        "prelu_of_a_negative_slope_stays",  # the sign of a zero
+        f"{_X}, {_LIN}",
+        _scalar("a", -0.25) + _PLAIN + "y = PRelu (z, a)",
+        ("Gemm",),
+        reason="PRelu is none of the fused activations",
+    ),
+    FusionCase(
+        "conv_activation_behind_views",
+        "float[B,3,S,T] x, float[6,3,3,3] w",
+        "to = Constant <value = int64[3] {0, 6, -1}> ()\n"
+        "z = Conv <pads = [1,1,1,1]> (x, w)\n f = Reshape (z, to)\n"
+        "t = Transpose <perm = [0,2,1]> (f)\n y = Gelu (t)",
+        ("ConvGelu",),
+        output="float[B,N,6] y",
     ),
     FusionCase(
         "cross_entropy_written_out",

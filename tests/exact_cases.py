@@ -467,6 +467,7 @@ EXACT_CASES = (
         f"{_IMAGE}, float[6,4,3,3] w1, float[6] c, {_BN}",
         _VARIANCE + "z = Conv (x, w, c)\n n = BatchNormalization (z, g, b, m, var)\n"
         "z1 = Conv (x, w1, c)\n n1 = BatchNormalization (z1, b, g, m, var)\n y = Add (n, n1)",
+        ("ConvAdd",),
         output="float[B,6,P,Q] y",
         gone=("BatchNormalization",),
     ),

@@ -84,6 +84,7 @@ class Case:
         outs = [f"y{i}" for i in range(self.outputs)]
         # the statistics of truth are in float64 as well
         stashes = "RMS" in self.op or self.op == "BatchNormGrad"
+        stashes |= self.op.startswith("GroupNorm") and self.domain == FUSE
         stash = {"stash_type": 11} if wide and stashes else {}
         node = helper.make_node(self.op, names, outs, domain=self.domain, **self.attrs, **stash)
         inputs, constants = [], []
@@ -369,6 +370,18 @@ def _samples() -> Iterator[Case]:
     yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 3, 3), (20,)), attrs, 1, F16, FUSE)
     yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 1, 1), (20,)), one, 1, F32, FUSE)
     yield Case("ConvRelu", ((2, 16, 9, 8), (20, 16, 1, 1), (20,)), one, 1, F16, FUSE)
+    for dtype in (F32, F16):  # those that store: direct, tiles, the sum of split parts
+        for x, w, group in (
+            ((2, 8, 9, 8), (8, 1, 3, 3), 8),
+            ((2, 16, 9, 8), (20, 16, 3, 3), 1),
+            ((1, 512, 7, 7), (65, 512, 3, 3), 1),
+        ):
+            given, how = (x, w, w[:1]), attrs | {"group": group}
+            yield Case("ConvAddRelu", (*given, (x[0], w[0], *x[2:])), how, 1, dtype, FUSE)
+            yield Case("ConvPRelu", (*given, (w[0], 1, 1)), how, 1, dtype, FUSE)
+        for size in (5, 80):  # rows in registers, and long ones by their moments
+            given = ((2, 16, size, size), (16, 1, 1), (16, 1, 1))
+            yield Case("GroupNormSilu", given, {"num_groups": 4}, 1, dtype, FUSE)
     for mode in ("nearest", "linear", "cubic"):
         for padding in ("zeros", "border", "reflection"):
             for corners in (0, 1):

@@ -136,6 +136,53 @@ def test_norms_with_a_suffix_compile(nodes: str, shape: str) -> None:
     assert jit.resources(launch.source, launch.defines)["layernorm_row"].clean
 
 
+CONVOLUTIONS = {
+    # x, w, and the kernel that stores
+    "direct": ((2, 8, 9, 9), (8, 1, 3, 3), "conv_direct"),
+    "tiles": ((64, 16, 33, 34), (130, 16, 3, 3), "conv"),
+    "split": ((1, 512, 7, 7), (65, 512, 3, 3), "conv_finish"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_with_a_residual_and_an_activation_are_one_call(name, dtype) -> None:
+    x, w, entry = CONVOLUTIONS[name]
+    y = (x[0], w[0], *x[2:])
+    kind = dtype.replace("float64", "double").replace("float32", "float")
+    ends = ", ".join(
+        f"{kind}{list(shape)} {n}" for n, shape in (("x", x), ("w", w), ("c", w[:1]), ("r", y))
+    )
+    model = text_model(
+        f"agraph ({ends}) => ({kind}{list(y)} y) {{ z = Conv<pads=[1,1,1,1], "
+        f"group={x[1] // w[1]}>(x, w, c) s = Add(r, z) y = Relu(s) }}"
+    )
+    shapes = {"x": (x, dtype), "w": (w, dtype), "c": (w[:1], dtype), "r": (y, dtype)}
+    (call,) = lower(model, shapes, CHIPS["H200"]).calls
+    assert call.kernel == "Conv+Add+Relu"
+    assert call.launches[-1].entry == entry
+    for launch in call.launches:
+        assert jit.resources(launch.source, launch.defines)[launch.entry].clean
+
+
+@pytest.mark.parametrize(("slope", "calls"), [("8,1,1", 1), ("8", 2), ("1,1,8", 2), ("1,8,1,1", 1)])
+def test_a_slope_of_columns_is_none_of_filters(slope: str, calls: int) -> None:
+    """As many columns as filters: a vector lies along the last axis."""
+    text = (
+        f"agraph (float[2,3,8,8] x, float[8,3,3,3] w, float[8] c, float[{slope}] a) => "
+        "(float[2,8,8,8] y) { y = onnx_fuse.ConvPRelu<kernel_shape=[3,3], strides=[1,1], "
+        "pads=[1,1,1,1], dilations=[1,1], group=1>(x, w, c, a) }"
+    )
+    sizes = {
+        "x": (2, 3, 8, 8),
+        "w": (8, 3, 3, 3),
+        "c": (8,),
+        "a": tuple(map(int, slope.split(","))),
+    }
+    shapes = {name: (size, "float32") for name, size in sizes.items()}
+    assert len(lower(text_model(text), shapes, CHIPS["H200"]).calls) == calls
+
+
 @pytest.mark.parametrize("index", ["int", "i64"])
 @pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64", "u128"])
 def test_gathers(unit: str, index: str) -> None:

@@ -1,14 +1,16 @@
 // conv/direct.cu: Conv and ConvTranspose with few filters a group (depthwise): no tile to share.
 // Idea     : a thread an output, the sum over (channel, tap) in order, unrolled; inputs come from L1.
-// Inputs, outputs: as conv/implicit.cu, unsplit.   Macros: T ACC ACT, geometry.cuh's.
+// Inputs, outputs: as conv/implicit.cu, unsplit.   Macros: T ACC ACT, suffix.cuh's, geometry.cuh's.
 // Bound    : L1 loads, two an FMA.
 #include "conv/geometry.cuh"
+#include "conv/suffix.cuh"
 #ifndef ACT
 #define ACT NONE
 #endif
 
 extern "C" __global__ void __launch_bounds__(256)
-    conv_direct(const T* x, const T* weight, const T* bias, T* y, i64 size, int groups, int channels,
+    conv_direct(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
+                const T* e3, TY* y, i64 size, int groups, int channels,
                 int filters, int d, int h, int w, int od, int oh, int ow, float alpha) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
@@ -36,5 +38,5 @@ extern "C" __global__ void __launch_bounds__(256)
                     if (xs[e] >= 0) z += (ACC)widen(weight[tap + e]) * (ACC)widen(line[xs[e]]);
             }
         }
-    y[i] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, alpha));
+    y[i] = finished(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, slope_of(slope, f, alpha)), e1, e2, e3, i);
 }

@@ -7,17 +7,20 @@
 //            Few tiles: `chunk` of k a block, partial sums to `part`, finish.cu adds them in order.
 // Inputs   : x T [n, groups * channels, d, h, w], weight T (geometry.cuh), bias T [groups * filters] or null.
 // Outputs  : y T [n, groups * filters, od, oh, ow], or part ACC [splits, n, groups * filters, pixels].
-// Macros   : T ACC BM BN BK FRAGMENTS, geometry.cuh's, TAP_MAJOR, SPLIT, ACT.   Threads: BM * BN / 16 / FRAGMENTS^2.
+// Macros   : T ACC BM BN BK FRAGMENTS, geometry.cuh's, TAP_MAJOR, SPLIT, ACT, suffix.cuh's.
+// Launch   : BM * BN / 16 / FRAGMENTS^2 threads.
 // Numerics : products and sums in ACC (IEEE), k in order.
 // Bound    : FMA rate; the gather (30 instructions an element unless TAP_MAJOR).
 #include "conv/geometry.cuh"
+#include "conv/suffix.cuh"
 #define THREADS (BM * BN / (16 * FRAGMENTS * FRAGMENTS))
 #ifndef ACT
 #define ACT NONE
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
-    conv(const T* x, const T* weight, const T* bias, T* y, ACC* part, i64 columns, int groups, int channels,
+    conv(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
+         const T* e3, TY* y, ACC* part, i64 columns, int groups, int channels,
          int filters, int d, int h, int w, int od, int oh, int ow, int chunk, int padded, float alpha) {
     after_previous_launch();
     __shared__ __align__(16) ACC as[2][BK][BM + 4], bs[2][BK][BN + 4];
@@ -110,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
             part[blockIdx.z * (columns * groups * filters) + at] = acc[i][j];
 #else
             const ACC z = acc[i][j] + (bias ? (ACC)widen(bias[g * filters + m]) : (ACC)0);
-            y[at] = narrow<T>(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, alpha));
+            const float a = slope_of(slope, g * filters + m, alpha);
+            y[at] = finished(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, a), e1, e2, e3, at);
 #endif
         }
     }

@@ -4,11 +4,12 @@
 //            (pack.cu) through cp.async; x through registers into a [k, pixel] tile, read transposed.
 // Inputs   : x T [n, groups * channels, d, h, w], packed T [groups, TAPS, filters, padded], bias T or null.
 // Outputs  : y T [n, groups * filters, od, oh, ow], or part f32 [splits, ...] where SPLIT (finish.cu).
-// Macros   : T BM BN WM (warps along m; 8 in all), geometry.cuh's, SPLIT, ACT.   Launch: 256 threads.
+// Macros   : T BM BN WM (warps along m; 8 in all), geometry.cuh's, SPLIT, ACT, suffix.cuh's.   Launch: 256 threads.
 // Numerics : f32 accumulate, one rounding.
 // Bound    : tensor core; the gather is 2-byte loads, one a thread for each 32 x BN / 256.
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
+#include "conv/suffix.cuh"
 #ifndef ACT
 #define ACT NONE
 #endif
@@ -18,7 +19,8 @@ constexpr int WN = 8 / WM, MT = BM / WM / 16, NT = BN / WN / 8;  // 16 x 8 tiles
 constexpr int ROWS = 256 / BN, LOADS = BK / ROWS;          // k rows gathered at once; loads a thread
 
 extern "C" __global__ void __launch_bounds__(256)
-    conv(const T* x, const T* packed, const T* bias, T* y, float* part, i64 columns, int groups, int channels,
+    conv(const T* x, const T* packed, const T* bias, const T* slope, const T* e1, const T* e2,
+         const T* e3, TY* y, float* part, i64 columns, int groups, int channels,
          int filters, int d, int h, int w, int od, int oh, int ow, int chunk, int padded, float alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) T shared[];
@@ -100,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #if SPLIT
                 part[blockIdx.z * (columns * groups * filters) + at] = z;
 #else
-                y[at] = narrow<T>(act<ACT, T>(z + (bias ? to_float(bias[g * filters + m]) : 0.0f), alpha));
+                const float v = z + (bias ? to_float(bias[g * filters + m]) : 0.0f);
+                y[at] = finished(act<ACT, T>(v, slope_of(slope, g * filters + m, alpha)), e1, e2, e3, at);
 #endif
             }
         }

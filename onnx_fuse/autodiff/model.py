@@ -12,8 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import const_array
-from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.common import DEFAULT, Model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.derive import is_float
@@ -155,7 +154,8 @@ def gradient(
 
 def is_weight(value: ir.Value) -> bool:
     """Not a scalar, and not a mask: exporters keep constants among the weights."""
-    array = const_array(value) if value.is_initializer() else None
+    tensor = value.meta.get(DEFAULT, value.const_value if value.is_initializer() else None)
+    array = None if tensor is None else tensor.numpy()
     if array is None or array.ndim == 0:
         return False
     return bool(np.abs(array).max(initial=0) < (65504 if array.dtype == np.float16 else 1e9))

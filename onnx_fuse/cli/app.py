@@ -13,7 +13,7 @@ import typer
 
 from onnx_fuse import __version__
 from onnx_fuse.cli import bench, doctor, gradient, inspect, optimize, run, train, validate
-from onnx_fuse.errors import OnnxFuseError
+from onnx_fuse.errors import OnnxFuseError, printable
 
 app = typer.Typer(
     name="onnx-fuse",
@@ -110,7 +110,7 @@ _USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "Click
 
 
 def _fail(text: str, code: int) -> int:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     with contextlib.suppress(OSError):
         print(f"onnx-fuse: {line}", file=sys.stderr)
     return code

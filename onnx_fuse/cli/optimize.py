@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,13 +24,14 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
-from onnx_fuse.errors import CheckFailed, UsageError
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
     from onnx_fuse.validate.check import Check
 
 _NOTES = 3  # shown without --explain
+_NODES = 3  # named for each reason of --explain
 
 
 def optimize(
@@ -49,7 +51,7 @@ def optimize(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the fusions and levels.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say which near misses were not fused, and why.")
+        bool, typer.Option("--explain", help="Say of everything that was not fused why.")
     ] = False,
     target: Annotated[
         str | None,
@@ -61,6 +63,10 @@ def optimize(
     inline: Annotated[
         bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
     ] = False,
+    opset: Annotated[
+        str | None,
+        typer.Option(metavar="N|keep", help="Write this ai.onnx opset; keep: the one of MODEL."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with onnxruntime on the original.")
     ] = True,
@@ -93,9 +99,9 @@ def optimize(
     printer = show.printer()
     from onnx_fuse import bench, passes, report
     from onnx_fuse.files import written
-    from onnx_fuse.onnx.load import read
+    from onnx_fuse.onnx.load import opaque, read
+    from onnx_fuse.onnx.save import at_opset, save
     from onnx_fuse.onnx.save import inline as inlined
-    from onnx_fuse.onnx.save import save
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.validate.inputs import read_feeds
 
@@ -105,6 +111,7 @@ def optimize(
             "--precision is of the kernels that --target lists; the file keeps its types"
         )
     hardware = hardware_of(target) if target else None
+    wanted = _opset(opset)
     started = time.perf_counter()
     original = read(model)
     before = report.summary(original, "original", model)
@@ -112,8 +119,31 @@ def optimize(
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     feeds = read_feeds(inputs, graph) if inputs else None
     fix_shapes(graph, shapes, dims)
-    found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    branch = _refused(graph, model) if (shapes or dims) and "If" in before.ops else None
+    if branch:
+        # One that these sizes never take: with them written down onnxruntime loads no file.
+        graph = files.load(original, str(model))
+    try:
+        found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from error
+    if branch:
+        found.notes.append(
+            f"the sizes given are not written: a branch does not fit them ({branch})"
+        )
+    if check and (unknown := opaque(graph)):
+        raise ModelError(
+            f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
+            "checked: --no-check writes it all the same"
+        )
     result = inlined(graph) if inline else graph
+    if inline:
+        passes.tidy_inlined(result)
+    if wanted is not None:
+        try:
+            result = at_opset(result, wanted or original.graph.opset_imports[""])
+        except ModelError as error:
+            raise ModelError(f"{model}: {error}") from error
     checked: Check | None = None
     with written(output) as draft:
         save(result, draft, external=external, shapes=False)
@@ -154,6 +184,30 @@ def optimize(
     printer.text(f"wrote {output}")
 
 
+def _refused(graph: Any, path: Path) -> str | None:
+    """Why onnxruntime does not load a model, or None."""
+    from onnx_fuse.runtime import ort
+
+    def work() -> str | None:
+        try:
+            ort.session(graph, as_written=True)
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is the answer
+            return ort.plain(error)
+        return None
+
+    answer: str | None = checking.guarded(work, str(path), "cpu")
+    return answer
+
+
+def _opset(given: str | None) -> int | None:
+    """The opset to write: a number, 0 for the file's own, None for what the passes use."""
+    if given is None or given == "keep":
+        return None if given is None else 0
+    if not given.isdecimal() or not int(given):
+        raise UsageError(f"--opset takes a number or 'keep', not '{given}'")
+    return int(given)
+
+
 def _show_optimize(
     printer: report.Printer,
     before: report.Summary,
@@ -174,16 +228,23 @@ def _show_optimize(
             "fusions", ["fused op", "count"], [[k, str(v)] for k, v in found.fusions.items()]
         )
     else:
-        printer.text("fusions: none found (--explain says why)")
-    if explain:
-        rows = [[", ".join(r.nodes), r.reason] for r in found.not_fused]
-        printer.table("not fused", ["nodes", "reason"], rows, left=2)
+        printer.text("fusions: none found" + ("" if explain else " (--explain says why)"))
+    if explain and found.not_fused:
+        rows = [[str(len(r.nodes)), r.reason, _few(r.nodes)] for r in found.not_fused]
+        printer.table("not fused", ["count", "reason", "nodes"], rows, left=3)
+    elif explain:
+        printer.text("not fused: no norm, attention, activation, residual or layout is left")
     notes = found.notes if explain else found.notes[:_NOTES]
     printer.text(*(f"note: {note}" for note in notes))
     if len(found.notes) > len(notes):
         printer.text(f"note: {len(found.notes) - len(notes)} more with --explain")
     if checked:
         printer.text(*report.check_lines(checked))
+
+
+def _few(nodes: Sequence[str]) -> str:
+    """The first nodes by name; all of them are in --json."""
+    return ", ".join(nodes[:_NODES]) + (", …" if len(nodes) > _NODES else "")
 
 
 def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:

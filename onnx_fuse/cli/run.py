@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from onnx_fuse.cli.options import (
     parse_dims,
     parse_shapes,
 )
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import ModelError, UsageError
 
 
 def run(
@@ -72,9 +73,7 @@ def run(
         device,
     )
     printer.text(show.inputs({k: list(v.shape) for k, v in result.feeds.items()}))
-    rows = [
-        [name, str(y.dtype), str(list(y.shape)), _range(y)] for name, y in result.outputs.items()
-    ]
+    rows = [_described(name, y) for name, y in result.outputs.items()]
     printer.table("outputs", ["name", "dtype", "shape", "min … max"], rows, left=3)
     if result.operators:
         rows = [
@@ -90,7 +89,10 @@ def run(
         "milliseconds": result.milliseconds,
         "inputs": {k: list(v.shape) for k, v in result.feeds.items()},
         "outputs": {
-            k: {"dtype": str(v.dtype), "shape": list(v.shape)} for k, v in result.outputs.items()
+            k: {"dtype": str(v.dtype), "shape": list(v.shape)}
+            if _is_tensor(v)
+            else {"type": type(v).__name__}
+            for k, v in result.outputs.items()
         },
         "operators": {k: {"runs": n, "us": us} for k, (n, us) in result.operators.items()},
         "kernels": kernels,
@@ -98,8 +100,29 @@ def run(
     }
     if output:
         with written(output) as draft, draft.open("wb") as file:
-            np.savez(file, **result.outputs)
+            np.savez(file, **_arrays(result.outputs))
     show.write_reports(printer, data, json, html)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "dtype")
+
+
+def _described(name: str, value: Any) -> list[str]:
+    """A row of the table of outputs; sequences and maps have a length and no more."""
+    if _is_tensor(value):
+        return [name, str(value.dtype), str(list(value.shape)), _range(value)]
+    return [name, type(value).__name__, str(len(value)) if value is not None else "", ""]
+
+
+def _arrays(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an .npz file can hold. Raises ModelError for an output that is no tensor."""
+    for name, value in outputs.items():
+        if not _is_tensor(value):
+            raise ModelError(
+                f"output '{name}' is a {type(value).__name__}, which no .npz file holds"
+            )
+    return dict(outputs)
 
 
 def _range(array: Any) -> str:

@@ -13,6 +13,7 @@ from onnx_fuse.kernels.linear import product
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
@@ -90,9 +91,19 @@ class Shape:
 
 
 def conv_launches(
-    shape: Shape, taps: Window, dtype: str, transposed: bool, act: str = "", alpha: float = 0.0
+    shape: Shape,
+    taps: Window,
+    dtype: str,
+    transposed: bool,
+    act: str = "",
+    alpha: float = 0.0,
+    slope: bool = False,
 ) -> tuple[tuple[Launch, ...], int]:
-    """The launches over names x weight bias y workspace, and the workspace's bytes."""
+    """The launches over names x weight bias slope e1 e2 e3 y workspace, and the workspace's bytes.
+
+    e1 to e3 are laid out as y: what a suffix of the last launch takes (conv/suffix.cuh). `slope`:
+    the activation's alpha is that tensor's, by filter.
+    """
     macros: dict[str, object] = {
         "T": C_TYPES[dtype],
         "ACC": accumulator(dtype),
@@ -101,9 +112,12 @@ def conv_launches(
     macros |= taps.macros()
     if act:
         macros["ACT"] = act.upper()
+    if slope:
+        macros["SLOPE"] = True
     pixels = prod(shape.outer)
     columns = shape.batch * pixels
-    operands = (Ptr("x"), Ptr("weight"), Ptr("bias"), Ptr("y"))
+    ends = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
+    operands = (Ptr("x"), Ptr("weight"), *ends)
     sizes = tuple(
         Num("i32", n)
         for n in (shape.groups, shape.channels, shape.filters, *shape.inner, *shape.outer)
@@ -152,7 +166,7 @@ def conv_launches(
     main = Launch(
         "conv/mma_sm80.cu" if half else "conv/implicit.cu", "conv", (*grid, splits),
         (256 if half else bm * bn // (16 * fragments**2), 1, 1),
-        (Ptr("x"), weight, Ptr("bias"), Ptr("y"), Ptr("workspace"), Num("i64", columns), *sizes,
+        (Ptr("x"), weight, *ends, Ptr("workspace"), Num("i64", columns), *sizes,
          Num("i32", chunk), Num("i32", padded), Num("f32", alpha)),
         defines(**macros, **how),
         2 * 2 * (bm * 40 + 32 * (bn + 8)) if half else 0,
@@ -160,10 +174,10 @@ def conv_launches(
     launches.append(main)
     if splits > 1:
         numbers = (shape.groups * shape.filters, pixels, splits)
-        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT")}
+        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT", "SLOPE")}
         finish = Launch(
             "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("workspace"), Ptr("bias"), Ptr("y"), Num("i64", size),
+            (Ptr("workspace"), *ends, Num("i64", size),
              *(Num("i32", n) for n in numbers), Num("f32", alpha)),
             defines(**kept),
         )  # fmt: skip
@@ -193,8 +207,10 @@ def _product(
     return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
 
 
-def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) -> str | None:
-    """y = act(Conv(x, weight) + bias), or ConvTranspose."""
+def convolution(
+    ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0, slope: Tensor | None = None
+) -> str | None:
+    """y = act(Conv(x, weight) + bias), or ConvTranspose; `slope` is the alpha of each filter."""
     x, weight = ctx.dense(node, 0), ctx.dense(node, 1)
     transposed = node.op_type == "ConvTranspose"
     if x.dtype not in FLOATS:
@@ -203,7 +219,8 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"
     reads: dict[str, Tensor] = {"x": x, "weight": weight}
-    if ctx.has(node, 2):
+    known = ctx.host(node, 2) if ctx.has(node, 2) else None
+    if ctx.has(node, 2) and (known is None or known.any()):  # zeros stand for no bias
         reads["bias"] = ctx.dense(node, 2)
     groups = ctx.attr(node, "group", 1)
     if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
@@ -211,6 +228,8 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
     y = ctx.output(node, 0)
     if not y.size:
         return None
+    if slope is not None:
+        reads["slope"] = slope
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
     shape = Shape(
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups,
@@ -223,10 +242,14 @@ def convolution(ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0) 
         *(k - 1 for k in taps.kernel),
     )
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
+        if slope is not None:
+            return "a filter of one tap is a product, whose kernels take one slope for all"
         return _product(ctx, node, reads, y, shape, act, alpha)
-    launches, workspace = conv_launches(shape, taps, x.dtype, transposed, act, alpha)
+    launches, workspace = conv_launches(
+        shape, taps, x.dtype, transposed, act, alpha, slope is not None
+    )
     flops = shape.flops * prod(taps.kernel)
-    ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops)
+    ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops, suffix="y")
     return None
 
 
@@ -240,20 +263,26 @@ def activated(ctx: Context, node: ir.Node) -> str | None:
     name, *exposed = node.op_type.split("_")
     if exposed:
         return f"it returns {', '.join(exposed)}"
-    act, alpha = ACTIVATIONS[name.removeprefix("Conv")]
-    if act == "gelu" and ctx.attr(node, "approximate", "none") == "tanh":
-        act = "gelu_tanh"
-    return convolution(ctx, node, act, float(ctx.attr(node, "alpha", alpha)))
+    row = ACTIVATIONS[name.removeprefix("Conv")]
+    if ctx.view(node, 0).dtype == "float64":
+        return "the epilogue's activations are of float32"
+    return convolution(ctx, node, row.cuda, float(ctx.attr(node, "alpha", row.alpha)))
 
 
-# suffix of the fused op -> (name in common.cuh, default alpha)
-ACTIVATIONS = {
-    "Relu": ("relu", 0.0), "LeakyRelu": ("leaky_relu", 0.01), "Gelu": ("gelu", 0.0),
-    "QuickGelu": ("quick_gelu", 1.702), "Silu": ("silu", 0.0), "Sigmoid": ("sigmoid", 0.0),
-    "Tanh": ("tanh", 0.0),
-}  # fmt: skip
+def sloped(ctx: Context, node: ir.Node) -> str | None:
+    """ConvPRelu: leaky ReLU with a slope for each filter."""
+    slope, x, filters = ctx.dense(node, 3), ctx.view(node, 0), ctx.view(node, 1).shape[0]
+    channels = len(x.shape) - 1  # the axis, from the last
+    row = slope.reshape((filters,)) if slope.size == filters else None
+    by_filter = len(slope.shape) >= channels and slope.shape[-channels] == filters
+    if row is None or not by_filter or x.dtype == "float64" or slope.dtype != x.dtype:
+        return "the slope is not one number a filter, in the type of x, or that is float64"
+    return convolution(ctx, node, "leaky_relu", 0.0, row)
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Conv"): plain,
     ("", "ConvTranspose"): plain,
-    **{(FUSE, f"Conv{name}"): activated for name in ACTIVATIONS},
+    (FUSE, "ConvPRelu"): sloped,
+    **{(FUSE, f"Conv{name}"): activated for name, row in ACTIVATIONS.items() if row.cuda},
 }

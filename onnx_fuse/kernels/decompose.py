@@ -17,6 +17,7 @@ from onnx_fuse.kernels import selection
 from onnx_fuse.kernels.linear import ACTIVATIONS
 from onnx_fuse.kernels.recurrent import recurrent
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.recurrent import GATES
 
 MAX_TABLE = 1 << 24
@@ -55,6 +56,19 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     )
     found |= zip(("y", "z"), made if suffix else (made,), strict=False)
     return [found["y"], *(found[name] for name in exposed)]
+
+
+def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
+    """GroupNorm<Act> as the norm, whose kernel takes in the activation behind it."""
+    x, scale, bias = node.inputs
+    groups, epsilon = _attr(node, "num_groups", 1), _attr(node, "epsilon", 1e-5)
+    scale, bias = (op.Reshape(value, [-1]) for value in (scale, bias))
+    y = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
+    row = TABLE.get(node.op_type.removeprefix("GroupNorm"))
+    if row is not None:
+        kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
+        y = op.node(row.op_type, [y], domain=row.domain, attributes=dict(row.fixed) | kept)
+    return [y]
 
 
 def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
@@ -272,4 +286,5 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
         for norm in ("LayerNorm", "RMSNorm")
         for act in ACTIVATIONS
     },
+    **{(FUSE, f"GroupNorm{act}"): group_norm for act in ("", *TABLE)},
 }

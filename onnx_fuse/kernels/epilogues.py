@@ -265,7 +265,7 @@ def suffix(calls: Calls, i: int, call: Call) -> None:
         text = inline(call.expression, names)
         if text is None:
             continue
-        (launch,) = before.launches
+        *first, launch = before.launches  # the last one stores
         macros = {"OPERANDS": str(len(others)), "SUFFIX(v0, v1, v2, v3)": text,
                   "TY": STORAGE[y.dtype]}  # fmt: skip
         macros = _whole_sectors(dict(launch.defines), v, y) | macros
@@ -273,7 +273,7 @@ def suffix(calls: Calls, i: int, call: Call) -> None:
         made = replace(
             before,
             kernel=f"{before.kernel}+{call.expression.name}",
-            launches=(replace(launch, defines=tuple(sorted(macros.items()))),),
+            launches=(*first, replace(launch, defines=tuple(sorted(macros.items())))),
             reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
             writes=tuple((n, y if n == name else t) for n, t in before.writes),
             bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
@@ -286,6 +286,8 @@ def suffix(calls: Calls, i: int, call: Call) -> None:
 
 def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, str]:
     """VEC elements as many times ITEMS: where y is wider than v, a warp's store has no gaps."""
+    if "ITEMS" not in macros:
+        return macros
     vec, items = int(macros["VEC"]), int(macros["ITEMS"])
     less = min(vec, max(1, ITEMSIZE[y.dtype] // ITEMSIZE[v.dtype]))
     return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}

@@ -15,6 +15,7 @@ from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem, Value
 
@@ -178,24 +179,18 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     return product(ctx, node, a, b, y, extra, attrs=attrs)
 
 
-# fused op's suffix -> epilogue.cuh's activation
-ACTIVATIONS = {
-    "": "", "Relu": "relu", "LeakyRelu": "leaky_relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh",
-    "QuickGelu": "quick_gelu", "Silu": "silu", "Sigmoid": "sigmoid", "Tanh": "tanh",
-}  # fmt: skip
+ACTIVATIONS = {"": "", **{a.name: a.cuda for a in TABLE.values() if a.cuda}}
+"""Fused op's suffix -> epilogue.cuh's activation."""
 
 
 def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
     """The epilogue's attrs for an activation suffix of a fused op."""
-    act = ACTIVATIONS[suffix]
-    if not act:
+    if not suffix:
         return {}
-    if act == "gelu" and ctx.attr(node, "approximate", "none") == "tanh":
-        act = "gelu_tanh"
-    alpha = {"leaky_relu": 0.01, "quick_gelu": 1.702}.get(act)
-    attrs: dict[str, object] = {"act": act}
-    if alpha is not None:
-        attrs["act_alpha"] = float(ctx.attr(node, "alpha", alpha))
+    row = TABLE[suffix]
+    attrs: dict[str, object] = {"act": row.cuda}
+    if row.attributes:
+        attrs["act_alpha"] = float(ctx.attr(node, "alpha", row.alpha))
     return attrs
 
 

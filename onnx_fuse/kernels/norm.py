@@ -273,11 +273,12 @@ def _apply(
     numbers = (x.size, channels, inner, max(per, 1))
     launch = Launch(
         "layernorm/channel.cu", "channel_apply", (-(-x.size // (256 * vec)), 1, 1), (256, 1, 1),
-        (*map(Ptr, (*names, "y")), *(Num("i64", n) for n in numbers), Num("f32", epsilon)),
+        (*map(Ptr, (*names, "e1", "e2", "e3", "y")), *(Num("i64", n) for n in numbers),
+         Num("f32", epsilon)),
         _macros(x, reads[1], reads[3], vec, per > 0),
     )  # fmt: skip
     bound = dict(zip(names, reads, strict=True))
-    ctx.call(node, launch, bound, {"y": y}, inplace=[("y", "x")])
+    ctx.call(node, launch, bound, {"y": y}, inplace=[("y", "x")], suffix="y")
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE
 
 
 class Builder:
@@ -113,9 +113,37 @@ def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
     return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
 
 
-def required_inputs(model: ir.Model) -> list[ir.Value]:
-    """The inputs that need a feed: those that are initializers too have a default."""
-    return [v for v in model.graph.inputs if not v.is_initializer()]
+def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+    """The nodes of a graph and of its subgraphs, each before those inside it."""
+    for node in graph:
+        yield node
+        for attribute in node.attributes.values() if node.attributes else ():
+            if attribute.type in _HOLD_GRAPHS:
+                for inner in subgraphs(attribute):
+                    yield from all_nodes(inner)
+
+
+_HOLD_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def required(model: ir.Model) -> list[ir.Value]:
+    """The inputs that a caller must give: those without a default."""
+    return [v for v in model.graph.inputs if DEFAULT not in v.meta and not v.is_initializer()]
+
+
+def defaults(model: ir.Model) -> dict[str, np.ndarray]:
+    """The values of inputs that a caller may leave out, by name."""
+    given = {v.name or "": v.meta.get(DEFAULT) for v in model.graph.inputs}
+    return {name: tensor.numpy() for name, tensor in given.items() if tensor is not None}
+
+
+def bind_defaults(model: ir.Model) -> None:
+    """Make inputs that have a default initializers, which training may change."""
+    graph = model.graph
+    for value in [v for v in graph.inputs if DEFAULT in v.meta]:
+        value.const_value = value.meta.pop(DEFAULT)
+        graph.inputs.remove(value)
+        graph.register_initializer(value)
 
 
 def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

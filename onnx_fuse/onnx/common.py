@@ -20,6 +20,10 @@ Body: TypeAlias = Callable[[Sequence[str], int, str], ir.Function]
 """`body(exposed, opset, overload)`: a fused op's body as a function."""
 BODIES: dict[str, Body] = {}
 """The bodies by name, as far as the modules that define them are imported: see `body_of`."""
+MAP_TYPE = "map type"
+"""Key of a Value's `meta`: the TypeProto of a map or a sequence of maps, which onnx-ir lacks."""
+DEFAULT = "default"
+"""Key of a Value's `meta`: the tensor that stands for an input that a caller leaves out."""
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
 
 

@@ -22,13 +22,11 @@ from google.protobuf.message import DecodeError
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, Model, body_of, one_line
+from onnx_fuse.onnx.build import all_nodes, subgraphs
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, MAP_TYPE, Model, body_of, one_line
 from onnx_fuse.onnx.opsets import canonical
-from onnx_fuse.onnx.save import functions_attached
-
-# Domains whose operators the installed onnxruntime has kernels for.
-_SERVED_DOMAINS = ("ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
+from onnx_fuse.onnx.save import functions_attached, serialized
+from onnx_fuse.onnx.shapes import without_weights
 
 
 def load(source: Model) -> ir.Model:
@@ -39,7 +37,11 @@ def load(source: Model) -> ir.Model:
     """
     model = read(source)
     with _faults(_name(source)):
-        return canonical(model)
+        late = _checked_late(model)
+        model = canonical(model)
+        if late:
+            _check_operators(model)
+        return model
 
 
 def read(source: Model) -> ir.Model:
@@ -60,7 +62,12 @@ def read(source: Model) -> ir.Model:
                 folder = Path(source).parent
                 proto = _checked(_parse(Path(source).read_bytes()))
             _check_tensors(proto, folder)
+            _free_negative_sizes(proto.graph)
+            maps = _without_maps(proto.graph)
             model = ir.serde.deserialize_model(proto)
+            for value in (*model.graph.inputs, *model.graph.outputs):
+                if value.name in maps:
+                    value.meta[MAP_TYPE] = maps[value.name]
             model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
             if folder is not None:
                 _map_external(model, folder)
@@ -192,6 +199,31 @@ def _check_external(tensor: onnx.TensorProto, nbytes: int, folder: Path | None, 
         )
 
 
+def _free_negative_sizes(graph: onnx.GraphProto) -> None:
+    """A size of -1, as PaddlePaddle writes it, is one that is not known."""
+    for info in itertools.chain(graph.input, graph.output, graph.value_info):
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_value < 0:
+                dim.Clear()
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
+                _free_negative_sizes(inner)
+
+
+def _without_maps(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
+    """Take the types that onnx-ir (1.1) cannot hold off the graph's values: those with maps."""
+    taken: dict[str, onnx.TypeProto] = {}
+    for info in itertools.chain(graph.input, graph.output, graph.value_info):
+        kind = info.type
+        while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
+            kind = getattr(kind, kind.WhichOneof("value")).elem_type
+        if kind.HasField("map_type"):
+            taken[info.name] = onnx.TypeProto.FromString(info.type.SerializeToString())
+            info.ClearField("type")
+    return taken
+
+
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from graph.initializer
     if graph.sparse_initializer:
@@ -234,7 +266,7 @@ def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
     known = set(model.functions)
     contrib.import_domains(model)
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         own = node.domain == FUSE and body_of(node.op_type) is not None
         if own or node.op_identifier() in known:
             continue
@@ -246,19 +278,76 @@ def _check_graph(model: ir.Model) -> None:
                 or contrib.in_default_domain(node)
             ):
                 raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
-        elif node.domain not in _SERVED_DOMAINS:
-            raise ModelError(
-                f"{what}: operator '{node.op_type}' is of the unknown domain '{node.domain}'"
-            )
         elif opset is None:
             raise ModelError(f"{what}: the model does not import its domain '{node.domain}'")
+        _check_attributes(node, what)
     _check_defined(model.graph, set())
     try:
         common_passes.TopologicalSortPass()(model)
     except (ValueError, ir.passes.PassError) as error:
         raise ModelError("the graph has a cycle") from error
-    with functions_attached(model), contrib.default_domain_left(model):
-        common_passes.CheckerPass()(model)
+    if not _checked_late(model):
+        _check_operators(model)
+
+
+_ELEMENT_TYPES = ("dtype", "output_dtype", "softmax_precision", "stash_type", "to")
+
+
+def _check_attributes(node: ir.Node, what: str) -> None:
+    """What the specification's checker does not look at and its inference trusts."""
+    if node.domain:
+        return
+    if node.op_type == "Constant" and len(node.attributes) != 1:
+        raise ModelError(f"{what}: a Constant has one attribute, this has {len(node.attributes)}")
+    for name in _ELEMENT_TYPES:
+        attribute = node.attributes.get(name)
+        if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
+            continue
+        if attribute.value not in {t.value for t in ir.DataType}:
+            raise ModelError(
+                f"{what} ({node.op_type}): {name} is {attribute.value}, which is no element type"
+            )
+
+
+def _checked_late(model: ir.Model) -> bool:
+    """Whether the specification's checker would refuse what `canonical` mends.
+
+    It takes no function that imports another opset than the model does, and calls
+    GroupNormalization deprecated in the opsets 18 to 20, which had no other.
+    """
+    version = model.graph.opset_imports.get("", 1)
+    if any(f.opset_imports.get("", version) != version for f in model.functions.values()):
+        return True
+    nodes = itertools.chain(
+        all_nodes(model.graph),
+        *(f.all_nodes() for f in model.functions.values()),
+    )
+    return version < 21 and any(n.op_type == "GroupNormalization" for n in nodes)
+
+
+def _check_operators(model: ir.Model) -> None:
+    """The specification's own checker, which need not see the weights."""
+    aside = contrib.default_domain_left(model)
+    with functions_attached(model), without_weights(model), aside:
+        proto = serialized(model)
+    for info in proto.graph.output:  # onnxruntime asks for no type of an output
+        if info.type.WhichOneof("value") is None:
+            info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    for info in itertools.chain(proto.graph.input, proto.graph.output):  # nor for any shape
+        if info.type.HasField("tensor_type"):
+            info.type.tensor_type.shape.SetInParent()
+    onnx.checker.check_model(proto)
+
+
+_KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
+
+
+def opaque(model: ir.Model) -> str | None:
+    """The first node whose operator nobody here knows, as a user would name it."""
+    for node in all_nodes(model.graph):
+        if node.domain not in _KNOWN_DOMAINS:
+            return f"node '{node.name or node.outputs[0].name}' ({node.domain}.{node.op_type})"
+    return None
 
 
 def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:

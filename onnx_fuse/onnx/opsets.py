@@ -6,30 +6,41 @@ import contextlib
 from collections.abc import Iterator
 
 import onnx
+import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of, quiet
+from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, body_of, one_line
+from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
-from onnx_fuse.onnx.shapes import check_sizes
+from onnx_fuse.onnx.shapes import check_sizes, infer_shapes
+from onnx_fuse.onnx.upgrade import UPGRADES, upgrade
 
 
 def canonical(model: ir.Model) -> ir.Model:
-    """Inline local functions and bring the ai.onnx opset up to CANONICAL_OPSET."""
-    own = {key for key, f in model.functions.items() if _is_own(f)}
-    common_passes.InlinePass(criteria=lambda f: f.identifier() not in own)(model)
-    for key in list(model.functions):
+    """The model with its local functions inlined and its opset brought up to CANONICAL_OPSET."""
+    if model.graph.opset_imports.get("", 1) < _FIRST:
+        model = _converted(model)
+    kept = {key for key, f in model.functions.items() if _is_own(f)}
+    for key in kept:  # `save` puts our own bodies back
         del model.functions[key]
-    # Old exporters list every weight as an input as well; a weight must be known to be constant.
-    common_passes.RemoveInitializersFromInputsPass()(model)
-    version = model.graph.opset_imports.get("", 1)
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    if version < 9 and (scan := next((n for n in nodes if n.op_type == "Scan"), None)):
-        raise ModelError(f"node '{scan.name}': opset {version}'s Scan has no later counterpart")
-    if version < CANONICAL_OPSET:
-        model = _upgrade(model)
+    graph = model.graph
+    bodies = [f for f in model.functions.values() if "" in f.opset_imports]
+    version = graph.opset_imports.get("", 1)
+    target = max(CANONICAL_OPSET, version, *(f.opset_imports[""] for f in bodies))
+    if any(f.opset_imports[""] != version for f in bodies):
+        for function in bodies:
+            _upgrade(function, target)
+        _upgrade(model.graph, target)
+    _import_domains(model)
+    inline_functions(model)
+    _constant_weights(model)
+    if graph.opset_imports.get("", 1) < target:
+        if _types_matter(graph):
+            infer_shapes(model)
+        _upgrade(graph, target)
     check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
     return model
@@ -44,7 +55,10 @@ def _is_own(function: ir.Function) -> bool:
     if function.domain != FUSE or body_of(function.name) is None:
         return False
     opset = function.opset_imports.get("", CANONICAL_OPSET)
-    ours = fused_function(function.name, opset, function.overload)
+    try:
+        ours = fused_function(function.name, opset, function.overload)
+    except ModelError:
+        return False  # ours cannot be written in that opset
     theirs, expected = (ir.serde.serialize_function(f) for f in (function, ours))
     for proto in (theirs, expected):
         del proto.value_info[:], proto.metadata_props[:]
@@ -52,62 +66,66 @@ def _is_own(function: ir.Function) -> bool:
     return bool(theirs == expected)
 
 
-def _upgrade(model: ir.Model) -> ir.Model:
-    """Bring the opset up with the spec's own converter; what that drops is put back."""
-    graph, version = model.graph, model.graph.opset_imports[""]
-    if _unchanged(model, version):
-        graph.opset_imports[""] = CANONICAL_OPSET
-        return model
-    from onnxscript.version_converter import ConvertVersionPass
-
-    kept = (graph.name, graph.doc_string, dict(graph.metadata_props), dict(graph.opset_imports))
-    shapes = [(v.name, v.type, v.shape, v.doc_string, dict(v.metadata_props)) for v in _ends(graph)]
-    notes = {n.outputs[0].name: (n.doc_string, dict(n.metadata_props)) for n in graph if n.outputs}
-    if version < 14:
-        _mark_training(graph)
-    contrib.set_aside(model)
-    with quiet("onnxscript"), training_mode_kept(model):
-        model = ConvertVersionPass(target_version=CANONICAL_OPSET, fallback=True)(model).model
-    graph = model.graph
-    if graph.opset_imports.get("") != CANONICAL_OPSET:
-        raise ModelError(f"opset {version} cannot be brought up to {CANONICAL_OPSET}")
-    contrib.put_back(model)
-    graph.name, graph.doc_string = kept[:2]
-    graph.metadata_props.update(kept[2])
-    for domain, number in kept[3].items():
-        graph.opset_imports.setdefault(domain, number)
-    for value, (name, type_, shape, doc, props) in zip(_ends(graph), shapes, strict=True):
-        value.name, value.type, value.shape, value.doc_string = name, type_, shape, doc
-        value.metadata_props.update(props)
-    for node in graph:
-        doc, props = notes.get(node.outputs[0].name, (None, {})) if node.outputs else (None, {})
-        node.doc_string = doc
-        node.metadata_props.update(props)
-    return model
+_FIRST = 7  # the oldest opset that onnxruntime runs, and that `upgrade` starts from
 
 
-def _mark_training(graph: ir.Graph) -> None:
-    """Before opset 14 a BatchNormalization trained where it had outputs beside the first.
+def _converted(model: ir.Model) -> ir.Model:
+    """A model of an opset before 7 at opset 7, by the specification's own converter."""
+    version = model.graph.opset_imports.get("", 1)
+    try:
+        proto = onnx.version_converter.convert_version(ir.serde.serialize_model(model), _FIRST)
+    except RuntimeError as error:
+        reason = one_line(error).rpartition("failed: ")[2]
+        raise ModelError(f"opset {version} cannot be brought up to {_FIRST}: {reason}") from error
+    result = ir.serde.deserialize_model(proto)
+    result.metadata_props.update(model.metadata_props)
+    for new, old in ((result.graph.inputs, model.graph.inputs),
+                     (result.graph.outputs, model.graph.outputs)):  # fmt: skip
+        for value, known in zip(new, old, strict=True):
+            value.name, value.type, value.shape = known.name, known.type, known.shape
+    return result
 
-    The converter refuses the fourth and fifth, which later opsets lack.
+
+def _upgrade(graph: ir.Graph | ir.Function, target: int) -> None:
+    upgrade(graph, graph.opset_imports.get("", 1), target)
+    graph.opset_imports[""] = target
+
+
+def _types_matter(graph: ir.Graph) -> bool:
+    """Whether a node is upgraded to something simpler where its input's type and rank are known."""
+    version = graph.opset_imports.get("", 1)
+    ops = {op for op, since in UPGRADES if since > version} & _TYPED
+    return any(n.op_type in ops for n in all_nodes(graph))
+
+
+_TYPED = {"Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax"}
+
+
+def _import_domains(model: ir.Model) -> None:
+    """The model imports what its functions do. Raises ModelError where versions differ."""
+    imports = model.graph.opset_imports
+    for key, function in model.functions.items():
+        for domain, version in function.opset_imports.items():
+            if imports.setdefault(domain, version) != version:
+                raise ModelError(
+                    f"function '{key[1]}' imports version {version} of '{domain or 'ai.onnx'}', "
+                    f"the model version {imports[domain]}"
+                )
+
+
+def _constant_weights(model: ir.Model) -> None:
+    """Before ir_version 4 every weight had to be listed as an input: those are constants.
+
+    From 4 on an initializer that is an input too is a default, which a caller may override.
     """
-    for node in graph:
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:
-            if any(v.uses() or v.is_graph_output() for v in node.outputs[3:]):
-                raise ModelError(f"node '{node.name}': the batch's statistics as outputs 4 and 5")
-            node.resize_outputs(min(3, len(node.outputs)))
-            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-
-
-def _unchanged(model: ir.Model, version: int) -> bool:
-    """Whether every operator of `model` is defined in `version` as it is in CANONICAL_OPSET."""
-
-    def since(name: str, opset: int) -> int:
-        return int(onnx.defs.get_schema(name, opset, "").since_version)
-
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    names = {n.op_type for n in nodes if n.domain == "" and not contrib.in_default_domain(n)}
-    return all(since(name, version) == since(name, CANONICAL_OPSET) for name in names)
+    if model.ir_version < 4:
+        common_passes.RemoveInitializersFromInputsPass()(model)
+    graph = model.graph
+    for value in graph.inputs:
+        if value.name is not None and value.name in graph.initializers:
+            value.meta[DEFAULT] = value.const_value
+            value.const_value = None
+            del graph.initializers[value.name]
 
 
 @contextlib.contextmanager
@@ -129,7 +147,3 @@ def training_mode_kept(model: ir.Model) -> Iterator[None]:
             node.attributes["training_mode"] = mode
             for value, name in zip(node.outputs, names, strict=False):
                 value.name = name
-
-
-def _ends(graph: ir.Graph) -> list[ir.Value]:
-    return [*graph.inputs, *graph.outputs]

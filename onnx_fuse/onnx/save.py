@@ -15,7 +15,10 @@ import onnx_ir.passes.common as common_passes
 from onnx_fuse import files
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.common import FUSE, body_of
+from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
+from onnx_fuse.onnx.downgrade import downgrade
+from onnx_fuse.onnx.upgrade import upgrade
 
 MAX_PROTOBUF = 2**31 - 1
 _STREAMED = 1 << 16  # bytes from which save() writes an initializer on its own
@@ -25,7 +28,7 @@ def attach_functions(model: ir.Model) -> list[ir.OperatorIdentifier]:
     """Give the model the body of every fused op it calls; returns those that it lacked."""
     opset = model.graph.opset_imports[""]
     added: dict[ir.OperatorIdentifier, ir.Function] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         key = node.op_identifier()
         if node.domain == FUSE and key not in model.functions and key not in added:
             added[key] = fused_function(node.op_type, opset, node.overload)
@@ -56,7 +59,16 @@ def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
     body = body_of(op_type)
     if body is None:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
-    return body(op_type.split("_")[1:], opset, overload)
+    exposed = op_type.split("_")[1:]
+    if opset >= CANONICAL_OPSET:
+        return body(exposed, opset, overload)
+    function = body(exposed, CANONICAL_OPSET, overload)
+    try:
+        downgrade(function, CANONICAL_OPSET, opset)
+    except ModelError as error:
+        raise ModelError(f"the body of {op_type}: {error}") from error
+    function.opset_imports[""] = opset
+    return function
 
 
 def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
@@ -64,8 +76,39 @@ def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
 
     `shapes=False` as in `save`.
     """
-    with functions_attached(model), _noted_shapes(model, shapes):
-        return ir.serde.serialize_model(model)
+    with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
+        return serialized(model)
+
+
+def serialized(model: ir.Model) -> onnx.ModelProto:
+    """The model as it is, with the types that onnx-ir cannot hold."""
+    with quiet("onnx_ir"):  # it logs values that have a shape and no type
+        proto = ir.serde.serialize_model(model)
+    graph = proto.graph
+    ends = itertools.chain(
+        zip(graph.input, model.graph.inputs, strict=True),
+        zip(graph.output, model.graph.outputs, strict=True),
+    )
+    for info, value in ends:
+        if MAP_TYPE in value.meta and info.type.WhichOneof("value") is None:
+            info.type.CopyFrom(value.meta[MAP_TYPE])
+    return proto
+
+
+@contextlib.contextmanager
+def _defaults_attached(model: ir.Model) -> Iterator[None]:
+    """Within the block an input that has a default is an initializer too."""
+    graph = model.graph
+    values = [v for v in graph.inputs if DEFAULT in v.meta]
+    for value in values:
+        value.const_value = value.meta[DEFAULT]
+        graph.initializers[value.name or ""] = value
+    try:
+        yield
+    finally:
+        for value in values:
+            value.const_value = None
+            graph.initializers.pop(value.name or "", None)
 
 
 @contextlib.contextmanager
@@ -101,6 +144,30 @@ def inline(model: ir.Model) -> ir.Model:
     return flat
 
 
+_OLDEST = 7  # that onnxruntime runs
+
+
+def at_opset(model: ir.Model, opset: int) -> ir.Model:
+    """A copy of the model written in ai.onnx `opset`, newer or older than its own.
+
+    Raises ModelError for an opset that does not exist or that onnxruntime does not run, and with
+    the first node whose operator `opset` cannot express.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    if not _OLDEST <= opset <= newest:
+        raise ModelError(f"there is no ai.onnx opset {opset} to write ({_OLDEST} to {newest} are)")
+    model = model.clone()
+    version = model.graph.opset_imports[""]
+    if opset >= version:
+        upgrade(model.graph, version, opset)
+    else:
+        downgrade(model.graph, version, opset)
+    model.graph.opset_imports[""] = opset
+    common_passes.RemoveUnusedNodesPass()(model)
+    with functions_attached(model):  # whose bodies have to be written in it, too
+        return model
+
+
 def weight_bytes(model: ir.Model) -> int:
     """Bytes of all initializers."""
     tensors = (v.const_value for v in model.graph.initializers.values())
@@ -132,15 +199,16 @@ def save(
     path = Path(path)
     external = external or not fits_protobuf(model)
     big = {} if external else _large_initializers(model.graph)
+    noted, defaults = _noted_shapes(model, shapes), _defaults_attached(model)
     with files.written(path) as draft:
         if external:
             _save_external(model, draft, shapes)
             return
-        with draft.open("wb") as file, functions_attached(model), _noted_shapes(model, shapes):
+        with draft.open("wb") as file, functions_attached(model), noted, defaults:
             for name in big:
                 del model.graph.initializers[name]
             try:
-                file.write(ir.serde.serialize_model(model).SerializeToString())
+                file.write(serialized(model).SerializeToString())
             finally:
                 for value in big.values():
                     model.graph.initializers[value.name or ""] = value
@@ -161,7 +229,7 @@ def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
 
 
 def _save_external(model: ir.Model, draft: Path, shapes: bool) -> None:
-    with functions_attached(model), _noted_shapes(model, shapes):
+    with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
         # save() points the tensors at the file it writes; the caller's model keeps its own.
         kept = {name: value.const_value for name, value in model.graph.initializers.items()}
         try:

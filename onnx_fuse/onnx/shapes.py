@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import quiet
-from onnx_fuse.onnx.save import functions_attached
+from onnx_fuse.onnx.build import all_nodes, subgraphs
+from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.types import complete_types
 
 _LONGEST_SHAPE = 1 << 20
+_READ_BY_INFERENCE = 1000  # bytes of a constant that may be a shape
 MAKES_SEQUENCES = {
     *("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceMap"),
     *("SplitToSequence", "Optional", "OptionalGetElement"),
@@ -38,7 +40,7 @@ def _length(value: ir.Value) -> int:
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.inputs
     yield from model.graph.initializers.values()
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         yield from node.outputs
 
 
@@ -54,22 +56,85 @@ def check_sizes(model: ir.Model) -> None:
 
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
-    with functions_attached(model), contrib.bodies_attached(model), quiet("onnx_ir"):
-        kept = [(v, v.type, v.shape) for v in _sequences(model)]
-        again = True
-        while again:  # at most once for each operator that inference is silent about
-            common_passes.ShapeInferencePass(
-                strict_mode=False, check_type=False, data_prop=data_prop
-            )(model)
-            for value, type_, shape in kept:
-                value.type, value.shape = type_, shape
-            again = complete_types(model.graph, model.graph.opset_imports.get("", 1))
+    kept = set(_sequences(model))
+    again = True
+    while again:  # once more for each operator that inference is silent about
+        with functions_attached(model), contrib.bodies_attached(model), without_weights(model):
+            proto = serialized(model)
+        try:
+            found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+        except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+            return  # a file that contradicts itself: what is known stays, and onnxruntime says why
+        _merge(model.graph, found.graph, kept)
+        again = complete_types(model.graph, model.graph.opset_imports.get("", 1))
+
+
+@contextlib.contextmanager
+def without_weights(model: ir.Model) -> Iterator[None]:
+    """Within the block large initializers are inputs: inference needs their types alone."""
+    graph = model.graph
+    large = [
+        v
+        for v in graph.initializers.values()
+        if v.const_value is not None and v.const_value.nbytes > _READ_BY_INFERENCE
+    ]
+    inputs, order = list(graph.inputs), list(graph.initializers.values())
+    tensors = [v.const_value for v in large]
+    for value, tensor in zip(large, tensors, strict=True):
+        assert tensor is not None
+        value.dtype = value.dtype or tensor.dtype
+        if value.shape is None:
+            value.shape = ir.Shape(list(tensor.numpy().shape))
+        value.const_value = None
+        del graph.initializers[value.name or ""]
+    graph.inputs.extend(v for v in large if not v.is_graph_input())
+    try:
+        yield
+    finally:
+        graph.inputs.clear()  # deleting a slice would leave the weights marked as inputs (1.1)
+        graph.inputs.extend(inputs)
+        for value, tensor in zip(large, tensors, strict=True):
+            value.const_value = tensor
+        for value in order if large else ():  # each where it was
+            graph.initializers.pop(value.name or "", None)
+            graph.initializers[value.name or ""] = value
+
+
+def _merge(
+    graph: ir.Graph, proto: onnx.GraphProto, kept: Collection[ir.Value], *, inner: bool = False
+) -> None:
+    """Give the values of a graph and its subgraphs the types and shapes inferred for them."""
+    values = {v.name: v for node in graph for v in node.outputs}
+    if inner:
+        values.update({v.name: v for v in graph.inputs})
+    for info in itertools.chain(proto.value_info, proto.output, proto.input):
+        value = values.get(info.name)
+        if value is None or value in kept or info.type.WhichOneof("value") != "tensor_type":
+            continue
+        tensor = info.type.tensor_type
+        if tensor.elem_type and (value.type is None or value.dtype != tensor.elem_type):
+            value.dtype = ir.DataType(tensor.elem_type)
+        if tensor.HasField("shape"):
+            dims = [_dim(d) for d in tensor.shape.dim]
+            if value.shape is None or [*value.shape] != dims:
+                value.shape = ir.Shape(dims)
+    for node, described in zip(graph, proto.node, strict=True):
+        if any(a.g.node or a.graphs for a in described.attribute):
+            texts = {a.name: [a.g] if a.HasField("g") else a.graphs for a in described.attribute}
+            for name, attribute in node.attributes.items():
+                for body, text in zip(subgraphs(attribute), texts[name], strict=False):
+                    _merge(body, text, kept, inner=True)
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    kind = dim.WhichOneof("value")
+    return dim.dim_value if kind == "dim_value" else dim.dim_param or None
 
 
 def _sequences(model: ir.Model) -> list[ir.Value]:
     """Values that may be sequences or optionals, which onnx-ir (1.1) would infer as tensors."""
     found: dict[ir.Value, None] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         graphs = [g for a in node.attributes.values() for g in subgraphs(a)]
         reads = [*node.inputs, *(v for g in graphs for v in g.outputs)]
         if node.op_type in MAKES_SEQUENCES or (

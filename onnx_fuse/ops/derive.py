@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.evaluate import exact
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 from onnx_fuse.ops.rewrite import dim as dim  # rules take it from here
 
@@ -85,15 +86,11 @@ def static(value: ir.Value | None, depth: int = 8) -> np.ndarray | None:
         return None if sizes is None else np.array(sizes[node.attributes.get_int("start", 0) : end])
     if node.op_type not in _STATIC or len(node.outputs) > 1:
         return None
-    feeds: dict[str, Any] = {
-        str(v.name): static(v, depth - 1) for v in node.inputs if v is not None
-    }
-    if any(array is None for array in feeds.values()):
+    arrays = [None if v is None else static(v, depth - 1) for v in node.inputs]
+    if any(a is None for a, v in zip(arrays, node.inputs, strict=True) if v is not None):
         return None
-    from onnx.reference import ReferenceEvaluator
-
-    evaluator: Any = ReferenceEvaluator(ir.serde.serialize_node(node))
-    return np.asarray(evaluator.run(None, feeds)[0])
+    answers = exact(node, arrays)
+    return None if answers is None else answers[0]
 
 
 _STATIC = frozenset(

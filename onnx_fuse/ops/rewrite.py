@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, subgraphs, unique_name
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, subgraphs, unique_name
+from onnx_fuse.onnx.common import FUSE
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `passes.params`."""
@@ -29,11 +30,15 @@ REGION = "onnx_fuse.contrib"
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site that nearly matched a fusion: its nodes, and why it was left."""
+    """A site that nearly matched a fusion: its nodes, and why it was left.
+
+    `ops` are the operators of the nodes, by which they are found again among what stays.
+    """
 
     fusion: str
     nodes: tuple[str, ...]
     reason: str
+    ops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Rewriter:
 
     def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
         """Record why a near miss stays as it is; returns False, for a rule to return."""
-        refusal = Refusal(fusion, tuple(label(n) for n in nodes), reason)
+        names, ops = tuple(label(n) for n in nodes), tuple(n.op_type for n in nodes)
+        refusal = Refusal(fusion, names, reason, ops)
         if refusal not in self.refusals:
             self.refusals.append(refusal)
         return False
@@ -305,51 +311,152 @@ def typed(
     return value
 
 
-# A row-wise view moves whole rows (all but the last axis), so it commutes with whatever works along
-# the last axis.
+# A view moves whole rows where the elements of a row stay one axis, in their order: it commutes
+# with whatever works along that axis, which may lie elsewhere for a while (NCHW and back).
+
+_VIEWS = 64
+"""Views that are climbed over at most."""
 
 
-def _moves_rows(node: ir.Node) -> bool:
-    """Whether `node` only moves whole last-axis rows of its first input (Concat: of all inputs)."""
-    x = node.inputs[0] if node.inputs else None
-    size, out_size = rank(x), rank(node.outputs[0])
-    if x is None or not size or node.domain:
-        return False
+def row_axis(node: ir.Node, axis: int) -> int | None:
+    """The axis of the first input (Concat: of all) that lies along `axis` of the first output.
+
+    None where the view mixes or changes that axis, or is no view.
+    """
+    x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
+    size = rank(x)
+    if x is None or not size or node.domain or not 0 <= axis < (rank(y) or 0):
+        return None
     match node.op_type:
         case "Identity":
-            return True
-        case "Reshape" | "Flatten":
-            return dim(x, -1) is not None and dim(x, -1) == dim(node.outputs[0], -1)
+            return axis
         case "Transpose":
-            perm = attribute(node, "perm")
-            return isinstance(perm, Sequence) and perm[-1] == size - 1
-        case "Gather" | "Concat" | "Split":
-            axis = attribute(node, "axis", 0)
-            return isinstance(axis, int) and axis % size != size - 1
+            perm = attribute(node, "perm", list(range(size))[::-1])
+            return int(perm[axis]) if isinstance(perm, Sequence) else None
+        case "Reshape" | "Flatten" | "Squeeze" | "Unsqueeze":
+            return _same_axis(x, y, axis)
+        case "Concat" | "Split":
+            along = attribute(node, "axis", 0)
+            return axis if isinstance(along, int) and along % size != axis else None
+        case "Gather":
+            along, picked = attribute(node, "axis", 0), rank(node.inputs[1])
+            if not isinstance(along, int) or picked is None:
+                return None
+            along %= size
+            return axis if axis < along else axis - picked + 1 if axis >= along + picked else None
         case "Slice":
             axes = ints(node.inputs[3]) if len(node.inputs) > 3 else list(range(size))
-            return axes is not None and all(a % size != size - 1 for a in axes)
-        case "Squeeze" | "Unsqueeze" if len(node.inputs) > 1 and out_size:
-            axes = ints(node.inputs[1])
-            bound = size if node.op_type == "Squeeze" else out_size
-            return axes is not None and all(a % bound != bound - 1 for a in axes)
-    return False
+            return axis if axes is not None and all(a % size != axis for a in axes) else None
+    return None
 
 
-def through_row_views(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.Node]]:
-    """Climb over row-wise views: the value below them all, and the views from it upward.
+def _same_axis(x: ir.Value, y: ir.Value, axis: int) -> int | None:
+    """The axis of `x` that a reshape to `y` leaves whole as `axis`."""
+    assert x.shape is not None
+    assert y.shape is not None
+    for i in range(len(x.shape)):
+        if dim(x, i) is None or dim(x, i) != dim(y, axis):
+            continue
+        for ours, theirs in (
+            (x.shape[:i], y.shape[:axis]),
+            (x.shape[i + 1 :], y.shape[axis + 1 :]),
+        ):
+            count = _count(ours)
+            if count is not None and count == _count(theirs):
+                return i
+    return None
 
-    Slices joined again by a Concat (a roll) count, when all of them are of one value.
+
+def _count(
+    dims: Sequence[int | ir.SymbolicDim],
+) -> tuple[int, tuple[str, ...]] | None:
+    """The product of sizes, as a number and symbols; None where one is not known."""
+    number, symbols = 1, []
+    for size in dims:
+        if isinstance(size, int):
+            number *= size
+        elif size.value is None:
+            return None
+        else:
+            symbols.append(str(size.value))
+    return number, tuple(sorted(symbols))
+
+
+def through_row_views(
+    value: ir.Value | None, pad: bool = False
+) -> tuple[ir.Value | None, list[ir.Node]]:
+    """Climb over views that move whole rows: the value below them all, and the views upward.
+
+    Slices joined again by a Concat (a roll) count, when all of them are of one value; with `pad` a
+    Pad that adds rows of zeros does. The rows lie along the last axis at both ends.
     """
-    node = value.producer() if value is not None else None
-    if node is None or not _moves_rows(node):
-        return value, []
-    sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
-    climbs = [through_row_views(source) for source in sources]
-    if any(base is not climbs[0][0] for base, _ in climbs):
-        return value, []
-    below = dict.fromkeys(view for _, views in climbs for view in views)
-    return climbs[0][0], [*below, node]
+    size = rank(value)
+    found = _climb(value, size - 1, pad, {}, _VIEWS) if value is not None and size else None
+    return (value, []) if found is None else found
+
+
+_Climb = tuple[ir.Value, list[ir.Node]]
+
+
+def _climb(
+    value: ir.Value,
+    axis: int,
+    pad: bool,
+    seen: dict[tuple[ir.Value, int], _Climb | None],
+    left: int,
+) -> _Climb | None:
+    """As `through_row_views`, with the rows along `axis`; None where they never lie last."""
+    if (value, axis) in seen:
+        return seen[value, axis]
+    node = value.producer()
+    below = row_axis(node, axis) if node is not None and left else None
+    if node is not None and left and pad and _pads_rows(node, axis):
+        below = axis
+    found = None
+    if node is not None and below is not None:
+        sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+        climbs = [_climb(v, below, pad, seen, left - 1) for v in sources if v is not None]
+        known = [climb for climb in climbs if climb is not None]
+        if len(known) == len(sources) and all(base is known[0][0] for base, _ in known):
+            views = dict.fromkeys(view for _, views in known for view in views)
+            found = known[0][0], [*views, node]
+    if found is None and axis == (rank(value) or 0) - 1:
+        found = value, []
+    seen[value, axis] = found
+    return found
+
+
+def _pads_rows(node: ir.Node, axis: int) -> bool:
+    """Whether a Pad adds zeros, and along other axes than `axis` alone."""
+    if node.op_type != "Pad" or node.domain or attribute(node, "mode", "constant") != "constant":
+        return False
+    if len(node.inputs) > 2 and node.inputs[2] is not None and scalar(node.inputs[2]) != 0:
+        return False
+    size, pads = rank(node.inputs[0]), ints(node.inputs[1])
+    if size is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
+        return False
+    return pads is not None and pads[axis] == pads[axis + size] == 0
+
+
+_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
+
+
+def views_above(value: ir.Value) -> list[ir.Node]:
+    """The views that follow `value` one by one, each the only reader of what is before it.
+
+    They move elements and change none: what is elementwise may as well run before them.
+    """
+    views: list[ir.Node] = []
+    while not value.is_graph_output():
+        # Shape nodes will do with any value of that shape
+        readers = [n for n in users(value) if n.op_type != "Shape"]
+        if len(readers) != 1 or readers[0].domain or readers[0].op_type not in _MOVES:
+            break
+        if readers[0].inputs[0] is not value:
+            break
+        views.append(readers[0])
+        value = readers[0].outputs[0]
+    return views
 
 
 def copy_onto(
@@ -380,9 +487,13 @@ def move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
 
 def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]:
     """The anchor nodes of a graph and its subgraphs, skipping those rewritten away meanwhile."""
-    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
-        if node.op_type in anchors and node.graph is not None:
+    for node in list(all_nodes(graph)):
+        if node.op_type in anchors and node.domain in _READ and node.graph is not None:
             yield node
+
+
+_READ = ("", FUSE, "com.microsoft")
+"""Domains whose operators are what their names say; those of any other stay as they are."""
 
 
 # ---- bodies of If, Loop and Scan -------------------------------------------------------------

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rewrite import Refusal, Rewriter, bodies_apart, nodes_in_order
+from onnx_fuse.ops.rewrite import Rewriter, Rule, bodies_apart, nodes_in_order
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
 from onnx_fuse.passes.canonicalize import canonicalize, clean, shape_of_source, tidy_layout
+from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
 from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
+from onnx_fuse.passes.explain import Leftover, explain
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -33,10 +36,10 @@ _CANONICAL = ("RMSNormalization", "Silu", "QuickGelu")  # forms of one op, nothi
 
 @dataclass
 class Report:
-    """What `optimize` did: counts by fused op, near misses with reasons, and remarks."""
+    """What `optimize` did: counts by fused op, what stayed and why, and remarks."""
 
     fusions: dict[str, int] = field(default_factory=dict)
-    not_fused: list[Refusal] = field(default_factory=list)
+    not_fused: list[Leftover] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     before: Counter[str] = field(default_factory=Counter)
     after: Counter[str] = field(default_factory=Counter)
@@ -44,7 +47,7 @@ class Report:
 
 def op_counts(model: ir.Model) -> Counter[str]:
     """Nodes by operator, subgraphs included; Constant nodes are data, not operations."""
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = all_nodes(model.graph)
     return Counter(
         f"{n.domain}.{n.op_type}" if n.domain else n.op_type
         for n in nodes
@@ -54,11 +57,27 @@ def op_counts(model: ir.Model) -> Counter[str]:
 
 def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     """Fused ops in the result by name, exposed values aside; and rewrites that leave no op."""
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = all_nodes(model.graph)
     names = (n.op_type.split("_")[0] for n in nodes if n.domain == FUSE)
     counts = Counter(name for name in names if name not in _CANONICAL)
     counts.update({name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS})
     return dict(sorted(counts.items()))
+
+
+# What a rule raises where operands are not what the operator asks for.
+_MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
+
+
+def _applied(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
+    """Raises ModelError where ranks or types that the file states cannot be those of the node."""
+    try:
+        return rule.apply(rw, node)
+    except _MISFITS as error:
+        raise ModelError(
+            f"node '{node.name or node.outputs[0].name}' ({node.op_type}): its operands do not fit "
+            f"what {rule.name} looks for ({type(error).__name__}: {one_line(error)}); "
+            f"--skip {rule.name} leaves it alone"
+        ) from error
 
 
 def optimize(
@@ -96,23 +115,27 @@ def optimize(
             clean(model)
             infer_shapes(model)
             taken |= {region for node, region in before if node.graph is None}
+        operators = {node.op_type for node in all_nodes(model.graph)}
         for rule in RULES:
             if not wanted(rule.name, rule.level) or (training and not rule.training):
+                continue
+            if operators.isdisjoint(rule.anchors):
                 continue
             before = regions(model)
             with bodies_apart(model.graph):
                 nodes = nodes_in_order(model.graph, rule.anchors)
-                changed = [rule.apply(rw, node) for node in nodes]
+                changed = [_applied(rule, rw, node) for node in nodes]
             if any(changed):
                 shape_of_source(model)
                 clean(model)
                 infer_shapes(model)
                 if rule.level:
                     taken |= {region for node, region in before if node.graph is None}
-        if level >= 2:
-            tidy_layout(model)
+            operators = {node.op_type for node in all_nodes(model.graph)}
+        tidied = level >= 2 and tidy_layout(model)
         clean(model)
-        infer_shapes(model)
+        if tidied:
+            infer_shapes(model)
         return rw, taken
 
     report = Report(before=op_counts(model))
@@ -121,6 +144,9 @@ def optimize(
     rw, _ = pipeline(model)
     forget_regions(model)
     report.fusions = _fused(model, rw)
-    report.not_fused, report.notes = [*rw.refusals, *reasons], rw.notes
+    off = {name for name, lowest in FUSIONS.items() if not wanted(name, lowest)}
+    refusals = [*rw.refusals, *reasons]
+    report.not_fused = explain(model.graph, refusals, off, training=training)
+    report.notes = rw.notes
     report.after = op_counts(model)
     return report

@@ -9,26 +9,27 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from onnx_fuse.onnx.build import Builder, const_array
-from onnx_fuse.onnx.common import FUSE, quiet
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
+from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.onnx.opsets import training_mode_kept
-from onnx_fuse.onnx.shapes import MAKES_SEQUENCES, infer_shapes
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
     CONSTANT,
     Rewriter,
     attribute,
     bodies_apart,
-    dim,
     is_float,
-    made_by,
     number,
     users,
 )
+from onnx_fuse.passes.fold import fold_constants
 from onnx_fuse.passes.sizes import measure_reshapes
 
-FOLD_LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
+_PURE = ("", FUSE, "com.microsoft", "ai.onnx.ml")
 
-_SMALL = 64
+_ROUNDS = 12
+"""Rounds of folding at most: where each layer's padding depends on its size, one a layer."""
 
 
 def clean(model: ir.Model) -> None:
@@ -36,9 +37,10 @@ def clean(model: ir.Model) -> None:
     with training_mode_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    if not any(n.op_type in ("Bernoulli", "Dropout") for n in nodes):
-        # The pass knows the other random operators, but would make one of two Dropouts.
+    nodes = all_nodes(model.graph)
+    if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in nodes):
+        # The pass knows the other random operators, but would make one of two Dropouts, or of
+        # two nodes of which nobody knows what they do.
         common_passes.CommonSubexpressionEliminationPass()(model)
 
 
@@ -54,96 +56,80 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
         if is_float(value) and CONSTANT not in value.metadata_props
     }
 
-    def should_fold(node: ir.Node) -> bool | None:
-        """Only what costs nothing to keep: never a matrix that would be stored twice."""
-        if node.op_type in MAKES_SEQUENCES:
-            return False
-        if training and any(v in parameters for v in node.inputs if v is not None):
-            return False
+    def wanted(node: ir.Node) -> bool:
         if node.op_type == "DequantizeLinear":
             return False  # a weight of few bits stays one
-        if node.op_type == "ConstantOfShape" and (shape := const_array(node.inputs[0])) is not None:
-            # onnxscript leaves them all alone; exporters build pads and shapes out of small ones.
-            return int(shape.prod()) <= _SMALL
-        return None
+        return not (training and any(v in parameters for v in node.inputs))
 
-    notes: list[str] = []
-    limits = {"input_size_limit": FOLD_LIMIT, "output_size_limit": FOLD_LIMIT}
-    for _ in range(2):  # shapes known after the first round make more of them constants
+    for _ in range(_ROUNDS):  # shapes known after one round make more of them constants
         infer_shapes(model)
-        measure_reshapes(model)
-        _fold_known_dims(model)
-        if not any(map(_may_fold, ir.traversal.RecursiveGraphIterator(model.graph))):
-            break
-        from onnxscript.optimizer import fold_constants
-
-        try:
-            with quiet("onnxscript"):  # it logs what it leaves alone
-                fold_constants(model, **limits, should_fold=should_fold)
-        except RuntimeError as error:
-            notes.append(f"{error}: it and what follows it stay as they are")
+        changed = measure_reshapes(model)
         _lift_constants(model)
+        changed = fold_constants(model, wanted) or changed
+        _lift_constants(model)
+        if not changed:
+            break
+    notes = _sequences(model)
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
     _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
     _drop_no_ops(model)
     _products(model)
     clean(model)
+    open_ = [v.name or "" for v in model.graph.inputs if DEFAULT in v.meta]
+    if open_:
+        notes.append(
+            f"{len(open_)} inputs have a default that a caller may override ({', '.join(open_[:3])}"
+            f"{', …' if len(open_) > 3 else ''}): they are no constants, and what they enter is "
+            "neither folded nor fused as one"
+        )
     return notes
 
 
-# What onnxscript's folding rewrites although not all inputs are constant. Its rules for Abs, Add,
-# Gather and Squeeze too, but those act on what a Shape or constants alone have made.
-FOLDED = frozenset(
-    (
-        *(
-            "Cast",
-            "CastLike",
-            "Concat",
-            "ConcatFromSequence",
-            "Dropout",
-            "Expand",
-            "Identity",
-            "If",
-        ),
-        *("Reshape", "SequenceAt", "SequenceConstruct", "Shape", "Size", "SplitToSequence"),
-    )
-)
+def tidy_inlined(model: ir.Model) -> None:
+    """What bodies leave where they are written out: casts of constants, biases that add nothing."""
+    infer_shapes(model)
+    fold_constants(model, lambda node: node.op_type == "Cast")
+    _drop_no_ops(model)
+    clean(model)
 
 
-def _may_fold(node: ir.Node) -> bool:
-    """Whether folding could do something here: without any such node it need not be imported."""
-    constant = all(v is None or v.const_value is not None for v in node.inputs)
-    return constant or node.op_type in FOLDED
+def _sequences(model: ir.Model) -> list[str]:
+    """Sequences that are taken apart where they were put together, by onnxscript's folding."""
+    if not any(
+        n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
+        for n in all_nodes(model.graph)
+    ):
+        return []
+    from onnxscript.optimizer import fold_constants as fold_sequences
+
+    with quiet("onnxscript"):  # it logs what it leaves alone
+        # It evaluates nothing, since its evaluator is not onnxruntime.
+        try:
+            fold_sequences(model, should_fold=lambda node: False)
+        except RuntimeError as error:
+            return [f"{error}: it and what follows it stay as they are"]
+    infer_shapes(model)
+    return []
 
 
 def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     """Apply onnxscript's rules of these names where the model has one of `ops`; how many times."""
-    if not any(n.op_type in ops for n in ir.traversal.RecursiveGraphIterator(model.graph)):
+    if not any(n.op_type in ops for n in all_nodes(model.graph)):
         return 0  # importing onnxscript takes longer than most graphs
     from onnxscript.rewriter import RewriteRuleSet
     from onnxscript.rewriter.rules import common
 
     rules = [getattr(common, f"{name}_rule") for name in names]
-    with bodies_apart(model.graph):
-        return int(RewriteRuleSet(rules).apply_to_model(model))
-
-
-def _fold_known_dims(model: ir.Model) -> None:
-    """Gather(Shape(x), i) is a constant where that dimension is, whatever the others are."""
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        shape = made_by(node.inputs[0], "Shape") if node.op_type == "Gather" else None
-        index = const_array(node.inputs[1]) if shape is not None else None
-        if shape is None or index is None or attribute(shape, "start", 0) != 0:
-            continue
-        dims = [dim(shape.inputs[0], int(i)) for i in index.flat]
-        if None in dims or "end" in shape.attributes or node.outputs[0].is_graph_output():
-            continue
-        op = Builder()
-        known = op.constant(np.array(dims, np.int64).reshape(index.shape))
-        assert node.graph is not None
-        node.graph.insert_before(node, op.nodes)
-        node.outputs[0].replace_all_uses_with(known)
+    try:
+        with bodies_apart(model.graph):
+            return int(RewriteRuleSet(rules).apply_to_model(model))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # its rules believe that operands have the ranks which the operators ask for
+        raise ModelError(
+            f"a node among {', '.join(sorted(ops))} has operands that do not fit it "
+            f"({one_line(error)})"
+        ) from error
 
 
 def _drop_identities(model: ir.Model) -> None:
@@ -151,7 +137,7 @@ def _drop_identities(model: ir.Model) -> None:
 
     onnx-ir's pass (1.1) renames x even where x is an output itself, whose name is then lost.
     """
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         x, graph = (node.inputs[0] if node.inputs else None), node.graph
         if node.op_type != "Identity" or node.domain or x is None or graph is None:
             continue
@@ -182,7 +168,7 @@ def _is_neutral(node: ir.Node, index: int, neutral: float) -> bool:
 
 
 def _drop_no_ops(model: ir.Model) -> None:
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if node.domain or not node.outputs or node.outputs[0].is_graph_output():
             continue
         kept: ir.Value | None = None
@@ -192,8 +178,9 @@ def _drop_no_ops(model: ir.Model) -> None:
                 if _is_neutral(node, i, neutral):
                     kept = node.inputs[1 - i]
         elif node.op_type == "Dropout" and not (len(node.outputs) > 1 and users(node.outputs[1])):
-            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else np.False_
-            if mode is not None and not mode.any():
+            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else None
+            off = len(node.inputs) < 3 or node.inputs[2] is None
+            if off or (mode is not None and not mode.any()):
                 kept = node.inputs[0]
         elif node.op_type == "Pad":
             pads = const_array(node.inputs[1])
@@ -205,14 +192,19 @@ def _drop_no_ops(model: ir.Model) -> None:
 
 def _products(model: ir.Model) -> None:
     """Einsum(a, b) that is a matrix product between transposes is written as one."""
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if node.op_type != "Einsum" or node.domain or len(node.inputs) != 2:
             continue
         if not is_float(node.inputs[0]):
             continue  # MatMul has no small integers
         left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
-        first, second = left.split(",")
-        if not arrow or "." in left or any(len(set(t)) < len(t) for t in (first, second)):
+        first, _, second = left.partition(",")
+        if (
+            not arrow
+            or left.count(",") != 1
+            or "." in left
+            or any(len(set(t)) < len(t) for t in (first, second))
+        ):
             continue
         batch = [c for c in out if c in first and c in second]
         rows, columns = [c for c in out if c not in second], [c for c in out if c not in first]
@@ -263,7 +255,7 @@ _KEEPS_SHAPE = frozenset(
 
 def shape_of_source(model: ir.Model) -> None:
     """Shape(f(x)) = Shape(x) where f keeps shapes: a Shape must not count as a norm's reader."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         while node.op_type == "Shape" and (x := node.inputs[0]) is not None:
             producer = x.producer()
             if (
@@ -279,13 +271,21 @@ def shape_of_source(model: ir.Model) -> None:
 
 def _lift_constants(model: ir.Model) -> None:
     before = set(model.graph.initializers)
+    for node in all_nodes(model.graph):  # the pass names tensors, which clones of the model share
+        held = node.attributes.get("value") if node.op_type == "Constant" else None
+        if held is not None and not held.is_ref() and held.type == ir.AttributeType.TENSOR:
+            tensor = held.as_tensor()
+            if tensor.dtype != ir.DataType.STRING:
+                own = ir.Tensor(tensor.numpy(), tensor.dtype)
+                node.attributes["value"] = ir.AttrTensor("value", own)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for name in set(model.graph.initializers) - before:
         model.graph.initializers[name].metadata_props[CONSTANT] = "1"
 
 
-def tidy_layout(model: ir.Model) -> None:
-    """Level 2: back-to-back Transposes and Reshapes become one."""
+def tidy_layout(model: ir.Model) -> bool:
+    """Level 2: back-to-back Transposes and Reshapes become one; whether any did."""
     pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
-    _apply(model, pairs, {"Transpose", "Reshape"})
+    count = _apply(model, pairs, {"Transpose", "Reshape"})
     _lift_constants(model)
+    return count > 0

@@ -6,64 +6,99 @@ an integer before it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.evaluate import exact
 from onnx_fuse.ops.rewrite import attribute
 
 Size: TypeAlias = tuple[int, tuple[str, ...]]
+Sizes: TypeAlias = list[Size | None]
 
 
-def measure_reshapes(model: ir.Model) -> None:
+_LONGEST = 64
+"""Entries of a shape, and symbols of a size, that are followed; what is longer is not known."""
+
+
+def measure_reshapes(model: ir.Model) -> bool:
     """Give what Reshape nodes answer, and all that has the same symbols, the sizes it must have.
 
-    The symbols of the model's own inputs and outputs keep their names. An Expand to the sizes that
-    its input has goes.
+    The symbols of the model's own inputs and outputs keep their names. A Reshape or Expand to the
+    sizes that its input has goes, and what the sizes fix becomes a constant. True where a node's
+    readers have changed.
     """
+    graph, changed = model.graph, False
     meaning: dict[str, Size] = {}
-    for node in model.graph:
-        if node.op_type == "Reshape" and not node.domain:
-            _reshape(node, meaning)
-        elif node.op_type == "Expand" and not node.domain:
+    known: dict[ir.Value, Sizes] = {}  # entries of integer vectors and scalars made of shapes
+    for node in list(graph):
+        if node.domain or not node.inputs:
+            continue
+        entries = _entries(node, known, meaning)
+        if entries is not None and len(entries) <= _LONGEST:
+            y = node.outputs[0]
+            known[y] = entries
+            changed = _constant(node, entries) or changed
+        if node.op_type in ("Reshape", "Expand"):
             x, y = node.inputs[0], node.outputs[0]
+            wanted = _read(node.inputs[1], known)
+            if node.op_type == "Reshape":
+                wanted = _reshape(node, wanted, meaning)
             same = _sizes(x, meaning)
-            known = same is not None and None not in same and not y.is_graph_output()
-            if x is not None and known and same == _entries(node.inputs[1], meaning):
+            whole = same is not None and None not in same and not y.is_graph_output()
+            if x is not None and whole and same == wanted:
                 y.replace_all_uses_with(x)
-    ends = {*model.graph.inputs, *model.graph.outputs}
+                changed = True
+    ends = {*graph.inputs, *graph.outputs}
     kept = {str(d) for value in ends for d in value.shape or ()}
     plain = {name: size for name, (k, s) in meaning.items() if (size := _dim(k, s)) is not None}
     plain = {name: size for name, size in plain.items() if name not in kept}
-    for node in model.graph if plain else ():
+    for node in graph if plain else ():
         for value in node.outputs:
             if value.shape is not None and value not in ends:
                 dims = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
                 value.shape = ir.Shape([plain.get(d, d) if isinstance(d, str) else d for d in dims])
+    return changed
 
 
-def _reshape(node: ir.Node, meaning: dict[str, Size]) -> None:
-    """Enter what the symbols in the output's shape mean."""
+def _constant(node: ir.Node, entries: Sizes) -> bool:
+    """Readers of a node whose entries are all numbers read a constant."""
+    y = node.outputs[0]
+    numbers = [k for k, symbols in (s or (0, ("?",)) for s in entries) if not symbols]
+    if len(numbers) < len(entries) or y.dtype != ir.DataType.INT64 or y.shape is None:
+        return False
+    if not y.uses() or y.is_graph_output() or len(y.shape) > 1:
+        return False
+    op = Builder()
+    made = op.constant(np.array(numbers, np.int64).reshape([] if len(y.shape) == 0 else [-1]))
+    assert node.graph is not None
+    node.graph.insert_before(node, op.nodes)
+    y.replace_all_uses_with(made)
+    return True
+
+
+def _reshape(node: ir.Node, wanted: Sizes | None, meaning: dict[str, Size]) -> Sizes | None:
+    """Enter what the symbols in the output's shape mean; the sizes it has."""
     y, given = node.outputs[0], _sizes(node.inputs[0], meaning)
-    if y.is_graph_output():
-        return
-    found = _entries(node.inputs[1], meaning)
-    if found is None or attribute(node, "allowzero", 0) != 0:
-        return
+    if wanted is None or attribute(node, "allowzero", 0) != 0:
+        return None
+    found = list(wanted)
     for i, size in enumerate(found):
         if size == (0, ()):
             found[i] = given[i] if given is not None and i < len(given) else None
     if found.count((-1, ())) == 1:
         hole = found.index((-1, ()))
         found[hole] = _quotient(given, found[:hole] + found[hole + 1 :])
+    if y.is_graph_output():
+        return None
     if y.shape is None:
         y.shape = ir.Shape([None] * len(found))
     if len(y.shape) != len(found):  # the file declares another rank
-        return
+        return None
     dims: list[int | str | None] = []
     for old, size in zip(y.shape, found, strict=True):
         symbol = old.value if isinstance(old, ir.SymbolicDim) else old
@@ -71,11 +106,15 @@ def _reshape(node: ir.Node, meaning: dict[str, Size]) -> None:
             meaning.setdefault(symbol, size)
         dims.append(symbol if symbol is not None or size is None else _dim(*size))
     y.shape = ir.Shape(dims)
+    return found
 
 
 def _dim(factor: int, symbols: tuple[str, ...]) -> int | str | None:
     """The size as a shape can say it."""
     return factor if not symbols else symbols[0] if (factor, len(symbols)) == (1, 1) else None
+
+
+_LARGEST = 2**62
 
 
 def _product(sizes: Iterable[Size | None]) -> Size | None:
@@ -86,6 +125,8 @@ def _product(sizes: Iterable[Size | None]) -> Size | None:
             return None
         factor *= size[0]
         symbols.extend(size[1])
+        if len(symbols) > _LONGEST or factor > _LARGEST:
+            return None
     return factor, tuple(sorted(symbols))
 
 
@@ -100,7 +141,7 @@ def _quotient(given: Sequence[Size | None] | None, others: Sequence[Size | None]
     return total[0] // rest[0], tuple(sorted(left.elements()))
 
 
-def _sizes(value: ir.Value | None, meaning: dict[str, Size]) -> list[Size | None] | None:
+def _sizes(value: ir.Value | None, meaning: Mapping[str, Size]) -> Sizes | None:
     """The sizes of a value."""
     if value is None or value.shape is None:
         return None
@@ -111,34 +152,52 @@ def _sizes(value: ir.Value | None, meaning: dict[str, Size]) -> list[Size | None
     ]
 
 
-def _entries(value: ir.Value | None, meaning: dict[str, Size]) -> list[Size | None] | None:
-    """The entries of an integer scalar or vector that is computed from shapes."""
+def _read(value: ir.Value | None, known: Mapping[ir.Value, Sizes]) -> Sizes | None:
+    """The entries of an integer scalar or vector."""
+    if value is None or value in known:
+        return None if value is None else known[value]
     array = const_array(value)
-    if array is not None:
-        known = array.dtype.kind == "i" and array.ndim < 2
-        return [(int(i), ()) for i in array.flat] if known else None
-    node = value.producer() if value is not None else None
-    if node is None or node.domain:
+    if array is None or array.dtype.kind != "i" or array.ndim > 1 or array.size > _LONGEST:
         return None
+    return [(int(i), ()) for i in array.flat]
+
+
+def _entries(
+    node: ir.Node, known: Mapping[ir.Value, Sizes], meaning: Mapping[str, Size]
+) -> Sizes | None:
+    """The entries of what a node makes of shapes, from those of what it reads."""
+    first = node.inputs[0]
     match node.op_type:
-        case "Unsqueeze" | "Squeeze" | "Reshape" | "Cast" | "Identity":
-            return _entries(node.inputs[0], meaning)
+        case "Unsqueeze" | "Squeeze" | "Reshape" | "Identity":
+            return known.get(first) if first is not None else None
+        case "Cast" if attribute(node, "to") == ir.DataType.INT64.value:
+            return known.get(first) if first is not None else None
         case "Concat":
-            parts = [_entries(v, meaning) for v in node.inputs]
-            return None if None in parts else [s for part in parts for s in part or ()]
+            parts = [_read(v, known) for v in node.inputs]
+            sizes = [s for part in parts for s in part or ()]
+            return None if None in parts or len(sizes) > _LONGEST else sizes
         case "Mul":
-            pair = [_entries(v, meaning) for v in node.inputs]
+            pair = [_read(v, known) for v in node.inputs]
             single = all(part is not None and len(part) == 1 for part in pair)
-            return [_product(part[0] for part in pair if part)] if single else None
-        case "Gather":
-            extents, index = _entries(node.inputs[0], meaning), const_array(node.inputs[1])
-            if extents is None or index is None or math.prod(index.shape) != 1:
-                return None
-            i = int(index.flat[0])
-            return [extents[i]] if -len(extents) <= i < len(extents) else None
+            product = _product(part[0] for part in pair if part) if single else None
+            return None if product is None else [product]
+        case "Gather" | "Slice" if first is not None and first in known:
+            return _taken(node, known[first])
         case "Shape":
-            sizes = _sizes(node.inputs[0], meaning)
+            found = _sizes(first, meaning)
             start, end = attribute(node, "start", 0), attribute(node, "end")
             assert isinstance(start, int)
-            return None if sizes is None else sizes[start : end if isinstance(end, int) else None]
+            return None if found is None else found[start : end if isinstance(end, int) else None]
     return None
+
+
+def _taken(node: ir.Node, entries: Sizes) -> Sizes | None:
+    """The entries that a Gather or a Slice takes."""
+    numbers = [const_array(v) for v in node.inputs[1:]]
+    if any(array is None for array in numbers):
+        return None
+    places: Any = np.arange(len(entries))
+    found = exact(node, [places, *numbers])
+    if found is None or found[0].ndim > 1:
+        return None
+    return [entries[int(i)] for i in found[0].flat]

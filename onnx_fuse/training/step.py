@@ -12,7 +12,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.build import bind_defaults, const_array
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.ops.loss import LOSSES, class_axis
@@ -107,6 +107,7 @@ def training_model(
     """
     original = read(model)
     named, source = set(original.graph.initializers), load(original)
+    bind_defaults(source)
     if free_batch:
         batch.free_batch(source)
     prepared = _prepare(source, trainable, frozen, level)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx_ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import required_inputs
+from onnx_fuse.onnx.build import required
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.validate.sizes import Demand, Size, Symbol, System, evaluate, size
 from onnx_fuse.validate.symbolic.graph import controls, follow
@@ -55,7 +55,7 @@ class Choice:
 def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
     """The inputs' axes: a size, or a symbol (`name.axis` where the file gives none)."""
     result: dict[str, list[Dim]] = {}
-    for value in required_inputs(model):
+    for value in required(model):
         name = value.name or ""
         if not isinstance(value.type, onnx_ir.TensorType):
             raise ModelError(f"input '{name}' is no tensor: give inputs (--inputs FILE.npz)")

@@ -12,7 +12,7 @@ import onnx_ir
 from onnx_ir import DataType
 
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import feeds_of, required_inputs
+from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.data import NOT_ARRAYS
 from onnx_fuse.validate.arrays import Array, Role, hostile, make, role_of, turned, with_hidden_row
@@ -34,7 +34,7 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
             arrays = {name: file[name] for name in file.files}
     except (*NOT_ARRAYS, AttributeError) as error:
         raise ModelError(f"{path}: not an .npz file of arrays ({error})") from error
-    needed = [v.name for v in required_inputs(model)]
+    needed = [v.name for v in required(model)]
     missing = [name for name in needed if name not in arrays]
     if missing:
         raise UsageError(
@@ -62,7 +62,7 @@ def generate(
     (see `validate.arrays`). `single` stops at the first feed. `notes` receives what could not be
     done. Raises ModelError if `run` accepts none.
     """
-    roles = {v.name or "": role_of(v) for v in required_inputs(model)}
+    roles = {v.name or "": role_of(v) for v in required(model)}
     accepted: list[tuple[Feeds, list[Any]]] = []
     seen: dict[str, set[int]] = {}
     done: set[tuple[bool | int, ...]] = set()
@@ -142,7 +142,7 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
 
     Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes.
     """
-    roles = {v.name or "": role_of(v) for v in required_inputs(model)}
+    roles = {v.name or "": role_of(v) for v in required(model)}
     masks = {k: a for k, a in feed.items() if roles[k].masks and a.ndim}
     # Generated masks are full in their first row: one that is false there hides by true.
     inverted = any(

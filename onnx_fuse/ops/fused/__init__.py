@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from onnx_fuse.ops.fused import activations, conv, gemm, loss, norm, sdpa
+from onnx_fuse.ops.fused import activations, conv, gemm, groupnorm, layerscale, loss, norm, sdpa
 from onnx_fuse.ops.rewrite import Rule
 
 RULES: tuple[Rule, ...] = (
     *activations.RULES,
     *norm.CANONICAL,
+    layerscale.RULE,
+    *groupnorm.RULES,
     *conv.RULES,
     *loss.RULES,
     *sdpa.RULES,

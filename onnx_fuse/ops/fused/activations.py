@@ -34,7 +34,8 @@ class Activation:
     """`y = act(z)`: `forward` computes y from z, `derivative` computes d = act'(z) from z.
 
     `op_type`, `domain` name the standalone op; `fixed` are attributes it must have, `attributes`
-    those a fused op takes over, as an ONNX signature with defaults.
+    those a fused op takes over, as an ONNX signature with defaults. `cuda` is its name in the
+    kernels' epilogues (common.cuh); a fused op whose activation has none is lowered by its body.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Activation:
     attributes: str = ""
     domain: str = ""
     fixed: tuple[tuple[str, str], ...] = ()
+    cuda: str = ""
+
+    @property
+    def alpha(self) -> float:
+        """The default of its one attribute; 0 where it has none."""
+        return float(self.attributes.partition("=")[2] or 0.0)
 
 
 def signature(*attributes: str) -> str:
@@ -76,6 +83,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "Relu",
             "  y = Relu (z)\n",
             _const("zero", "0.0") + "  p = Greater (z, zero)\n  d = CastLike (p, z)\n",
+            cuda="relu",
         ),
         Activation(
             "LeakyRelu",
@@ -86,6 +94,7 @@ ACTIVATIONS: dict[str, Activation] = {
             + _const("a", "@alpha")
             + "  p = Less (z, zero)\n  d = Where (p, a, one)\n",
             attributes="alpha: float = 0.01",
+            cuda="leaky_relu",
         ),
         Activation(
             "Gelu",
@@ -100,6 +109,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "  zr2 = Mul (zr, zr)\n  nzr2 = Neg (zr2)\n  ex = Exp (nzr2)\n  pdf = Mul (ex, g)\n"
             "  zpdf = Mul (z, pdf)\n  d = Add (cdf, zpdf)\n",
             fixed=(("approximate", "none"),),
+            cuda="gelu",
         ),
         Activation(
             "GeluTanh",
@@ -117,6 +127,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "  c3z2 = Mul (c3, z2)\n  c3z2_1 = Add (c3z2, one)\n  du = Mul (zb, c3z2_1)\n"
             "  dtdu = Mul (dt, du)\n  right = Mul (dtdu, half)\n  d = Add (left, right)\n",
             fixed=(("approximate", "tanh"),),
+            cuda="gelu_tanh",
         ),
         Activation(
             "QuickGelu",
@@ -125,6 +136,7 @@ ACTIVATIONS: dict[str, Activation] = {
             _const("a", "@alpha") + "  az = Mul (a, z)\n" + _SILU_TAIL,
             attributes="alpha: float = 1.702",
             domain=FUSE,
+            cuda="quick_gelu",
         ),
         Activation(
             "Silu",
@@ -132,13 +144,17 @@ ACTIVATIONS: dict[str, Activation] = {
             "  s = Sigmoid (z)\n  y = Mul (z, s)\n",
             "  az = Identity (z)\n" + _SILU_TAIL,
             domain=FUSE,
+            cuda="silu",
         ),
-        Activation("Sigmoid", "Sigmoid", "  y = Sigmoid (z)\n", _SIGMOID_DERIVATIVE),
+        Activation(
+            "Sigmoid", "Sigmoid", "  y = Sigmoid (z)\n", _SIGMOID_DERIVATIVE, cuda="sigmoid"
+        ),
         Activation(
             "Tanh",
             "Tanh",
             "  y = Tanh (z)\n",
             _const("one", "1.0") + "  t = Tanh (z)\n  tt = Mul (t, t)\n  d = Sub (one, tt)\n",
+            cuda="tanh",
         ),
     )
 }
@@ -520,7 +536,24 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     return rw.replace(node, op, [node.outputs[0]], [y])
 
 
+def _one_slope(rw: Rewriter, node: ir.Node) -> bool:
+    """PRelu with one constant slope is LeakyRelu, which fuses behind products as well.
+
+    Exact for slopes from 0 up: below, the two differ in the sign of a zero. onnxruntime has
+    LeakyRelu in float32 alone.
+    """
+    x, slope = node.inputs[0], scalar(node.inputs[1])
+    if x is None or x.dtype != ir.DataType.FLOAT or slope is None or node.domain:
+        return False
+    if not 0 <= slope < math.inf:
+        return False
+    op = Builder()
+    y = op.LeakyRelu(x, alpha=slope)
+    return rw.replace(node, op, [node.outputs[0]], [y])
+
+
 RULES = (
+    Rule("Activation", 0, ("PRelu",), _one_slope, training=False),
     Rule("Activation", 0, ("Swish",), _native),
     Rule("Activation", 0, tuple({f.anchor for f in FORMS}), _recognize),
 )

@@ -1,8 +1,14 @@
-"""Conv + bias + activation: y = act(Conv(x, w, c)), x [N, C, ...], w [M, C/group, ...], c [M]."""
+"""Conv + bias, a residual, an activation: y = act(Conv(x, w, c) + r).
+
+x [N, C, ...], w [M, C/group, ...], c [M], r as the result. Without a residual the op is Conv<Act>,
+with one ConvAdd or ConvAdd<Act>; ConvPRelu has a slope for each filter besides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 import onnx_ir as ir
 
@@ -17,62 +23,168 @@ from onnx_fuse.ops.fused.activations import (
 )
 from onnx_fuse.ops.fused.gradients import conv_act_grad
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, dim, only_use, rank, users
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    copy_onto,
+    dim,
+    is_constant,
+    is_float,
+    made_by,
+    move_shape_readers,
+    only_use,
+    other,
+    rank,
+    typed,
+    users,
+    views_above,
+)
 
 _ATTRIBUTES = ("kernel_shape", "strides", "pads", "dilations")
 _BODY_ATTRIBUTES = ", ".join([*(f"{a}: ints = @{a}" for a in _ATTRIBUTES), "group: int = @group"])
+_PRELU = Activation("PRelu", "PRelu", "  y = PRelu (z, slope)\n", "")
+"""Of convolutions alone, whose kernels take a slope for each filter; its body has its gradient."""
 
 
-def _define(activation: Activation) -> OpDef:
-    name = f"Conv{activation.name}"
+def _define(activation: Activation | None, residual: bool) -> OpDef:
+    name = f"Conv{'Add' if residual else ''}{activation.name if activation else ''}"
+    inputs = ["x", "w", "c", *(["r"] if residual else [])]
+    inputs += ["slope"] if activation is _PRELU else []
     # Every attribute is bound at a call; only those with a default may follow the plain names.
-    head = signature(", ".join(_ATTRIBUTES), "group: int = 1", activation.attributes)
+    more = activation.attributes if activation else ""
+    head = signature(", ".join(_ATTRIBUTES), "group: int = 1", more)
+    own = not residual and activation is not _PRELU
     return OpDef(
         name,
         FUSE,
-        body=f"{name} {head}(x, w, c) => (y) {{\n"
-        f"  z = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n{activation.forward}}}",
-        saves=("z",),
-        grad=conv_act_grad,
+        body=f"{name} {head}({', '.join(inputs)}) => (y) {{\n"
+        f"  {'m' if residual else 'z'} = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n"
+        + (f"  {'z' if activation else 'y'} = Add (m, r)\n" if residual else "")
+        + (activation.forward if activation else "")
+        + "}",
+        saves=("z",) if own else (),
+        grad=conv_act_grad if own else None,
     )
 
 
-register(*(_define(a) for a in ACTIVATIONS.values()))
+register(
+    *(_define(a, False) for a in (*ACTIVATIONS.values(), _PRELU)),
+    *(_define(a, True) for a in (None, *ACTIVATIONS.values())),
+)
+
+
+# ---- recognition -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """What follows a sum: views, then an activation of it."""
+
+    views: tuple[ir.Node, ...]
+    node: ir.Node
+    activation: Activation
+    attributes: dict[str, float]
+    operands: tuple[ir.Value, ...] = ()
+
+
+def _activation(z: ir.Value) -> _Behind | None:
+    """The activation among the readers of `z`, which may have others, or of views of it."""
+    # An activation is elementwise: it may as well run before a Reshape or Transpose.
+    views = views_above(z)
+    last = views[-1].outputs[0] if views else z
+    for node in users(last):
+        if node.op_type == "PRelu" and not node.domain and not views:
+            slope = other(node, z)
+            if node.inputs[0] is not z or slope is None or slope is z:
+                return None  # the result is the slope
+            return _Behind((), node, _PRELU, {}, (slope,))
+        found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
+        if found is not None:
+            return _Behind(tuple(views), node, *found)
+    return None
+
+
+def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """The Add that alone reads `z`, and what it adds: a computed tensor of the same shape."""
+    add = only_use(z)
+    r = other(add, z) if add is not None and add.op_type == "Add" and not add.domain else None
+    if (
+        add is None
+        or r is None
+        or r is z
+        or is_constant(r)
+        or rank(r) is None
+        or rank(r) != rank(z)
+    ):
+        return None
+    sizes = [(dim(r, i), dim(z, i)) for i in range(rank(z) or 0)]
+    if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):
+        return None
+    # Of two convolutions the larger filter takes the sum: one of a single tap is a plain product.
+    rival = made_by(r, "Conv")
+    if rival is not None and only_use(r) is add and _taps(rival) > _taps(conv):
+        return None
+    return add, r
+
+
+def _taps(conv: ir.Node) -> int:
+    w = conv.inputs[1]
+    return prod(dim(w, i) or 1 for i in range(2, rank(w) or 2))
 
 
 def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
     z = conv.outputs[0]
-    near = next((n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)), None)
-    found = activation_of(near) if near is not None else None
     x, w = conv.inputs[0], conv.inputs[1]
-    if near is None or found is None or conv.domain or x is None or w is None:
+    if conv.domain or x is None or w is None:
         return False
-    pair = [conv, near]
-    if only_use(z) is None:
-        return rw.refuse("Conv+activation", pair, f"its input '{z.name}' has other readers")
+    sum_of = _residual(conv, z)
+    total = sum_of[0].outputs[0] if sum_of is not None else z
+    act = _activation(total)
+    if act is not None and act.activation is _PRELU and sum_of is not None:
+        act = None
+    if act is None and sum_of is None:
+        return False
+    nodes = [conv, *([sum_of[0]] if sum_of else []), *([act.node] if act else [])]
+    read_too = act is not None and (
+        len([n for n in users(total) if n.op_type != "Shape"]) > 1 or total.is_graph_output()
+    )
+    if act is not None and read_too:
+        if sum_of is None:
+            return rw.refuse("Conv+activation", nodes, "its input has other readers")
+        act = None  # the sum is wanted as it is
     valid = attribute(conv, "auto_pad", "NOTSET") == "VALID"
     if not valid and attribute(conv, "auto_pad", "NOTSET") != "NOTSET":
-        return rw.refuse("Conv+activation", pair, "auto_pad depends on the input's size")
+        return rw.refuse("Conv+activation", nodes, "auto_pad depends on the input's size")
     size, channels = rank(w), dim(w, 0)
     kernel = attribute(conv, "kernel_shape") or [dim(w, i) for i in range(2, size or 2)]
     if size is None or channels is None or not isinstance(kernel, Sequence) or None in kernel:
-        return rw.refuse("Conv+activation", pair, "the weight's shape is not known")
+        return rw.refuse("Conv+activation", nodes, "the weight's shape is not known")
     spatial = size - 2
     bias = conv.inputs[2] if len(conv.inputs) > 2 else None
     op = Builder()
-    row, attributes = found
+    inputs = [x, w, bias if bias is not None else rw.zeros(w, channels)]
+    inputs += [sum_of[1]] if sum_of else []
     y = op.node(
-        f"Conv{row.name}",
-        [x, w, bias if bias is not None else rw.zeros(w, channels)],
+        f"Conv{'Add' if sum_of else ''}{act.activation.name if act else ''}",
+        [*inputs, *(act.operands if act else ())],
         domain=FUSE,
         kernel_shape=list(kernel),
         strides=attribute(conv, "strides", [1] * spatial),
         pads=[0] * 2 * spatial if valid else attribute(conv, "pads", [0] * 2 * spatial),
         dilations=attribute(conv, "dilations", [1] * spatial),
         group=attribute(conv, "group", 1),
-        attributes=attributes,
+        attributes=act.attributes if act else {},
     )
-    return rw.replace(near, op, [near.outputs[0]], [y])
+    at = conv
+    if sum_of is not None:
+        at = sum_of[0]
+    if act is not None:
+        at = act.node
+        y = typed(y, total, total.shape)
+        move_shape_readers(total, y)
+        y = copy_onto(op, act.views, total, y)
+    return rw.replace(at, op, [at.outputs[0]], [y])
 
 
 RULES = (Rule("Conv", 1, ("Conv",), _fuse),)

@@ -34,6 +34,7 @@ from onnx_fuse.ops.fused.norm import (
 )
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
+    CONSTANT,
     PACKED,
     Rewriter,
     Rule,
@@ -52,6 +53,7 @@ from onnx_fuse.ops.rewrite import (
     through_row_views,
     typed,
     users,
+    views_above,
 )
 
 
@@ -172,11 +174,8 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
 
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
-    after: list[ir.Node] = []
-    while (view := _only_reader(z := after[-1].outputs[0] if after else site.output)) is not None:
-        if view.domain or view.op_type not in _MOVES or view.inputs[0] is not z:
-            break
-        after.append(view)
+    after = views_above(site.output)
+    z = after[-1].outputs[0] if after else site.output
     near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
     if not near:
         unfused = [n for n in users(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
@@ -186,8 +185,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
             rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
     if _only_reader(z) is None:
-        count = len(users(z)) - 1 + z.is_graph_output()
-        reason = f"its input '{z.name}' has {count} other reader(s)"
+        reason = "its input has other readers"
         rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
         return site
     found = activation_of(near[0])
@@ -203,10 +201,14 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
 
 
 def _with_norm(rw: Rewriter, site: _Site) -> _Site:
-    below, views = through_row_views(site.x)
+    below, views = through_row_views(site.x, pad=True)
     node = below.producer() if below is not None else None
     norm = canonical_norm(node)
     if node is None or below is not node.outputs[0]:
+        return site
+    if norm is not None and any(v.op_type == "Pad" for v in views) and not _keeps_zeros(rw, norm):
+        reason = "a Pad between adds rows of zeros, of which the norm would make others (its bias)"
+        rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     if norm is None:
         if node.op_type == "LayerNormalization":
@@ -222,6 +224,19 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     return replace(site, norm=norm, views=tuple(views))
+
+
+def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
+    """Whether the norm of a row of zeros is zeros, now and after training."""
+    scale, *bias = (const_array(v) for v in norm.affine)
+    epsilon = norm.attributes["epsilon"]
+    # also where the smallest numbers count as zero
+    sound = epsilon >= np.finfo(np.float32).tiny
+    if scale is None or not np.isfinite(scale.astype(np.float64)).all() or not sound:
+        return False
+    zero = all(b is not None and not b.any() for b in bias)
+    own = [v for v in norm.affine[1:] if CONSTANT not in v.metadata_props]
+    return zero and not (rw.training and own)
 
 
 def _fuse(rw: Rewriter, node: ir.Node) -> bool:
@@ -480,7 +495,6 @@ _OTHER_ACTIVATIONS = (
     *("Celu", "Clip", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
     *("Softsign", "ThresholdedRelu"),
 )
-_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)

@@ -1,0 +1,318 @@
+"""Nodes of a later ai.onnx opset as an older one spells them, where it can."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
+from onnx_fuse.onnx.upgrade import UPGRADES
+
+Rule = Callable[[ir.Node], bool]
+"""Respells the node in place; False where the older operator cannot say what it says."""
+
+DOWNGRADES: dict[tuple[str, int], Rule] = {}
+"""By (operator, first opset that means something else), as in `upgrade.UPGRADES`."""
+
+
+def downgrade(graph: ir.Graph | ir.Function, version: int, opset: int) -> None:
+    """Respell all nodes, subgraphs included, from ai.onnx `version` to the older `opset`."""
+    for node in list(all_nodes(graph)):
+        if node.domain == "":
+            _respell(node, version, opset)
+    for node in list(all_nodes(graph)):  # constants that have become attributes
+        if node.op_type == "Constant" and node.graph is not None:
+            y = node.outputs[0]
+            if not y.uses() and not y.is_graph_output():
+                node.graph.remove(node, safe=True)
+
+
+def _respell(node: ir.Node, version: int, opset: int) -> None:
+    name = f"node '{node.name or node.outputs[0].name}' ({node.op_type})"
+    if not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        if _written_out(node, version, opset):
+            return
+        first = min(
+            s.since_version
+            for s in onnx.defs.get_all_schemas_with_history()
+            if s.name == node.op_type and s.domain == ""
+        )
+        raise ModelError(f"{name} needs opset {first}: it cannot be written in {opset}")
+    changes = sorted({since for op, since in UPGRADES if op == node.op_type}, reverse=True)
+    for since in changes:
+        if opset < since <= version:
+            rule = DOWNGRADES.get((node.op_type, since))
+            if rule is None or not rule(node):
+                raise ModelError(f"{name} needs opset {since}: it cannot be written in {opset}")
+    old: Any = onnx.defs.get_schema(node.op_type, opset, "")
+    new: Any = onnx.defs.get_schema(node.op_type, version, "")
+    if old.since_version == new.since_version:
+        return
+    for key in list(node.attributes):
+        if key not in old.attributes:
+            default = new.attributes[key].default_value if key in new.attributes else None
+            given = node.attributes[key]
+            known = ir.serde.deserialize_attribute(default) if default is not None else None
+            if given.is_ref() or known is None or known.value != given.value:
+                raise ModelError(
+                    f"{name}: '{key}' needs opset {_first(node, opset, version, key)}: it cannot "
+                    f"be written in {opset}"
+                )
+            del node.attributes[key]
+    while node.inputs and node.inputs[-1] is None:
+        node.resize_inputs(len(node.inputs) - 1)
+    if len(node.inputs) > old.max_input or len(node.outputs) > old.max_output:
+        raise ModelError(f"{name} has more inputs or outputs than in opset {opset}")
+    for i, value in enumerate(node.inputs):
+        if value is not None and value.dtype is not None:
+            _check_type(node, name, old, i, value.dtype, opset)
+
+
+def _written_out(node: ir.Node, version: int, opset: int) -> bool:
+    """Put what an operator that `opset` lacks is made of in its place, where that is known."""
+    write, op, graph = WRITTEN_OUT.get(node.op_type), Builder(), node.graph
+    results = write(node, op) if write is not None else None
+    if results is None or graph is None:
+        return False
+    for old, new in zip(node.outputs, results, strict=False):
+        new.name, new.type, new.shape = old.name, old.type, old.shape
+        new.metadata_props.update(old.metadata_props)
+    graph.insert_before(node, op.nodes)
+    made = results[: len(node.outputs)]
+    ir.convenience.replace_all_uses_with(node.outputs, made, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    for inner in op.nodes:
+        _respell(inner, version, opset)
+    return True
+
+
+def _first(node: ir.Node, opset: int, version: int, key: str) -> int:
+    """The first opset whose operator has the attribute."""
+    for v in range(opset + 1, version + 1):
+        if key in onnx.defs.get_schema(node.op_type, v, "").attributes:
+            return v
+    return version
+
+
+_TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+
+
+def _check_type(
+    node: ir.Node, name: str, schema: Any, index: int, dtype: ir.DataType, opset: int
+) -> None:
+    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+    kind = _TYPE_NAMES.get(dtype, dtype.name.lower())
+    allowed = set(formal.types)
+    if allowed and f"tensor({kind})" not in allowed:
+        raise ModelError(f"{name} takes no {kind} in opset {opset}")
+
+
+WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}
+"""Operators that older opsets lack, by what they are made of; None where that is not known."""
+
+
+def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
+    x = node.inputs[0]
+    if x is None:
+        return None
+
+    def number(value: float) -> ir.Value:
+        if x.dtype is not None:
+            return op.constant(np.array(value, x.dtype.numpy()))
+        made: ir.Value = op.CastLike(op.constant(np.array(value, np.float32)), x)
+        return made
+
+    if node.attributes.get_string("approximate", "none") == "tanh":
+        cube = op.Mul(op.Mul(op.Mul(x, x), x), number(0.044715))
+        part = op.Tanh(op.Mul(op.Add(x, cube), number(math.sqrt(2 / math.pi))))
+    else:
+        part = op.Erf(op.Mul(x, number(math.sqrt(0.5))))
+    return [op.Mul(op.Mul(x, number(0.5)), op.Add(part, number(1.0)))]
+
+
+def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
+    """Over the last axis, in float32 or double: others would need casts that this cannot know."""
+    x, scale = node.inputs[:2]
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if x is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return None
+    axis = node.attributes.get_int("axis", -1)
+    if axis != -1 and (x.shape is None or axis != len(x.shape) - 1):
+        return None
+    last = op.constant(np.array([-1], np.int64))
+    epsilon = op.constant(np.array(node.attributes.get_float("epsilon", 1e-5), x.dtype.numpy()))
+    mean = op.ReduceMean(x, last)
+    d = op.Sub(x, mean)
+    deviation = op.Sqrt(op.Add(op.ReduceMean(op.Mul(d, d), last), epsilon))
+    y = op.Mul(op.Div(d, deviation), scale)
+    return [y if bias is None else op.Add(y, bias), mean, op.Reciprocal(deviation)]
+
+
+WRITTEN_OUT.update(Gelu=_gelu, LayerNormalization=_layer_norm)
+
+
+def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        DOWNGRADES.update({(op, since): rule for op in ops})
+        return rule
+
+    return register
+
+
+def _numbers(node: ir.Node, index: int) -> np.ndarray | None:
+    return const_array(node.inputs[index]) if index < len(node.inputs) else None
+
+
+def _given(node: ir.Node, index: int) -> bool:
+    return index < len(node.inputs) and node.inputs[index] is not None
+
+
+def _ints(node: ir.Node, index: int, name: str) -> bool:
+    """An input of constant integers becomes an attribute; True where there is none, too."""
+    if not _given(node, index):
+        return True
+    array = _numbers(node, index)
+    if array is None:
+        return False
+    node.attributes[name] = ir.AttrInt64s(name, [int(i) for i in array.reshape(-1)])
+    node.replace_input_with(index, None)
+    return True
+
+
+def _float(node: ir.Node, index: int, name: str) -> bool:
+    if not _given(node, index):
+        return True
+    array = _numbers(node, index)
+    if array is None or array.size != 1:
+        return False
+    node.attributes[name] = ir.AttrFloat32(name, float(array.reshape(())))
+    node.replace_input_with(index, None)
+    return True
+
+
+@_rule(13, "ReduceSum", "Squeeze", "Unsqueeze")
+@_rule(
+    18,
+    *(f"Reduce{k}" for k in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod")),
+    "ReduceSumSquare",
+)
+def _axes(node: ir.Node) -> bool:
+    array = _numbers(node, 1)
+    if node.attributes.get_int("noop_with_empty_axes", 0) and (array is None or not array.size):
+        return False
+    node.attributes.pop("noop_with_empty_axes", None)
+    return _ints(node, 1, "axes")
+
+
+@_rule(13, "Split")
+def _split(node: ir.Node) -> bool:
+    return _ints(node, 1, "split")
+
+
+@_rule(18, "Split")
+def _split_count(node: ir.Node) -> bool:
+    count = node.attributes.pop("num_outputs", None)
+    if count is None:
+        return True
+    x, axis = node.inputs[0], node.attributes.get_int("axis", 0)
+    size = None if x is None or x.shape is None else x.shape[axis]
+    return isinstance(size, int) and size % count.as_int() == 0
+
+
+@_rule(10, "TopK")
+def _top_k(node: ir.Node) -> bool:
+    k = _numbers(node, 1)
+    if k is None or k.size != 1:
+        return False
+    node.attributes["k"] = ir.AttrInt64("k", int(k.reshape(())))
+    node.replace_input_with(1, None)
+    return True
+
+
+@_rule(10, "Slice")
+def _slice(node: ir.Node) -> bool:
+    steps = _numbers(node, 4)
+    if _given(node, 4) and (steps is None or (steps != 1).any()):
+        return False
+    node.resize_inputs(min(len(node.inputs), 4))
+    return all(_ints(node, i, n) for i, n in enumerate(("starts", "ends", "axes"), 1))
+
+
+@_rule(11, "Clip")
+def _clip(node: ir.Node) -> bool:
+    return all(_float(node, i, name) for i, name in enumerate(("min", "max"), 1))
+
+
+@_rule(11, "Pad")
+def _pad(node: ir.Node) -> bool:
+    return _ints(node, 1, "pads") and _float(node, 2, "value")
+
+
+@_rule(12, "Dropout")
+def _dropout(node: ir.Node) -> bool:
+    return len(node.outputs) == 1 and not _given(node, 2) and _float(node, 1, "ratio")
+
+
+@_rule(10, "Dropout")
+def _dropout_mask(node: ir.Node) -> bool:
+    return len(node.outputs) == 1
+
+
+@_rule(11, "Dropout")
+def _dropout_mask_11(node: ir.Node) -> bool:
+    return len(node.outputs) == 1
+
+
+@_rule(13, "Softmax", "LogSoftmax", "Hardmax")
+def _softmax(node: ir.Node) -> bool:
+    x, axis = node.inputs[0], node.attributes.get_int("axis", -1)
+    if x is None or x.shape is None:
+        return False
+    node.attributes["axis"] = ir.AttrInt64("axis", axis % len(x.shape))
+    return axis % len(x.shape) == len(x.shape) - 1
+
+
+@_rule(14, "BatchNormalization")
+def _batch_norm(node: ir.Node) -> bool:
+    mode = node.attributes.pop("training_mode", None)
+    return mode is None or mode.value == 0
+
+
+@_rule(9, "BatchNormalization")
+def _batch_norm_spatial(node: ir.Node) -> bool:
+    return True  # spatial=1, its default
+
+
+@_rule(16, "RoiAlign")
+def _roi_align(node: ir.Node) -> bool:
+    mode = node.attributes.pop("coordinate_transformation_mode", None)
+    return mode is not None and mode.value == "output_half_pixel"
+
+
+@_rule(20, "GridSample")
+def _grid_sample(node: ir.Node) -> bool:
+    mode = node.attributes.get_string("mode", "linear")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    node.attributes["mode"] = ir.AttrString("mode", mode)
+    return True
+
+
+@_rule(20, "DFT")
+def _dft(node: ir.Node) -> bool:
+    axis = _numbers(node, 2)
+    if not _given(node, 2) or axis is None:
+        return False
+    node.attributes["axis"] = ir.AttrInt64("axis", int(axis.reshape(())))
+    node.replace_input_with(2, None)
+    return True
+
+
+@_rule(13, "Resize")
+def _resize(node: ir.Node) -> bool:
+    return _given(node, 1) and _given(node, 2)

@@ -1,0 +1,358 @@
+"""What nodes answer for known inputs: the value that onnxruntime would compute, or none.
+
+Shape arithmetic is exact in any implementation and is done by NumPy; all else is asked of
+onnxruntime itself, whose answer is the one a run would give. onnx's reference evaluator is not
+asked: its Pow, LpNormalization, Resize and casts to 4 bits differ from onnxruntime's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.onnx.common import FUSE
+
+Array = np.ndarray[Any, Any]
+
+# Element types that Python cannot take from onnxruntime, and one that holds their values exactly.
+_FETCHED_AS = {
+    ir.DataType.BFLOAT16: ir.DataType.FLOAT,
+    ir.DataType.FLOAT8E4M3FN: ir.DataType.FLOAT,
+    ir.DataType.FLOAT8E4M3FNUZ: ir.DataType.FLOAT,
+    ir.DataType.FLOAT8E5M2: ir.DataType.FLOAT,
+    ir.DataType.FLOAT8E5M2FNUZ: ir.DataType.FLOAT,
+    ir.DataType.INT4: ir.DataType.INT8,
+    ir.DataType.UINT4: ir.DataType.UINT8,
+}
+
+
+def evaluate(
+    nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+) -> dict[ir.Value, Array]:
+    """The outputs of `nodes`, which are in order and read nothing but each other and `known`.
+
+    An output that could not be computed is left out. An exact node costs microseconds; for the
+    others one onnxruntime session is made, or one for each where that fails.
+    """
+    found: dict[ir.Value, Array] = {}
+    asked: list[ir.Node] = []
+    for node in nodes:
+        given = [None if v is None else found.get(v, known.get(v)) for v in node.inputs]
+        complete = all(a is not None or v is None for a, v in zip(given, node.inputs, strict=True))
+        answers = exact(node, given) if complete else None
+        if answers is not None:
+            found.update(zip(node.outputs, answers, strict=False))
+        elif complete and not traps(node, given):
+            asked.append(node)
+        elif asked and not _integer_division(node):
+            asked.append(node)  # it reads what is asked for
+    if asked:
+        found.update(_ask(asked, {**known, **found}, opsets))
+    return found
+
+
+def _ask(
+    nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+) -> dict[ir.Value, Array]:
+    try:
+        return _run(nodes, known, opsets)
+    except Exception:  # noqa: BLE001 - whatever it raises, it has no answer for all of them
+        if len(nodes) == 1:
+            return {}
+    found: dict[ir.Value, Array] = {}
+    for node in nodes:
+        if all(v is None or v in known or v in found for v in node.inputs):
+            found.update(_ask([node], {**known, **found}, opsets))
+    return found
+
+
+def _run(
+    nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+) -> dict[ir.Value, Array]:
+    import onnxruntime
+
+    names: dict[ir.Value, str] = {}
+    protos = []
+    for node in nodes:
+        proto = ir.serde.serialize_node(node)
+        if not any(a.HasField("g") or a.graphs for a in proto.attribute):  # branches use the names
+            for value in (*node.inputs, *node.outputs):
+                if value is not None and (value.name or value in known):
+                    names.setdefault(value, f"v{len(names)}")
+            proto.input[:] = ["" if v is None else names[v] for v in node.inputs]
+            proto.output[:] = [names.get(v, "") for v in node.outputs]
+        protos.append(proto)
+    inside = {v for node in nodes for v in node.outputs}
+    outputs = []
+    wanted: list[tuple[ir.Value, ir.DataType | None]] = []
+    for value in (v for node in nodes for v in node.outputs if v.name):
+        name, dtype = names.get(value, value.name or ""), value.dtype
+        if dtype in _FETCHED_AS:
+            fetched = _FETCHED_AS[dtype]
+            cast = onnx.helper.make_node("Cast", [name], [f"{name} fetched"], to=fetched.value)
+            protos.append(cast)
+            name = f"{name} fetched"
+        elif dtype == ir.DataType.STRING:
+            continue
+        wanted.append((value, dtype if dtype in _FETCHED_AS else None))
+        outputs.append(onnx.ValueInfoProto(name=name))
+    constants = []
+    for value, array in known.items():
+        if value not in inside:
+            tensor = ir.serde.serialize_tensor(ir.tensor(array))
+            tensor.name = names.get(value, value.name or "")
+            constants.append(tensor)
+    graph = onnx.helper.make_graph(protos, "constants", [], outputs, constants)
+    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items() if d != FUSE]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, ["CPUExecutionProvider"]
+    )
+    run = onnxruntime.RunOptions()
+    run.log_severity_level = 4
+    answers = session.run([o.name for o in outputs], {}, run)
+    return {
+        value: np.asarray(answer if dtype is None else answer.astype(dtype.numpy()))
+        for (value, dtype), answer in zip(wanted, answers, strict=True)
+    }
+
+
+def _integer_division(node: ir.Node) -> bool:
+    return node.op_type in ("Div", "Mod") and not node.domain
+
+
+def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
+    """Whether a division of integers would end the process: by 0, or of the smallest by -1."""
+    if not _integer_division(node) or len(arrays) < 2:
+        return False
+    a, b = arrays[0], arrays[1]
+    if a is None or b is None or b.dtype.kind not in "iu":
+        return False
+    smallest = b.dtype.kind == "i" and (b == -1).any() and (a == np.iinfo(a.dtype).min).any()
+    return bool((b == 0).any() or smallest)
+
+
+# ---- what is exact in any implementation ---------------------------------------------------------
+
+
+def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
+    """The outputs of a node that moves elements or computes with integers; None for any other."""
+    function = _EXACT.get(node.op_type) if not node.domain else None
+    if function is None or not arrays or arrays[0] is None:
+        return None
+    if any(a is not None and a.dtype.kind not in "biufV" for a in arrays):
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            made = function(node, arrays)
+    except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError):
+        return None  # no valid node: onnxruntime says what is wrong with it
+    return None if made is None else [np.asarray(made)]
+
+
+_Exact = Callable[[ir.Node, Sequence[Any]], "Array | None"]
+_EXACT: dict[str, _Exact] = {}
+
+
+def _exactly(*ops: str) -> Callable[[_Exact], _Exact]:
+    def register(function: _Exact) -> _Exact:
+        _EXACT.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+def _at(arrays: Sequence[Any], index: int) -> Any:
+    return arrays[index] if index < len(arrays) else None
+
+
+@_exactly("Identity")
+def _identity(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    same: Array = arrays[0]
+    return same
+
+
+@_exactly("Reshape")
+def _reshape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    x, shape = arrays
+    if node.attributes.get_int("allowzero", 0) == 0:
+        shape = [x.shape[i] if d == 0 else d for i, d in enumerate(shape.tolist())]
+    made: Array = x.reshape([int(d) for d in shape])
+    return made
+
+
+@_exactly("Flatten")
+def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    (x,) = arrays
+    axis = node.attributes.get_int("axis", 1)
+    rows = math.prod(x.shape[:axis])
+    made: Array = x.reshape(rows, -1 if rows and x.size else math.prod(x.shape[axis:]))
+    return made
+
+
+@_exactly("Transpose")
+def _transpose(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    order = node.attributes.get_ints("perm")
+    return np.ascontiguousarray(np.transpose(arrays[0], None if order is None else list(order)))
+
+
+@_exactly("Squeeze")
+def _squeeze(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    axes = _at(arrays, 1)
+    return np.asarray(np.squeeze(arrays[0], None if axes is None else tuple(map(int, axes))))
+
+
+@_exactly("Unsqueeze")
+def _unsqueeze(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    return np.expand_dims(arrays[0], tuple(int(a) for a in arrays[1].reshape(-1)))
+
+
+@_exactly("Concat")
+def _concat(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    if any(a is None or a.dtype != arrays[0].dtype for a in arrays):
+        return None
+    return np.concatenate(arrays, node.attributes["axis"].as_int())
+
+
+@_exactly("Gather")
+def _gather(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    x, index = arrays
+    axis = node.attributes.get_int("axis", 0)
+    made: Array = np.take(x, index, axis)  # raises where an index is out of bounds
+    return made
+
+
+@_exactly("Slice")
+def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    x, starts, ends = arrays[:3]
+    axes, steps = _at(arrays, 3), _at(arrays, 4)
+    axes = range(len(starts)) if axes is None else axes.tolist()
+    steps = [1] * len(starts) if steps is None else steps.tolist()
+    cut: list[Any] = [slice(None)] * x.ndim
+    for axis, start, end, step in zip(axes, starts.tolist(), ends.tolist(), steps, strict=True):
+        size = x.shape[axis]
+        # Python lets a negative end count from the back; here it has been clamped before.
+        first, last = (v + size if v < 0 else v for v in (start, end))
+        if step > 0:
+            cut[axis] = slice(min(max(first, 0), size), min(max(last, 0), size), step)
+        else:
+            last = min(max(last, -1), size - 1)
+            first = min(max(first, 0), size - 1)
+            cut[axis] = slice(first, None if last < 0 else last, step)
+    made: Array = x[tuple(cut)]
+    return made
+
+
+@_exactly("Shape")
+def _shape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
+    return np.array(arrays[0].shape[start:end], np.int64)
+
+
+@_exactly("Size")
+def _size(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    return np.array(arrays[0].size, np.int64)
+
+
+@_exactly("Expand")
+def _expand(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    x, shape = arrays
+    wide = np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))
+    return np.ascontiguousarray(np.broadcast_to(x, wide))
+
+
+@_exactly("ConstantOfShape")
+def _constant_of_shape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    value = node.attributes.get_tensor("value")
+    number = np.zeros(1, np.float32) if value is None else value.numpy()
+    return np.full(tuple(int(d) for d in arrays[0]), number.reshape(-1)[0], number.dtype)
+
+
+@_exactly("Cast")
+def _cast(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    (x,), to = arrays, ir.DataType(node.attributes["to"].as_int())
+    if to == ir.DataType.STRING or x.dtype.kind not in "biu":
+        return None
+    kind = to.numpy()
+    if kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8):
+        return np.asarray(x.astype(kind))
+    exactly = kind in (np.int32, np.float32, np.float64)
+    return np.asarray(x.astype(kind)) if exactly else None
+
+
+@_exactly("Where")
+def _where(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    condition, a, b = arrays
+    return np.where(condition, a, b) if a.dtype == b.dtype else None
+
+
+_INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Equal": np.equal,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+}
+
+
+@_exactly(*_INTEGERS)
+def _integers(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    a, b = arrays
+    if a.dtype != b.dtype or a.dtype not in (np.int64, np.int32):
+        return None
+    return np.asarray(_INTEGERS[node.op_type](a, b))
+
+
+@_exactly("Div")
+def _divide(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    """Towards zero, as C++ divides."""
+    a, b = arrays
+    if a.dtype != b.dtype or a.dtype not in (np.int64, np.int32) or traps(node, arrays):
+        return None
+    return np.asarray((a - np.fmod(a, b)) // b)
+
+
+_BOOLEANS: dict[str, Callable[[Any, Any], Any]] = {
+    "And": np.logical_and,
+    "Or": np.logical_or,
+    "Xor": np.logical_xor,
+}
+
+
+@_exactly(*_BOOLEANS)
+def _booleans(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    return np.asarray(_BOOLEANS[node.op_type](*arrays))
+
+
+@_exactly("Not")
+def _not(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    return np.asarray(np.logical_not(arrays[0]))
+
+
+@_exactly("Neg", "Abs")
+def _sign(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    (x,) = arrays
+    if x.dtype not in (np.int64, np.int32):
+        return None
+    return np.asarray(-x if node.op_type == "Neg" else np.abs(x))
+
+
+@_exactly("Range")
+def _range(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+    start, limit, delta = arrays
+    if start.dtype not in (np.int64, np.int32) or not delta.any():
+        return None
+    numbers = range(int(start), int(limit), int(delta))
+    return np.array(numbers, start.dtype) if len(numbers) <= 1 << 20 else None

@@ -1,0 +1,326 @@
+"""Nodes of an older ai.onnx opset as a later one spells them, with the results they had.
+
+Most versions of an operator only take further types or attributes, and need nothing. The others
+are in UPGRADES: a rule for each (operator, first opset that means something else). What an old
+operator answers is what onnxruntime, which still runs it, answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
+
+Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
+"""Changes the node in place, with the nodes it needs before it in the builder; or answers the
+values that stand for the node's outputs."""
+
+UPGRADES: dict[tuple[str, int], Rule] = {}
+
+
+def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
+    """Bring all nodes of a graph, its subgraphs included, from ai.onnx `version` to `target`.
+
+    Types and ranks of values are used where they are known and are not needed. Raises ModelError
+    for a node that later opsets cannot express.
+    """
+    rules: dict[str, list[Rule]] = {}
+    for (op_type, since), rule in sorted(UPGRADES.items(), key=lambda item: item[0][1]):
+        if version < since <= target:
+            rules.setdefault(op_type, []).append(rule)
+    for node in list(all_nodes(graph)):
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        for rule in rules.get(node.op_type, ()):
+            if node.graph is not None:  # a rule before has replaced it
+                _apply(rule, node)
+
+
+def _apply(rule: Rule, node: ir.Node) -> None:
+    op, graph = Builder(), node.graph
+    assert graph is not None
+    results = rule(node, op)
+    for made in op.nodes:
+        made.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, op.nodes)
+    if results is None:
+        return
+    for old, new in zip(node.outputs, results, strict=True):
+        new.name, old.name = old.name, None
+        new.type, new.shape = old.type or new.type, old.shape if old.shape else new.shape
+        new.doc_string = old.doc_string
+        new.metadata_props.update(old.metadata_props)
+    last = op.nodes[-1]
+    last.name, last.doc_string = node.name, node.doc_string
+    ir.convenience.replace_all_uses_with(node.outputs, list(results), replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        UPGRADES.update({(op, since): rule for op in ops})
+        return rule
+
+    return register
+
+
+def _taken(node: ir.Node, name: str, default: Any = None) -> Any:
+    """The value of an attribute, which the node loses."""
+    attribute = node.attributes.pop(name, None)
+    return default if attribute is None else attribute.value
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
+    if index >= len(node.inputs):
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+
+
+def _read(node: ir.Node) -> ir.Value:
+    """The first input, which every operator here has."""
+    value = _input(node, 0)
+    if value is None:
+        raise ModelError(f"node '{node.name}' ({node.op_type}) lacks its first input")
+    return value
+
+
+def _like(op: Builder, number: float, x: ir.Value) -> ir.Value:
+    """A scalar of x's type."""
+    if x.dtype is not None and x.dtype.is_floating_point():
+        with np.errstate(over="ignore"):  # a bound beyond float16 is none
+            return op.constant(np.array(number, np.float32).astype(x.dtype.numpy()))
+    made: ir.Value = op.CastLike(op.constant(np.array(number, np.float32)), x)
+    return made
+
+
+def _int64(op: Builder, numbers: Sequence[int]) -> ir.Value:
+    return op.constant(np.array(numbers, np.int64))
+
+
+def _rank(value: ir.Value) -> int | None:
+    return None if value.shape is None else len(value.shape)
+
+
+# ---- attributes that became inputs ---------------------------------------------------------------
+
+
+@_rule(13, "ReduceSum", "Squeeze", "Unsqueeze")
+@_rule(
+    18,
+    *(f"Reduce{k}" for k in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod")),
+    "ReduceSumSquare",
+)
+def _axes(node: ir.Node, op: Builder) -> None:
+    if axes := _taken(node, "axes"):  # none and an empty list are all axes
+        _set_input(node, 1, _int64(op, axes))
+
+
+@_rule(13, "Split")
+def _split(node: ir.Node, op: Builder) -> None:
+    if (sizes := _taken(node, "split")) is not None:
+        _set_input(node, 1, _int64(op, sizes))
+
+
+@_rule(18, "Split")
+def _split_count(node: ir.Node, op: Builder) -> None:
+    if _input(node, 1) is None:
+        node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
+
+
+@_rule(10, "TopK")
+def _top_k(node: ir.Node, op: Builder) -> None:
+    _set_input(node, 1, _int64(op, [_taken(node, "k", 0)]))
+
+
+@_rule(10, "Slice")
+def _slice(node: ir.Node, op: Builder) -> None:
+    for i, name in enumerate(("starts", "ends", "axes"), 1):
+        if (numbers := _taken(node, name)) is not None:
+            _set_input(node, i, _int64(op, numbers))
+
+
+@_rule(11, "Clip")
+def _clip(node: ir.Node, op: Builder) -> None:
+    for i, name in enumerate(("min", "max"), 1):
+        if (bound := _taken(node, name)) is not None:
+            _set_input(node, i, _like(op, bound, _read(node)))
+
+
+@_rule(11, "Pad")
+def _pad(node: ir.Node, op: Builder) -> None:
+    _set_input(node, 1, _int64(op, _taken(node, "pads", ())))
+    if value := _taken(node, "value"):
+        _set_input(node, 2, _like(op, value, _read(node)))
+
+
+@_rule(20, "DFT")
+def _dft(node: ir.Node, op: Builder) -> None:
+    _set_input(node, 2, op.constant(np.array(_taken(node, "axis", 1), np.int64)))
+
+
+# ---- other names and defaults --------------------------------------------------------------------
+
+
+@_rule(11, "Scatter")
+def _scatter(node: ir.Node, op: Builder) -> None:
+    node.op_type = "ScatterElements"
+
+
+@_rule(16, "RoiAlign")
+def _roi_align(node: ir.Node, op: Builder) -> None:
+    mode = ir.AttrString("coordinate_transformation_mode", "output_half_pixel")
+    node.attributes.setdefault(mode.name, mode)
+
+
+@_rule(20, "GridSample")
+def _grid_sample(node: ir.Node, op: Builder) -> None:
+    if (mode := _taken(node, "mode")) is not None:
+        mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+        node.attributes["mode"] = ir.AttrString("mode", mode)
+
+
+# ---- other meanings ------------------------------------------------------------------------------
+
+
+@_rule(13, "Softmax", "LogSoftmax", "Hardmax")
+def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
+    """Before opset 13 all axes from `axis` on are one: a matrix's columns."""
+    x = _read(node)
+    axis, rank = _taken(node, "axis", 1), _rank(x)
+    if axis == -1 or (rank is not None and axis == rank - 1):
+        node.attributes["axis"] = ir.AttrInt64("axis", -1)
+        return None
+    rows = op.node(node.op_type, [op.Flatten(x, axis=axis)], axis=-1)
+    return [op.Reshape(rows, op.Shape(x), allowzero=1)]
+
+
+@_rule(12, "Dropout")
+def _dropout(node: ir.Node, op: Builder) -> None:
+    ratio = _taken(node, "ratio", 0.5)
+    _set_input(node, 1, _like(op, ratio, _read(node)))
+
+
+@_rule(10, "Dropout")
+def _dropout_float_mask(node: ir.Node, op: Builder) -> None:
+    _drop_mask(node, op, typed=False)
+
+
+@_rule(11, "Dropout")
+def _dropout_mask(node: ir.Node, op: Builder) -> None:
+    """Opsets 10 and 11 (11 has no Dropout of its own: the rule stands before 12's)."""
+    _drop_mask(node, op, typed=True)
+
+
+def _drop_mask(node: ir.Node, op: Builder, *, typed: bool) -> None:
+    """Before opset 12 onnxruntime fills an inference's mask with zeros, later with ones."""
+    if len(node.outputs) < 2:
+        return
+    x, mask = _read(node), node.outputs[1]
+    if mask.uses() or mask.is_graph_output():
+        shape = op.Shape(x)
+        kind = ir.DataType.BOOL if typed else x.dtype
+        if kind is None:
+            zeros = op.CastLike(op.ConstantOfShape(shape), x)
+        else:
+            zeros = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, kind.numpy())))
+        zeros.name, zeros.type, zeros.shape = mask.name, mask.type, mask.shape
+        ir.convenience.replace_all_uses_with(mask, zeros, replace_graph_outputs=True)
+        mask.name = None
+    node.resize_outputs(1)
+
+
+@_rule(9, "BatchNormalization")
+def _batch_norm_spatial(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
+    """spatial=0: a mean and a variance for each element of a sample, not for each channel."""
+    if _taken(node, "spatial", 1) != 0:
+        return None
+    if len(node.outputs) > 1 or len(node.inputs) < 5:
+        raise ModelError(f"node '{node.name}': BatchNormalization trains with spatial=0")
+    x, scale, bias, mean, variance = node.inputs
+    epsilon = _like(op, node.attributes.get_float("epsilon", 1e-5), _read(node))
+    rows = op.Div(op.Sub(x, mean), op.Sqrt(op.Add(variance, epsilon)))
+    return [op.Add(op.Mul(rows, scale), bias)]
+
+
+@_rule(14, "BatchNormalization")
+def _batch_norm_training(node: ir.Node, op: Builder) -> None:
+    """Before opset 14 a BatchNormalization trained where it had outputs beside the first."""
+    if len(node.outputs) > 1:
+        if any(v.uses() or v.is_graph_output() for v in node.outputs[3:]):
+            raise ModelError(f"node '{node.name}': the batch's statistics as outputs 4 and 5")
+        node.resize_outputs(min(3, len(node.outputs)))
+        node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+
+
+@_rule(21, "GroupNormalization")
+def _group_norm(node: ir.Node, op: Builder) -> None:
+    """Before opset 21 scale and bias have an entry a group, later one a channel."""
+    groups = node.attributes.get_int("num_groups", 1)
+    if groups < 1:
+        raise ModelError(f"node '{node.name}' (GroupNormalization): num_groups is {groups}")
+    channels = op.Shape(_read(node), start=1, end=2)
+    each = op.Concat(_int64(op, [groups]), op.Div(channels, _int64(op, [groups])), axis=0)
+    for i in (1, 2):
+        value = _input(node, i)
+        wide = op.Expand(op.Reshape(value, _int64(op, [groups, 1])), each)
+        _set_input(node, i, op.Reshape(wide, _int64(op, [-1])))
+
+
+@_rule(9, "Upsample")
+def _upsample_attribute(node: ir.Node, op: Builder) -> None:
+    _set_input(node, 1, op.constant(np.array(_taken(node, "scales", ()), np.float32)))
+
+
+@_rule(10, "Upsample")
+def _upsample(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
+    mode = node.attributes.get_string("mode", "nearest")
+    return [_resized(op, _read(node), _input(node, 1), mode, "floor")]
+
+
+@_rule(11, "Resize")
+def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
+    """Opset 10: x_original = x / scale; the nearest is the next below, above where it shrinks."""
+    x, scales, mode = _read(node), _input(node, 1), node.attributes.get_string("mode", "nearest")
+    known = const_array(scales)
+    if mode != "nearest" or (known is not None and (known >= 1).all()):
+        return [_resized(op, x, scales, mode, "floor")]
+    if known is not None and (known <= 1).all():
+        return [_resized(op, x, scales, mode, "ceil")]
+    one = op.constant(np.array(1, np.float32))
+    smaller = _resized(op, x, op.Min(scales, one), mode, "ceil")
+    return [_resized(op, smaller, op.Max(scales, one), mode, "floor")]
+
+
+def _resized(
+    op: Builder, x: ir.Value, scales: ir.Value | None, mode: str, nearest: str
+) -> ir.Value:
+    made: ir.Value = op.Resize(
+        x,
+        None,
+        scales,
+        mode=mode,
+        coordinate_transformation_mode="asymmetric",
+        nearest_mode=nearest if mode == "nearest" else None,
+    )
+    return made
+
+
+@_rule(13, "Resize")
+def _resize_sizes(node: ir.Node, op: Builder) -> None:
+    """Before opset 13 an empty tensor stands for scales that sizes replace."""
+    if _input(node, 3) is not None:
+        _set_input(node, 2, None)
+
+
+@_rule(9, "Scan")
+def _scan(node: ir.Node, op: Builder) -> None:
+    raise ModelError(f"node '{node.name}': opset 8's Scan has no later counterpart")

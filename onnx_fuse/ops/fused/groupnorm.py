@@ -1,0 +1,204 @@
+"""GroupNorm with every activation: y = act((x - mean) / sqrt(variance + epsilon) * scale + bias).
+
+x [N, C, ...], scale and bias [C, 1, ...]; mean and variance are of each of `num_groups`
+groups of channels. The body is what exporters write, InstanceNormalization of [N, groups, rest].
+In training the graph stays as it is: the gradient would be that of the body.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS, Activation, activation_of, signature
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    dim,
+    ints,
+    is_float,
+    made_by,
+    only_use,
+    other,
+    rank,
+)
+
+_BODY = """  first = Constant <value_ints: ints = [0]> ()
+  rest = Constant <value_ints: ints = [-1]> ()
+  count = Constant <value_int: int = @num_groups> ()
+  groups = Unsqueeze (count, first)
+  by_group = Concat <axis: int = 0> (first, groups, rest)
+  x_shape = Shape (x)
+  xs = Cast <to: int = @stash_type> (x)
+  xg = Reshape (xs, by_group)
+  one = ConstantOfShape <value: tensor = float[1] {1.0}> (groups)
+  zero = ConstantOfShape <value: tensor = float[1] {0.0}> (groups)
+  ones = CastLike (one, xs)
+  zeros = CastLike (zero, xs)
+  ng = InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros)
+  ns = Reshape (ng, x_shape)
+  n = CastLike (ns, x)
+  m = Mul (n, scale)
+"""
+
+
+_NODE = """  rest = Constant <value_ints: ints = [-1]> ()
+  s = Reshape (scale, rest)
+  b = Reshape (bias, rest)
+  {z} = GroupNormalization <num_groups: int = @num_groups, epsilon: float = @epsilon,
+    stash_type: int = @stash_type> (x, s, b)
+"""
+"""The body where the graph had that node: of huge numbers onnxruntime's own variance is another."""
+
+
+def _define(activation: Activation | None) -> OpDef:
+    name = f"GroupNorm{activation.name if activation else ''}"
+    head = signature(
+        "num_groups",
+        "epsilon: float = 1e-05",
+        "stash_type: int = 1",
+        activation.attributes if activation else "",
+    )
+    head, z = f"{name} {head}(x, scale, bias) => (y) {{\n", "z" if activation else "y"
+    tail = f"{activation.forward if activation else ''}}}"
+    return OpDef(
+        name,
+        FUSE,
+        body=f"{head}{_BODY}  {z} = Add (m, bias)\n{tail}",
+        newer=f"{head}{_NODE.format(z=z)}{tail}",
+    )
+
+
+register(*(_define(a) for a in (None, *ACTIVATIONS.values())))
+
+
+# ---- recognition -----------------------------------------------------------------------------
+
+
+def _written_out(rw: Rewriter, node: ir.Node) -> bool:
+    """InstanceNormalization of [N, groups, rest], and back, times a scale and plus a bias."""
+    x3, ones, zeros = node.inputs[:3]
+    split, back = made_by(x3, "Reshape"), only_use(node.outputs[0])
+    x, groups, channels = split.inputs[0] if split else None, dim(x3, 1), None
+    if x is None or split is None or not groups or node.domain:
+        return False
+    channels = dim(x, 1)
+    if rank(x3) != 3 or (rank(x) or 0) < 2 or channels is None or channels % groups:
+        return False
+    if ints(split.inputs[1]) != [0, groups, -1] and not _same(x, x3, 0):
+        return False
+    nodes = [node]
+    unit = _holds(ones, 1) and _holds(zeros, 0)
+    if back is None or back.op_type != "Reshape" or not _restores(back, x):
+        return rw.refuse("GroupNorm", nodes, "what reads it is no Reshape to its input's shape")
+    if not unit:
+        return rw.refuse("GroupNorm", nodes, "its scale and bias are a group's, not a channel's")
+    n = back.outputs[0]
+    scale = _by_channel(n, "Mul", channels)
+    bias = _by_channel(scale[0], "Add", channels) if scale is not None else None
+    if scale is None or bias is None:
+        reason = "no scale and bias of each channel follow, which the fused GroupNorm has"
+        return rw.refuse("GroupNorm", nodes, reason)
+    double = x.dtype == ir.DataType.DOUBLE
+    attributes: dict[str, object] = {
+        "num_groups": groups,
+        "epsilon": attribute(node, "epsilon", 1e-5),
+        "stash_type": int(ir.DataType.DOUBLE if double else ir.DataType.FLOAT),
+    }
+    return _build(rw, Builder(), "", x, (scale[1], bias[1]), bias[0], attributes)
+
+
+def _native(rw: Rewriter, node: ir.Node) -> bool:
+    """ai.onnx's GroupNormalization, whose scale and bias are a channel's from opset 21 on."""
+    if node.domain or any(v is None for v in node.inputs[:3]):
+        return False
+    x, scale, bias = node.inputs[:3]
+    channels = dim(x, 1)
+    stash = attribute(node, "stash_type", 1)
+    wide = stash == 1 or (stash == 11 and x is not None and x.dtype == ir.DataType.DOUBLE)
+    if x is None or scale is None or bias is None or channels is None or not is_float(x):
+        return rw.refuse("GroupNorm", [node], "its number of channels is not known")
+    if dim(scale, 0) != channels or dim(bias, 0) != channels or not wide:
+        return rw.refuse("GroupNorm", [node], "its scale is not a channel's, or its sums are not "
+                         "float32")  # fmt: skip
+    if x.dtype == ir.DataType.DOUBLE and stash == 1:
+        return rw.refuse("GroupNorm", [node], "it rounds its sums of float64 to float32")
+    attributes = {
+        "num_groups": attribute(node, "num_groups", 1),
+        "epsilon": attribute(node, "epsilon", 1e-5),
+        "stash_type": stash,
+    }
+    op = Builder()
+    column = op.constant([channels] + [1] * ((rank(x) or 2) - 2))
+    affine = op.Reshape(scale, column), op.Reshape(bias, column)
+    return _build(rw, op, "newer", x, affine, node.outputs[0], attributes)
+
+
+def _build(
+    rw: Rewriter,
+    op: Builder,
+    overload: str,
+    x: ir.Value,
+    affine: tuple[ir.Value, ir.Value],
+    z: ir.Value,
+    attributes: dict[str, object],
+) -> bool:
+    """The op in the place of `z`, or of the activation that alone reads it."""
+    reader = only_use(z)
+    found = activation_of(reader) if reader is not None else None
+    at = reader if found is not None and reader is not None else z.producer()
+    assert at is not None
+    name = f"GroupNorm{found[0].name if found is not None else ''}"
+    attributes = attributes | (found[1] if found is not None else {})
+    y = op.node(name, [x, *affine], domain=FUSE, attributes=attributes)
+    y.producer().overload = overload
+    return rw.replace(at, op, [at.outputs[0]], [y])
+
+
+def _holds(value: ir.Value | None, number: float) -> bool:
+    array = const_array(value)
+    return array is not None and bool(np.all(array == number))
+
+
+def _same(x: ir.Value, y: ir.Value | None, axis: int) -> bool:
+    """Whether both have the same known size there, by number or by symbol."""
+    if x.shape is None or y is None or y.shape is None or rank(y) is None:
+        return False
+    if axis >= min(len(x.shape), len(y.shape)):
+        return False
+    ours, theirs = (
+        d.value if isinstance(d, ir.SymbolicDim) else d for d in (x.shape[axis], y.shape[axis])
+    )
+    return ours is not None and ours == theirs
+
+
+def _restores(back: ir.Node, x: ir.Value) -> bool:
+    """Whether a Reshape answers in the shape of `x`."""
+    y = back.outputs[0]
+    measured = made_by(back.inputs[1], "Shape")
+    if measured is not None and not measured.attributes and measured.inputs[0] is x:
+        return True
+    return rank(y) == rank(x) and all(_same(x, y, i) for i in range(rank(x) or 0))
+
+
+def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value, ir.Value] | None:
+    """(result, operand) when the only use of `value` is a Mul or Add by a vector of channels."""
+    node = only_use(value)
+    operand = other(node, value) if node is not None and node.op_type == op_type else None
+    if node is None or node.domain or operand is None or operand is value:
+        return None
+    size, full = rank(operand), rank(value)
+    if size is None or full is None or size > full or full - size > 1:
+        return None
+    wanted = [1] * (size - full + 1) + [channels] + [1] * (full - 2)
+    return (node.outputs[0], operand) if [dim(operand, i) for i in range(size)] == wanted else None
+
+
+RULES = (
+    Rule("GroupNorm", 1, ("InstanceNormalization",), _written_out, training=False),
+    Rule("GroupNorm", 1, ("GroupNormalization",), _native, training=False),
+)

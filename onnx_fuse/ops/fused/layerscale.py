@@ -1,0 +1,130 @@
+"""Layer scale: (x · W + c) ⊙ g, g a constant of each column, is x · (W ⊙ g) + c ⊙ g.
+
+It rounds W once more where the graph rounds the product, so it is of level 3; and it loses the
+parameter, so it is not for training. Between the two may be views that keep the columns one axis.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import const_array
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    is_constant,
+    label,
+    only_use,
+    other,
+    rank,
+    row_axis,
+)
+
+NAME = "LayerScale"
+_STEPS = 16
+"""Views and sums between a product and its scale that are looked over at most."""
+
+
+def scale_of(node: ir.Node) -> tuple[ir.Value, np.ndarray, int] | None:
+    """(scaled value, numbers, axis) of a Mul by a constant that differs along one axis alone."""
+    if node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
+        return None
+    g = next((v for v in node.inputs if is_constant(v)), None)
+    x = other(node, g) if g is not None else None
+    if g is None or x is None or is_constant(x) or x.dtype != g.dtype:
+        return None
+    found = _along(g, rank(x))
+    return None if found is None else (x, *found)
+
+
+def _along(value: ir.Value, size: int | None) -> tuple[np.ndarray, int] | None:
+    """The numbers of a constant vector and the axis they lie along among `size`."""
+    array = const_array(value)
+    if array is None or size is None or array.ndim > size or array.dtype.kind != "f":
+        return None
+    long = [i for i, d in enumerate(array.shape) if d != 1]
+    return (array.reshape(-1), long[0] + size - array.ndim) if len(long) == 1 else None
+
+
+def product_below(value: ir.Value, axis: int) -> tuple[ir.Node, ir.Node | None] | None:
+    """The product, and the sum with its bias, whose columns `axis` of `value` are.
+
+    Nothing else reads what lies between.
+    """
+    bias: ir.Node | None = None
+    for _ in range(_STEPS):
+        node = value.producer()
+        if node is None or node.domain or only_use(value) is None:
+            return None
+        if node.op_type in ("MatMul", "Gemm", "Conv"):
+            columns = 1 if node.op_type == "Conv" else (rank(value) or 0) - 1
+            return (node, bias) if axis == columns else None
+        if node.op_type == "Add":
+            c = next((v for v in node.inputs if is_constant(v)), None)
+            x = other(node, c) if c is not None else None
+            along = _along(c, rank(value)) if c is not None else None
+            if bias is not None or x is None or along is None or along[1] != axis:
+                return None
+            if rank(x) != rank(value):
+                return None
+            value, bias = x, node
+            continue
+        below, x = row_axis(node, axis), node.inputs[0]
+        if below is None or x is None or node.op_type in ("Concat", "Split", "Gather", "Slice"):
+            return None
+        value, axis = x, below
+    return None
+
+
+def _fold(rw: Rewriter, node: ir.Node) -> bool:
+    found = scale_of(node)
+    below = product_below(found[0], found[2]) if found is not None else None
+    if found is None or below is None or node.outputs[0].is_graph_output():
+        return False
+    x, scale, _ = found
+    product, add = below
+    nodes = [node, product]
+    if any(attribute(product, k, 1.0) != 1.0 for k in ("alpha", "beta")):
+        return rw.refuse(NAME, nodes, "alpha or beta other than 1")
+    w, columns = product.inputs[1], len(scale)
+    weight = const_array(w)
+    if w is None or weight is None:
+        return rw.refuse(NAME, nodes, "the weight is computed")
+    first = product.op_type == "Conv" or attribute(product, "transB", 0) != 0
+    axis = 0 if first else weight.ndim - 1
+    if weight.shape[axis] != columns:
+        return False
+    sums = [(add, add.inputs.index(c), c) for c in add.inputs if is_constant(c)] if add else []
+    if product.op_type != "MatMul" and len(product.inputs) > 2 and product.inputs[2] is not None:
+        sums.append((product, 2, product.inputs[2]))
+    folded = [_scaled(weight, scale, axis)]
+    for owner, _, c in sums:
+        array = const_array(c)
+        if array is None:
+            return rw.refuse(NAME, nodes, "the bias is computed")
+        at = int(np.argmax([d == columns for d in array.shape])) if array.ndim else 0
+        by_row = owner is product and array.shape[-1:] != (columns,)
+        if array.size != columns or by_row:
+            return rw.refuse(NAME, nodes, "the bias is not one number a column")
+        folded.append(_scaled(array, scale, at))
+    if not all(np.isfinite(a).all() for a in folded):
+        return rw.refuse(NAME, nodes, "scale and weight multiplied are not finite")
+    for (owner, index, value), array in zip([(product, 1, w), *sums], folded, strict=True):
+        name = f"{value.name if value is not None else ''} times {label(node)}"
+        owner.replace_input_with(index, rw.initializer(name, array))
+    node.outputs[0].replace_all_uses_with(x)
+    rw.fusions[NAME] += 1
+    return True
+
+
+def _scaled(array: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray:
+    shape = [1] * array.ndim
+    shape[axis] = -1
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = array.astype(np.float64) * scale.astype(np.float64).reshape(shape)
+        return product.astype(array.dtype)
+
+
+RULE = Rule(NAME, 3, ("Mul",), _fold, training=False)

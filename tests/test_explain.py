@@ -1,0 +1,164 @@
+"""Everything that stays has a reason: by class and neighbours, on small graphs and real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from cases import RealCase, real_cases
+from support import Cli
+
+from onnx_fuse import passes
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.ops.rewrite import is_constant, is_float, label
+
+_LN = "float[8] g, float[8] b"
+_IMAGE = "float[2,4,5,5] x, float[4] g, float[4] b"
+
+CLASSES = {
+    *("LayerNormalization", "RMSNormalization", "BatchNormalization", "Softmax", "Attention"),
+    *("Relu", "Gelu", "Silu", "QuickGelu", "Sigmoid", "Tanh", "Transpose", "Reshape", "Flatten"),
+}
+
+# (inputs and weights, outputs, body, level, words of the reasons in any order)
+LEFT = {
+    "norm_is_the_output": (
+        f"float[3,8] x, {_LN}",
+        "float[3,8] y",
+        "y = LayerNormalization (x, g, b)",
+        ["LayerNormalization: its result is an output"],
+    ),
+    "norm_before_a_convolution": (
+        "float[2,5,8] x, float[8] g, float[8] b, float[4,8,3] w",
+        "float[2,4,3] y",
+        "n = LayerNormalization (x, g, b) t = Transpose <perm = [0,2,1]> (n) y = Conv (t, w)",
+        [
+            "LayerNormalization: only a product with a weight takes a norm over: it is read by a "
+            "convolution",
+            "Transpose: no fusion takes in a change of layout between a norm and a convolution",
+        ],
+    ),
+    "norm_before_a_computed_matrix": (
+        f"float[2,3,8] x, float[2,8,3] v, {_LN}",
+        "float[2,3,3] y",
+        "n = LayerNormalization (x, g, b) t = Tanh (v) y = MatMul (n, t)",
+        ["LayerNormalization and MatMul: the right operand has rank 3", "reads an input"],
+    ),
+    "batch_norm_of_an_input": (
+        f"{_IMAGE}, float[4] v",
+        "float[2,4,5,5] y",
+        "y = BatchNormalization (x, g, b, b, var)",
+        ["BatchNormalization: it reads an input of the model"],
+    ),
+    "softmax_alone": (
+        "float[3,8] x",
+        "float[3,8] y",
+        "y = Softmax (x)",
+        ["Softmax: it is no attention"],
+    ),
+    "activation_behind_a_sum": (
+        "float[3,8] x, float[3,8] r",
+        "float[3,8] y",
+        "s = Add (x, r) y = Relu (s)",
+        ["Relu: it follows an Add", "Add: the sum of two tensors"],
+    ),
+    "activation_outside_the_table": (
+        "float[3,8] x",
+        "float[3,8] y",
+        "a = Exp (x) y = Mish (a)",
+        ["Mish: it is none of the activations that fuse"],
+    ),
+    "instance_norm": (
+        _IMAGE,
+        "float[2,4,5,5] y",
+        "y = InstanceNormalization (x, g, b)",
+        ["no kernel fuses InstanceNormalization with what follows"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stays_has_a_reason(name: str) -> None:
+    inputs, outputs, body, wanted = LEFT[name]
+    model = text_model(f"h ({inputs}) => ({outputs}) {{ {body} }}")
+    for weight in [v for v in model.graph.inputs if v.name in ("g", "b", "w", "var")]:
+        assert weight.shape is not None
+        ones = np.ones(weight.shape.numpy(), np.float32)
+        weight.const_value = ir.tensor(ones, name=weight.name)
+        model.graph.inputs.remove(weight)
+        model.graph.register_initializer(weight)
+    reasons = [left.reason for left in passes.optimize(model).not_fused]
+    for words in wanted:
+        assert any(words in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
+def test_nothing_stays_without_a_word(case: RealCase, level: int) -> None:
+    model = load(case.path)
+    found = passes.optimize(model, level=level).not_fused
+    named = {node for left in found for node in left.nodes}
+    silent = [
+        label(node)
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if node.op_type in CLASSES
+        and (not node.domain or node.op_type in ("RMSNormalization", "Silu", "QuickGelu"))
+        and is_float(node.outputs[0])
+        and not is_constant(node.inputs[0])
+        and label(node) not in named
+    ]
+    assert not silent
+    assert len({left.reason for left in found}) == len(found), "equal reasons are one entry"
+
+
+def test_views_that_part_and_join_are_looked_through_once() -> None:
+    """Two paths a step: walked one by one, forty steps would never end."""
+    steps = " ".join(
+        f"a{i} = Transpose <perm = [1, 0]> (x{i}) b{i} = Reshape (x{i}, to)"
+        f" x{i + 1} = Concat <axis = 0> (a{i}, b{i})"
+        for i in range(40)
+    )
+    ends = "(float[N,M] x0, int64[2] to) => (float[P,Q] y)"
+    model = text_model(f"h {ends} {{ {steps} y = Exp (x40) }}")
+    assert passes.optimize(model).not_fused
+
+
+def test_a_fusion_that_is_off_is_the_reason() -> None:
+    path = next(case.path for case in real_cases() if "LayerNorm" not in case.name)
+    model = load(path)
+    reasons = " ".join(left.reason for left in passes.optimize(model, level=0).not_fused)
+    assert "is off (--level, --skip)" in reasons or "are off (--level, --skip)" in reasons
+
+
+def test_a_refusal_of_what_a_later_rule_fused_is_not_told() -> None:
+    """The first rule has no bias for its product; the norm is fused all the same."""
+    model = text_model(
+        "h (float[3,8] x, float[3,8] r, float[8] g, float[8] b) => (float[3,8] y, float[3,8] s)"
+        " { s = Add (x, r) y = LayerNormalization (s, g, b) }"
+    )
+    report = passes.optimize(model)
+    assert report.fusions == {"SkipLayerNorm": 1}
+    assert report.not_fused == []
+
+
+def test_the_command_tells_all_and_sends_nobody_to_an_option_that_is_on(
+    cli: Cli, tmp_path: Path
+) -> None:
+    model = text_model("h (float[3,8] x) => (float[3,8] y) { y = Softmax (x) }")
+    path = tmp_path / "m.onnx"
+    path.write_bytes(ir.to_proto(model).SerializeToString())
+    result = cli("optimize", path, "--explain", "--json", tmp_path / "r.json")
+    assert result.code == 0
+    assert "--explain says why" not in result.out
+    (left,) = json.loads((tmp_path / "r.json").read_text())["not_fused"]
+    assert left["nodes"] == ["y"]
+    assert left["reason"] in result.out
+    model = text_model("h (float[3,8] x) => (float[3,8] y) { y = Exp (x) }")
+    path.write_bytes(ir.to_proto(model).SerializeToString())
+    result = cli("optimize", path, "--explain")
+    assert "not fused: no norm, attention, activation, residual or layout is left" in result.out
+    assert "--explain says why" in cli("optimize", path).out
