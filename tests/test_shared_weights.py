@@ -77,6 +77,17 @@ def test_scalars_are_left_out_unless_they_are_named() -> None:
     assert grads(text_model(text), wrt=["s"]) == ["s.grad"]
 
 
+def test_first_states_are_left_out_unless_they_are_named() -> None:
+    text = """agraph (float[4, 2, 3] x) => (float[4, 1, 2, 1] y)
+        <float[1, 1, 3] w = {1, 2, 3}, float[1, 1, 1] r = {2}, float[1, 2, 1] h = {0, 0}> {
+        y = RNN <hidden_size = 1> (x, w, r, , , h)
+    }"""
+    assert grads(text_model(text)) == ["w.grad", "r.grad"]
+    assert grads(text_model(text), wrt=["h"]) == ["h.grad"]
+    trainer = Trainer(text_model(text), loss="mse")
+    assert sorted(trainer.weights()) == ["r", "w"]
+
+
 def test_names_of_gradients_need_no_quotes() -> None:
     model = text_model("agraph (float[N] x) => (float[N] y) <float[1] w = {2}> { y = Mul (x, w) }")
     model.graph.initializers["w"].name = "a b;'ü'/onnx::w"

@@ -19,7 +19,7 @@ from onnx_fuse.ops.derive import is_float
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rewrite import CONSTANT, rank
 from onnx_fuse.passes.canonicalize import canonicalize
-from onnx_fuse.passes.constants import lift_parameters
+from onnx_fuse.passes.constants import lift_parameters, starts_recurrence
 from onnx_fuse.passes.params import parts, unpack_values
 
 
@@ -153,10 +153,10 @@ def gradient(
 
 
 def is_weight(value: ir.Value) -> bool:
-    """Not a scalar, and not a mask: exporters keep constants among the weights."""
+    """No scalar, mask or first state of a recurrence: exporters keep those among the weights."""
     tensor = value.meta.get(DEFAULT, value.const_value if value.is_initializer() else None)
     array = None if tensor is None else tensor.numpy()
-    if array is None or array.ndim == 0:
+    if array is None or array.ndim == 0 or starts_recurrence(value):
         return False
     return bool(np.abs(array).max(initial=0) < (65504 if array.dtype == np.float16 else 1e9))
 

@@ -29,7 +29,9 @@ _OPERANDS = {
 }
 """Inputs that are weights by the operator's definition."""
 _TERMS = frozenset(("Add", "Sub", "Mul"))
-_VIEWS = frozenset(("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"))
+_VIEWS = frozenset(
+    ("Cast", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+)
 
 
 def lift_parameters(model: ir.Model, named: Collection[str] = ()) -> list[str]:
@@ -77,7 +79,7 @@ def set_parameter(model: ir.Model, name: str, array: np.ndarray) -> None:
 def _is_weight(value: ir.Value, array: np.ndarray) -> bool:
     if array.ndim == 0 or array.size < 2:
         return False
-    for reader, index in _readers(value):
+    for reader, index in readers(value):
         if index in _OPERANDS.get(reader.op_type, ()):
             return True
         if reader.op_type in _TERMS and array.size > FEW:
@@ -85,12 +87,18 @@ def _is_weight(value: ir.Value, array: np.ndarray) -> bool:
     return False
 
 
-def _readers(value: ir.Value, depth: int = 4) -> Iterator[tuple[ir.Node, int]]:
+def starts_recurrence(value: ir.Value) -> bool:
+    """Whether a value is read as the first state of LSTM, GRU or RNN alone: zeros, not learned."""
+    found = [n.op_type in ("LSTM", "GRU", "RNN") and i in (5, 6) for n, i in readers(value)]
+    return bool(found) and all(found)
+
+
+def readers(value: ir.Value, depth: int = 4) -> Iterator[tuple[ir.Node, int]]:
     """The standard operators that read the value, through views of it, and at which input."""
     for node, index in value.uses():
         if node.domain:
             continue
         if node.op_type in _VIEWS and index == 0 and depth:
-            yield from _readers(node.outputs[0], depth - 1)
+            yield from readers(node.outputs[0], depth - 1)
         else:
             yield node, index
