@@ -682,7 +682,7 @@ FUSION_CASES = (
         + _scalar("zero", 0.0)
         + "z = Mul (s, f)\n zm = Add (z, mask)\n p = Softmax (zm)\n i = IsNaN (p)\n"
         "pn = Where (i, zero, p)\n y = MatMul (pn, v)",
-        ("SdpaMaskGuard",),
+        ("SdpaMaskNanGuard",),
         **_ATT,
     ),
     FusionCase(
@@ -692,14 +692,14 @@ FUSION_CASES = (
         + _SCALE
         + _scalar("low", -3.4028235e38)
         + "z = Div (s, f)\n zm = Where (mask, z, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
-        ("SdpaMask",),
+        ("SdpaWhere",),
         **_ATT,
     ),
     FusionCase(
         "attention_mask_before_the_scale",
         f"{_QKV}, float[B,1,S,T] mask",
         _SCORES
-        + _SCALE
+        + _scalar("f", 0.25)
         + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
         ("SdpaMask",),
         **_ATT,
@@ -711,7 +711,16 @@ FUSION_CASES = (
         + _SCALE
         + _scalar("low", -3.4028235e38)
         + "zm = Where (mask, s, low)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
-        ("SdpaMask",),
+        ("SdpaWhere",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_mask_before_a_scale_that_rounds",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES
+        + _SCALE
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="a mask is added before the scores are scaled by 0.353553",
         **_ATT,
     ),
     FusionCase(
@@ -720,7 +729,7 @@ FUSION_CASES = (
         _SCORES
         + _scalar("f", 2.0)
         + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
-        reason="the mask is added before the scale",
+        reason="a mask is added before the scores are scaled by 2",
         **_ATT,
     ),
     FusionCase(
@@ -747,6 +756,22 @@ FUSION_CASES = (
         ("GroupedSdpa",),
         fed=("q", "k", "v"),
         output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_grouped_heads_turned_in_the_batch",
+        "float[2,4,S,8] q, float[2,2,5,8] k, float[2,2,5,8] v",
+        "two = Constant <value = int64[1] {2}> ()\n"
+        "five = Constant <value = int64[5] {2,2,2,5,8}> ()\n"
+        "flat = Constant <value = int64[3] {-1,5,8}> ()\n"
+        "four = Constant <value = int64[4] {2,4,5,8}> ()\n"
+        "turned = Constant <value = int64[4] {2,4,8,5}> ()\n"
+        "k5 = Unsqueeze (k, two)\n ke = Expand (k5, five)\n kf = Reshape (ke, flat)\n"
+        "kt3 = Transpose <perm = [0,2,1]> (kf)\n kt = Reshape (kt3, turned)\n"
+        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "s = MatMul (q, kt)\n p = Softmax (s)\n y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[2,4,S,8] y",
     ),
     FusionCase(
         "attention_one_key_head_for_all",
@@ -809,20 +834,180 @@ FUSION_CASES = (
         opset=23,
     ),
     FusionCase(
+        "attention_where_then_mask",
+        f"{_QKV}, float[B,1,S,T] mask, bool[S,T] keep",
+        _SCORES
+        + _scalar("low", -1e9)
+        + "w = Where (keep, s, low)\n zm = Add (w, mask)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaWhereMask",),
+        fed=("q", "k", "v", "mask", "keep"),
+        output=_ATT["output"],
+    ),
+    FusionCase(
+        "attention_conditions_of_one_fill",
+        f"{_QKV}, bool[B,1,S,T] mask, bool[S,T] drop",
+        _SCORES
+        + _scalar("low", -1e4)
+        + "n = Not (mask)\n w = Where (n, low, s)\n zm = Where (drop, low, w)\n"
+        "p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaWhere",),
+        fed=("q", "k", "v", "mask", "drop"),
+        output=_ATT["output"],
+    ),
+    FusionCase(
+        "attention_mask_subtracted",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES + "zm = Sub (s, mask)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_three_masks",
+        f"{_QKV}, float[B,1,S,T] mask, float[S,T] m2, float[B,1,1,T] m3",
+        _SCORES + "z1 = Add (s, mask)\n z2 = Add (z1, m2)\n z3 = Add (z2, m3)\n"
+        "p = Softmax (z3)\n y = MatMul (p, v)",
+        reason="3 masks and conditions follow each other",
+        fed=("q", "k", "v", "mask", "m2", "m3"),
+        output=_ATT["output"],
+    ),
+    FusionCase(
+        "attention_learned_temperature",
+        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t",
+        _SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_temperature_fed",
+        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t",
+        _SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="of any magnitude",
+        fed=("q", "k", "v", "t"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_temperature_by_key",
+        "float[B,4,S,8] q, float[B,4,5,8] k, float[B,4,5,8] v, float[4,1,5] t",
+        _SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="which differs by key",
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_values_first",  # v pᵀ
+        "float[B,2,8,S] q, float[B,2,8,T] k, float[B,2,6,T] v",
+        "qt = Transpose <perm = [0,1,3,2]> (q)\n s = MatMul (qt, k)\n"
+        + _SCALE
+        + "z = Mul (s, f)\n p = Softmax (z)\n pt = Transpose <perm = [0,1,3,2]> (p)\n"
+        "y = MatMul (v, pt)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,2,6,S] y",
+    ),
+    FusionCase(
+        "attention_over_queries_stays",
+        "float[B,2,5,8] q, float[B,2,5,8] k, float[B,2,5,8] v",
+        _SCORES + "p = Softmax <axis = 2> (s)\n y = MatMul (p, v)",
+        reason="the softmax is not over the keys",
+        fed=("q", "k", "v"),
+        output="float[B,2,5,8] y",
+    ),
+    *(
+        FusionCase(
+            f"attention_softcap_{name}",
+            f"{_QKV}, float[B,1,S,T] mask",
+            _SCORES
+            + _SCALE
+            + _scalar("cap", 3.0)
+            + "z = Mul (s, f)\n c = Div (z, cap)\n t = Tanh (c)\n u = Mul (t, cap)\n"
+            + f"{masked}\n p = Softmax (m)\n y = MatMul (p, v)",
+            (fused,),
+            reason=reason,
+            **_ATT,
+        )
+        for name, masked, fused, reason in (
+            ("and_mask", "m = Add (u, mask)", "SdpaSoftcapMask", ""),
+            ("alone", "m = Identity (u)", "SdpaSoftcap", ""),
+        )
+    ),
+    FusionCase(
+        "attention_tanh_behind_a_mask",
+        f"{_QKV}, float[B,1,S,T] mask",
+        _SCORES + "m = Add (s, mask)\n t = Tanh (m)\n p = Softmax (t)\n y = MatMul (p, v)",
+        reason="a Tanh behind a mask",
+        **_ATT,
+    ),
+    FusionCase(
+        "attention_in_windows",
+        "float[B,3,2,4,8] q, float[B,3,2,5,8] k, float[B,3,2,5,6] v, float[2,4,5] bias",
+        "kt = Transpose <perm = [0,1,2,4,3]> (k)\n s = MatMul (q, kt)\n z = Add (s, bias)\n"
+        "p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        fed=("q", "k", "v"),
+        output="float[B,3,2,4,6] y",
+    ),
+    FusionCase(
+        "attention_in_shifted_windows",  # [B nW, H, S, T], with a mask of nW windows in between
+        "float[B,4,5,8] x, float[1,4,5,5] bias, float[3,1,5,5] shift",
+        "three = Constant <value = int64[4] {3,1,1,1}> ()\n x3 = Tile (x, three)\n"
+        "five = Constant <value = int64[5] {-1,3,4,5,5}> ()\n"
+        "four = Constant <value = int64[4] {-1,4,5,5}> ()\n"
+        "kt = Transpose <perm = [0,1,3,2]> (x3)\n s = MatMul (x3, kt)\n z = Add (s, bias)\n"
+        "w = Reshape (z, five)\n zero = Constant <value = int64[1] {0}> ()\n"
+        "m = Unsqueeze (shift, zero)\n wm = Add (w, m)\n zm = Reshape (wm, four)\n"
+        "p = Softmax (zm)\n y = MatMul (p, x3)",
+        ("SdpaMaskMask",),
+        output="float[N,4,5,8] y",
+    ),
+    *(
+        FusionCase(
+            f"attention_heads_in_the_batch{name}",
+            f"{q}, bool[B,1,5,5] keep",
+            f"{unfold}four = Constant <value = int64[4] {{-1,2,5,5}}> ()\n"
+            "three = Constant <value = int64[3] {-1,5,5}> ()\n"
+            "kt = Transpose <perm = [0,2,1]> (k)\n s = MatMul (q3, kt)\n"
+            + _scalar("low", -3.4028235e38)
+            + "w = Reshape (s, four)\n z = Where (keep, w, low)\n p = Softmax (z)\n"
+            "p3 = Reshape (p, three)\n y = MatMul (p3, v3)",
+            ("SdpaWhere",),
+            fed=("q", "k4", "v", "keep"),
+            output="float[M,5,8] y",
+        )
+        for name, q, unfold in (
+            (
+                "_unfolded",
+                "float[B,2,5,8] q, float[B,2,5,8] k4, float[B,2,5,8] v",
+                "rows = Constant <value = int64[3] {-1,5,8}> ()\n q3 = Reshape (q, rows)\n"
+                "k = Reshape (k4, rows)\n v3 = Reshape (v, rows)\n",
+            ),
+        )
+    ),
+    FusionCase(
+        "attention_of_one_head",
+        "float[B,1,S,8] q, float[B,1,T,8] k, float[B,T,8] v, float[B,S,T] mask",
+        _SCORES + "one = Constant <value = int64[1] {1}> ()\n w = Squeeze (s, one)\n"
+        "m = Add (w, mask)\n p = Softmax (m)\n p4 = Unsqueeze (p, one)\n"
+        "v4 = Unsqueeze (v, one)\n y = MatMul (p4, v4)",
+        ("SdpaMask",),
+        fed=("q", "k", "v", "mask"),
+        output="float[B,1,S,8] y",
+    ),
+    FusionCase(
         "attention_weights_are_an_output",
         _QKV,
         _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
-        reason="readers or are an output",
+        reason="are an output of the model",
         fed=("q", "k", "v"),
         output="float[B,H,S,8] y, float[B,H,S,T] p",
     ),
     FusionCase(
-        "attention_mild_where_stays",
+        "attention_mild_where",
         f"{_QKV}, bool[B,1,S,T] mask",
         _SCORES
         + _scalar("low", -100.0)
         + "zm = Where (mask, s, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
-        reason="which is no sum",
+        ("SdpaWhere",),
         **_ATT,
     ),
     FusionCase(

@@ -143,7 +143,12 @@ def interpret(
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
         elif call.problem is not None or call.kernel == "LayerNormalization":
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
-            found = _product(call.problem, read) if call.problem is not None else {"y": _norm(read)}
+            if call.problem is None:
+                found = {"y": _norm(read)}
+            elif call.problem.op.startswith("Sdpa"):
+                found = _attention(call.problem, read)
+            else:
+                found = _product(call.problem, read)
             results = [found[name].reshape(t.shape) for name, t in call.writes]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
@@ -257,6 +262,41 @@ def _nbits(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     w = (unpacked(read["q"])[:, : p.k] - zero[:, group]) * scale[:, group]
     y = read["a"].reshape(p.m, p.k) @ w.T
     return {"y": y + read["bias"] if p.attr("bias") else y}
+
+
+def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """y, or dq, dk, dv, of an attention Problem; operands are [B, H, S, D], masks [B, H, S, T]."""
+    group, scale, cap = p.integer("group", 1), p.number("scale", 1.0), p.number("softcap")
+    q, k, v = read["q"], *(np.repeat(read[name], group, 1) for name in "kv")
+    with np.errstate(all="ignore"):
+        z = scale * q @ k.swapaxes(2, 3)
+        tanh = np.tanh(z)
+        z, slope = (cap * tanh, cap * (1 - tanh**2)) if cap else (z, np.ones_like(z))
+        for end in ("", "2"):
+            if f"mask{end}" not in read:
+                continue
+            mask = read[f"mask{end}"]
+            if p.attr(f"keep{end}"):
+                z = np.where(mask != 0, z, p.number(f"fill{end}"))
+                slope = np.where(mask != 0, slope, 0)
+            else:
+                z = z + mask
+        if p.attr("causal"):
+            z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
+        e = np.exp(z - z.max(-1, keepdims=True))
+        w = e / e.sum(-1, keepdims=True)
+        if p.integer("guard"):
+            w = np.where(np.isnan(w), 0, w)
+        top = z.max(-1)
+        lse = np.stack([top, np.log(np.exp(z - top[..., None]).sum(-1))], -1)
+    if p.op == "Sdpa":
+        return {"y": w @ v, "lse": lse}
+    dy = read["dy"]
+    dz = w * (dy @ v.swapaxes(2, 3) - (dy * read["y"]).sum(-1, keepdims=True)) * slope * scale
+    dk, dv = dz.swapaxes(2, 3) @ q, w.swapaxes(2, 3) @ dy
+    heads = (read["k"].shape[0], read["k"].shape[1], group, *dk.shape[2:3])
+    dk, dv = (g.reshape(*heads, g.shape[-1]).sum(2) for g in (dk, dv))
+    return {"dq": dz @ k, "dk": dk, "dv": dv}
 
 
 def _evaluate(

@@ -21,14 +21,14 @@ from onnx.reference import ReferenceEvaluator
 
 import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
-import onnx_fuse.ops.fused.norm
-import onnx_fuse.ops.fused.sdpa  # noqa: F401  (registers the fused operators)
+import onnx_fuse.ops.fused.norm  # noqa: F401  (these register the fused operators)
 from onnx_fuse import context
 from onnx_fuse.kernels import Choice, candidates, select
 from onnx_fuse.llir import Program
 from onnx_fuse.lower import lower
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import inline
+from onnx_fuse.ops.fused.sdpa import KINDS
 from onnx_fuse.problem import CHIPS, Hardware, Launch, Problem
 
 H200 = CHIPS["H200"]
@@ -92,7 +92,8 @@ class Case:
             if a is None:
                 continue
             if isinstance(spec, np.ndarray) and spec.ndim <= 1 and self.op not in _LABELLED:
-                constants.append(onnx.numpy_helper.from_array(a, names[i]))
+                number = widen(a) if wide and a.ndim == 0 else a
+                constants.append(onnx.numpy_helper.from_array(number, names[i]))
                 continue
             a = widen(a) if wide else a
             kind = helper.np_dtype_to_tensor_dtype(a.dtype)
@@ -524,26 +525,91 @@ def _attention() -> Iterator[Case]:
     rng = np.random.default_rng(7)
     for kind, (b, h, hkv), (s, t), (d, dv), mask in shapes:
         for dtype in (F32, F16, BF16) if d < 256 else (F32,):
-            sizes = ((b, h, s, d), (b, hkv, t, d), (b, hkv, t, dv))
-            arrays = [rng.standard_normal(n).astype(dtype_of(dtype)) for n in sizes]
+            masks = []
             if mask is not None:
                 m = np.where(rng.random(mask) < 0.3, -np.inf, rng.standard_normal(mask))
                 if kind == "MaskGuard":
                     m[:, :, 3] = -np.inf
                 else:
                     m[..., 0] = 0.0
-                arrays.append(m.astype(dtype_of(dtype)))
-            attrs = {"scale": d**-0.5}
-            name = f"{'Grouped' if h != hkv else ''}Sdpa{kind}"
-            if h != hkv:
-                attrs |= {"q_rows": [0, h, -1, 0], "kv_rows": [0, hkv, -1, 0]}
-            forward = Case(f"{name}_lse", tuple(arrays), attrs, 2, dtype, FUSE, f"{s} {t} {d}")
-            yield forward
-            with np.errstate(all="ignore"):
-                y, lse = forward.oracle()
-            dy = rng.standard_normal(y.shape).astype(dtype_of(dtype))
-            given = (dy, y.astype(dy.dtype), lse.astype(np.float32), *arrays)
-            yield Case(f"{name}Grad", given, attrs, 3, dtype, FUSE, f"{s} {t} {d}")
+                masks.append(m.astype(dtype_of(dtype)))
+            yield from _sdpa(rng, kind, (b, h, hkv), (s, t), (d, dv), dtype, masks)
+    yield from _sdpa_steps()
+
+
+def _sdpa_steps() -> Iterator[Case]:
+    """Conditions, two masks, a softcap, NaN guards: one row a value of the kernels' macros."""
+    # kind, (B, H, Hkv), (S, T), (D, Dv), shapes of the masks and conditions
+    rows = (
+        ("Where", (2, 4, 2), (70, 136), (64, 64), ((2, 1, 70, 136),)),
+        ("Where", (2, 2, 2), (40, 200), (64, 64), ((2, 1, 1, 200),)),
+        ("Where", (1, 2, 2), (130, 120), (128, 128), ((1, 1, 130, 120),)),
+        ("Where", (2, 2, 1), (33, 65), (40, 24), ((33, 65),)),
+        ("Where", (1, 2, 2), (70, 264), (72, 256), ((1, 1, 1, 264),)),
+        ("MaskWhere", (2, 4, 4), (70, 72), (32, 32), ((1, 4, 70, 72), (2, 1, 1, 72))),
+        ("WhereMask", (2, 2, 2), (64, 64), (64, 64), ((64, 64), (2, 1, 1, 64))),
+        ("WhereMask", (1, 2, 1), (33, 65), (128, 72), ((1, 1, 1, 65), (1, 2, 33, 65))),
+        ("MaskMask", (2, 2, 2), (50, 88), (16, 16), ((1, 2, 50, 88), (2, 1, 50, 88))),
+        ("WhereWhere", (1, 2, 2), (40, 40), (64, 64), ((1, 1, 40, 40), (1, 1, 1, 40))),
+        ("NanGuard", (1, 2, 2), (70, 136), (64, 64), ()),
+        ("MaskNanGuard", (2, 2, 2), (70, 136), (64, 64), ((2, 1, 70, 136),)),
+        ("MaskNanGuard", (1, 4, 2), (33, 65), (40, 24), ((1, 1, 1, 65),)),
+        ("WhereNanGuard", (1, 2, 2), (130, 264), (128, 128), ((1, 1, 130, 264),)),
+        ("WideMask", (1, 2, 2), (40, 40), (64, 64), ((1, 1, 40, 40),)),
+        ("CausalMaskGuard", (1, 2, 2), (70, 136), (64, 64), ((1, 1, 70, 136),)),
+        ("Softcap", (1, 4, 2), (70, 136), (64, 64), ()),
+        ("Softcap", (1, 2, 2), (70, 200), (256, 256), ()),
+        ("SoftcapMask", (1, 2, 2), (130, 136), (128, 128), ((1, 1, 130, 136),)),
+        ("SoftcapWhere", (2, 2, 2), (33, 65), (40, 24), ((2, 1, 1, 65),)),
+        ("SoftcapCausal", (1, 2, 2), (130, 130), (64, 64), ()),
+    )
+    rng = np.random.default_rng(8)
+    for kind, heads, sizes, widths, shapes in rows:
+        steps = KINDS[f"Sdpa{kind}"].steps
+        for dtype in (F32, F16, BF16) if widths[0] < 256 else (F16,):
+            masks = []
+            for i, (step, shape) in enumerate(zip(steps, shapes, strict=True)):
+                dropped = rng.random(shape) < 0.4
+                if step == "Where":
+                    if shape[-2] > 3:
+                        dropped[..., 3, :] = True  # a row masked whole: uniform weights
+                    # far off as exporters have it, unless a sum with it would be rounded
+                    fill = 0.5 if i else -1e4 if len(steps) == 1 else -8.0
+                    masks += [~dropped, np.asarray(fill, dtype_of(dtype))]
+                    continue
+                mask = np.where(dropped, -np.inf, rng.standard_normal(shape))
+                if "Guard" not in kind:
+                    mask[..., 0] = 0.0
+                elif shape[-2] > 3:
+                    mask[..., 3, :] = -np.inf
+                    mask[..., 4, 7] = np.nan if "Nan" in kind else 0.0
+                masks.append(mask.astype(dtype_of(dtype)))
+            yield from _sdpa(rng, kind, heads, sizes, widths, dtype, masks)
+
+
+def _sdpa(
+    rng: np.random.Generator, kind: str, heads: tuple[int, int, int], sizes: tuple[int, int],
+    widths: tuple[int, int], dtype: str, masks: Sequence[np.ndarray],
+) -> Iterator[Case]:  # fmt: skip
+    """One attention operator and its gradient on the same operands."""
+    (b, h, hkv), (s, t), (d, dv) = heads, sizes, widths
+    shapes = ((b, h, s, d), (b, hkv, t, d), (b, hkv, t, dv))
+    arrays = [rng.standard_normal(n).astype(dtype_of(dtype)) for n in shapes]
+    attrs: dict[str, Any] = {"scale": d**-0.5} | ({"softcap": 1.5} if "Softcap" in kind else {})
+    if kind == "NanGuard":
+        arrays[0][0, 0, 5, 3], arrays[2][0, 1, 2, 4] = np.nan, np.inf
+    name = f"{'Grouped' if h != hkv else ''}Sdpa{kind}"
+    if h != hkv:
+        attrs |= {"q_rows": [0, h, -1, 0], "kv_rows": [0, hkv, -1, 0]}
+    given = (*arrays, *masks)
+    forward = Case(f"{name}_lse", given, attrs, 2, dtype, FUSE, f"{s} {t} {d}")
+    yield forward
+    with np.errstate(all="ignore"):
+        y, lse = forward.oracle()
+    dy = rng.standard_normal(y.shape).astype(dtype_of(dtype))
+    given = (dy, y.astype(dy.dtype), lse.astype(np.float32), *given)
+    if kind != "NanGuard":  # its gradient is of what is not finite
+        yield Case(f"{name}Grad", given, attrs, 3, dtype, FUSE, f"{s} {t} {d}")
 
 
 def cases() -> list[Case]:

@@ -23,6 +23,7 @@ from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.ops.fused.sdpa import KINDS
 
 CASES = real_cases()
 
@@ -385,17 +386,18 @@ def fused(call, outputs="y", kind="float", **inputs):
     return model, arrays
 
 
-def against_body(model, arrays):
+def against_body(model, arrays, wrt=None):
     """The gradients of a fused graph, which must be those of its body."""
-    found = autodiff.gradient(model, wrt=list(arrays))
-    plain = autodiff.gradient(inline(model), wrt=list(arrays))
+    wrt = wrt or list(arrays)
+    found = autodiff.gradient(model, wrt=wrt)
+    plain = autodiff.gradient(inline(model), wrt=wrt)
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     shapes = run(model, arrays)
     feeds = {**arrays}
     for i, (name, value) in enumerate(shapes.items()):
         feeds[f"{name}.grad"] = rng(20 + i).standard_normal(value.shape, "f")
     got, expected = run(found, feeds), run(plain, feeds)
-    for name in arrays:
+    for name in wrt:
         a, b = got[f"{name}.grad"], expected[f"{name}.grad"]
         assert a.shape == arrays[name].shape
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1, np.abs(b).max()), err_msg=name)
@@ -545,19 +547,67 @@ def test_conv_gradients(activation):
     against_body(model, arrays)
 
 
-@pytest.mark.parametrize("kind", ["", "Mask", "MaskGuard", "Causal"])
+# every step, two of them in each order, and each flag; all kinds come from one template
+SDPA_KINDS = (
+    *("", "Mask", "MaskGuard", "Causal", "Where", "MaskWhere", "WhereMask", "MaskMask"),
+    *("WhereWhere", "NanGuard", "WhereNanGuard", "Softcap", "SoftcapMaskWhere", "WideMask"),
+    *("WideSoftcapWhereMaskNanGuard", "SoftcapCausal", "CausalMaskGuard"),
+)
+
+
+def sdpa_model(kind, heads, t=5, fills=(-1.5, -2.5)):
+    """One attention operator whose conditions drop a whole row each, and its inputs."""
+    name = f"{'Grouped' if heads == 4 else ''}Sdpa{kind}"
+    shapes = {"q": (2, heads, 3, 4), "k": (2, 2, t, 4), "v": (2, 2, t, 6)}
+    arrays = {n: rng(i).standard_normal(shape, "f") for i, (n, shape) in enumerate(shapes.items())}
+    names, constants = [*shapes], []
+    for i, step in enumerate(KINDS[name].steps, 1):
+        if step == "Mask":
+            arrays[f"mask{i}"] = rng(i).standard_normal((1, 1, 3, t), "f")
+            names.append(f"mask{i}")
+            continue
+        arrays[f"keep{i}"] = rng(i).random((2, 1, 3, t)) < 0.6
+        arrays[f"keep{i}"][0, 0, i] = False
+        names += [f"keep{i}", f"fill{i}"]
+        constants.append(f"float fill{i} = {{{fills[i - 1]}}}")
+    inputs = ", ".join(
+        f"{'bool' if a.dtype == bool else 'float'}[{','.join(map(str, a.shape))}] {n}"
+        for n, a in arrays.items()
+    )
+    rows = f", q_rows: ints = [0, {heads}, -1, 0], kv_rows: ints = [0, 2, -1, 0]"
+    cap = ", softcap: float = 1.7" if "Softcap" in kind else ""
+    head = f"<scale: float = 0.4{cap}{rows if heads == 4 else ''}>"
+    model = text_model(
+        f"agraph ({inputs}) => (float[2,{heads},3,6] y) <{', '.join(constants)}> "
+        f"{{ y = onnx_fuse.{name} {head} ({', '.join(names)}) }}"
+    )
+    return model, arrays
+
+
+@pytest.mark.parametrize("kind", SDPA_KINDS)
 @pytest.mark.parametrize("heads", [2, 4])
 def test_sdpa_gradients(kind, heads):
-    name = f"{'Grouped' if heads == 4 else ''}Sdpa{kind}"
-    masked = kind.startswith("Mask")
-    shapes = {"q": (2, heads, 3, 4), "k": (2, 2, 5, 4), "v": (2, 2, 5, 6)}
-    shapes.update({"m": (1, 1, 3, 5)} if masked else {})
-    rows = f", q_rows: ints = [0, {heads}, -1, 0], kv_rows: ints = [0, 2, -1, 0]"
-    head = f"<scale: float = 0.4{rows if heads == 4 else ''}>"
-    call = f"{name} {head} (q, k, v{', m' if masked else ''})"
-    model, arrays = fused(call, **shapes)
-    model.graph.outputs[0].shape = onnx_ir.Shape([2, heads, 3, 6])
-    against_body(model, arrays)
+    model, arrays = sdpa_model(kind, heads)
+    wrt = [name for name, array in arrays.items() if array.dtype != bool]
+    against_body(model, arrays, wrt)
+
+
+@pytest.mark.parametrize("fill", [-1e9, np.finfo("f").min, -np.inf])
+def test_a_row_that_is_masked_whole_has_no_gradient_in_its_scores(fill):
+    """Its weights are uniform, which v sees; with -inf they are NaN."""
+    model, arrays = sdpa_model("Where", 2, fills=[fill])
+    found = autodiff.gradient(model, wrt=["q", "k", "v"])
+    feeds = {**arrays, "y.grad": np.ones((2, 2, 3, 6), "f")}
+    got = run(found, feeds)
+    if np.isinf(fill):
+        assert np.isnan(got["v.grad"][0]).all()
+        assert np.isfinite(got["v.grad"][1]).all()
+        return
+    np.testing.assert_array_equal(got["q.grad"][0, :, 1], 0)
+    arrays["keep1"][:] = False
+    got = run(found, {**feeds, **arrays})
+    np.testing.assert_allclose(got["v.grad"], np.full((2, 2, 5, 6), 3 / 5), rtol=1e-6)
+    assert not got["k.grad"].any()
 
 
 # ---- ai.onnx.preview.training ----------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_list_names_every_fusion_and_the_names_work(cli: Cli, tmp_path: Path) ->
 def test_explain_prints_each_refusal(cli: Cli, tmp_path: Path, saved: Save) -> None:
     model = text_model(
         '<ir_version: 10, opset_import: ["" : 23]> g (float[B, 2, S, 4] q, float[B, 2, S, 4] k) '
-        "=> (float[B, 2, S, 4] y) { y = Attention <softcap = 2.0> (q, k, k) }"
+        "=> (float[B, 2, S, 4] y) { y = Attention <softmax_precision = 11> (q, k, k) }"
     )
     report = tmp_path / "r.json"
     result = cli("optimize", saved(model), "--explain", "--no-check", "--json", report)

@@ -209,7 +209,7 @@ def gradients(path: Path, feeds: dict[str, Array]) -> dict[str, Array]:
     ("name", "fused", "shared"),
     [
         ("bert__ts13", {"LayerNormGemmGelu", "SdpaMask", "MergedGemm"}, 25),
-        ("gpt2__ts17", {"LayerNormGemmGeluTanh", "SdpaMaskGuard"}, 25),
+        ("gpt2__ts17", {"LayerNormGemmGeluTanh", "SdpaMaskNanGuard"}, 25),
         ("t5_encoder__ts17", {"RMSNormGemmRelu", "SdpaMask"}, 6),
     ],
 )

@@ -10,26 +10,8 @@ from exact_cases import EXACT_CASES
 from onnx_fuse import passes
 from onnx_fuse.onnx.load import load
 
-# Rows that are known to differ, and why; a row that no longer does fails until it leaves the table.
-_ADDED = "a mask by Where becomes an added one, under which NaN and infinite scores show"
-OPEN = {
-    ("attention_mask_and_guard", "float16 float32 float64"): "NaN of a query is not guarded",
-    ("attention_mask_by_where", "float16 float32 float64"): _ADDED,
-    ("attention_where_before_the_scale", "float32 float64"): _ADDED,
-    ("attention_scaled_operands", "float64"): "the scale is a float32 attribute",
-    ("attention_grouped_heads", "float16 float32 float64"): "its body reshapes no empty batch",
-    ("attention_one_key_head_for_all", "float16 float32 float64"): "as attention_grouped_heads",
-}
-_OPEN = {(name, t): why for (name, types), why in OPEN.items() for t in types.split()}
 ROWS = [
-    pytest.param(
-        case,
-        dtype,
-        id=f"{case.name}-{dtype}",
-        marks=[pytest.mark.xfail(strict=True, reason=_OPEN[case.name, dtype])]
-        if (case.name, dtype) in _OPEN
-        else [],
-    )
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}")
     for case in (*FUSION_CASES, *EXACT_CASES)
     if case.opset <= NEWEST_OPSET
     for dtype in hostile.TYPES

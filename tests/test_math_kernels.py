@@ -236,17 +236,32 @@ def test_every_attention_configuration_compiles_without_spills():
         ("SdpaGrad", 64, (8, 8, 8, 1), 104),
         ("SdpaGrad", 128, (), 104),
     )
+    every, row = (8, 8, 8, 1), (8, 8, 0, 1)
+    steps = (  # conditions, two masks, a softcap, NaN guards
+        ("Sdpa", 64, 200, {"mask": every, "keep": True}),
+        ("Sdpa", 64, 200, {"mask": row, "keep": True, "guard": 2}),
+        ("Sdpa", 128, 200, {"mask": every, "mask2": row, "keep2": True}),
+        ("Sdpa", 128, 200, {"mask": every, "softcap": 2.0}),
+        ("Sdpa", 128, 200, {"mask": (), "softcap": 2.0, "guard": 2}),
+        ("SdpaGrad", 64, 104, {"mask": every, "keep": True, "guard": 2}),
+        ("SdpaGrad", 128, 104, {"mask": every, "mask2": row, "keep2": True}),
+        ("SdpaGrad", 128, 104, {"mask": (), "softcap": 2.0}),
+    )
+    problems = [
+        attention(op, width, "bfloat16", mask=mask, causal=causal).having(n=keys)
+        for op, width, mask, keys in rows
+        for causal in (False, True)
+    ]
+    problems += [attention(op, w, "float16", **more).having(n=n) for op, w, n, more in steps]
     launches = {}
-    for op, width, mask, keys in rows:
-        for causal in (False, True):
-            problem = attention(op, width, "bfloat16", mask=mask, causal=causal).having(n=keys)
-            for kernel in (sdpa.Mma(), sdpa.Wgmma()):
-                if op == "SdpaGrad" and kernel.name == "wgmma":
-                    continue
-                assert kernel.supports(problem, H200) is None
-                for config in kernel.configs(problem, H200):
-                    for call in kernel.launch(problem, config, H200):
-                        launches[call.source, call.defines] = problem, config
+    for problem in problems:
+        for kernel in (sdpa.Mma(), sdpa.Wgmma()):
+            if kernel.name == "wgmma" and (problem.op == "SdpaGrad" or problem.attr("mask2", ())):
+                continue
+            assert kernel.supports(problem, H200) is None
+            for config in kernel.configs(problem, H200):
+                for call in kernel.launch(problem, config, H200):
+                    launches[call.source, call.defines] = problem, config
     for (source, defines), who in launches.items():
         for entry in jit.resources(source, defines, "sm_90a").values():
             assert entry.clean, (who, entry)
@@ -259,6 +274,7 @@ def test_every_attention_configuration_compiles_without_spills():
         ({"mask": (0, 0, 5, 1)}, "16-byte pieces"),
         ({"k_strides": (512, 0, 64)}, "broadcast"),
         ({"dv": 512}, "too large"),
+        ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
     ],
 )
 def test_attention_by_tma_says_why_not(more, reason):

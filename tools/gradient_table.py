@@ -14,6 +14,7 @@ import onnx
 import onnx_fuse.ops.fused  # noqa: F401  (fills the table)
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops import OPS, NoGrad
+from onnx_fuse.ops.fused.sdpa import KINDS
 
 PAGE = Path(__file__).parent.parent / "docs" / "gradients.md"
 
@@ -45,9 +46,13 @@ def kinds() -> dict[str, dict[str, str]]:
     schemas = {s.name: s for s in onnx.defs.get_all_schemas() if s.domain == ""}
     for (domain, name), definition in sorted(OPS.items()):
         if domain == FUSE:
+            if name != "Sdpa" and name.partition("Grad")[0] in KINDS:
+                continue  # one template makes them all
             own = definition.grad is not None and not isinstance(definition.grad, NoGrad)
             saves = ", ".join(definition.saves)
             found["fused"][name] = "" if not own else f"rule; saves {saves}" if saves else "rule"
+            if name == "Sdpa":
+                found["fused"][name] += f"; so for all its {len(KINDS)} kinds"
         elif isinstance(definition.grad, NoGrad):
             found["none"][name] = definition.grad.reason
         elif definition.grad is not None and name in schemas:

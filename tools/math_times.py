@@ -71,7 +71,7 @@ def rows() -> Iterator[tuple[str, Case]]:
         (BF16, (4, 16, 4096, 128)),
         (F32, (4, 12, 1024, 64)),
     ):
-        q, lse, scale = (b, h, t, d), np.zeros((b, h, t), np.float32), {"scale": d**-0.5}
+        q, lse, scale = (b, h, t, d), np.zeros((b, h, t, 2), np.float32), {"scale": d**-0.5}
         for kind in ("", "Causal"):
             yield "attention", Case(f"Sdpa{kind}_lse", (q, q, q), scale, 2, dtype, FUSE)
             given = (q, q, lse, q, q, q)

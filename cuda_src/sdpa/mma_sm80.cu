@@ -7,8 +7,8 @@
 //            queries, sdpa_dkv owns keys and works on transposed tiles.
 // Inputs   : operands.cuh with rows of 16-byte aligned, D and DV multiples of 8.
 // Outputs  : y, dq, dk, dv T; lse f32 (or null).
-// Macros   : operands.cuh's, where MASK 2 is a mask without rows; MASK_PIECES (its 16-byte pieces are
-//            aligned); WARPS, MT (16-row tiles a warp: K and V are read from shared memory once
+// Macros   : operands.cuh's, where MASK or MASK2 of 2 is one without rows; MASK_PIECES (the 16-byte
+//            pieces of both are aligned); WARPS, MT (16-row tiles a warp: K and V are read from shared memory once
 //            for all of them), TILE (multiple of 16), FORWARD; forward: SPLIT, STAGES, BLOCKS (an SM's).
 // Launch   : grid (rows, heads, batch).
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands.
@@ -42,17 +42,19 @@ DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
                     there ? 16 : 0);
     }
 }
-// The mask's elements of `rows` queries by COLUMNS keys from (query, key), zeros outside; MASK 2: one row
-// serves every query. Whole 16-byte pieces where MASK_PIECES says that they are aligned.
-template <int COUNT, int COLUMNS>
-DEVICE void fetch_mask(T* to, const Operands& o, int b, int h, int query, int key) {
-    constexpr int PITCH = COLUMNS + 8, ROWS_ = MASK == 2 ? 1 : COUNT;
-    const T* from = o.mask + b * o.mask_batch + h * o.mask_head;
+// A mask's elements of COUNT queries by COLUMNS keys from (query, key), zeros outside; KIND 0: none, 2: one
+// row serves every query. Whole 16-byte pieces where MASK_PIECES says that they are aligned.
+template <int KIND, int COUNT, int COLUMNS>
+DEVICE void fetch_mask(T* to, const Operands& o, const Mask& mask, int b, int h, int query, int key) {
+    if (KIND == 0) return;
+    constexpr int PITCH = COLUMNS + 8, ROWS_ = KIND == 2 ? 1 : COUNT;
+    const T* from = mask.at + b * mask.batch + h * mask.head;
+    if (KIND == 2) query = 0;
 #if MASK_PIECES
     for (int i = threadIdx.x % TEAM; i < ROWS_ * (COLUMNS / 8); i += TEAM) {
         const int r = i / (COLUMNS / 8), c = i % (COLUMNS / 8) * 8;
         const bool there = query + r < o.queries && key + c < o.keys;
-        cp_async_16(smem_address(to + r * PITCH + c), there ? from + (query + r) * o.mask_row + key + c : from,
+        cp_async_16(smem_address(to + r * PITCH + c), there ? from + (query + r) * mask.row + key + c : from,
                     there ? 16 : 0);
     }
 #else
@@ -60,18 +62,20 @@ DEVICE void fetch_mask(T* to, const Operands& o, int b, int h, int query, int ke
     for (int i = threadIdx.x % TEAM; i < ROWS_ * COLUMNS; i += TEAM) {
         const int r = i / COLUMNS, c = i % COLUMNS;
         const bool there = query + r < o.queries && key + c < o.keys;
-        to[r * PITCH + c] = there ? from[(query + r) * o.mask_row + (key + c) * o.mask_column] : T();
+        to[r * PITCH + c] = there ? from[(query + r) * mask.row + (key + c) * mask.column] : T();
     }
 #endif
 }
-// Its two elements at (row, column) and the next column, as far as the tile is concerned.
-template <int COLUMNS> DEVICE float2 mask_pair(const T* tile, int row, int column) {
-    if (!MASK) return make_float2(0, 0);
-    return unpack2<T>(*(const u32*)(tile + (MASK == 2 ? 0 : row) * (COLUMNS + 8) + column));
+// Elements of a mask's tile of HIGH queries; two masks' tiles stand behind each other.
+template <int KIND> DEVICE constexpr int mask_tile(int high, int wide) { return KIND ? (KIND == 2 ? 1 : high) * (wide + 8) : 0; }
+template <int COUNT, int COLUMNS> DEVICE void fetch_masks(T* to, const Operands& o, int b, int h, int query, int key) {
+    fetch_mask<MASK, COUNT, COLUMNS>(to, o, o.mask, b, h, query, key);
+    fetch_mask<MASK2, COUNT, COLUMNS>(to + mask_tile<MASK>(COUNT, COLUMNS), o, o.mask2, b, h, query, key);
 }
-// scale * dot + mask, -inf where the key is not there or later than the query.
-DEVICE float masked(const Operands& o, float dot, float mask, int query, int key) {
-    return key >= o.keys || (CAUSAL && key > query) ? NEGATIVE_INFINITY : dot * o.scale + mask;
+// A tile's two elements at (row, column) and the next column.
+template <int KIND, int COLUMNS> DEVICE float2 mask_pair(const T* tile, int row, int column) {
+    if (!KIND) return make_float2(0, 0);
+    return unpack2<T>(*(const u32*)(tile + (KIND == 2 ? 0 : row) * (COLUMNS + 8) + column));
 }
 // s[16 MT rows of the warp, TILE] = a . b^T over WIDTH; a and b in shared memory by rows.
 template <int WIDTH> DEVICE void dots(float (&s)[MT][TILE / 8][4], const T* a, const T* b) {
@@ -143,7 +147,7 @@ DEVICE void team_sync() {
     if (SPLIT) __syncwarp();
     else __syncthreads();
 }
-constexpr int MASK_TILE = MASK ? (MASK == 2 ? 1 : ROWS) * (TILE + 8) : 0;
+constexpr int MASK_TILE = mask_tile<MASK>(ROWS, TILE) + mask_tile<MASK2>(ROWS, TILE);
 constexpr int TEAM_SMEM = ROWS * PD + STAGES * (TILE * (PD + PV) + MASK_TILE);
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr) {
@@ -165,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
         if (t < end) {
             fetch<TILE, D, DP>(ks + s * TILE * PD, k, o.ks.row, t, o.keys);
             fetch<TILE, DV, VP>(vs + s * TILE * PV, v, o.vs.row, t, o.keys);
-            if (MASK) fetch_mask<ROWS, TILE>(ms + s * MASK_TILE, o, b, h, MASK == 2 ? 0 : first, t);
+            fetch_masks<ROWS, TILE>(ms + s * MASK_TILE, o, b, h, first, t);
         }
         cp_async_commit();
     };
@@ -176,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
     float acc[MT][VP / 8][4] = {}, top[MT][2], sum[MT][2] = {};
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = NEGATIVE_INFINITY;
-    const float scale = o.scale * LOG2E;  // logits in units of log 2: exp needs no product
+    const float scale = o.scale * LOG2E;  // logits in units of log 2, if not NATURAL: exp needs no product
+    constexpr float UNIT = NATURAL ? LOG2E : 1.0f;
     for (int t = begin, s = 0; t < end; t += STEP) {
         cp_async_wait<STAGES - 2>();
         team_sync();
@@ -191,10 +196,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
-                    const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
+                    const T* tile = ms + s * MASK_TILE;
+                    const float2 by = mask_pair<MASK, TILE>(tile, r - first, c);
+                    const float2 by2 = mask_pair<MASK2, TILE>(tile + mask_tile<MASK>(ROWS, TILE), r - first, c);
                     float &a = p[m][n][2 * i], &z = p[m][n][2 * i + 1];
-                    a = MASK ? a * scale + mask_power<T>(add.x) : a * scale;
-                    z = MASK ? z * scale + mask_power<T>(add.y) : z * scale;
+                    a = NATURAL ? logit(o, a, by.x, by2.x) : a * scale;
+                    z = NATURAL ? logit(o, z, by.y, by2.y) : z * scale;
                     if (!whole) {
                         if (t + c >= o.keys || (CAUSAL && t + c > r)) a = NEGATIVE_INFINITY;
                         if (t + c + 1 >= o.keys || (CAUSAL && t + c + 1 > r)) z = NEGATIVE_INFINITY;
@@ -206,12 +213,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
                 now = quad_max(now);
-                const float zero = safe(now), fade = power2(top[m][i] - zero);
+                const float zero = safe(now), fade = power2((top[m][i] - zero) * UNIT);
                 top[m][i] = now;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-                    for (int e = 2 * i; e < 2 * i + 2; e++) part += p[m][n][e] = power2(p[m][n][e] - zero);
+                    for (int e = 2 * i; e < 2 * i + 2; e++) part += p[m][n][e] = power2((p[m][n][e] - zero) * UNIT);
                 sum[m][i] = sum[m][i] * fade + part;
 #pragma unroll
                 for (int n = 0; n < VP / 8; n++) acc[m][n][2 * i] *= fade, acc[m][n][2 * i + 1] *= fade;
@@ -226,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
     const i64 at = ((i64)b * o.heads + h) * o.queries;
     auto finish = [&](float total) { return GUARD && total == 0 ? 0.0f : 1 / total; };
     auto save = [&](int r, float top, float total) {
-        if (lse && r < o.queries) lse[at + r] = top * (1 / LOG2E) + logf(total);
+        if (lse && r < o.queries) ((float2*)lse)[at + r] = row_lse(NATURAL ? top : top * (1 / LOG2E), total);
     };
     cp_async_wait<0>();
     __syncthreads();  // the tiles' memory is free
@@ -252,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const float* one = from + w * ROWS * PITCH;
-            const float share = power2(one[VP] - safe(best));
+            const float share = power2((one[VP] - safe(best)) * UNIT);
             total += share * one[VP + 1];
 #pragma unroll
             for (int j = 0; j < 8; j++) value[j] += share * one[c + j];
@@ -262,6 +269,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
         uint4 packed = {pack2<T>(value[0] * factor, value[1] * factor), pack2<T>(value[2] * factor, value[3] * factor),
                         pack2<T>(value[4] * factor, value[5] * factor), pack2<T>(value[6] * factor, value[7] * factor)};
         if (first + r < o.queries) *(uint4*)(y + (first + r) * yr + c) = packed;
+        for (int j = 0; is_dead(total) && first + r < o.queries && j < 8; j++)
+            y[(first + r) * yr + c + j] = from_float<T>(nothing(v + c + j, o.vs.row, o.keys));
     }
 #else
     // through the warp's own rows of shared memory: whole 16-byte pieces to y
@@ -282,12 +291,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
         const int i = lane + k * 32, r = i / CHUNKS, c = i % CHUNKS * 8, out = first + warp_row() + r;
         if (i < 16 * MT * CHUNKS && out < o.queries) *(uint4*)(y + out * yr + c) = *(const uint4*)(mine + r * PV + c);
     }
+    if (GUARD == 2) {
+        __syncwarp();  // over what the rows' other lanes wrote
+#pragma unroll
+        for (int i = 0; i < 2 * MT; i++)
+            for (int c = lane % 4; is_dead(sum[i / 2][i % 2]) && row + 8 * i < o.queries && c < DV; c += 4)
+                y[(row + 8 * i) * yr + c] = from_float<T>(nothing(v + c, o.vs.row, o.keys));
+    }
 #endif
 }
 #else
-// Probability of a logit under its row's lse (+inf: no such row); a guarded row all -inf has none.
-DEVICE float probability(float z, float lse) {
-    return GUARD && !(lse > NEGATIVE_INFINITY) ? 0.0f : power2((z - lse) * LOG2E);
+// A row's lse as the gradients want it; of no row: no probability.
+DEVICE float2 load_lse(const float* lse, i64 at, bool there) {
+    return there ? ((const float2*)lse)[at] : make_float2(-NEGATIVE_INFINITY, 0);
+}
+// A product to its probability, and dp - delta to the logit's gradient before its scale.
+DEVICE void differentiate(const Operands& o, float& p, float& dp, float2 l, float delta, float m, float m2, bool there) {
+    const float z = there ? logit(o, p, m, m2) : NEGATIVE_INFINITY, by = slope(o, p, m, m2);
+    p = GUARD && l.y != l.y ? 0.0f : power2((z - l.x - l.y) * LOG2E);
+    dp = by == 0 ? 0.0f : p * (dp - delta) * by;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -297,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) T shared[];
     T *qs = shared, *dys = qs + ROWS * PD, *ks = dys + ROWS * PV, *vs = ks + 2 * TILE * PD;
     T* ms = vs + 2 * TILE * PV;
-    constexpr int MASK_TILE = (MASK == 2 ? 1 : ROWS) * (TILE + 8);
+    constexpr int MASK_TILE = mask_tile<MASK>(ROWS, TILE) + mask_tile<MASK2>(ROWS, TILE);
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
     const i64 out = ((i64)b * o.heads + h) * o.queries;
@@ -308,15 +330,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     fetch<ROWS, DV, VP>(dys, dy + b * db + h * dh, dr, first, o.queries);
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
-    if (MASK) fetch_mask<ROWS, TILE>(ms, o, b, h, MASK == 2 ? 0 : first, 0);
+    fetch_masks<ROWS, TILE>(ms, o, b, h, first, 0);
     cp_async_commit();
     const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
-    float acc[MT][DP / 8][4] = {}, l[MT][2], c_[MT][2], factor[MT][2];
+    float acc[MT][DP / 8][4] = {}, c_[MT][2], factor[MT][2];
+    float2 l[MT][2];
     const float scale = o.scale * LOG2E;
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
         const bool there = row + 8 * i < o.queries;
-        l[i / 2][i % 2] = there ? lse[out + row + 8 * i] : -NEGATIVE_INFINITY;
+        l[i / 2][i % 2] = load_lse(lse, out + row + 8 * i, there);
         c_[i / 2][i % 2] = there ? delta[out + row + 8 * i] : 0.0f;
         factor[i / 2][i % 2] = o.scale;
     }
@@ -326,13 +349,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (t + TILE < end) {
             fetch<TILE, D, DP>(ks + (s ^ 1) * TILE * PD, k, o.ks.row, t + TILE, o.keys);
             fetch<TILE, DV, VP>(vs + (s ^ 1) * TILE * PV, v, o.vs.row, t + TILE, o.keys);
-            if (MASK) fetch_mask<ROWS, TILE>(ms + (s ^ 1) * MASK_TILE, o, b, h, MASK == 2 ? 0 : first, t + TILE);
+            fetch_masks<ROWS, TILE>(ms + (s ^ 1) * MASK_TILE, o, b, h, first, t + TILE);
         }
         cp_async_commit();
         float p[MT][TILE / 8][4], dp[MT][TILE / 8][4];
         dots<DP>(p, qs, ks + s * TILE * PD);
         dots<VP>(dp, dys, vs + s * TILE * PV);
-        const bool plain = !MASK && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
+        const bool plain = !NATURAL && !GUARD && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
 #pragma unroll
         for (int m = 0; m < MT; m++)
             if (plain) {
@@ -340,19 +363,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        p[m][n][e] = power2(p[m][n][e] * scale - l[m][e / 2] * LOG2E) * (dp[m][n][e] - c_[m][e / 2]);
+                        p[m][n][e] = power2(p[m][n][e] * scale - (l[m][e / 2].x + l[m][e / 2].y) * LOG2E) * (dp[m][n][e] - c_[m][e / 2]);
             } else {
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
-                        const float2 add = mask_pair<TILE>(ms + s * MASK_TILE, r - first, c);
+                        const T* tile = ms + s * MASK_TILE;
+                        const float2 by = mask_pair<MASK, TILE>(tile, r - first, c);
+                        const float2 by2 = mask_pair<MASK2, TILE>(tile + mask_tile<MASK>(ROWS, TILE), r - first, c);
 #pragma unroll
                         for (int j = 0; j < 2; j++) {
-                            float& x = p[m][n][2 * i + j];
-                            x = probability(masked(o, x, j ? add.y : add.x, r, t + c + j), l[m][i]) *
-                                (dp[m][n][2 * i + j] - c_[m][i]);
+                            float x = dp[m][n][2 * i + j];
+                            differentiate(o, p[m][n][2 * i + j], x, l[m][i], c_[m][i], j ? by.y : by.x, j ? by2.y : by2.x,
+                                          meet(o, r, t + c + j));
+                            p[m][n][2 * i + j] = x;
                         }
                     }
             }
@@ -368,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) T shared[];
     T *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + 2 * TILE * PD;
     T* ms = dys + 2 * TILE * PV;
-    constexpr int MASK_TILE = (MASK == 2 ? 1 : TILE) * (ROWS + 8);
+    constexpr int MASK_TILE = mask_tile<MASK>(TILE, ROWS) + mask_tile<MASK2>(TILE, ROWS);
     const int first = blockIdx.x * ROWS, kv = blockIdx.y, b = blockIdx.z;
     const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
     fetch<ROWS, D, DP>(ks, o.k + b * o.ks.batch + kv * o.ks.head, o.ks.row, first, o.keys);
@@ -381,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
         fetch<TILE, D, DP>(qs + s * TILE * PD, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, t, o.queries);
         fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + b * db + h * dh, dr, t, o.queries);
-        if (MASK) fetch_mask<TILE, ROWS>(ms + s * MASK_TILE, o, b, h, MASK == 2 ? 0 : t, first);
+        fetch_masks<TILE, ROWS>(ms + s * MASK_TILE, o, b, h, t, first);
     };
     if (steps) fetch_step(0, 0);
     cp_async_commit();
@@ -395,21 +421,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float p[MT][TILE / 8][4], dp[MT][TILE / 8][4];
         dots<DP>(p, ks, qs + s * TILE * PD);
         dots<VP>(dp, vs, dys + s * TILE * PV);
-        const bool plain = !MASK && first + ROWS <= o.keys && !(CAUSAL && t < first + ROWS);
+        const bool plain = !NATURAL && !GUARD && first + ROWS <= o.keys && !(CAUSAL && t < first + ROWS);
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int query = t + n * 8 + lane % 4 * 2 + j;
                 const bool there = query < o.queries;
-                const float l = there ? lse[at + query] : -NEGATIVE_INFINITY, c = there ? delta[at + query] : 0.0f;
+                const float2 l = load_lse(lse, at + query, there);
+                const float c = there ? delta[at + query] : 0.0f;
                 const T* mask = ms + s * MASK_TILE + (MASK == 2 ? 0 : query - t) * (ROWS + 8) - first;
+                const T* mask2 = ms + s * MASK_TILE + mask_tile<MASK>(TILE, ROWS) + (MASK2 == 2 ? 0 : query - t) * (ROWS + 8) - first;
 #pragma unroll
                 for (int i = 0; i < 2 * MT; i++) {
                     float &x = p[i / 2][n][i % 2 * 2 + j], &d = dp[i / 2][n][i % 2 * 2 + j];
-                    if (!plain) x = masked(o, x, MASK ? to_float(mask[row + 8 * i]) : 0.0f, query, row + 8 * i);
-                    x = plain ? power2(x * scale - l * LOG2E) : probability(x, l);
-                    d = x * (d - c);
+                    if (plain) {
+                        x = power2(x * scale - (l.x + l.y) * LOG2E);
+                        d = x * (d - c);
+                    } else {
+                        differentiate(o, x, d, l, c, MASK ? to_float(mask[row + 8 * i]) : 0.0f,
+                                      MASK2 ? to_float(mask2[row + 8 * i]) : 0.0f, meet(o, query, row + 8 * i));
+                    }
                 }
             }
         accumulate<VP>(acc_v, p, dys + s * TILE * PV);

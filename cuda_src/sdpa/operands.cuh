@@ -1,44 +1,83 @@
-// operands.cuh: what all attention kernels take: strided q, k, v, a broadcast additive mask, heads.
-// Shapes   : q [B, H, S, D], k [B, H / group, T, D], v [B, H / group, T, DV], mask [B, H, S, T] by
+// operands.cuh: what all attention kernels take: strided q, k, v, heads, up to two masks of the logits.
+// Shapes   : q [B, H, S, D], k [B, H / group, T, D], v [B, H / group, T, DV], masks [B, H, S, T] by
 //            strides (0 where broadcast), y and dy [B, H, S, DV] by strides too; rows contiguous.
-//            lse, delta [B, H, S], gradients [B, H, S or T, D or DV].
-// Macros   : T element, D, DV head sizes; MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0).
+//            lse [B, H, S, 2]: a row's largest logit and the log of the sum of exp(z - it);
+//            delta [B, H, S], gradients [B, H, S or T, D or DV].
+// Macros   : T element, D, DV head sizes; MASK, MASK2 (not 0: there is one), KEEP, KEEP2 (it does not
+//            add: where it is 0, the logit is `fill`), applied in this order; SOFTCAP (before them
+//            z = softcap tanh(z)); CAUSAL (key j <= query i); GUARD 1: rows all -inf give 0;
+//            2: weights that are NaN are 0.
 #pragma once
 #include "common.cuh"
 
 struct Strides { i64 batch, head, row; };
+struct Mask { const T* at; i64 batch, head, row, column; };
 struct Operands {
-    const T *q, *k, *v, *mask;
+    const T *q, *k, *v;
     Strides qs, ks, vs;
-    i64 mask_batch, mask_head, mask_row, mask_column;
+    Mask mask, mask2;
     int heads, group, queries, keys;
-    float scale;
+    float scale, softcap;
+    double fill, fill2;
 };
 // As kernel parameters (the host passes scalars, no structs), and gathered again inside.
 #define OPERANDS                                                                                   \
-    const T *q_, const T *k_, const T *v_, const T *mask_, i64 qb_, i64 qh_, i64 qr_, i64 kb_,     \
-        i64 kh_, i64 kr_, i64 vb_, i64 vh_, i64 vr_, i64 mb_, i64 mh_, i64 mr_, i64 mc_,           \
-        int heads_, int group_, int queries_, int keys_, float scale_
+    const T *q_, const T *k_, const T *v_, const T *mask_, const T *mask2_, i64 qb_, i64 qh_,      \
+        i64 qr_, i64 kb_, i64 kh_, i64 kr_, i64 vb_, i64 vh_, i64 vr_, i64 mb_, i64 mh_, i64 mr_,  \
+        i64 mc_, i64 nb_, i64 nh_, i64 nr_, i64 nc_, int heads_, int group_, int queries_,         \
+        int keys_, float scale_, float softcap_, double fill_, double fill2_
 #define GATHER                                                                                     \
-    const Operands o = {q_, k_, v_, mask_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_},      \
-                        mb_, mh_, mr_, mc_, heads_, group_, queries_, keys_, scale_};
+    const Operands o = {q_, k_, v_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_},             \
+                        {mask_, mb_, mh_, mr_, mc_}, {mask2_, nb_, nh_, nr_, nc_}, heads_, group_, \
+                        queries_, keys_, scale_, softcap_, fill_, fill2_};
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
 #define LOG2E 1.4426950408889634f
+// Whether logits are more than products: then they are kept as they are, else in units of log 2.
+#define NATURAL (MASK || SOFTCAP)
 
-// scale * dot + mask, -inf where the key is not there or later than the query.
-template <class S> DEVICE S logit(const Operands& o, S dot, const T* mask, int query, int key) {
+// tanh with an absolute error of 1e-7, in half the instructions.
+DEVICE float squash(float x) { return 1 - __fdividef(2.0f, __expf(2 * x) + 1); }
+DEVICE double squash(double x) { return tanh(x); }
+// A logit from a product: scaled, under the tanh, and through the masks' elements m and m2.
+template <class S> DEVICE S logit(const Operands& o, S dot, S m, S m2) {
     S z = dot * (S)o.scale;
-#if MASK
-    if (key < o.keys) z += (S)widen(mask[key * o.mask_column]);
-#endif
-    return key >= o.keys || (CAUSAL && key > query) ? (S)NEGATIVE_INFINITY : z;
+    if (SOFTCAP) z = (S)o.softcap * squash(z);
+    if (MASK) z = KEEP ? (m != 0 ? z : (S)o.fill) : z + m;
+    if (MASK2) z = KEEP2 ? (m2 != 0 ? z : (S)o.fill2) : z + m2;
+    return z;
 }
+// d logit / d (scale dot): what a fill replaced has none.
+template <class S> DEVICE S slope(const Operands& o, S dot, S m, S m2) {
+    if ((MASK && KEEP && m == 0) || (MASK2 && KEEP2 && m2 == 0)) return 0;
+    if (!SOFTCAP) return 1;
+    const S t = squash(dot * (S)o.scale);
+    return (S)o.softcap * (1 - t * t);
+}
+// Whether query and key meet.
+DEVICE bool meet(const Operands& o, int query, int key) { return key < o.keys && !(CAUSAL && key > query); }
 // The mask's row of a query (of the last one for those past it, whose results nobody sees).
-DEVICE const T* mask_row(const Operands& o, int b, int h, int query) {
-    return MASK ? o.mask + b * o.mask_batch + h * o.mask_head + min(query, o.queries - 1) * o.mask_row : o.mask;
+DEVICE const T* mask_row(const Operands& o, const Mask& mask, int b, int h, int query) {
+    return mask.at + b * mask.batch + h * mask.head + min(query, o.queries - 1) * mask.row;
 }
 // Largest finite-safe reference point of a row: exp(z - top) is 0, not NaN, for a row all -inf.
 template <class S> DEVICE S safe(S top) { return top == (S)NEGATIVE_INFINITY ? (S)0 : top; }
+// A row's lse from its largest logit and sum; a row without weights has no sum, one with a NaN no logit.
+template <class S> DEVICE float2 row_lse(S top, S sum) {
+    return make_float2(sum == sum ? (float)top : NOT_A_NUMBER, sum > 0 ? (float)log(sum) : NOT_A_NUMBER);
+}
+// Probability of a logit under its row's lse (top +inf: no such row); with a GUARD a row without has 0.
+template <class S> DEVICE S probability(S z, S top, S spread) {
+    return GUARD && spread != spread ? (S)0 : exp(z - top - spread);
+}
+// Whether a row's weights are all 0 by GUARD 2, and what 0 weights make of a column of v: NaN if not finite.
+DEVICE bool is_dead(float sum) { return GUARD == 2 && !(sum > 0); }
+DEVICE bool is_dead(double sum) { return GUARD == 2 && !(sum > 0); }
+DEVICE float nothing(const T* v, i64 stride, int keys) {
+    float s = 0;
+    for (int j = 0; j < keys; j++) s += (float)(widen(v[j * stride]) * 0);
+    return s;
+}
 
 // ---- softmax in powers of two; rows spread over quads of lanes, as products leave them ----
 DEVICE float power2(float x) {  // exp2f without its care for denormals
@@ -50,8 +89,3 @@ DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-// A mask's element in units of log 2; a finite one stays finite (no float16 leaves the range), NaN NaN.
-template <class E> DEVICE float mask_power(float x);
-template <> DEVICE float mask_power<f16>(float x) { return x * LOG2E; }
-// rounded towards zero the product of a finite one is at most the largest number
-template <> DEVICE float mask_power<bf16>(float x) { return __fmul_rz(x, LOG2E); }

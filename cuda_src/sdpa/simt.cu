@@ -3,7 +3,7 @@
 //            at a time. Forward: online softmax. Backward: sdpa_dq owns queries, sdpa_dkv owns keys
 //            (all query heads of its group, in order): no atomics, probabilities rebuilt from lse.
 // Inputs   : operands.cuh; backward: dy (strides d*), lse, and delta = rowsum(dy * y) in ACC (sdpa_delta).
-// Outputs  : y T, lse f32 (or null); dq [B, H, S, D]; dk, dv [B, H / group, T, ...] T.
+// Outputs  : y T, lse f32 pairs (or null); dq [B, H, S, D]; dk, dv [B, H / group, T, ...] T.
 // Macros   : operands.cuh's, ACC.   Launch: 256 threads; grid (rows / 64, heads, batch).
 // Numerics : ACC throughout, one rounding; rows all -inf: NaN, or 0 with GUARD.
 // Bound    : FMA rate through shared memory.
@@ -59,6 +59,13 @@ DEVICE void write(T* to, i64 pitch, const ACC (&acc)[4][OUT], int first, int las
             if (first + ty * 4 + i < last && tx + 16 * j < WIDTH)
                 to[(first + ty * 4 + i) * pitch + tx + 16 * j] = narrow<T>(acc[i][j] * factor[i]);
 }
+// A logit and its slope between a query and a key, through the masks' rows of that query.
+DEVICE ACC mask_at(const Mask& mask, const T* row, int key, int keys) { return key < keys ? (ACC)widen(row[key * mask.column]) : (ACC)0; }
+DEVICE ACC logit_at(const Operands& o, ACC dot, const T* row, const T* row2, int query, int key, ACC* slope_of) {
+    const ACC m = MASK ? mask_at(o.mask, row, key, o.keys) : (ACC)0, m2 = MASK2 ? mask_at(o.mask2, row2, key, o.keys) : (ACC)0;
+    if (slope_of) *slope_of = slope(o, dot, m, m2);
+    return meet(o, query, key) ? logit(o, dot, m, m2) : (ACC)NEGATIVE_INFINITY;
+}
 DEVICE ACC across(ACC x, bool largest) {  // over the 16 threads of a row
 #pragma unroll
     for (int step = 8; step; step /= 2) {
@@ -91,9 +98,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
         dots<D, PD>(s, qs, ks, ty, tx);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const T* mask = mask_row(o, b, h, first + ty * 4 + i);
+            const int query = first + ty * 4 + i;
+            const T *row = mask_row(o, o.mask, b, h, query), *row2 = mask_row(o, o.mask2, b, h, query);
 #pragma unroll
-            for (int j = 0; j < 2; j++) s[i][j] = logit(o, s[i][j], mask, first + ty * 4 + i, t + tx + 16 * j);
+            for (int j = 0; j < 2; j++) s[i][j] = logit_at(o, s[i][j], row, row2, query, t + tx + 16 * j, nullptr);
             const ACC best = across(s[i][0] > s[i][1] || s[i][0] != s[i][0] ? s[i][0] : s[i][1], true);
             const ACC now = best > top[i] || best != best ? best : top[i];
             const ACC fade = exp(top[i] - safe(now));
@@ -112,9 +120,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         factor[i] = GUARD && sum[i] == 0 ? (ACC)0 : 1 / sum[i];
-        if (lse && tx == 0 && first + ty * 4 + i < o.queries) lse[row + first + ty * 4 + i] = (float)(top[i] + log(sum[i]));
+        if (lse && tx == 0 && first + ty * 4 + i < o.queries)
+            ((float2*)lse)[row + first + ty * 4 + i] = row_lse(top[i], sum[i]);
     }
-    write<DV>(y + b * yb + h * yh, yr, acc, first, o.queries, ty, tx, factor);
+    y += b * yb + h * yh;
+    write<DV>(y, yr, acc, first, o.queries, ty, tx, factor);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (is_dead(sum[i]) && first + ty * 4 + i < o.queries)
+            for (int c = tx; c < DV; c += 16) y[(first + ty * 4 + i) * yr + c] = narrow<T>(nothing(v + c, o.vs.row, o.keys));
 }
 
 // delta[b, h, i] = sum_d dy[b, h, i, d] y[b, h, i, d]: a warp a row.
@@ -133,11 +147,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     if (threadIdx.x % 32 == 0) delta[row] = s;
 }
 
-// Probability of a logit under its row's lse (+inf: no such row); a guarded row all -inf has none.
-DEVICE ACC probability(ACC z, ACC lse) {
-    return GUARD && !(lse > (ACC)NEGATIVE_INFINITY) ? (ACC)0 : exp(z - lse);
-}
-
 extern "C" __global__ void __launch_bounds__(256, 1)
     sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
@@ -151,11 +160,12 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     fill<ROWS, D, PD>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
     fill<ROWS, DV, PV>(dys, dy + b * db + h * dh, dr, first, o.queries);
-    ACC acc[4][OUT_D] = {}, l[4], c[4], factor[4];
+    ACC acc[4][OUT_D] = {}, top[4], spread[4], c[4], factor[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int r = first + ty * 4 + i;
-        l[i] = r < o.queries ? lse[row + r] : -(ACC)NEGATIVE_INFINITY;
+        const float2 l = r < o.queries ? ((const float2*)lse)[row + r] : make_float2(-NEGATIVE_INFINITY, 0);
+        top[i] = l.x, spread[i] = l.y;
         c[i] = r < o.queries ? delta[row + r] : (ACC)0;
         factor[i] = o.scale;
     }
@@ -172,9 +182,11 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const T* mask = mask_row(o, b, h, first + ty * 4 + i);
-                const ACC z = logit(o, s[i][j], mask, first + ty * 4 + i, t + tx + 16 * j);
-                ps[(ty * 4 + i) * PT + tx + 16 * j] = probability(z, l[i]) * (dp[i][j] - c[i]);
+                const int query = first + ty * 4 + i;
+                const T *row = mask_row(o, o.mask, b, h, query), *row2 = mask_row(o, o.mask2, b, h, query);
+                ACC by;
+                const ACC z = logit_at(o, s[i][j], row, row2, query, t + tx + 16 * j, &by);
+                ps[(ty * 4 + i) * PT + tx + 16 * j] = by == 0 ? (ACC)0 : probability(z, top[i], spread[i]) * (dp[i][j] - c[i]) * by;
             }
         __syncwarp();
         accumulate<D, PD>(acc, ps, ks, ty, tx);
@@ -208,13 +220,16 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             for (int j = 0; j < 2; j++) {
                 const int query = t + tx + 16 * j;
                 const bool there = query < o.queries;
-                const T* mask = mask_row(o, b, h, query);
-                const ACC l = there ? lse[row + query] : -(ACC)NEGATIVE_INFINITY, c = there ? delta[row + query] : (ACC)0;
+                const T *mask = mask_row(o, o.mask, b, h, query), *mask2 = mask_row(o, o.mask2, b, h, query);
+                const float2 l = there ? ((const float2*)lse)[row + query] : make_float2(-NEGATIVE_INFINITY, 0);
+                const ACC c = there ? delta[row + query] : (ACC)0;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const ACC p = probability(logit(o, s[i][j], mask, query, first + ty * 4 + i), l);
+                    ACC by;
+                    const ACC z = logit_at(o, s[i][j], mask, mask2, query, first + ty * 4 + i, &by);
+                    const ACC p = probability(z, (ACC)l.x, (ACC)l.y);
                     ps[(ty * 4 + i) * PT + query - t] = p;
-                    s[i][j] = p * (dp[i][j] - c);
+                    s[i][j] = by == 0 ? (ACC)0 : p * (dp[i][j] - c) * by;
                 }
             }
             __syncwarp();

@@ -9,9 +9,9 @@
 //            rescaled. A single warpgroup (or ONE) loads for itself: INLINE.
 // Inputs   : q, k, v by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
-// Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S] (or null).
-// Macros   : T, D, DV, MASK, CAUSAL (key j <= query i), GUARD (rows all -inf give 0); WGS, ROUNDS, TILE
-//            (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+//            One mask at most, which is added or (KEEP) selects.
+// Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
+// Macros   : operands.cuh's; WGS, ROUNDS, TILE (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
@@ -52,8 +52,22 @@ DEVICE void gather(float (&acc)[VD * 32], const u32 (&p)[TILE / 4], u32 v, int a
         Wgmma<T, VD * 64, 0, 1>::run(acc, p + 4 * i, wgmma_descriptor<false, TILE * 128>(v + i * 2048), add | i);
     wgmma_commit();
 }
-// Logits in units of log 2 from products and the mask's tile; MASK 0: products as they are.
-DEVICE void add_mask(float (&s)[TILE / 2], const u8* mask, float scale) {
+// What a row mask's tile holds for a key: what is added, or +inf where a logit is kept, else what it is.
+DEVICE float row_entry(float m, float fill) {
+    if (!KEEP) return m;
+    return m != 0 ? -NEGATIVE_INFINITY : fill == -NEGATIVE_INFINITY ? NOT_A_NUMBER : fill;
+}
+// One logit from its product and mask; MASK 2: from a row's entry.
+DEVICE float one_logit(float s, float m, float scale, float softcap, float fill) {
+    if (!KEEP && !SOFTCAP) return s * scale + m;
+    s *= scale;
+    if (SOFTCAP) s = softcap * squash(s);
+    if (!KEEP) return MASK ? s + m : s;
+    if (MASK == 2) return m == -NEGATIVE_INFINITY ? s : m;
+    return m != 0 ? s : fill;
+}
+// Logits from products and the mask's tile; not NATURAL: products as they are.
+DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float softcap, float fill) {
     const int lane = threadIdx.x % 32;
 #if MASK == 1
     const u32 from = smem_address(mask) + threadIdx.x / 32 % 4 * 2048 + lane % 16 * 128;
@@ -63,21 +77,24 @@ DEVICE void add_mask(float (&s)[TILE / 2], const u8* mask, float scale) {
         ldmatrix_x4(r, from + q / 4 * BOX + ((q % 4 * 2 + lane / 16 ^ lane % 8) << 4));
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float2 add = unpack2<T>(r[e]);
-            s[8 * q + 2 * e] = s[8 * q + 2 * e] * scale + mask_power<T>(add.x);
-            s[8 * q + 2 * e + 1] = s[8 * q + 2 * e + 1] * scale + mask_power<T>(add.y);
+            const float2 by = unpack2<T>(r[e]);
+            s[8 * q + 2 * e] = one_logit(s[8 * q + 2 * e], by.x, scale, softcap, fill);
+            s[8 * q + 2 * e + 1] = one_logit(s[8 * q + 2 * e + 1], by.y, scale, softcap, fill);
         }
     }
 #elif MASK == 2
 #pragma unroll
     for (int n = 0; n < TILE / 8; n++) {
-        const float2 add = *(const float2*)(mask + n * 32 + lane % 4 * 8);
+        const float2 by = *(const float2*)(mask + n * 32 + lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            s[4 * n + 2 * i] = s[4 * n + 2 * i] * scale + add.x;
-            s[4 * n + 2 * i + 1] = s[4 * n + 2 * i + 1] * scale + add.y;
+            s[4 * n + 2 * i] = one_logit(s[4 * n + 2 * i], by.x, scale, softcap, fill);
+            s[4 * n + 2 * i + 1] = one_logit(s[4 * n + 2 * i + 1], by.y, scale, softcap, fill);
         }
     }
+#elif SOFTCAP
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i++) s[i] = one_logit(s[i], 0, scale, softcap, fill);
 #endif
 }
 // -inf where the tile's column is none of the keys that the row (or that 8 below) sees.
@@ -103,13 +120,15 @@ DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], floa
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float best = fmaxf(top[i], quad_max(fmaxf(now[i][0], now[i][1])));
-        zero[i] = (MASK ? safe(best) : best) * scale;
-        fade[i] = power2(top[i] * scale - zero[i]);
+        // NATURAL logits are as large as a mask: their difference comes before the factor
+        zero[i] = NATURAL ? safe(best) : best * scale;
+        fade[i] = NATURAL ? power2((top[i] - zero[i]) * LOG2E) : power2(top[i] * scale - zero[i]);
         top[i] = best;
     }
 #pragma unroll
     for (int i = 0; i < TILE / 2; i++)
-        part[i / 2 % 2][i % 2] += s[i] = power2(s[i] * scale - zero[i / 2 % 2]);
+        part[i / 2 % 2][i % 2] += s[i] =
+            NATURAL ? power2((s[i] - zero[i / 2 % 2]) * LOG2E) : power2(s[i] * scale - zero[i / 2 % 2]);
 #pragma unroll
     for (int i = 0; i < 2; i++) sum[i] = sum[i] * fade[i] + (part[i][0] + part[i][1]);
 }
@@ -122,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
-    i64 mask_column, float* lse, int group, int queries, int keys, float scale) {
+    i64 mask_column, const T* v, i64 v_batch, i64 v_head, i64 v_row, float* lse, int group, int queries, int keys,
+    float scale, float softcap, double fill) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
     const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
@@ -184,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
 #pragma unroll
         for (int i = 0; i < TILE / 32; i++)
             *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
-                j * TILE + i * 32 + lane < keys ? mask_power<T>(to_float(row_mask[i])) : NEGATIVE_INFINITY;
+                j * TILE + i * 32 + lane < keys ? row_entry(to_float(row_mask[i]), (float)fill) : NEGATIVE_INFINITY;
         mbarrier_arrive(k_full + s * 8);
     };
     if (loader) {
@@ -231,13 +251,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             auto probabilities = [&](int j, int stage) {
                 wgmma_hold(s);
                 const u8* from = smem + MASK_AT + stage * MASK_BYTES + (MASK == 1 ? tile * TILE * 128 : 0);
-                add_mask(s, from, power);
+                to_logits(s, from, scale, softcap, (float)fill);
                 __syncwarp();
                 if (!ONE && lane == 0) mbarrier_arrive(k_empty + stage * 8);
                 const int key = j * TILE;
                 if ((MASK != 2 && key + TILE > keys) || (CAUSAL && key + TILE > first + tile * 64 + 1))
                     hide(s, key, row, keys);
-                softmax(s, top, sum, fade, MASK ? 1.0f : power);
+                softmax(s, top, sum, fade, power);
                 wgmma_hold(s);  // done before what is waited for next
             };
             int stage = 0;  // of the keys of tile j
@@ -293,14 +313,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             }
             mbarrier_wait(v_full + stage * 8, phase);
             gather(acc, p, base + V_AT + stage * V_BYTES, tiles > 1);
-            float factor[2];
+            float factor[2], total[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float total = quad_sum(sum[i]);
-                factor[i] = GUARD && total == 0 ? 0.0f : 1 / total;
+                total[i] = quad_sum(sum[i]);
+                factor[i] = GUARD && total[i] == 0 ? 0.0f : 1 / total[i];
                 if (lse && lane % 4 == 0 && row + 8 * i < queries)
-                    lse[((i64)b * gridDim.y + h) * queries + row + 8 * i] =
-                        top[i] * (MASK ? 1 / LOG2E : scale) + logf(total);
+                    ((float2*)lse)[((i64)b * gridDim.y + h) * queries + row + 8 * i] =
+                        row_lse(top[i] * (NATURAL ? 1.0f : scale), total[i]);
             }
             wgmma_wait<0>();
             wgmma_hold(acc);
@@ -318,6 +338,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                     }
                     stmatrix_x4(swizzled + c * BOX + ((i * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
                 }
+            }
+            if (GUARD == 2) {  // rows without weights, over what the other lanes wrote
+                __syncwarp();
+                const T* values = v + b * v_batch + kv * v_head;
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    for (int c = lane % 4; is_dead(total[i]) && c < DV; c += 4) {
+                        const int r = lane / 4 + 8 * i;
+                        *(T*)(smem + (to - base) + c / 64 * BOX + r * 128 + ((c % 64 / 8 ^ r % 8) << 4) + c % 8 * 2) =
+                            from_float<T>(nothing(values + c, v_row, keys));
+                    }
             }
             fence_proxy_async();
             __syncwarp();

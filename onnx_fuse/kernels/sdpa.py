@@ -1,40 +1,59 @@
-"""Sdpa, its masked, causal and grouped relatives, and their gradients: registry ops Sdpa, SdpaGrad.
+"""The attention operators of `ops.fused.sdpa` and their gradients: registry ops Sdpa, SdpaGrad.
 
 The Problem: m queries, n keys, k head size, batch (B, H); attrs `dv` value head size, `group` query
-heads a key head, `causal`, `guard`, `scale`, strides `q_strides`, `k_strides`, `v_strides` (batch,
-head, row) and `mask` (batch, head, row, column; empty: none); `y_strides`, `dy_strides` where those
-are not [B, H, S, D] in memory. Pointers: q k v mask, y lse; SdpaGrad has dy y lse, dq dk dv, and
-delta in the workspace.
+heads a key head, `causal`, `guard` (1: rows all -inf give 0, 2: weights that are NaN are 0),
+`scale`, `softcap` (0: none), strides `q_strides`, `k_strides`, `v_strides` (batch, head, row) and
+`mask`, `mask2` (batch, head, row, column; empty: none); `keep`, `keep2`: that one selects, and what
+it drops becomes `fill`, `fill2`; `y_strides`, `dy_strides` where those are not [B, H, S, D] in
+memory. Pointers: q k v mask mask2, y lse; SdpaGrad has dy y lse, dq dk dv, and delta in the
+workspace.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.kernels.gemm_portable import C_TYPES
+from onnx_fuse.kernels.pointwise import Code, cast_step, emit
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor, dense_strides
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
+from onnx_fuse.ops.fused.sdpa.kinds import KINDS
+from onnx_fuse.problem import (
+    ITEMSIZE,
+    Arg,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    TensorMap,
+    Value,
+)
 
 ROWS, TILE = 64, 32  # of simt.cu
 
 
 def _operands(p: Problem) -> tuple[Arg, ...]:
     strides = [s for name in "qkv" for s in p.integers(f"{name}_strides")]
-    strides += p.integers("mask") or (0, 0, 0, 0)
-    scale = p.attr("scale", 1.0)
-    assert isinstance(scale, float)
+    for mask in ("mask", "mask2"):
+        strides += p.integers(mask, ()) or (0, 0, 0, 0)
     return (
-        *map(Ptr, ("q", "k", "v", "mask")),
+        *map(Ptr, ("q", "k", "v", "mask", "mask2")),
         *(Num("i64", s) for s in strides),
         *(Num("i32", n) for n in (p.batch[1], p.integer("group", 1), p.m, p.n)),
-        Num("f32", scale),
+        *(
+            Num("f32", p.number(name, default))
+            for name, default in (("scale", 1.0), ("softcap", 0.0))
+        ),
+        *(Num("f64", p.number(name, 0.0)) for name in ("fill", "fill2")),
     )
 
 
@@ -46,8 +65,11 @@ def _strides(p: Problem, name: str) -> tuple[Num, ...]:
 
 def _macros(p: Problem) -> dict[str, object]:
     return {
-        "T": C_TYPES[p.dtype], "D": p.k, "DV": p.integer("dv"), "MASK": bool(p.attr("mask", ())),
-        "CAUSAL": bool(p.attr("causal")), "GUARD": bool(p.attr("guard")),
+        "T": C_TYPES[p.dtype], "D": p.k, "DV": p.integer("dv"),
+        "MASK": bool(p.attr("mask", ())), "MASK2": bool(p.attr("mask2", ())),
+        "KEEP": bool(p.attr("keep")), "KEEP2": bool(p.attr("keep2")),
+        "SOFTCAP": p.number("softcap", 0.0) != 0, "CAUSAL": bool(p.attr("causal")),
+        "GUARD": p.integer("guard", 0),
     }  # fmt: skip
 
 
@@ -149,10 +171,11 @@ class Mma(_Attention):
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.integer("dv"))
-        tiles = next(
-            (t for limit, t in _TILES[problem.op, self.mask(problem) > 0] if wide <= limit), ()
-        )
+        more = self.mask(problem) > 0 or problem.number("softcap", 0.0) != 0
+        tiles = next((t for limit, t in _TILES[problem.op, more] if wide <= limit), ())
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
+        if grad and wide > 64 and problem.attr("mask2", ()):
+            tiles = ((1, 16, 4), (1, 16, 2))
         found = [Config.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
         return [
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
@@ -194,23 +217,32 @@ class Mma(_Attention):
         d, v = (-(-n // 16) * 16 + 8 for n in (p.k, p.integer("dv")))
         rows, tile, warps = self.rows(config), config.integer("tile"), config.integer("warps")
         high, wide = (tile, rows) if entry == "sdpa_dkv" else (rows, tile)
-        mask = self.mask(p) and (1 if self.mask(p) == 2 else high) * (wide + 8)
+        mask = sum(
+            (1 if kind == 2 else high) * (wide + 8)
+            for kind in (self.mask(p), self.mask(p, "mask2"))
+            if kind
+        )
         if entry != "sdpa_forward":
             return 2 * (rows * (d + v) + 2 * tile * (d + v) + 2 * mask)
         teams = warps if config.integer("split") else 1
         tiles = 2 * teams * (rows * d + config.integer("stages") * (tile * (d + v) + mask))
         return max(tiles, teams * rows * (v - 4) * 4 if teams > 1 else rows * v * 2)
 
-    def mask(self, p: Problem) -> int:
+    def mask(self, p: Problem, name: str = "mask") -> int:
         """0 none, 1 a row a query, 2 one row for every query."""
-        strides = p.integers("mask")
+        strides = p.integers(name, ())
         return 0 if not strides else 1 if strides[2] or p.m == 1 else 2
 
     def macros(self, p: Problem, config: Config) -> dict[str, object]:
         how = {name.upper(): value for name, value in config.attrs}
-        strides = p.integers("mask")
-        pieces = strides[-1:] == (1,) and p.n % 8 == 0 and all(s % 8 == 0 for s in strides[:3])
-        more = {"FORWARD": p.op == "Sdpa", "MASK": self.mask(p), "MASK_PIECES": pieces}
+        masks = [p.integers(name, ()) for name in ("mask", "mask2")]
+        pieces = masks[0] != () and all(
+            strides[-1:] == (1,) and p.n % 8 == 0 and all(s % 8 == 0 for s in strides[:3])
+            for strides in masks
+            if strides
+        )
+        more: dict[str, object] = {"FORWARD": p.op == "Sdpa", "MASK_PIECES": pieces}
+        more |= {"MASK": self.mask(p), "MASK2": self.mask(p, "mask2")}
         return {**_macros(p), **how, **more}
 
 
@@ -242,6 +274,8 @@ class Wgmma:
             return reason
         if hw.cc != 90:
             return "wgmma is sm_90's"
+        if p.attr("mask2", ()):
+            return "two masks: it takes one"
         if p.number("scale", 1.0) <= 0:
             return "the largest product is the largest logit for positive scales only"
         sizes = (*p.batch, p.m)
@@ -263,6 +297,8 @@ class Wgmma:
             for (fewest, most), tile in tiles
             if fewest <= p.n <= most
         ]
+        if p.attr("keep") and MMA.mask(p) == 2:  # it takes a register more than a third leaves
+            found = [c.having(blocks=min(c.integer("blocks"), 2)) for c in found]
         return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -321,8 +357,10 @@ class Wgmma:
             boxes("y", (batch, heads, p.m, dv), p.integers("y_strides", dense), 16),
             boxes("mask" if mask == 1 else "none", (batch, heads, p.m, p.n), strides[:3], 64),
             Ptr("mask"), *(Num("i64", strides[i]) for i in (0, 1, 3)),
+            Ptr("v"), *(Num("i64", s) for s in p.integers("v_strides")),
             Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
-            Num("f32", p.number("scale", 1.0)),
+            Num("f32", p.number("scale", 1.0)), Num("f32", p.number("softcap", 0.0)),
+            Num("f64", p.number("fill", 0.0)),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
         macros = defines(**{**_macros(p), "MASK": mask, "ONE": one, **how})
@@ -398,53 +436,93 @@ def _output(ctx: Context, node: ir.Node, i: int, shape: tuple[int, ...], dtype: 
     return y
 
 
+@dataclass(frozen=True)
+class _Masks:
+    """The masks of a node: tensors to read, and what they are to the Problem."""
+
+    reads: dict[str, Tensor] = field(default_factory=dict)
+    attrs: dict[str, Value] = field(default_factory=dict)
+
+
 def _problem(
-    ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, masks: _Masks,
     **results: Tensor,
 ) -> Problem:  # fmt: skip
-    kind = node.op_type.split("_")[0]
+    kind = KINDS.get(node.op_type.removesuffix("Grad").split("_")[0])
     batch, heads, queries, width = q.shape
     if k.shape != (batch, k.shape[1], k.shape[2], width) or v.shape[:3] != k.shape[:3]:
         raise ValueError("queries, keys and values do not fit together")
     if heads % k.shape[1]:
         raise ValueError(f"{heads} heads of queries over {k.shape[1]} of keys")
-    scale = ctx.attr(node, "scale", width**-0.5 if kind == "Attention" else 1.0)
-    causal = "Causal" in kind or bool(ctx.attr(node, "is_causal", 0))
+    scale = ctx.attr(node, "scale", width**-0.5 if kind is None else 1.0)
+    more: dict[str, Value] = {"causal": bool(ctx.attr(node, "is_causal", 0)), "guard": 0}
+    if kind is not None:
+        more["causal"], more["guard"] = kind.causal, ("", "Guard", "NanGuard").index(kind.guard)
+        more |= {"softcap": float(ctx.attr(node, "softcap", 1.0))} if kind.softcap else {}
     return Problem.of(
         op, m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
-        group=heads // k.shape[1], causal=causal, guard="Guard" in kind,
-        scale=float(scale), q_strides=q.strides[:3],
-        k_strides=k.strides[:3], v_strides=v.strides[:3],
-        mask=() if mask is None else mask.strides,
+        group=heads // k.shape[1], scale=float(scale), q_strides=q.strides[:3],
+        k_strides=k.strides[:3], v_strides=v.strides[:3], **{"mask": (), **masks.attrs, **more},
         **{f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense},
     )  # fmt: skip
 
 
-def _mask(ctx: Context, node: ir.Node, i: int, q: Tensor, k: Tensor) -> Tensor | None:
-    if not ctx.has(node, i):
-        return None
-    mask = ctx.view(node, i)
-    aligned = mask.offset * ITEMSIZE[mask.dtype] % 16 == 0
-    return (mask if aligned else ctx.contiguous(mask)).expand((*q.shape[:3], k.shape[2]))
+def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Masks | str:
+    """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them."""
+    kind = KINDS[node.op_type.removesuffix("Grad").split("_")[0]]
+    found, at = _Masks(), first
+    for name, step in zip(("mask", "mask2"), kind.steps, strict=False):
+        tensor = ctx.view(node, at)
+        if step == "Where":
+            fill = ctx.host(node, at + 1)
+            if fill is None or np.isnan(fill).any():
+                return "what its condition fills in is not known"
+            suffix = name.removeprefix("mask")
+            found.attrs[f"keep{suffix}"] = True
+            found.attrs[f"fill{suffix}"] = float(fill.reshape(()))
+            tensor = _as_numbers(ctx, node, tensor, q.dtype)
+        at += 2 if step == "Where" else 1
+        shape = (*q.shape[:3], k.shape[2])
+        behind = shape[4 - len(tensor.shape) :] if len(tensor.shape) <= 4 else ()
+        if len(behind) != len(tensor.shape) or any(
+            n not in (1, m) for n, m in zip(tensor.shape, behind, strict=True)
+        ):
+            return "its mask is larger than the scores"
+        if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
+            tensor = ctx.contiguous(tensor)
+        found.reads[name] = tensor.expand(shape)
+        found.attrs[name] = found.reads[name].strides
+    return found
+
+
+def _as_numbers(ctx: Context, node: ir.Node, keep: Tensor, dtype: str) -> Tensor:
+    """1 where `keep` is True, else 0: kernels take all masks in the type of q."""
+    if (known := ctx.known(keep)) is not None:
+        return ctx.constant(known.astype(dtype))
+    code, made = Code(), ctx.scratch(dtype, keep.shape)
+    emit(ctx, code, node, code.step(cast_step(dtype), dtype, code.load(keep)), made)
+    return made
 
 
 def sdpa(ctx: Context, node: ir.Node) -> str | None:
-    """y = softmax(scale q kᵀ + mask) v, the S x T matrix never in memory."""
+    """y = softmax(z) v with z from scale q kᵀ, the S x T matrix never in memory."""
     exposed = node.op_type.split("_")[1:]
     if exposed not in ([], ["lse"]):
         return f"it returns {', '.join(exposed)}"
     if len(ctx.view(node, 0).shape) != 4:
         return "its operands are not [B, H, S, D]"
     q, k, v = (_rows(ctx, node, i) for i in range(3))
-    mask = _mask(ctx, node, 3, q, k)
+    masks = _masks(ctx, node, 3, q, k)
+    if isinstance(masks, str):
+        return masks
     y = _output(ctx, node, 0, (*q.shape[:3], v.shape[3]), q.dtype)
     writes = {"y": y}
     if exposed:
-        writes["lse"] = ctx.output(node, 1, q.shape[:3], "float32")
+        writes["lse"] = ctx.output(node, 1, (*q.shape[:3], 2), "float32")
     if not prod(y.shape) or not k.shape[2]:
         return "it is empty"
-    reads = {"q": q, "k": k, "v": v} | ({"mask": mask} if mask is not None else {})
-    return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, mask, y=y), reads, writes)
+    reads = {"q": q, "k": k, "v": v} | masks.reads
+    return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, masks, y=y), reads, writes)
 
 
 def attention(ctx: Context, node: ir.Node) -> str | None:
@@ -472,8 +550,9 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
             return "a query sees no key through its window"
         low = np.where(seen, 0, -np.inf).astype(q.dtype)
         reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
+    masks = _Masks(attrs={"mask": reads["mask"].strides} if "mask" in reads else {})
     y = _output(ctx, node, 0, shape, q.dtype)
-    problem = _problem(ctx, node, "Sdpa", q, k, v, reads.get("mask"), y=y)
+    problem = _problem(ctx, node, "Sdpa", q, k, v, masks, y=y)
     if "mask" in reads:
         problem = problem.having(causal=False)
     return ctx.select(node, problem, reads, {"y": y})
@@ -483,22 +562,21 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
     """dq, dk, dv from dy, y and the saved log-sum-exp."""
     dy, y, q, k, v = (_rows(ctx, node, i) for i in (0, 1, 3, 4, 5))
     lse = ctx.dense(node, 2)
-    mask = _mask(ctx, node, 6, q, k)
+    masks = _masks(ctx, node, 6, q, k)
+    if isinstance(masks, str):
+        return masks
     shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
     writes = {n: ctx.output(node, i, s, q.dtype) for i, (n, s) in enumerate(shapes.items())}
     if not (prod(q.shape) and prod(k.shape) and prod(v.shape)):
         return "it is empty"
     reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse}
-    reads |= {"mask": mask} if mask is not None else {}
-    problem = _problem(ctx, node, "SdpaGrad", q, k, v, mask, dy=dy, y=y)
+    reads |= masks.reads
+    problem = _problem(ctx, node, "SdpaGrad", q, k, v, masks, dy=dy, y=y)
     return ctx.select(node, problem, reads, writes)
 
 
-_NAMES = [
-    g + "Sdpa" + kind for g in ("", "Grouped") for kind in ("", "Mask", "MaskGuard", "Causal")
-]
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Attention"): attention,
-    **{(FUSE, name): sdpa for name in _NAMES},
-    **{(FUSE, f"{name}Grad"): sdpa_grad for name in _NAMES},
+    **{(FUSE, name): sdpa for name in KINDS},
+    **{(FUSE, f"{name}Grad"): sdpa_grad for name in KINDS},
 }

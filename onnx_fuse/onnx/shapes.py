@@ -59,8 +59,10 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
     kept = set(_sequences(model))
     again = True
     while again:  # once more for each operator that inference is silent about
-        with functions_attached(model), contrib.bodies_attached(model), without_weights(model):
+        bodies = contrib.bodies_attached(model)
+        with functions_attached(model), bodies as unread, without_weights(model):
             proto = serialized(model)
+            kept |= unread
         try:
             found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):

@@ -77,10 +77,11 @@ def _fresh(stem: str, taken: set[str | None]) -> str:
 
 
 @contextlib.contextmanager
-def bodies_attached(model: ir.Model) -> Iterator[None]:
+def bodies_attached(model: ir.Model) -> Iterator[set[ir.Value]]:
     """Within the block each contrib node calls a function that is its body: inference reads it.
 
-    Nothing is to be written in the block: onnxruntime has kernels for these operators.
+    The values yielded are outputs that nobody reads: a body does not make them, and what stands
+    for them in the function has any type. Nothing is to be written in the block: onnxruntime has kernels for these operators.
     """
     overloads: dict[object, str | None] = {}
     held: list[tuple[ir.Node, str]] = []
@@ -102,18 +103,10 @@ def bodies_attached(model: ir.Model) -> Iterator[None]:
             held.append((node, node.overload))
             node.overload = overload
     added = {node.op_identifier() for node, _ in held}
-    # a body does not make these, and what stands for them in the function has any type
-    unread = [
-        (value, value.type, value.shape)
-        for node, _ in held
-        for i, value in enumerate(node.outputs)
-        if not wants(node, i)
-    ]
+    unread = {v for node, _ in held for i, v in enumerate(node.outputs) if not wants(node, i)}
     try:
-        yield
+        yield unread
     finally:
-        for value, type_, shape in unread:
-            value.type, value.shape = type_, shape
         for key in added:
             model.functions.pop(key, None)
         for node, before in held:

@@ -1,0 +1,64 @@
+"""The gradient rule of every attention operator, and their registration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.sdpa.kinds import KINDS, attention_body, body, grad_body
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir.Value | None]:
+    """The fused backward. The gradients of added masks come from a second node, which goes with
+    the dead code where nobody asks for them.
+    """
+    kind = KINDS[node.op_type.split("_")[0]]
+    dy, (y, lse), (q, k, v, *masks) = dys[0], node.outputs, node.inputs
+    assert q is not None
+    lse.dtype = ir.DataType.FLOAT
+    if q.shape is not None:
+        lse.shape = ir.Shape([*q.shape[:3], 2])
+    attributes = {key: a.value for key, a in node.attributes.items()}
+    inputs = [dy, y, lse, q, k, v, *masks]
+    name = f"{kind.name}Grad"
+    dq, dk, dv = op.node(name, inputs, outputs=3, domain=FUSE, attributes=attributes)
+    for d, x in ((dq, q), (dk, k), (dv, v)):
+        assert x is not None
+        d.dtype, d.shape = x.dtype, x.shape
+        if x is not q and not kind.grouped and q.shape and x.shape:
+            # One key head may be broadcast over all query heads: the walker sums it back.
+            d.shape = ir.Shape([*q.shape[:2], *x.shape[2:]])
+    answers: dict[str, ir.Value] = {}
+    if kind.added:
+        results = op.node(
+            f"{kind.name}GradMasks", inputs, outputs=len(kind.added), domain=FUSE,
+            attributes=attributes,
+        )  # fmt: skip
+        for i, result in zip(
+            kind.added, results if isinstance(results, tuple) else (results,), strict=True
+        ):
+            result.dtype = q.dtype
+            if q.shape is not None and k is not None and k.shape is not None:
+                result.shape = ir.Shape([*q.shape[:3], k.shape[2]])
+            answers[f"mask{i}"] = result
+    return [dq, dk, dv, *(answers.get(name) for name in kind.inputs[3:])]
+
+
+for _kind in KINDS.values():
+    register(
+        OpDef(
+            _kind.name,
+            FUSE,
+            body=body(_kind),
+            newer=attention_body(_kind),
+            saves=("lse",),
+            grad=gradient,
+        ),
+        OpDef(f"{_kind.name}Grad", FUSE, body=grad_body(_kind)),
+    )
+    if _kind.added:
+        register(OpDef(f"{_kind.name}GradMasks", FUSE, body=grad_body(_kind, masks=True)))

@@ -1,0 +1,319 @@
+"""The attention operators: one template for the bodies and gradients of all kinds.
+
+    y = softmax(z) v,  z = steps(scale · q kᵀ),  q [B, H, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]
+A kind's name says what it does, in this order:
+    Grouped   H is a multiple of Hkv: query head h reads key head h // (H / Hkv)
+    Sdpa
+    Wide      the logits are cast to float32 for the softmax, its result back to q's dtype
+    Softcap   z = softcap · tanh(z)
+    Causal    query i sees the keys j <= i
+    Mask      z = z + mask, broadcastable to [B, H, S, T]
+    Where     z = Where(keep, z, fill): keep bool, broadcastable to [B, H, S, T], fill a scalar
+    Guard     a row whose mask is -inf everywhere gives 0
+    NanGuard  weights that are NaN are 0 (the Softmax, IsNaN, Where of exporters)
+Up to two of Mask and Where follow each other; their inputs come behind q, k and v in that order.
+The two guards differ: a NaN in q reaches the result through a Guard, and not through a NanGuard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from onnx_fuse.ops.fused.activations import signature
+
+STEPS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("Mask",),
+    ("Where",),
+    *product(("Mask", "Where"), repeat=2),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one attention operator does beside the two products and the softmax."""
+
+    grouped: bool = False
+    wide: bool = False
+    softcap: bool = False
+    causal: bool = False
+    steps: tuple[str, ...] = ()
+    guard: str = ""
+    """"" , "Guard" or "NanGuard"."""
+
+    @property
+    def name(self) -> str:
+        flags = {
+            "Grouped": self.grouped,
+            "Sdpa": True,
+            "Wide": self.wide,
+            "Softcap": self.softcap,
+            "Causal": self.causal,
+        }
+        return "".join((*(n for n, on in flags.items() if on), *self.steps, self.guard))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the body's inputs: q, k, v, then mask or keep and fill for each step."""
+        found = ["q", "k", "v"]
+        for i, step in enumerate(self.steps, 1):
+            found += [f"mask{i}"] if step == "Mask" else [f"keep{i}", f"fill{i}"]
+        return tuple(found)
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """The steps, counted from 1, that add a mask."""
+        return tuple(i for i, step in enumerate(self.steps, 1) if step == "Mask")
+
+    @property
+    def signature(self) -> str:
+        """The attributes of a body."""
+        return signature(
+            "kv_rows, q_rows" if self.grouped else "",
+            "scale: float = 1.0",
+            "softcap: float = 1.0" if self.softcap else "",
+        )
+
+
+def _kinds() -> Iterator[Kind]:
+    for grouped, wide, softcap in product((False, True), repeat=3):
+        for steps, guard in product(STEPS, ("", "NanGuard")):
+            yield Kind(grouped, wide, softcap, False, steps, guard)
+        yield Kind(grouped, wide, softcap, False, ("Mask",), "Guard")
+        # causal ones come from the standard's Attention, whose guard this is
+        yield Kind(grouped, wide, softcap, True)
+        yield Kind(grouped, wide, softcap, True, ("Mask",), "Guard")
+
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _kinds()}
+"""Every attention operator by its name."""
+
+
+def _number(name: str, value: str, like: str) -> list[str]:
+    """`name`: a scalar, by value or attribute reference, in the dtype of `like`."""
+    how = f"value_float: float = {value}"
+    return [f"{name}_f = Constant <{how}> ()", f"{name} = CastLike ({name}_f, {like})"]
+
+
+def _folded(kind: Kind, name: str) -> str:
+    """`name` as its body calls it where the query heads that share a key head are its rows."""
+    return f"{name}g" if kind.grouped else name
+
+
+def _fold(kind: Kind, *names: str) -> list[str]:
+    """[B, H, S, .] as [B, Hkv, H/Hkv · S, .], for kinds that are grouped."""
+    return [f"{n}g = Reshape ({n}, fold)" for n in names] if kind.grouped else []
+
+
+def _unfold(kind: Kind, name: str, made: str) -> list[str]:
+    """`name` = `made`, a product over folded rows, with the heads apart again."""
+    if kind.grouped:
+        return [f"{name}g = {made}", f"{name} = Reshape ({name}g, unfold)"]
+    return [f"{name} = {made}"]
+
+
+def _logits(kind: Kind) -> tuple[list[str], str]:
+    """Lines of a body up to the softmax's input, in q's dtype, and its name there."""
+    lines = [
+        *_number("a", "@scale", "q"),
+        "kt = Transpose <perm: ints = [0, 1, 3, 2]> (k)",
+        "last = Constant <value_ints: ints = [-1]> ()",
+    ]
+    if kind.grouped:
+        lines += [
+            # Reshape cannot find a size of -1 beside one of 0, so that it is worked out here.
+            "folded = Constant <value_ints: ints = @kv_rows> ()",
+            "apart = Constant <value_ints: ints = @q_rows> ()",
+            "at0 = Constant <value_ints: ints = [0]> ()",
+            "at1 = Constant <value_ints: ints = [1]> ()",
+            "at2 = Constant <value_ints: ints = [2]> ()",
+            "folded_head = Slice (folded, at0, at2)",
+            "apart_head = Slice (apart, at0, at2)",
+            "h = Slice (apart, at1, at2)",
+            "h_kv = Slice (folded, at1, at2)",
+            "group = Div (h, h_kv)",
+            "rows = Shape <start: int = 2, end: int = 3> (q)",
+            "all_rows = Mul (rows, group)",
+            "fold = Concat <axis: int = 0> (folded_head, all_rows, at0)",
+            "unfold = Concat <axis: int = 0> (apart_head, rows, at0)",
+        ]
+    lines += _fold(kind, "q")
+    # beside the MatMul, onnxruntime makes the two one
+    lines += [f"qa = Mul ({_folded(kind, 'q')}, a)"]
+    lines += _unfold(kind, "s", "MatMul (qa, kt)")
+    z = "s"
+    if kind.softcap:
+        lines += ["t = Tanh (s)", *_number("cap", "@softcap", "s"), "zc = Mul (t, cap)"]
+        z = "zc"
+    if kind.causal:
+        lines += [
+            "q_size = Shape <start: int = 2, end: int = 3> (q)",
+            "k_size = Shape <start: int = 2, end: int = 3> (k)",
+            "square = Concat <axis: int = 0> (q_size, k_size)",
+            "ones = ConstantOfShape <value: tensor = float[1] {1.0}> (square)",
+            "lower = Trilu <upper: int = 0> (ones)",
+            "seen = Cast <to: int = 9> (lower)",
+            "low_f = Constant <value: tensor = float {-inf}> ()",
+            "low = CastLike (low_f, s)",
+            *_number("nil", "0.0", "s"),
+            f"mask = Where (seen, {'mask1' if kind.steps else 'nil'}, low)",
+            f"z1 = Add ({z}, mask)",
+        ]
+        return lines, "z1"
+    for i, step in enumerate(kind.steps, 1):
+        if step == "Mask":
+            lines += [f"z{i} = Add ({z}, mask{i})"]
+        else:
+            # kernels hand their body a keep of another dtype, for which this Cast stands
+            lines += [f"kept{i} = Cast <to: int = 9> (keep{i})"]
+            lines += [f"z{i} = Where (kept{i}, {z}, fill{i})"]
+        z = f"z{i}"
+    return lines, z
+
+
+def _softmax(kind: Kind, logits: str) -> list[str]:
+    """p = softmax(logits) in q's dtype."""
+    if kind.wide:
+        return [
+            f"zw = Cast <to: int = 1> ({logits})",
+            "pw = Softmax <axis: int = -1> (zw)",
+            "p = CastLike (pw, q)",
+        ]
+    return [f"p = Softmax <axis: int = -1> ({logits})"]
+
+
+def body(kind: Kind) -> str:
+    """The forward function. Its inner value `lse` is for the backward alone, in float32 whatever
+    q is: (max z, log Σ exp(z - max z)) of each row, [B, H, S, 2]. As one number they would lose
+    the sum where a row is masked whole by a large negative number.
+    """
+    lines, z = _logits(kind)
+    lines += [
+        f"zf = Cast <to: int = 1> ({z})",
+        "top = ReduceMax <keepdims: int = 1> (zf, last)",
+        "under = Sub (zf, top)",
+        "spread = ReduceLogSumExp <keepdims: int = 1> (under, last)",
+        "lse = Concat <axis: int = -1> (top, spread)",
+    ]
+    y = "yn" if kind.guard else "y"
+    if kind.guard == "Guard":
+        # Rows are told by the mask, which heads and layers share, not by the far larger weights.
+        mask, logits = ("mask" if kind.causal else "mask1"), ("zc" if kind.softcap else "s")
+        lines += [
+            f"highest = ReduceMax <keepdims: int = 1> ({mask}, last)",
+            "dead = IsInf <detect_positive: int = 0> (highest)",
+            *_number("zero", "0.0", "s"),
+            f"living = Where (dead, zero, {mask})",
+            f"alive = Add ({logits}, living)",  # without `lse`, z1 is not computed
+        ]
+        z = "alive"
+    lines += _softmax(kind, z)
+    lines += _fold(kind, "p")
+    lines += _unfold(kind, y, f"MatMul ({_folded(kind, 'p')}, v)")
+    if kind.guard == "Guard":
+        lines += ["y = Where (dead, zero, yn)"]
+    elif kind.guard:
+        # A softmax is NaN in a whole row or nowhere, so one weight tells of its row; what 0 weights
+        # make of v is 0, or NaN where v is not finite. All this is far less than the weights are.
+        lines += [
+            "from = Constant <value_ints: ints = [0]> ()",
+            "to = Constant <value_ints: ints = [1]> ()",
+            "first = Slice (p, from, to, last)",
+            "probe = ReduceSum <keepdims: int = 1> (first, last)",  # 0 where there are no keys
+            "dead = IsNaN (probe)",
+            "keys = Shape <start: int = 2, end: int = 3> (k)",
+            "row = Concat <axis: int = 0> (to, keys)",
+            "none_f = ConstantOfShape <value: tensor = float[1] {0.0}> (row)",
+            "none = CastLike (none_f, v)",
+            "yz = MatMul (none, v)",
+        ]
+        if kind.grouped:
+            lines += [
+                "deadg = Reshape (dead, fold)",
+                "yw = Where (deadg, yz, yng)",
+                "y = Reshape (yw, unfold)",
+            ]
+        else:
+            lines += ["y = Where (dead, yz, yn)"]
+    inputs = ", ".join(kind.inputs)
+    return _function(f"{kind.name} {kind.signature}({inputs}) => (y)", lines)
+
+
+def grad_body(kind: Kind, masks: bool = False) -> str:
+    """dv = pᵀ dy, dq = scale ds k, dk = scale dsᵀ q; p = exp(z - lse), dz = p (dy vᵀ - Σ dy y).
+
+    What a Where fills in has no gradient. With `masks` the function gives instead the gradients of
+    the masks that were added, [B, H, S, T] each.
+    """
+    lines, z = _logits(kind)
+    e = "en" if kind.guard else "e"
+    lines += [
+        f"zf = CastLike ({z}, lse)",
+        "top, spread = Split <axis: int = -1, num_outputs: int = 2> (lse)",
+        "under = Sub (zf, top)",
+        "zl = Sub (under, spread)",
+        f"{e} = Exp (zl)",
+    ]
+    if kind.guard:
+        lines += [
+            "nan = IsNaN (en)",
+            *_number("zero_e", "0.0", "en"),
+            "e = Where (nan, zero_e, en)",
+        ]
+    lines += [
+        "p = CastLike (e, q)",
+        "dyy = Mul (dy, y)",
+        "delta = ReduceSum <keepdims: int = 1> (dyy, last)",
+        *_fold(kind, "p", "dy"),
+        "vt = Transpose <perm: ints = [0, 1, 3, 2]> (v)",
+        *_unfold(kind, "dp", f"MatMul ({_folded(kind, 'dy')}, vt)"),
+        "dpd = Sub (dp, delta)",
+        "dz = Mul (p, dpd)",
+    ]
+    ds = "dz"
+    for i in range(len(kind.steps), 0, -1):
+        lines += [f"dz{i} = Identity ({ds})"]
+        ds = f"dz{i}"
+        if kind.steps[i - 1] == "Where":
+            lines += [*_number(f"off{i}", "0.0", "p"), f"open{i} = Where (kept{i}, {ds}, off{i})"]
+            ds = f"open{i}"
+    if kind.softcap:
+        lines += [
+            *_number("one", "1.0", "p"),
+            "tt = Mul (t, t)",
+            "slope_t = Sub (one, tt)",
+            "slope = Mul (slope_t, cap)",
+            f"dc = Mul ({ds}, slope)",
+        ]
+        ds = "dc"
+    lines += [f"ds = Identity ({ds})", *_fold(kind, "ds")]
+    lines += [
+        f"dst = Transpose <perm: ints = [0, 1, 3, 2]> ({_folded(kind, 'ds')})",
+        f"pt = Transpose <perm: ints = [0, 1, 3, 2]> ({_folded(kind, 'p')})",
+        *_unfold(kind, "dqa", f"MatMul ({_folded(kind, 'ds')}, k)"),
+        "dq = Mul (dqa, a)",
+        "dk = MatMul (dst, qa)",
+        f"dv = MatMul (pt, {_folded(kind, 'dy')})",
+    ]
+    inputs = ", ".join(("dy", "y", "lse", *kind.inputs))
+    if masks:
+        made = ", ".join(f"dz{i}" for i in kind.added)
+        return _function(f"{kind.name}GradMasks {kind.signature}({inputs}) => ({made})", lines)
+    return _function(f"{kind.name}Grad {kind.signature}({inputs}) => (dq, dk, dv)", lines)
+
+
+def attention_body(kind: Kind) -> str:
+    """The Attention node of opset 23, which gives 0 too where a row is masked whole."""
+    masked = kind.steps == ("Mask",) and kind.guard == "Guard"
+    if kind.wide or kind.softcap or not (masked or not (kind.steps or kind.guard)):
+        return ""
+    inputs = ", ".join(kind.inputs)
+    causal = ", is_causal: int = 1" if kind.causal else ""
+    call = f"y = Attention <scale: float = @scale{causal}> ({inputs})"
+    return _function(f"{kind.name} {kind.signature}({inputs}) => (y)", [call])
+
+
+def _function(head: str, lines: list[str]) -> str:
+    return f"{head} {{\n  " + "\n  ".join(lines) + "\n}"

@@ -1,0 +1,462 @@
+"""Recognition: Softmax between two products becomes one attention operator, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.sdpa.frame import Frame, framed
+from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
+from onnx_fuse.ops.fused.sdpa.scores import (
+    REACH,
+    Scores,
+    climb,
+    same_rows,
+    same_size,
+)
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    attribute,
+    dim,
+    ints,
+    is_float,
+    made_by,
+    only_use,
+    rank,
+    scalar,
+    typed,
+    users,
+)
+
+SCALES = (2.0**-14, 2.0**14)
+"""Of constants that are taken off q or k: beyond these, products might leave the range of float16
+in one order and not in the other."""
+
+
+def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
+    """The rule, anchored at a Softmax."""
+    z, p = _ends(softmax)
+    ending = _ending(p)
+    if isinstance(ending, str):
+        # The head of a classifier is a Softmax behind a product as well, but before none.
+        return rw.refuse("Sdpa", [softmax], ending) if ending else False
+    if not is_float(z):
+        return False
+    found = climb(z)
+    if found is None:
+        reason = _unreached(z)
+        return rw.refuse("Sdpa", [softmax, ending.product], reason) if reason else False
+    if isinstance(found, str):
+        return rw.refuse("Sdpa", [softmax, ending.product], found)
+    nodes = [found.product, softmax, ending.product]
+    axis, size = attribute(softmax, "axis", -1), rank(softmax.outputs[0])
+    if axis != -1 and (size is None or axis != size - 1):
+        reason = (
+            f"the softmax is over axis {axis} of scores whose rank is not known"
+            if size is None
+            else "the softmax is not over the keys"
+        )
+        return rw.refuse("Sdpa", nodes, reason)
+    product = found.product.outputs[0]
+    reason = _mismatch(rw, found, ending, z)
+    if reason:
+        return rw.refuse("Sdpa", nodes, reason)
+    op = Builder()
+    left, right = found.product.inputs[0], found.product.inputs[1]
+    assert left is not None
+    assert right is not None
+    v = ending.values
+    q, q_scale = peel(left)
+    k, k_scale = _key(op, right)
+    if ending.turned:
+        v = transposed(op, v, swapped(rank(v) or 4))
+    for op_type, factor in found.factors:
+        q = typed(op.node(op_type, [q, factor]), q, q.shape)
+    scale = found.scale * q_scale * k_scale
+    if q.dtype == ir.DataType.DOUBLE and float(np.float32(scale)) != scale:
+        q, scale = typed(op.Mul(q, scale), q, q.shape), 1.0  # attributes are of float32
+    frame = framed(op, found, [q, k, v])
+    if isinstance(frame, str):
+        return rw.refuse("Sdpa", nodes, frame)
+    steps, masks = steps_of(op, rw, found, frame)
+    guard = "NanGuard" if ending.guarded else ""
+    q, k, v, heads = grouping(*frame.qkv)
+    kind = Kind(heads is not None, found.wide, found.softcap is not None, False, steps, guard)
+    y = emit(op, kind, heads, [q, k, v, *masks], scale, found.softcap)
+    y = frame.back(op, y)
+    if ending.turned:
+        y = transposed(op, y, swapped(rank(ending.product.outputs[0]) or rank(v) or 4))
+    assert product.dtype is not None
+    return rw.replace(ending.product, op, [ending.product.outputs[0]], [y])
+
+
+def _mismatch(rw: Rewriter, found: Scores, ending: Ending, z: ir.Value | None) -> str:
+    """Why the parts do not make one operator, if so."""
+    product = found.product.outputs[0]
+    kinds = [tuple("Where" if s.fill is not None else "Mask" for s in found.steps)]
+    if kinds[0] not in STEPS:
+        return f"{len(found.steps)} masks and conditions follow each other; two are the most"
+    if ending.values.dtype != product.dtype or ending.weights.dtype != product.dtype:
+        return "the weights have another type than the scores"
+    if found.wide != ending.narrowed:
+        return "the weights are not cast back to the type of the scores"
+    if rw.training and product.dtype == ir.DataType.DOUBLE:
+        return "the gradient of attention in double precision is computed operator by operator"
+    if product.dtype == ir.DataType.DOUBLE and found.softcap is not None:
+        return "a Tanh in double precision, whose factor an attribute cannot hold"
+    left, right = found.product.inputs[0], found.product.inputs[1]
+    if found.viewed and not _same_heads(product, ending.weights):
+        return "the scores' leading axes change between the two products"
+    if {rank(left), rank(right), rank(product)} != {rank(ending.values)}:
+        return "the operands of the two products differ in rank, or it is not known"
+    size = rank(product)
+    if size is None or size < 2:
+        return "the products are of vectors"
+    taken = [peel(side)[1] for side in (left, right) if side is not None]
+    if any(not SCALES[0] <= abs(factor) <= SCALES[1] for factor in taken):
+        return "queries or keys are scaled by a very large or small constant"
+    # A mask that is larger than the scores makes many rows of one.
+    end = z
+    if end is not None and not found.viewed and rank(end) == size:
+        for axis in range(size):
+            m, n = dim(product, axis), dim(end, axis)
+            if m is not None and n is not None and m != n:
+                return "a mask makes the scores larger"
+    return ""
+
+
+def _same_heads(x: ir.Value, y: ir.Value) -> bool:
+    """Whether two scores, views of each other that leave the last two axes alone, have the same
+    axes: with one axis more than these two, or where the third from the end is the same and there
+    is one more.
+    """
+    size = rank(x)
+    return size == rank(y) and (size == 3 or (size == 4 and same_size(x, 1, y, 1)))
+
+
+WIDER: dict[ir.DataType | None, tuple[ir.DataType, ...]] = {
+    ir.DataType.FLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.BFLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.FLOAT: (ir.DataType.DOUBLE,),
+}
+"""The types that hold every number of one."""
+
+
+# ---- what comes behind the softmax ---------------------------------------------------------------
+
+
+@dataclass
+class Ending:
+    """What follows a softmax up to the product with v."""
+
+    product: ir.Node
+    weights: ir.Value
+    """Its operand, before a Transpose."""
+    values: ir.Value
+    guarded: bool = False
+    """Weights that are NaN become 0."""
+    narrowed: bool = False
+    """The weights are cast back to 16 bits."""
+    turned: bool = False
+    """The product is v · pᵀ."""
+
+
+def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
+    """Logits and weights; before opset 13 a Softmax was of a matrix, and its upgrade writes the
+    Flatten and the Reshape back. They count for nothing where the last axis is the matrix's.
+    """
+    z, p = softmax.inputs[0], softmax.outputs[0]
+    flatten, back = made_by(z, "Flatten"), only_use(p)
+    if flatten is None or back is None or back.op_type != "Reshape" or back.domain:
+        return z, p
+    x, size = flatten.inputs[0], rank(flatten.inputs[0])
+    shape = made_by(back.inputs[1], "Shape")
+    y = back.outputs[0]
+    whole = shape is not None and shape.inputs[0] is x and not shape.attributes
+    whole = whole or (x is not None and _same_shape(x, y))
+    last = size is not None and attribute(flatten, "axis", 1) in (-1, size - 1)
+    return (x, y) if whole and last else (z, p)
+
+
+def _same_shape(x: ir.Value, y: ir.Value) -> bool:
+    size = rank(x)
+    return size is not None and size == rank(y) and all(same_size(x, i, y, i) for i in range(size))
+
+
+def _ending(p: ir.Value) -> Ending | str:
+    """Walk from the weights to their product with v; why there is none, "" where none is near."""
+    guarded, narrowed, turned = False, False, False
+    weights = p
+    """In the type that they are in the end, as far as is known."""
+    near = _leads_to_a_product(p)
+    if not near:
+        return ""
+    while True:
+        readers = users(p)
+        tests = [n for n in readers if n.op_type == "IsNaN" and not n.domain]
+        wheres = [n for n in readers if n.op_type == "Where" and not n.domain]
+        if len(tests) == 1 and len(wheres) == 1 and len(readers) == 2 and not p.is_graph_output():
+            where = wheres[0]
+            ours = where.inputs[0] is tests[0].outputs[0] and where.inputs[2] is p
+            zero = ours and scalar(where.inputs[1]) == 0 and rank(where.outputs[0]) == rank(p)
+            if not zero or only_use(tests[0].outputs[0]) is None or turned:
+                return "a Where on the weights that is no NaN guard"
+            p, guarded = where.outputs[0], True
+            continue
+        node = only_use(p)
+        if node is None:
+            if p.is_graph_output():
+                return f"the weights '{p.name}' are an output of the model"
+            return f"the weights '{p.name}' have {len(readers)} readers"
+        out = node.outputs[0]
+        if node.domain:
+            return f"{node.domain}.{node.op_type} reads the weights"
+        if node.op_type == "Identity" or (node.op_type == "Cast" and out.dtype == p.dtype):
+            p = out
+        elif node.op_type == "Cast":
+            if out.dtype == weights.dtype and p.dtype in WIDER.get(out.dtype, ()):
+                p = out  # there and back again: no digit is lost
+            elif p.dtype == weights.dtype and out.dtype in WIDER.get(p.dtype, ()):
+                p = out
+            elif weights.dtype == ir.DataType.FLOAT and weights.dtype in WIDER.get(out.dtype, ()):
+                p, narrowed, weights = out, True, out
+            else:
+                return "the weights are cast to another type"
+        elif node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+            if turned or not same_rows(p, out):
+                return f"a {node.op_type} that may touch queries or keys follows the softmax"
+            p = out
+        elif node.op_type == "Dropout" and len(node.inputs) < 3:
+            if any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
+                return "the mask of a Dropout of the weights is used"
+            p = out
+        elif node.op_type == "Transpose" and not turned:
+            if list(attribute(node, "perm", ())) != swapped(rank(p) or 0):  # type: ignore[call-overload]
+                return "a Transpose of the weights that does more than swap queries and keys"
+            p, turned = out, True
+        elif node.op_type == "MatMul":
+            return _product(node, p, guarded, narrowed, turned)
+        else:
+            return f"the weights go into {node.op_type}, not into a product with v"
+
+
+def _product(
+    node: ir.Node, p: ir.Value, guarded: bool, narrowed: bool, turned: bool
+) -> Ending | str:
+    left, right = node.inputs[0], node.inputs[1]
+    values = left if turned else right
+    if (right if turned else left) is not p or values is None or values is p:
+        return "the product with v sums over the queries"
+    if turned:
+        transpose = p.producer()
+        assert transpose is not None
+        assert transpose.inputs[0] is not None
+        p = transpose.inputs[0]
+    return Ending(node, p, values, guarded, narrowed, turned)
+
+
+_BETWEEN = frozenset(
+    (
+        *("Identity", "Cast", "Dropout", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Where"),
+        *("IsNaN", "Mul", "Div", "Add", "Sub", "Flatten", "Expand", "Slice", "Clip"),
+    )
+)
+
+
+def _leads_to_a_product(p: ir.Value, depth: int = 6) -> bool:
+    """Whether what reads `p`, through operators that move or touch up weights, is a product."""
+    for node in users(p) if depth else ():
+        if node.domain:
+            continue
+        if node.op_type in ("MatMul", "Einsum"):
+            return True
+        if node.op_type in _BETWEEN and _leads_to_a_product(node.outputs[0], depth - 1):
+            return True
+    return False
+
+
+def _unreached(z: ir.Value | None, depth: int = REACH // 2) -> str:
+    """The operator that hides a softmax's product, if there is one further up."""
+    first = z.producer() if z is not None else None
+    todo, seen = [(first, depth)], set()
+    while todo:
+        node, left = todo.pop()
+        if node is None or node in seen or not left:
+            continue
+        seen.add(node)
+        if node.op_type in ("MatMul", "Einsum", "Gemm") and first is not None:
+            return f"the scores come from {first.op_type}, not from a product, scale and masks"
+        todo += [(v.producer(), left - 1) for v in node.inputs if is_float(v) and v is not None]
+    return ""
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def peel(value: ir.Value) -> tuple[ir.Value, float]:
+    """Constant factors off an operand."""
+    factor = 1.0
+    while (node := made_by(value, "Mul", "Div", "Identity")) is not None:
+        a = node.inputs[0]
+        if a is None:
+            break
+        if node.op_type == "Identity":
+            value = a
+            continue
+        b = node.inputs[1]
+        number, held = scalar(b), b
+        rest: ir.Value | None = a
+        if number is None and node.op_type == "Mul":
+            number, rest, held = scalar(a), b, a
+        if not number or rest is None or (rank(held) or 0) > (rank(rest) or 0):
+            break
+        if not np.isfinite(number):
+            break
+        factor *= number if node.op_type == "Mul" else 1 / number
+        value = rest
+    return value, factor
+
+
+def swapped(size: int) -> list[int]:
+    """The axes of a matrix product's operand with the last two swapped."""
+    return [*range(size - 2), size - 1, size - 2]
+
+
+def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
+    """k [.., T, D] of a product's right operand kᵀ [.., D, T], and the constant taken off it."""
+    right, outer = peel(right)
+    if (whole := _unflattened(op, right)) is not None:
+        return whole, outer
+    size = rank(right) or 4
+    swap = swapped(size)
+    node = made_by(right, "Transpose")
+    perm = attribute(node, "perm") if node is not None else None
+    if node is None or not isinstance(perm, Sequence) or node.inputs[0] is None:
+        return transposed(op, right, swap), outer
+    composed = [perm[i] for i in swap]
+    source, inner = peel(node.inputs[0])
+    if composed == list(range(size)):
+        return source, outer * inner
+    return transposed(op, source, composed), outer * inner
+
+
+def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
+    """k [B, H, T, D] where an exporter turned it with the heads in the batch: [B, H, D, T] by a
+    Reshape of the Transpose of [B·H, T, D].
+    """
+    reshape = made_by(right, "Reshape")
+    turn = made_by(reshape.inputs[0], "Transpose") if reshape is not None else None
+    flat = turn.inputs[0] if turn is not None else None
+    if reshape is None or turn is None or flat is None or rank(right) != 4:
+        return None
+    perm = attribute(turn, "perm")
+    turned = isinstance(perm, Sequence) and [*perm] == [0, 2, 1]
+    if not turned or not same_rows(turn.outputs[0], right):
+        return None
+    target, order = reshape.inputs[1], (0, 1, 3, 2)
+    sizes, joined = ints(target), made_by(target, "Concat")
+    if sizes is not None and 0 not in sizes:
+        shape: ir.Value = op.constant([sizes[i] for i in order])
+    elif joined is not None and len(joined.inputs) == 4:
+        if any(dim(piece, 0) != 1 or ints(piece) == [0] for piece in joined.inputs):
+            return None
+        shape = op.Concat(*(joined.inputs[i] for i in order), axis=0)
+    else:
+        return None
+    below = made_by(flat, "Reshape")
+    source = below.inputs[0] if below is not None and same_rows(below.inputs[0], flat) else flat
+    assert right.shape is not None
+    return typed(op.Reshape(source, shape), right, [right.shape[i] for i in order])
+
+
+def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
+    y: ir.Value = op.Transpose(x, perm=list(perm))
+    return typed(y, x, None if x.shape is None else [x.shape[p] for p in perm])
+
+
+def _ungrouped(value: ir.Value) -> ir.Value | None:
+    """The [B, Hkv, T, D] behind a head repetition: Reshape(Expand(Unsqueeze(k, 2)))."""
+    reshape = made_by(value, "Reshape")
+    expand = made_by(reshape.inputs[0], "Expand") if reshape else None
+    unsqueeze = made_by(expand.inputs[0], "Unsqueeze", "Reshape") if expand else None
+    source = unsqueeze.inputs[0] if unsqueeze else None
+    if unsqueeze is None or source is None or rank(source) != 4 or rank(value) != 4:
+        return None
+    heads, groups = dim(value, 1), dim(source, 1)
+    middle = unsqueeze.outputs[0]
+    if rank(middle) != 5 or dim(middle, 2) != 1 or dim(middle, 1) != groups:
+        return None
+    return source if heads and groups and heads % groups == 0 else None
+
+
+def grouping(
+    q: ir.Value, k: ir.Value, v: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value, tuple[int, int] | None]:
+    """q, k and v before heads were repeated for q's, and (H, Hkv) where the two differ."""
+    heads, k_group, v_group = dim(q, 1), _ungrouped(k), _ungrouped(v)
+    if k_group is not None and v_group is not None:
+        heads, k, v = dim(k, 1), k_group, v_group
+    groups = dim(k, 1)  # 1 where a single key head is broadcast over all query heads
+    if heads and groups and groups == dim(v, 1) and heads != groups and heads % groups == 0:
+        return q, k, v, (heads, groups)
+    return q, k, v, None
+
+
+# ---- the new node --------------------------------------------------------------------------------
+
+
+def steps_of(
+    op: Builder, rw: Rewriter, found: Scores, frame: Frame
+) -> tuple[tuple[str, ...], list[ir.Value]]:
+    """The steps' names, and their inputs in the axes of the frame."""
+    names, inputs = [], []
+    for step in found.steps:
+        if step.fill is None:
+            mask = step.value
+            if step.negated:
+                mask = typed(op.Neg(mask), mask, mask.shape)
+            if step.factor != 1:
+                mask = typed(op.Mul(mask, step.factor), mask, mask.shape)
+            names.append("Mask")
+            inputs.append(frame.under(op, mask, step.at))
+            continue
+        keep: ir.Value | None = None
+        for condition, holds in step.conditions:
+            one = condition if holds else typed(op.Not(condition), condition, condition.shape)
+            keep = one if keep is None else typed(op.And(keep, one), condition)
+        assert keep is not None
+        if len(step.conditions) > 1:
+            keep.shape = None if step.at.shape is None else ir.Shape([None] * len(step.at.shape))
+        names.append("Where")
+        fill = step.fill
+        stem = f"fill{fill.dtype.name}x{float(fill):g}"
+        inputs += [frame.under(op, keep, step.at), rw.initializer(stem, fill)]
+    return tuple(names), inputs
+
+
+def emit(
+    op: Builder,
+    kind: Kind,
+    heads: tuple[int, int] | None,
+    inputs: Sequence[ir.Value],
+    scale: float,
+    softcap: float | None = None,
+) -> ir.Value:
+    """The node, and its output typed like q."""
+    attributes: dict[str, object] = {"scale": float(scale)}
+    if softcap is not None:
+        attributes["softcap"] = float(softcap)
+    if heads is not None:
+        # Reshape's 0 keeps a size, -1 takes what is left: [B, Hkv, ., D] and [B, H, ., D].
+        attributes |= {"q_rows": [0, heads[0], -1, 0], "kv_rows": [0, heads[1], -1, 0]}
+    assert kind.name in KINDS, kind.name
+    y: ir.Value = op.node(kind.name, list(inputs), domain=FUSE, attributes=attributes)
+    q, v = inputs[0], inputs[2]
+    if q.shape is not None and v.shape is not None:
+        return typed(y, q, [*q.shape[:3], v.shape[3]])
+    return typed(y, q)

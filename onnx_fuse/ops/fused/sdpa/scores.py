@@ -1,0 +1,231 @@
+"""The softmax's input taken apart: which product, scale, softcap, masks and conditions made it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import const_array
+from onnx_fuse.ops.rewrite import is_float, made_by, rank, scalar
+
+REACH = 24
+"""How many nodes above a softmax its product is looked for."""
+
+RANGE = (2.0**-20, 2.0**20)
+"""Of factors of the scores."""
+
+
+@dataclass
+class Step:
+    """A mask that is added to the logits, or a condition under which they are replaced."""
+
+    value: ir.Value
+    at: ir.Value
+    """The logits behind the step, whose axes the value's stand under."""
+    factor: float = 1.0
+    """Of an added mask: what the sum was scaled by since."""
+    negated: bool = False
+    """Of an added mask: it is subtracted."""
+    fill: np.ndarray | None = None
+    """Of a condition: the scalar, in the logits' dtype, that stands where logits are not kept."""
+    conditions: list[tuple[ir.Value, bool]] = field(default_factory=list)
+    """(condition, what it is where the logits are kept); all must hold."""
+
+
+@dataclass
+class Scores:
+    """scale · left · right, perhaps under a tanh, and then the steps in order."""
+
+    product: ir.Node
+    scale: float = 1.0
+    factors: list[tuple[str, ir.Value]] = field(default_factory=list)
+    """("Mul" or "Div", a tensor that is the same for all keys)."""
+    softcap: float | None = None
+    steps: list[Step] = field(default_factory=list)
+    wide: bool = False
+    """Cast to float32 behind all that."""
+    viewed: bool = False
+    """The leading axes are other ones than the product's for a while."""
+
+
+def climb(value: ir.Value | None, depth: int = REACH) -> Scores | str | None:
+    """Climb from a softmax to its product: what lies between, the reason why that is no attention
+    of ours, or None where there is no product.
+    """
+    node = value.producer() if value is not None else None
+    if node is None or node.domain or depth == 0 or value is None:
+        return None
+    a = node.inputs[0] if node.inputs else None
+    b = node.inputs[1] if len(node.inputs) > 1 else None
+    if node.op_type == "MatMul":
+        return Scores(node)
+    if node.op_type == "Where":
+        return _where(node, depth)
+    if node.op_type in ("Add", "Mul"):
+        found = climb(a, depth - 1)
+        other = b
+        if found is None:
+            found, other = climb(b, depth - 1), a
+    else:
+        found, other = climb(a, depth - 1), b
+    if not isinstance(found, Scores) or node.op_type == "Identity":
+        return found
+    if node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+        if not same_rows(a, value):
+            return f"a {node.op_type} that may touch queries or keys stands before the softmax"
+        found.viewed = True
+        return found
+    if node.op_type == "Cast":
+        return _cast(node, found)
+    if found.wide:
+        return f"{node.op_type} in {_name(value)} follows a product in {_name(a)}"
+    scores = a if other is b else b
+    if other is not None and node.op_type in ("Add", "Sub", "Mul", "Div"):
+        if rank(value) is None or rank(value) != rank(scores):
+            return f"the other operand of {node.op_type} adds axes to the scores"
+        if node.op_type in ("Add", "Sub"):
+            found.steps.append(Step(other, value, negated=node.op_type == "Sub"))
+            return found
+        return _scaled(node, found, other)
+    if node.op_type == "Tanh":
+        if found.steps or found.softcap is not None:
+            return "a Tanh behind a mask, or a second one"
+        found.softcap = 1.0
+        return found
+    return f"{node.op_type} stands between the product and the softmax"
+
+
+def _name(value: ir.Value | None) -> str:
+    return "another type" if value is None or value.dtype is None else value.dtype.name.lower()
+
+
+def same_rows(x: ir.Value | None, y: ir.Value | None) -> bool:
+    """Whether a view from `x` to `y` leaves the last two axes alone."""
+    if x is None or y is None or (rank(x) or 0) < 2 or (rank(y) or 0) < 2:
+        return False
+    return all(same_size(x, i, y, i) for i in (-1, -2))
+
+
+def same_size(x: ir.Value, i: int, y: ir.Value, j: int) -> bool:
+    """Whether two axes are known to be of one size, by number or by symbol."""
+    if x.shape is None or y.shape is None:
+        return False
+    m, n = x.shape[i], y.shape[j]
+    if isinstance(m, int) or isinstance(n, int):
+        return m == n
+    return m.value is not None and m.value == n.value
+
+
+def _cast(node: ir.Node, found: Scores) -> Scores | str:
+    source, target = node.inputs[0], node.outputs[0]
+    if not is_float(source) or source is None or source.dtype == target.dtype:
+        return found
+    if found.wide and target.dtype == found.product.outputs[0].dtype:
+        found.wide = False  # there and back again: no digit is lost
+        return found
+    narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    if found.wide or not narrow or target.dtype != ir.DataType.FLOAT:
+        return f"the scores are cast from {_name(source)} to {_name(target)}"
+    found.wide = True
+    return found
+
+
+def _scaled(node: ir.Node, found: Scores, factor: ir.Value) -> Scores | str:
+    """`found` times or over `factor`."""
+    divides, out = node.op_type == "Div", node.outputs[0]
+    if divides and node.inputs[0] is factor:
+        return "the scores are a divisor"
+    number = scalar(factor)
+    if number is None:
+        if found.steps or found.softcap is not None or found.viewed:
+            return f"the scores are scaled by the tensor '{factor.name}' behind a mask or a view"
+        sizes = None if factor.shape is None else list(factor.shape)
+        if sizes is None or any(d != 1 for d in sizes[-1:]):
+            return f"the scores are scaled by the tensor '{factor.name}', which differs by key"
+        if not _moderate(factor):
+            return f"the scores are scaled by the tensor '{factor.name}', of any magnitude"
+        found.factors.append((node.op_type, factor))
+        return found
+    if number == 0 or not math.isfinite(number) or not RANGE[0] <= abs(number) <= RANGE[1]:
+        return f"the scores are {'divided' if divides else 'multiplied'} by {number:g}"
+    if divides:
+        number = 1 / number
+    masks = [step for step in found.steps if step.fill is None]
+    # A product with a power of two loses no digit, so that it may be taken apart; one above 1 would
+    # make -inf of a mask's lowest float.
+    if masks and not (0 < number <= 1 and math.frexp(number)[0] == 0.5):
+        return f"a mask is added before the scores are scaled by {number:g}"
+    for step in found.steps:
+        step.factor *= number
+        if step.fill is not None:
+            held = const_array(factor)
+            assert held is not None
+            with np.errstate(all="ignore"):
+                how = np.divide if divides else np.multiply
+                step.fill = np.asarray(how(step.fill, held.reshape(()).astype(step.fill.dtype)))
+    if found.softcap is not None:
+        found.softcap *= number
+    else:
+        found.scale *= number
+    assert out is not None
+    return found
+
+
+def _moderate(factor: ir.Value) -> bool:
+    """Whether a factor may be taken to q: a weight, or what weights and sizes alone have made, and
+    of no magnitude that lets a product overflow in one order and not in the other.
+    """
+    todo, seen = [factor], set[ir.Node]()
+    while todo:
+        value = todo.pop()
+        held = const_array(value)
+        if held is not None:
+            with np.errstate(invalid="ignore"):
+                size = np.abs(held.astype(np.float64)) if held.dtype.kind in "fiu" else None
+            if value is factor and (
+                size is None or not ((size == 0) | ((size >= RANGE[0]) & (size <= RANGE[1]))).all()
+            ):
+                return False
+            continue
+        node = value.producer()
+        if node is None or node.domain or len(seen) > REACH:
+            return False
+        if node not in seen and node.op_type not in ("Shape", "Size"):
+            seen.add(node)
+            todo += [v for v in node.inputs if v is not None]
+    return True
+
+
+def _where(node: ir.Node, depth: int) -> Scores | str | None:
+    condition, *branches = node.inputs
+    out = node.outputs[0]
+    for i in (0, 1):
+        scores, fill = branches[i], branches[1 - i]
+        found = climb(scores, depth - 1)
+        if found is None:
+            continue
+        if isinstance(found, str) or condition is None or scores is None:
+            return found
+        held = const_array(fill) if scalar(fill) is not None else None
+        if held is None:
+            return "a Where replaces scores by what is no constant number"
+        if found.wide:
+            return f"Where in {_name(out)} follows a product in another type"
+        if rank(out) is None or rank(out) != rank(scores):
+            return "the condition of Where adds axes to the scores"
+        holds, step = i == 0, Step(condition, out, fill=held.reshape(()))
+        while (inverse := made_by(condition, "Not")) is not None and inverse.inputs[0] is not None:
+            condition, holds = inverse.inputs[0], not holds
+        last = found.steps[-1] if found.steps else None
+        if last is not None and last.fill is not None and last.at.shape == out.shape:
+            assert step.fill is not None
+            if last.fill.tobytes() == step.fill.tobytes():
+                last.conditions.append((condition, holds))  # one fill for both: one condition
+                return found
+        step.conditions.append((condition, holds))
+        found.steps.append(step)
+        return found
+    return None

@@ -1,0 +1,60 @@
+"""Attention's kernels on hostile values: NaN, infinities and rows masked whole."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_fuse import passes
+from onnx_fuse.onnx.load import load
+from onnx_fuse.problem import Hardware
+from onnx_fuse.runtime.executable import Executable
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from math_cases import only
+from test_attention import CASES, GRAPHS, GUARD, REST, feeds_of, model_of, session
+
+from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.lower import lower
+
+# float16: the graph rounds scores and weights, which kernels keep in float32
+TOLERANCE = {"float": 1e-5, "float16": 6e-3}
+HOSTILE = {"float": CASES, "float16": ("", "large", "mask -inf", *CASES[6:])}
+FILL = {"float": -1e9, "float16": -65504.0}
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("guarded", [False, True], ids=["", "guarded"])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_hostile_values(graph: str, guarded: bool, kind: str) -> None:
+    between, inputs, _ = GRAPHS[graph]
+    sizes = {"B": 2, "H": 3, "S": 5, "K": 24}
+    original = model_of(between, inputs, kind, GUARD if guarded else REST, FILL[kind])
+    model = load(original)
+    passes.optimize(model)
+    plain = session(original)
+    feeds = feeds_of(original, "", sizes)
+    hw = Hardware.detect()
+    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)
+    (problem,) = [call.problem for call in program.calls if call.problem]
+    kernels = [k for k in candidates("Sdpa") if k.supports(problem, hw) is None]
+    for kernel in kernels:
+        with only(Choice(kernel, kernel.configs(problem, hw)[0], 0.0, "each")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                runner = Executable(model)
+            for case in HOSTILE[kind]:
+                if case.endswith("mask") and "mask" not in inputs:
+                    continue
+                feeds = feeds_of(original, case, sizes)
+                expected = plain(feeds).astype(np.float64)
+                got = runner.run(None, feeds)[0].astype(np.float64)
+                note = f"{kernel.name}: {case}"
+                np.testing.assert_array_equal(np.isnan(got), np.isnan(expected), err_msg=note)
+                finite = np.isfinite(expected)
+                bound = TOLERANCE[kind] * max(1.0, np.abs(expected[finite]).max(initial=0))
+                np.testing.assert_allclose(got[finite], expected[finite], atol=bound, err_msg=note)

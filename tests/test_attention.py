@@ -1,0 +1,401 @@
+"""Attention on hostile values: what is fused gives what the graph gave, or stays with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from cases import FUSION_CASES, NEWEST_OPSET, FusionCase
+from interpret import interpret
+
+from onnx_fuse import autodiff, passes
+from onnx_fuse.kernels import sdpa
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.problem import CHIPS
+
+NAMES = {"float": np.float32, "float16": np.float16, "double": np.float64}
+# The same sums in another order; the products' own operands are never larger than 1e3.
+TOLERANCE = {"float": 2e-6, "float16": 2e-3, "double": 1e-14}
+QKV = "T[B,H,S,8] q, T[B,H,K,8] k, T[B,H,K,8] v"
+SCORES = "kt = Transpose <perm = [0,1,3,2]> (k) s = MatMul (q, kt) "
+REST = " p = Softmax <axis = -1> (z) y = MatMul (p, v)"
+GUARD = (
+    " p = Softmax <axis = -1> (z) i = IsNaN (p) o_d = Constant <value = double {0}> () "
+    "o = Cast <to = CODE> (o_d) g = Where (i, o, p) y = MatMul (g, v)"
+)
+
+
+def constant(name: str, value: float, shape: str = "") -> str:
+    """A constant of type T; the text form has no numbers of 16 bits."""
+    made = f"{name}_d = Constant <value = double{shape} {{{value!r}}}> () "
+    return f"{made}{name} = Cast <to = CODE> ({name}_d) "
+
+
+# what lies between the product and the softmax, further inputs, the operator it becomes
+GRAPHS = {
+    "where": ("z = Where (keep, s, low)", "bool[B,1,S,K] keep", "SdpaWhere"),
+    "where_swapped": ("z = Where (drop, low, s)", "bool[B,1,S,K] drop", "SdpaWhere"),
+    "where_not": ("n = Not (drop) z = Where (n, s, low)", "bool[1,1,S,K] drop", "SdpaWhere"),
+    "where_by_key": ("z = Where (keep, s, low)", "bool[B,1,1,K] keep", "SdpaWhere"),
+    "where_two": (
+        "w = Where (keep, s, low) z = Where (drop, low, w)",
+        "bool[S,K] keep, bool[B,1,1,K] drop",
+        "SdpaWhere",
+    ),
+    "where_scaled": (
+        constant("f", 0.25) + "w = Where (keep, s, low) z = Mul (w, f)",
+        "bool[B,1,S,K] keep",
+        "SdpaWhere",
+    ),
+    "where_mask": (
+        "w = Where (keep, s, low) z = Add (w, mask)",
+        "bool[S,K] keep, T[B,1,1,K] mask",
+        "SdpaWhereMask",
+    ),
+    "mask_where": (
+        "w = Add (s, mask) z = Where (keep, w, low)",
+        "bool[S,K] keep, T[B,1,1,K] mask",
+        "SdpaMaskWhere",
+    ),
+    "made_mask": (  # a sum in the file, and one here
+        constant("nil", 0.0) + "m = Where (keep, nil, low) z = Add (s, m)",
+        "bool[B,1,S,K] keep",
+        "SdpaMask",
+    ),
+    "mask": ("z = Add (s, mask)", "T[B,1,S,K] mask", "SdpaMask"),
+    "mask_mask": (
+        "w = Add (mask, s) z = Add (w, bias)",
+        "T[B,1,S,K] mask, T[1,H,S,K] bias",
+        "SdpaMaskMask",
+    ),
+    "softcap_where": (
+        constant("c", 3.0) + "d = Div (s, c) t = Tanh (d) u = Mul (c, t) z = Where (keep, u, low)",
+        "bool[B,1,S,K] keep",
+        "SdpaSoftcapWhere",
+    ),
+    "plain": ("z = Identity (s)", "", "Sdpa"),
+}
+FILLS = {
+    "float": (-1e9, -1e4, -3.4028234663852886e38, -np.inf, 0.0, np.inf),
+    "float16": (-65504.0, -1e4, -np.inf),
+    "double": (-1e9, -1.7976931348623157e308),
+}
+SIZES = {"B": 2, "H": 3, "S": 4, "K": 5}
+
+
+def model_of(between: str, inputs: str, kind: str, rest: str, fill: float) -> ir.Model:
+    more = f", {inputs}" if inputs else ""
+    body = SCORES + constant("low", fill, "[1,1,1,1]") + between + rest
+    # one symbol stands for one size
+    text = f"agraph ({QKV}{more}) => (T[B,H,S,8] y) {{ {body} }}".replace("T[", f"{kind}[")
+    text = text.replace("CODE", str({"float": 1, "float16": 10, "double": 11}[kind]))
+    return text_model(f'<ir_version: 10, opset_import: ["" : 21]>\n{text}')
+
+
+def feeds_of(model: ir.Model, case: str, sizes: dict[str, int] | None = None) -> dict:
+    """Inputs with a row that is masked whole; `case` says what is hostile in them."""
+    rng, feeds = np.random.default_rng(5), {}
+    for value in model.graph.inputs:
+        assert value.shape is not None
+        shape = [d if isinstance(d, int) else (sizes or SIZES)[str(d)] for d in value.shape]
+        name, dtype = str(value.name), value.dtype.numpy()
+        if name in ("keep", "drop"):
+            feeds[name] = (rng.random(shape) < 0.6) ^ (name == "drop")
+            feeds[name][..., :1, :] = name == "drop"
+        else:
+            feeds[name] = rng.standard_normal(shape).astype(dtype)
+        if name == "mask" and feeds[name].size:
+            feeds[name][..., :1, :] = np.finfo(dtype).min
+            feeds[name][..., -1:, 1:] = -np.inf
+    many = {"large": 8.0, "larger": 20.0, "tiny": 1e-20, "minus zero": -0.0}
+    q, k, v = (feeds[n] for n in "qkv")
+    if case in many:
+        q *= many[case]
+    for what, number in (("nan", np.nan), ("inf", np.inf), ("-inf", -np.inf)):
+        for name, array in (("q", q), ("k", k), ("v", v), ("mask", feeds.get("mask"))):
+            if case == f"{what} in {name}" and array is not None:
+                array[0, ..., -1, 2] = number
+    if case == "mask -inf" and "mask" in feeds:
+        feeds["mask"][..., :2, :] = -np.inf
+    return feeds
+
+
+def session(model: ir.Model, output: int = 0) -> Callable[[dict[str, np.ndarray]], np.ndarray]:
+    """What onnxruntime makes of `model`: one output as a function of the feeds."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    made = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
+    return lambda feeds: made.run(None, feeds)[output]
+
+
+def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
+    return session(model)(feeds)
+
+
+def fused_ops(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph if node.domain == FUSE]
+
+
+def assert_same(got: np.ndarray, expected: np.ndarray, kind: str, note: object) -> None:
+    assert got.shape == expected.shape
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected), err_msg=str(note))
+    np.testing.assert_array_equal(got[np.isinf(expected)], expected[np.isinf(expected)])
+    largest = max(1.0, np.abs(expected[finite].astype(np.float64)).max(initial=0))
+    np.testing.assert_allclose(
+        got[finite], expected[finite], rtol=0, atol=TOLERANCE[kind] * largest, err_msg=str(note)
+    )
+
+
+CASES = (
+    *("", "large", "larger", "tiny", "minus zero", "mask -inf"),
+    *(f"{what} in {name}" for what in ("nan", "inf", "-inf") for name in ("q", "k", "v", "mask")),
+)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("guarded", [False, True], ids=["", "guarded"])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_hostile_values(graph: str, guarded: bool, kind: str) -> None:
+    between, inputs, fused = GRAPHS[graph]
+    fills = FILLS[kind] if "low" in between else (0.0,)
+    for fill in fills:
+        original = model_of(between, inputs, kind, GUARD if guarded else REST, fill)
+        model = load(original)
+        passes.optimize(model)
+        if kind == "double" and "Tanh" in between:
+            assert not fused_ops(model)
+            continue
+        assert fused_ops(model) == [fused + ("NanGuard" if guarded else "")]
+        plain, whole, flat = map(session, (original, model, inline(model)))
+        for case in CASES:
+            if case.endswith("mask") and "mask" not in inputs:
+                continue
+            feeds = feeds_of(original, case)
+            expected = plain(feeds)
+            assert_same(whole(feeds), expected, kind, (fill, case))
+            assert_same(flat(feeds), expected, kind, (fill, case))
+
+
+@pytest.mark.parametrize("graph", ["plain", "where", "mask"])
+@pytest.mark.parametrize("guarded", [False, True], ids=["", "guarded"])
+@pytest.mark.parametrize("empty", ["B", "S", "K"])
+def test_zero_sizes(graph: str, guarded: bool, empty: str) -> None:
+    between, inputs, _ = GRAPHS[graph]
+    original = model_of(between, inputs, "float", GUARD if guarded else REST, -1e9)
+    model = load(original)
+    passes.optimize(model)
+    assert fused_ops(model)
+    feeds = feeds_of(original, "", {**SIZES, empty: 0})
+    assert_same(run(model, feeds), run(original, feeds), "float", empty)
+
+
+@pytest.mark.parametrize("empty", ["B", "S", "T"])
+def test_zero_sizes_of_grouped_heads(empty: str) -> None:
+    case = next(c for c in FUSION_CASES if c.name == "attention_one_key_head_for_all")
+    original, model = load(case.model()), load(case.model())
+    passes.optimize(model)
+    assert fused_ops(model) == ["GroupedSdpa"]
+    feeds = case.feeds(**{"B": 2, "S": 3, "T": 4, empty: 0})
+    assert_same(run(model, feeds), run(original, feeds), "float", empty)
+
+
+def test_a_softmax_in_float32_between_casts_keeps_its_casts() -> None:
+    """The scores are of float16, as large as 100: in float32 throughout, they would differ."""
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+    agraph ({QKV}, T[B,1,S,K] mask) => (T[B,H,S,8] y) {{
+      {SCORES} z = Add (s, mask) w = Cast <to = 1> (z) p = Softmax <axis = -1> (w)
+      n = Cast <to = 10> (p) y = MatMul (n, v)
+    }}""".replace("T[", "float16[")
+    original = text_model(text)
+    for training in (False, True):
+        model = load(original)
+        passes.optimize(model, training=training)
+        assert fused_ops(model) == ["SdpaWideMask"]
+    plain, whole = session(original), session(model)
+    for case in ("", "large", "larger", "nan in q", "inf in mask"):
+        feeds = feeds_of(original, case)
+        np.testing.assert_array_equal(whole(feeds), plain(feeds))
+
+
+def test_casts_there_and_back_again_count_for_nothing() -> None:
+    """Exporters of float16 write float16 -> float32 -> float16 behind a softmax in float16."""
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+    agraph ({QKV}, T[B,1,S,K] mask) => (T[B,H,S,8] y) {{
+      {SCORES} z = Add (s, mask) u = Cast <to = 1> (z) d = Cast <to = 10> (u)
+      p = Softmax <axis = -1> (d) w = Cast <to = 1> (p) n = Cast <to = 10> (w) y = MatMul (n, v)
+    }}""".replace("T[", "float16[")
+    original = text_model(text)
+    model = load(original)
+    passes.optimize(model)
+    assert fused_ops(model) == ["SdpaMask"]
+    for case in ("", "larger", "nan in q"):
+        feeds = feeds_of(original, case)
+        np.testing.assert_array_equal(run(model, feeds), run(original, feeds))
+
+
+# text between the product and v, and why it stays; the dtype of all inputs is float
+STAYS = {
+    "z = Clip (s, lo, hi) p = Softmax (z) y = MatMul (p, v)": "Clip stands between the product",
+    "c = Cast <to = 11> (s) d = Softmax (c) p = Cast <to = 1> (d) y = MatMul (p, v)":
+        "the weights are cast to another type",
+    "p = Softmax (s) r = Mul (p, hi) y = MatMul (p, v) u = Add (r, r)": "have 2 readers",
+    "p = Softmax (s) r = Mul (p, hi) y = MatMul (r, v)": "the weights go into Mul",
+    "z = Mul (s, s) p = Softmax (z) y = MatMul (p, v)": "scaled by the tensor 's'",
+    "z = Mul (s, zero) p = Softmax (z) y = MatMul (p, v)": "the scores are multiplied by 0",
+    "z = Add (s, wide) p = Softmax (z) p4 = Squeeze (p, at) y = MatMul (p4, v)": "adds axes",
+    "p = Softmax (s) pt = Transpose <perm = [1,0,2,3]> (p) y = MatMul (pt, v)":
+        "a Transpose of the weights that does more",
+    "p = Softmax (s) pt = Transpose <perm = [0,1,3,2]> (p) y = MatMul (pt, v)":
+        "the product with v sums over the queries",
+    "e = Exp (s) p = Softmax (e) y = MatMul (p, v)": "Exp stands between the product",
+    "f = Reshape (s, flat) p = Softmax (f) b = Reshape (p, four) y = MatMul (b, v)":
+        "a Reshape that may touch queries or keys",
+    "n = IsNaN (s) z = Where (n, wide4, s) p = Softmax (z) y = MatMul (p, v)":
+        "a Where replaces scores by what is no constant number",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("between", "reason"), STAYS.items())
+def test_what_stays_has_a_reason(between: str, reason: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+    agraph (float[2,2,4,8] q, float[2,2,4,8] k, float[2,2,4,8] v) => (float[A,C,E,F] y)
+    <float lo = {{-1}}, float hi = {{2}}, float zero = {{0}}, float[1,1,1,1,1] wide = {{1}},
+     int64[1] at = {{0}}, int64[2] flat = {{-1,16}}, int64[4] four = {{2,2,4,4}},
+     float[1,1,1,4] wide4 = {{1,2,3,4}}> {{ {SCORES} {between} }}"""
+    if "u = " in between:
+        text = text.replace("=> (float[A,C,E,F] y)", "=> (float[A,C,E,F] y, float[G,I,J,L] u)")
+    original = text_model(text)
+    model = load(original)
+    report = passes.optimize(model)
+    assert fused_ops(model) == []
+    assert any(reason in r.reason for r in report.not_fused), report.not_fused
+    feeds = feeds_of(original, "")
+    np.testing.assert_allclose(run(model, feeds), run(original, feeds), rtol=1e-5, atol=1e-6)
+
+
+def test_a_softmax_between_no_products_is_no_attention() -> None:
+    text = """agraph (float[N,8] x, float[8,4] w) => (float[N,4] y) {
+      s = MatMul (x, w) y = Softmax (s) }"""
+    (left,) = passes.optimize(load(text_model(text))).not_fused
+    assert "it is no attention" in left.reason
+
+
+# ---- the standard's node -------------------------------------------------------------------------
+
+NODES = {
+    # attributes, further inputs, the operator; q [2,4,3,8], k and v [2,2,5,8]
+    "causal": ("is_causal = 1", "", "GroupedSdpaCausal"),
+    "causal_and_mask": ("is_causal = 1", "float[2,1,3,5] m", "GroupedSdpaCausalMaskGuard"),
+    "causal_and_bool": ("is_causal = 1", "bool[3,5] m", "GroupedSdpaCausalMaskGuard"),
+    "softcap": ("softcap = 1.5", "", "GroupedSdpaSoftcap"),
+    "softcap_and_mask": ("softcap = 1.5", "bool[2,4,3,5] m", "GroupedSdpaSoftcapMaskGuard"),
+    "past": ("scale = 0.3", "bool[2,1,3,9] m, past", "GroupedSdpaMaskGuard"),
+    "past_causal": ("is_causal = 1", ", past", "GroupedSdpaMaskGuard"),
+    "past_alone": ("scale = 0.3", ", past", "GroupedSdpa"),
+}
+
+
+@pytest.mark.skipif(NEWEST_OPSET < 23, reason="this onnxruntime has no Attention")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", NODES)
+def test_attention_nodes(name: str, training: bool) -> None:
+    attributes, more, fused = NODES[name]
+    more, past, _ = more.partition("past")
+    mask = more.strip(" ,")
+    inputs = ["float[2,4,3,8] q, float[2,2,5,8] k, float[2,2,5,8] v", *([mask] if mask else [])]
+    call, results = f"q, k, v, {'m' if mask else ''}", "y"
+    outputs = "float[2,4,3,8] y"
+    if past:
+        inputs.append("float[2,2,4,8] pk, float[2,2,4,8] pv")
+        call, results = call + ", pk, pv", "y, nk, nv"
+        outputs += ", float[2,2,9,8] nk, float[2,2,9,8] nv"
+    text = f"""<ir_version: 10, opset_import: ["" : 23]> agraph ({", ".join(inputs)}) =>
+    ({outputs}) {{ {results} = Attention <{attributes}> ({call.rstrip(" ,")}) }}"""
+    original = text_model(text)
+    model = load(original)
+    passes.optimize(model, training=training)
+    assert fused_ops(model) == [fused]
+    plain = load(to_proto(model))
+    for node in plain.graph:
+        node.overload = ""  # the body of a training graph
+    rng = np.random.default_rng(2)
+    feeds = {
+        str(v.name): rng.random(v.shape.numpy()) < 0.6
+        if v.dtype == ir.DataType.BOOL
+        else rng.standard_normal(v.shape.numpy(), "f")
+        for v in original.graph.inputs
+    }
+    if mask:
+        feeds["m"][..., 1, :] = False if feeds["m"].dtype == bool else -np.inf
+    expected = run(original, feeds)
+    for made in (model, plain):
+        assert_same(run(made, feeds), expected, "float", name)
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+LOWERED = [c for c in FUSION_CASES if c.name.startswith("attention") and "S" in "".join(c.fused)]
+LOWERED = [c for c in LOWERED if c.opset <= NEWEST_OPSET]
+# their gradients sum broadcast axes, by a kernel that the interpreter does not know
+SUMMED = (
+    "attention_heads_known_at_run_time",
+    "attention_in_shifted_windows",
+    "attention_grouped_heads_turned_in_the_batch",
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "gradient"),
+    [pytest.param(c, g, id=f"{c.name}{'-gradient' * g}") for c in LOWERED for g in (False, True)
+     if not (g and c.name in SUMMED)],
+)  # fmt: skip
+def test_lowered_programs_agree(case: FusionCase, gradient: bool) -> None:
+    """The program of a GPU, its attention by NumPy from what the kernel is told."""
+    model = load(case.model())
+    passes.optimize(model, training=gradient)
+    feeds = case.feeds(B=2, H=2, G=1, S=6, T=5)
+    if gradient:
+        floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
+        y = session(model)(feeds)
+        model = autodiff.gradient(model, wrt=[str(n) for n in floats if n != "mask"])
+        dy = np.cos(np.arange(y.size, dtype="f")).reshape(y.shape)
+        feeds = {str(v.name): feeds.get(str(v.name), dy) for v in model.graph.inputs}
+    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
+    program = lower(model, shapes, CHIPS["H200"])
+    assert not program.fallbacks
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    got = interpret(program, feeds, weights)
+    for i, value in enumerate(model.graph.outputs):
+        expected = session(model, i)(feeds)
+        assert_same(got[value.name], expected, "float", value.name)
+
+
+@pytest.mark.parametrize(
+    ("graph", "found"),
+    [
+        ("where", {"keep": True, "fill": -1e9}),
+        ("where_mask", {"keep": True, "fill": -1e9, "mask2": (5, 0, 0, 1)}),
+        ("mask_where", {"keep2": True, "fill2": -1e9, "mask2": (0, 0, 5, 1)}),
+        ("softcap_where", {"softcap": 3.0, "keep": True}),
+        ("mask", {"guard": 0}),
+    ],
+)
+def test_a_kernel_is_told_of_every_step(graph: str, found: dict[str, object]) -> None:
+    between, inputs, _ = GRAPHS[graph]
+    model = load(model_of(between, inputs, "float", REST, -1e9))
+    passes.optimize(model)
+    feeds = feeds_of(model, "")
+    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, CHIPS["H200"])
+    (problem,) = [call.problem for call in program.calls if call.problem]
+    assert found.items() <= dict(problem.attrs).items()
+    assert not program.fallbacks
+    assert sdpa.SIMT.supports(problem, CHIPS["H200"]) is None
