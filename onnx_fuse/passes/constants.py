@@ -44,7 +44,7 @@ def lift_parameters(model: ir.Model, named: Collection[str] = ()) -> list[str]:
     graph, lifted = model.graph, []
     for node in [n for n in graph if n.op_type == "Constant" and not n.domain]:
         value = node.outputs[0]
-        array = const_array(value)
+        array = _content(node)
         if array is None or value.is_graph_output() or not value.name:
             continue
         tensor = ir.tensor(array, name=value.name)
@@ -74,6 +74,14 @@ def set_parameter(model: ir.Model, name: str, array: np.ndarray) -> None:
     node.attributes.clear()
     node.attributes.add(ir.AttrTensor("value", tensor))
     node.outputs[0].const_value = tensor
+
+
+def _content(node: ir.Node) -> np.ndarray | None:
+    """What a Constant node holds. `const_array` would name the tensor, which copies share."""
+    attribute = node.attributes.get("value")
+    if attribute is None:
+        return const_array(node.outputs[0])
+    return None if attribute.is_ref() else attribute.as_tensor().numpy()
 
 
 def _is_weight(value: ir.Value, array: np.ndarray) -> bool:
