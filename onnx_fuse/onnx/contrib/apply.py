@@ -81,7 +81,8 @@ def bodies_attached(model: ir.Model) -> Iterator[set[ir.Value]]:
     """Within the block each contrib node calls a function that is its body: inference reads it.
 
     The values yielded are outputs that nobody reads: a body does not make them, and what stands
-    for them in the function has any type. Nothing is to be written in the block: onnxruntime has kernels for these operators.
+    for them in the function has any type. Nothing is to be written in the block: onnxruntime has
+    kernels for these operators.
     """
     overloads: dict[object, str | None] = {}
     held: list[tuple[ir.Node, str]] = []
