@@ -36,7 +36,7 @@ from onnx_fuse.stages import stages
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
     *("pointwise", "views", "indexing", "random", "linear", "leaf_norm"),
-    *("reduce", "norm", "softmax", "conv", "pool", "scan", "loss", "sdpa"),
+    *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
     *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
 )
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",

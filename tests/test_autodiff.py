@@ -174,6 +174,20 @@ def test_an_operator_without_rule_goes_through_its_body():
             ModelError,
             ["Unique", "positions"],
         ),
+        *(
+            (
+                "a = Constant <value = int64[1] {0}> ()\n v = Unsqueeze (x, a)\n"
+                "w = Constant <value = float[1,1,2] {1, 2}> ()\n"
+                "r = Constant <value = float[1,1,1] {1}> ()\n"
+                f"s = RNN <hidden_size = 1, {call}> (v, w, r)\n y = Flatten (s)",
+                ModelError,
+                ["node 's' (RNN)", why],
+            )
+            for call, why in (
+                ("clip = 1.0", "its gates are clipped"),
+                ('activations = ["Affine"]', "its activations are affine, not tanh"),
+            )
+        ),
         ("y = Det (x)", ModelError, ["node 'y' (Det)", "no gradient rule"]),
         ('y = Einsum <equation = "...i->...i"> (x)', ModelError, ["(Einsum)", "ellipsis"]),
     ],
@@ -200,14 +214,14 @@ def test_a_rank_that_constants_decide_is_found(form):
     np.testing.assert_allclose(dw[:, 0], x.reshape(-1, 3).sum(0))
 
 
-def test_loops_are_refused():
-    text = """agraph (float[2] x, int64 n) => (float[2] y) {
-        y = Loop (n, , x) <body = b (int64 i, bool c, float[2] s) => (bool d, float[2] t) {
+def test_a_state_that_grows_is_refused():
+    text = """agraph (float[2] x, int64 n) => (float[M] y) {
+        y = Loop (n, , x) <body = b (int64 i, bool c, float[P] s) => (bool d, float[Q] t) {
             d = Identity (c)
-            t = Mul (s, x)
+            t = Concat <axis = 0> (s, x)
         }>
     }"""
-    with pytest.raises(ModelError, match=r"\(Loop\): the gradient does not pass through loops"):
+    with pytest.raises(ModelError, match=r"\(Loop\): its state 'x' changes its shape from step"):
         autodiff.gradient(text_model(text), wrt=["x"])
 
 

@@ -32,8 +32,11 @@ onnxruntime runs.
 - **none**: no gradient flows; asking for one that could only come through such a node is an error
   that says why.
 
-The gradient of an If is an If of its branches' gradients. Loop and Scan are refused where a
-gradient would have to pass; so is every operator not listed here.
+The gradient of an If is an If of its branches' gradients; that of a Loop or a Scan is one over the
+same steps backwards, which computes each step again from the states that the forward node then
+returns, whatever ends the Loop. A state must keep its shape. LSTM, GRU and RNN have gradients with
+the standard's default activations (RNN also with Relu), without peepholes, clip and input_forget.
+Operators that are not listed here have none.
 """
 
 

@@ -84,9 +84,14 @@ def gradient(
             for path in draft.parent.iterdir():
                 path.unlink()
     printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
+    own = {v.name for v in original.graph.outputs}
+    added = [str(v.name) for v in result.graph.outputs if v.name not in own]
+    if not added:
+        printer.text("no weight has a gradient: name inputs with --wrt")
     data = {
         "input": str(model),
         "output": None if failed else str(output),
+        "gradients": added,
         "models": [*map(report.as_dict, found)],
         "check": checked.to_dict() if checked else None,
     }

@@ -83,6 +83,12 @@ def train(
     freeze: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Weights that stay.")
     ] = None,
+    tie: Annotated[
+        bool, typer.Option("--tie", help="Train a weight that is stored twice as one.")
+    ] = False,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Split equal weights that were stored once.")
+    ] = False,
     level: Annotated[
         int | None,
         typer.Option(min=0, max=3, help="Of fusions; default: 2 on a GPU in 16 bits, else 0."),
@@ -152,11 +158,15 @@ def train(
         free_batch=free_batch,
         shapes=parse_shapes(input_shapes),
         dims=parse_dims(dim),
+        tie=tie,
+        untie=untie,
         level=level,
         seed=seed,
         precision=precision,
         device=device,
     )
+    for note in trainer.notes:
+        printer.text(f"note: {note}")
     examples = fit.check(trainer, arrays, batch_size)
     steps = epochs * fit.steps_per_epoch(trainer, examples, batch_size)
     span = steps // accumulate if schedule in ("linear", "cosine") else 0
@@ -182,7 +192,12 @@ def train(
     if curve is not None:
         report.write_whole(curve, fit.curve(history, f"{model.name}: {loss}"))
     printer.text(f"wrote {output}")
-    result = {"model": str(model), "output": str(output), "weights": weights}
+    result = {
+        "model": str(model),
+        "output": str(output),
+        "weights": weights,
+        "notes": trainer.notes,
+    }
     rates = [trainer.optimizer.rate(i // accumulate) for i in range(len(history.losses))]
     found = {"losses": history.losses, "rates": rates, "epochs": history.epochs}
     show.write_reports(printer, result | found, json, html)

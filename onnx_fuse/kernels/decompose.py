@@ -15,9 +15,10 @@ import onnx_ir as ir
 
 from onnx_fuse.kernels import selection
 from onnx_fuse.kernels.linear import ACTIVATIONS
-from onnx_fuse.kernels.recurrent import GATES, recurrent
+from onnx_fuse.kernels.recurrent import recurrent
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.ops.recurrent import GATES
 
 MAX_TABLE = 1 << 24
 """Elements of a Fourier transform's table: longer ones are onnxruntime's."""

@@ -14,6 +14,7 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.save import functions_attached, serialized
+from onnx_fuse.onnx.types import complete_types
 
 _LONGEST_SHAPE = 1 << 20
 _READ_BY_INFERENCE = 1000  # bytes of a constant that may be a shape
@@ -56,15 +57,18 @@ def check_sizes(model: ir.Model) -> None:
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
     kept = set(_sequences(model))
-    bodies = contrib.bodies_attached(model)
-    with functions_attached(model), bodies as unread, without_weights(model):
-        proto = serialized(model)
-        kept |= unread
-    try:
-        found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
-        return  # a file that contradicts itself: what is known stays, and onnxruntime has its say
-    _merge(model.graph, found.graph, kept)
+    again = True
+    while again:  # once more for each operator that inference is silent about
+        bodies = contrib.bodies_attached(model)
+        with functions_attached(model), bodies as unread, without_weights(model):
+            proto = serialized(model)
+            kept |= unread
+        try:
+            found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+        except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+            return  # a file that contradicts itself: what is known stays, and onnxruntime says why
+        _merge(model.graph, found.graph, kept)
+        again = complete_types(model.graph, model.graph.opset_imports.get("", 1))
 
 
 @contextlib.contextmanager

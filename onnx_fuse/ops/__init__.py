@@ -11,8 +11,10 @@ from onnx_fuse.ops import (  # noqa: F401
     matmul,
     norm,
     random,
+    recurrent,
     reduce,
     shape,
+    steps,
     update,
 )
 from onnx_fuse.ops.opdef import OPS, GradRule, NoGrad, OpDef, lookup, register

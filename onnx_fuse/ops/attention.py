@@ -21,6 +21,7 @@ from onnx_fuse.ops.derive import (
     rank,
     reshape,
     reshape_like,
+    scatter_add,
     size_of,
     sizes_of,
     swap_last,
@@ -182,8 +183,8 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
     dsin = op.ReduceSum(op.Sub(op.Mul(dy2, x1), op.Mul(dy1, x2)), axis, keepdims=0)
     if positions is not None:
         rows = op.Unsqueeze(positions, op.constant([-1]))
-        dcos = op.ScatterND(zeros_like(op, cos), rows, dcos, reduction="add")
-        dsin = op.ScatterND(zeros_like(op, sin), rows, dsin, reduction="add")
+        dcos = scatter_add(op, "ScatterND", zeros_like(op, cos), rows, dcos)
+        dsin = scatter_add(op, "ScatterND", zeros_like(op, sin), rows, dsin)
     return [dx, dcos, dsin]
 
 

@@ -28,6 +28,7 @@ from onnx_fuse.ops.derive import (
     rank,
     reshape,
     reshape_like,
+    scatter_add,
     shape_of,
     sizes_of,
     table,
@@ -247,7 +248,7 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
     flat = op.constant([-1])
     zeros = filled(op, op.Reshape(op.Size(x), flat), x.dtype)
     places, rows = op.Reshape(indices, flat), op.Reshape(dy, flat)
-    return reshape_like(op, op.ScatterElements(zeros, places, rows, axis=0, reduction="add"), x)
+    return reshape_like(op, scatter_add(op, "ScatterElements", zeros, places, rows, axis=0), x)
 
 
 def _spread(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
@@ -511,13 +512,13 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
             spots = op.Expand(op.Unsqueeze(op.Cast(spot, to=int(ir.DataType.INT64)), middle), full)
             if not rest:
                 share = op.Mul(rows, op.Unsqueeze(valid, middle))
-                dx = op.ScatterElements(dx, spots, share, axis=2, reduction="add")
+                dx = scatter_add(op, "ScatterElements", dx, spots, share, axis=2)
                 continue
             wx = rest[0] if i else op.Sub(1.0, rest[0])
             wy = rest[1] if j else op.Sub(1.0, rest[1])
             weight = op.Unsqueeze(op.Mul(op.Mul(wx, wy), valid), middle)
             share = op.Mul(rows, weight)
-            dx = op.ScatterElements(dx, spots, share, axis=2, reduction="add")
+            dx = scatter_add(op, "ScatterElements", dx, spots, share, axis=2)
             # Σ_c dy v, the change of the loss with this pixel's weight
             pull = op.Mul(rows, op.GatherElements(flat, spots, axis=2))
             pull = op.Mul(op.ReduceSum(pull, middle, keepdims=0), valid)

@@ -279,14 +279,29 @@ def swap_last(op: Any, value: ir.Value) -> Tensor:
 
 
 def to_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
-    """`value` cast to the dtype of `like`."""
-    if value.dtype == like.dtype:
+    """`value` cast to the dtype of `like`; at run time where either is unknown."""
+    if value is like or (value.dtype == like.dtype and like.dtype is not None):
         return value
     return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
 
 
 def to_type(op: Any, value: Tensor, dtype: ir.DataType | None) -> Tensor:
     return value if dtype is None or value.dtype == dtype else op.Cast(value, to=int(dtype))
+
+
+def scatter_add(
+    op: Any, kind: str, base: Tensor, indices: Tensor, updates: Tensor, **attributes: Any
+) -> Tensor:
+    """`base` with updates added at places that may repeat, by ScatterND or ScatterElements.
+
+    In 16 bits the sums are made in float32 for onnxruntime's CPU, which has no others (1.32); a
+    graph with `fused` operators runs on our own kernels, which have.
+    """
+    dtype = base.dtype
+    if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and not op.fused:
+        base, updates = (op.Cast(v, to=int(ir.DataType.FLOAT)) for v in (base, updates))
+    added = op.node(kind, [base, indices, updates], reduction="add", **attributes)
+    return to_type(op, added, dtype)
 
 
 def share(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:

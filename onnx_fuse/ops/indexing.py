@@ -20,9 +20,11 @@ from onnx_fuse.ops.derive import (
     rank,
     reshape,
     reshape_like,
+    scatter_add,
     static,
     text,
     to_like,
+    to_type,
     zeros_like,
 )
 from onnx_fuse.ops.opdef import OpDef, register
@@ -45,17 +47,11 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
             )
             before, after = (index, rest) if index >= 0 else (rest, -1 - index)
         return [pad(op, row, [axis], [before], [after])]
+    indices = to_type(op, indices, ir.DataType.INT64)  # ScatterND takes no other
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
-        last = op.Unsqueeze(_int64(op, indices), op.constant([-1]))
-        return [op.ScatterND(zeros_like(op, x), last, dy, reduction="add")]
+        last = op.Unsqueeze(indices, op.constant([-1]))
+        return [scatter_add(op, "ScatterND", zeros_like(op, x), last, dy)]
     return [_scatter_axis(op, x, indices, dy, axis)]
-
-
-def _int64(op: Any, indices: ir.Value) -> Tensor:
-    """Indices as ScatterND takes them: Gather's may be int32."""
-    if indices.dtype not in (ir.DataType.INT32, None):
-        return indices
-    return op.Cast(indices, to=ir.DataType.INT64.value)
 
 
 def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:
@@ -66,23 +62,22 @@ def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: i
     there = [axis, *range(axis), *range(axis + 1, n)]
     back = [int(i) for i in np.argsort(there)]
     shape = op.Gather(op.Shape(x), op.constant(there))
-    zeros = filled(op, shape, x.dtype)
     rows = op.Transpose(dy, perm=forward)
-    last = op.Unsqueeze(_int64(op, indices), op.constant([-1]))
-    added = op.ScatterND(zeros, last, rows, reduction="add")
+    zeros, last = filled(op, shape, x.dtype), op.Unsqueeze(indices, op.constant([-1]))
+    added = scatter_add(op, "ScatterND", zeros, last, rows)
     return op.Transpose(added, perm=back)
 
 
 def _gather_elements(op: Any, node: ir.Node, dys: Values) -> Values:
     x, indices = arguments(node, 2)
     axis = node.attributes.get_int("axis", 0)
-    return [op.ScatterElements(zeros_like(op, x), indices, dys[0], axis=axis, reduction="add")]
+    return [scatter_add(op, "ScatterElements", zeros_like(op, x), indices, dys[0], axis=axis)]
 
 
 def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
     x, indices = arguments(node, 2)
     full = _with_batch(op, node, x, indices)
-    return [op.ScatterND(zeros_like(op, x), full, dys[0], reduction="add")]
+    return [scatter_add(op, "ScatterND", zeros_like(op, x), full, dys[0])]
 
 
 def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> Tensor:
@@ -148,7 +143,7 @@ def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
     indices = output(op, node, 1, ir.DataType.INT64, "indices")
     indices.shape = node.outputs[0].shape
     axis = node.attributes.get_int("axis", -1)
-    return [op.ScatterElements(zeros_like(op, x), indices, dy, axis=axis, reduction="add")]
+    return [scatter_add(op, "ScatterElements", zeros_like(op, x), indices, dy, axis=axis)]
 
 
 def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:

@@ -24,6 +24,7 @@ from onnx_fuse.ops.derive import (
     output,
     rank,
     reshape,
+    scatter_add,
     text,
     to_like,
     zeros_like,
@@ -88,7 +89,7 @@ def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
     dx = op.Sub(dys[1], op.Mul(p, total))
     if dys[0] is not None:
         slope, index = _nll_slope(op, node, dys[0])
-        part = op.ScatterElements(op.Mul(p, slope), index, op.Neg(slope), axis=1, reduction="add")
+        part = scatter_add(op, "ScatterElements", op.Mul(p, slope), index, op.Neg(slope), axis=1)
         dx = op.Add(part, dx)
     return [dx]
 

@@ -26,6 +26,7 @@ from onnx_fuse.ops.derive import (
     rank,
     reshape,
     reshape_like,
+    scatter_add,
     shape_of,
     size_of,
     sizes_of,
@@ -125,7 +126,7 @@ def add_along(op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value
         places if axis == n - 1 else op.Unsqueeze(places, op.constant(list(range(1, n - axis))))
     )
     zeros = filled(op, whole, dy.dtype)
-    return op.ScatterElements(zeros, op.Expand(column, shape), dy, axis=axis, reduction="add")
+    return scatter_add(op, "ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
 
 
 def _concat(op: Any, node: ir.Node, dys: Values) -> Values:

@@ -22,7 +22,7 @@ from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.problem import PRECISIONS
 from onnx_fuse.training import optim
-from onnx_fuse.training.weights import ancestors, is_selected, is_weight, model_names
+from onnx_fuse.training.weights import ancestors, is_selected, model_names
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate"]
@@ -296,7 +296,7 @@ class _Step:
         ]
         floats = [v for v in floats if v not in statistics]
         if trainable is None:
-            floats = [v for v in floats if is_weight(v)]
+            floats = [v for v in floats if autodiff.is_weight(v)]
         if not floats:
             raise ModelError("the model has no float weights to train")
         known = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +21,15 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.ops.loss import ignored_label
 from onnx_fuse.passes import params
+from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
-from onnx_fuse.training import checkpoint, data, optim
+from onnx_fuse.training import checkpoint, data, optim, shared
 from onnx_fuse.training.backends import Cuda, Portable
 from onnx_fuse.training.loss import Loss, Run
+from onnx_fuse.training.shared import Twin
 from onnx_fuse.training.step import Mode, Spec, training_model
-from onnx_fuse.training.weights import literal, model_names
+from onnx_fuse.training.weights import is_selected, literal, model_names
 
 Array = np.ndarray[Any, Any]
 
@@ -82,6 +84,8 @@ class Trainer:
         level: int | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
         dims: Mapping[str, int] | None = None,
+        tie: bool = False,
+        untie: bool = False,
     ) -> None:
         _supported(precision, device)
         if device == "cuda":
@@ -93,7 +97,12 @@ class Trainer:
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self.optimizer = optimizer or optim.AdamW()
-        self._source = self._sized = read(model)
+        self._given = read(model)
+        self._tie, self._untie = tie, untie
+        self.notes: list[str] = []
+        """Sentences on weights that are stored twice, or once for several places."""
+        self._source, self._twins = self._shared(frozenset(trainable or ()), trainable, frozen)
+        self._sized = self._source
         if shapes or dims:
             self._sized = self._source.clone()
             fix_shapes(self._sized, shapes or {}, dims)
@@ -128,6 +137,34 @@ class Trainer:
         self._device.add("update", graph)
 
     # -- graphs --
+
+    def _shared(
+        self, named: Collection[str], trainable: Sequence[str] | None, frozen: Sequence[str]
+    ) -> tuple[onnx_ir.Model, list[Twin]]:
+        """The model to train: Constant nodes that are weights lifted, copies tied or untied."""
+        if self._untie:
+            shared.untie(self._given.graph)
+        source = self._given.clone()
+        lift_parameters(source, named)
+        for name, places in shared.merged(source.graph).items():
+            self.notes.append(
+                f"'{name}' holds one number and is read in {places} places: it is one parameter "
+                "(untie gives each place its own)"
+            )
+        twins = shared.twins(source.graph)
+        if not self._tie:
+            self.notes += [
+                f"'{t.copy}' holds {'the transpose of ' if t.transposed else ''}'{t.weight}': they "
+                "train apart (tie makes them one)"
+                for t in twins
+            ]
+            return source, []
+        for t in twins:
+            if is_selected(t.weight, trainable, frozen) != is_selected(t.copy, trainable, frozen):
+                raise UsageError(f"'{t.weight}' and '{t.copy}' are tied: train both, or neither")
+            self.notes.append(f"'{t.copy}' is tied to '{t.weight}'")
+        shared.tie(source.graph, twins)
+        return source, twins
 
     def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
         options = dict(self._options)
@@ -322,14 +359,15 @@ class Trainer:
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
                 found |= params.unpack(s.value, self._device.array(s.name))
+        found |= {t.copy: t.of(found[t.weight]) for t in self._twins if t.weight in found}
         return {name: np.array(array, order="C") for name, array in found.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as it was given, with the trained weights in place of its own."""
-        model = self._source.clone()
+        model = self._given.clone()
         for name, array in self.weights().items():
-            model.graph.initializers[name].const_value = onnx_ir.tensor(array, name=name)
-        tensors = (v.const_value for v in self._source.graph.initializers.values())
+            set_parameter(model, name, array)
+        tensors = (v.const_value for v in self._given.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
 
     # -- checkpoints --
@@ -407,6 +445,7 @@ class Trainer:
             "seed": self.seed,
             "optimizer": optim.to_json(self.optimizer),
         }
+        settings |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
         found: dict[str, Any] = json.loads(json.dumps(settings, default=np.ndarray.tolist))
         return found
 

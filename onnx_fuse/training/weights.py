@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-import numpy as np
 import onnx_ir
 
-from onnx_fuse.onnx.build import const_array
 from onnx_fuse.passes import params
 
 
@@ -20,12 +18,6 @@ def is_selected(name: str, trainable: Sequence[str] | None, frozen: Sequence[str
 def model_names(value: onnx_ir.Value) -> list[str]:
     """The model's own names of what a (packed) initializer holds."""
     return [part.name for part in params.parts(value)[1]]
-
-
-def is_weight(value: onnx_ir.Value) -> bool:
-    """Not a scalar, and not a mask: exporters keep constants among the weights."""
-    array = const_array(value)
-    return array is not None and array.ndim > 0 and bool(np.all(np.abs(array) < 1e9))
 
 
 def ancestors(value: onnx_ir.Value) -> set[onnx_ir.Value]:

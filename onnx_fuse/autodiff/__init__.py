@@ -1,0 +1,22 @@
+"""The backward of an ONNX graph, as ONNX: one reverse walk over the rules of `ops`.
+
+`backward` extends a model in place; `gradient` makes the file that `onnx-fuse gradient` writes.
+"""
+
+from __future__ import annotations
+
+from onnx_fuse.autodiff.emit import Emitter, Whole
+from onnx_fuse.autodiff.model import attach_loss, gradient, is_weight, trainable
+from onnx_fuse.autodiff.training_ops import expand_training_ops
+from onnx_fuse.autodiff.walk import backward
+
+__all__ = [
+    "Emitter",
+    "Whole",
+    "attach_loss",
+    "backward",
+    "expand_training_ops",
+    "gradient",
+    "is_weight",
+    "trainable",
+]

@@ -1,0 +1,271 @@
+"""Nodes of a gradient as they are made; nodes that become their bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE, one_line
+from onnx_fuse.onnx.save import fused_function
+from onnx_fuse.onnx.types import element_type
+from onnx_fuse.ops.derive import fail, is_float
+
+Whole: TypeAlias = Callable[[ir.Node], bool]
+"""Whether kernels serve the gradients of a fused float32 node better than those of its parts."""
+
+
+class Emitter(Builder):
+    """A Builder that names and types each node it makes, and makes one node of equal ones.
+
+    `fused`: rules may answer with operators of ours where kernels have them; a fused node in
+    float32 that is not `whole` is differentiated by its parts then.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        taken: set[str | None] | None = None,
+        fused: bool = False,
+        whole: Whole | None = None,
+    ) -> None:
+        super().__init__()
+        self.fused, self.whole = fused, whole
+        self.opset: int = model.graph.opset_imports[""]
+        self.stem = "grad"
+        self.active: set[ir.Value] = set()
+        self._imports = [
+            onnx.helper.make_opsetid(domain, version)
+            for domain, version in model.graph.opset_imports.items()
+        ]
+        self._seen: dict[Any, ir.Node] = {}
+        self.taken = set() if taken is None else taken
+        self.taken.update(v.name for v in (*model.graph.inputs, *model.graph.initializers.values()))
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            self.taken.update((node.name, *(v.name for v in node.outputs)))
+        for node in model.graph:
+            if node.op_type == "Shape" and not node.domain:
+                self._seen.setdefault(_key(node), node)
+
+    def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
+        result = super().node(op_type, inputs, **keywords)
+        node = self.nodes.pop()
+        # a node whose outputs the caller names stands for itself
+        key = _key(node) if isinstance(keywords.get("outputs", 1), int) else None
+        same = self._seen.get(key) if key is not None else None
+        if same is not None:
+            for i, value in enumerate(node.inputs):
+                if value is not None:
+                    node.replace_input_with(i, None)  # or it would stay among the uses
+            return same.outputs[0] if len(same.outputs) == 1 else tuple(same.outputs)
+        if key is not None:
+            self._seen[key] = node
+        self.adopt(node)
+        self.nodes.append(node)
+        return result
+
+    def adopt(self, node: ir.Node) -> None:
+        """Give a new node and its outputs names and types."""
+        node.name = node.name or self.fresh(f"{self.stem}/{node.op_type}")
+        for value in node.outputs:
+            value.name = value.name or self.fresh(f"{self.stem}/{node.op_type}")
+        types = self._infer(node)
+        like = next((v.dtype for v in node.inputs if is_float(v) and v is not None), None)
+        for value in node.outputs:
+            found = types.get(value.name or "")
+            if found is not None:
+                value.type = value.type or ir.serde.deserialize_type_proto_for_type(found)
+                if value.shape is None:
+                    value.shape = ir.serde.deserialize_type_proto_for_shape(found)
+            if value.dtype is None and (
+                dtype := element_type(node, value.index() or 0, self.opset)
+            ):
+                value.dtype = dtype
+            if value.dtype is None and node.domain and like is not None:
+                value.dtype = like
+
+    def wants(self, value: ir.Value) -> bool:
+        """Whether the gradient of an input is asked for: for rules that can save work of size."""
+        return value in self.active
+
+    def fresh(self, stem: str) -> str:
+        name, count = stem, 0
+        while name in self.taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self.taken.add(name)
+        return name
+
+    def _infer(self, node: ir.Node) -> dict[str, onnx.TypeProto]:
+        """Types of the outputs by the operator's own inference, which takes some 30 µs."""
+        types, data = {}, {}
+        for value in node.inputs:
+            if value is None:
+                continue
+            if value.type is None:
+                return {}
+            types[value.name or ""] = _type_proto(value)
+            known = ir.convenience.get_const_tensor(value)  # of a Constant's output too
+            if known is not None and known.size <= 64:
+                data[value.name or ""] = ir.serde.serialize_tensor(known)
+        try:
+            if node.domain == FUSE:
+                return self._infer_body(node, types)
+            schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
+            return onnx.shape_inference.infer_node_outputs(
+                schema, ir.serde.serialize_node(node), types, data, None, self._imports
+            )
+        except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
+            return {}
+        except onnx.checker.ValidationError as error:  # what a wrongly typed model leads to
+            raise ModelError(f"the gradient needs {node.op_type}: {one_line(error)}") from error
+
+    def _infer_body(
+        self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
+    ) -> dict[str, onnx.TypeProto]:
+        """Element types by the function body."""
+        function = ir.serde.serialize_function(fused_function(node.op_type, self.opset))
+        found = onnx.shape_inference.infer_function_output_types(
+            function,
+            [types[v.name or ""] for v in node.inputs if v is not None],
+            list(ir.serde.serialize_node(node).attribute),
+        )
+        for proto in found:
+            proto.tensor_type.ClearField("shape")
+        return {v.name or "": proto for v, proto in zip(node.outputs, found, strict=True)}
+
+
+def _type_proto(value: ir.Value) -> onnx.TypeProto:
+    proto = onnx.TypeProto()
+    assert value.type is not None
+    ir.serde.serialize_type_into(proto, value.type)
+    if value.shape is not None:
+        ir.serde.serialize_shape_into(proto, value.shape)
+    return proto
+
+
+def _key(node: ir.Node) -> Any:
+    """Equal for nodes that compute the same; None where that is not worth knowing."""
+    attributes = []
+    for name, attribute in sorted(node.attributes.items()):
+        value: Any = attribute.value
+        if attribute.type == ir.AttributeType.TENSOR:
+            if value.size > 256:
+                return None
+            value = (value.dtype, tuple(value.shape), value.tobytes())
+        elif isinstance(value, list | tuple):
+            value = tuple(value)
+        elif not isinstance(value, str | int | float):
+            return None
+        attributes.append((name, value))
+    inputs = tuple(map(id, node.inputs))
+    return node.domain, node.op_type, inputs, tuple(attributes), len(node.outputs)
+
+
+def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
+    """Replace `node` by the nodes of its function body, which are returned; None without a body.
+
+    Raises contrib.Unwritable where a contrib node has none.
+    """
+    if contrib.lookup(node) is not None:
+        return _write_out(graph, op, node)
+    function = _body(node, op.opset)
+    if function is None:
+        return None
+    values: dict[ir.Value | None, ir.Value | None] = {None: None}
+    for i, formal in enumerate(function.inputs):
+        values[formal] = node.inputs[i] if i < len(node.inputs) else None
+    given = {**{k: a for k, a in function.attributes.items() if a.value is not None}}
+    given.update(node.attributes)
+    made = []
+    for inner in function:
+        attributes = []
+        for name, attribute in inner.attributes.items():
+            if attribute.type == ir.AttributeType.GRAPH:
+                raise fail(node, "its body holds a subgraph")
+            if attribute.ref_attr_name is None:
+                attributes.append(attribute)
+            elif attribute.ref_attr_name in given:
+                source = given[attribute.ref_attr_name]
+                attributes.append(ir.Attr(name, source.type, source.value))
+        copy = ir.Node(
+            inner.domain,
+            inner.op_type,
+            [values[v] for v in inner.inputs],
+            attributes,
+            num_outputs=len(inner.outputs),
+            metadata_props=node.metadata_props,
+        )
+        op.stem = node.name or node.op_type
+        values.update(zip(inner.outputs, copy.outputs, strict=True))
+        for value, formal in zip(copy.outputs, inner.outputs, strict=True):
+            if not formal.name:
+                value.name = ""
+        op.adopt(copy)
+        made.append(copy)
+    outputs = [v for f in function.outputs[: len(node.outputs)] if (v := values[f]) is not None]
+    for old, new in zip(node.outputs, outputs, strict=True):
+        new.type, new.shape = new.type or old.type, old.shape or new.shape
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, outputs)
+    return made
+
+
+def _write_out(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
+    """Replace a contrib node by the nodes of its body."""
+    op.stem = node.name or node.op_type
+    made, results = contrib.write(node)
+    for inner in made:
+        inner.metadata_props.update(node.metadata_props)
+        op.adopt(inner)
+    pairs = [(o, n) for o, n in zip(node.outputs, results, strict=True) if n is not None]
+    for old, new in pairs:
+        new.type, new.shape = new.type or old.type, old.shape or new.shape
+    old_values, new_values = [o for o, _ in pairs], [n for _, n in pairs]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old_values, new_values)
+    return made
+
+
+def _body(node: ir.Node, opset: int) -> ir.Function | None:
+    """The body of one of our ops, or the one the ONNX standard gives for an operator of its own."""
+    if node.domain == FUSE:
+        return fused_function(node.op_type, opset)
+    if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return None
+    schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    if schema.has_function:
+        versions = [v for v in schema.function_opset_versions if v <= opset]
+        data = schema.get_function_with_opset_version(max(versions)) if versions else None
+    elif schema.has_context_dependent_function:
+        versions = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
+        types = [
+            (
+                _type_proto(v) if v is not None and v.type is not None else onnx.TypeProto()
+            ).SerializeToString()
+            for v in node.inputs
+        ]
+        proto = ir.serde.serialize_node(node).SerializeToString()
+        data = (
+            schema.get_context_dependent_function_with_opset_version(max(versions), proto, types)
+            if versions
+            else None
+        )
+    else:
+        return None
+    if not data:
+        return None
+    function = onnx.FunctionProto.FromString(data)
+    # outputs the node does not ask for, the body need not make
+    made = {name for inner in function.node for name in inner.output}
+    while function.output and function.output[-1] not in made:
+        function.output.pop()
+    return ir.serde.deserialize_function(function)
+
+
+def roots(graph: ir.Graph) -> list[ir.Value]:
+    """The inputs and initializers of a graph."""
+    return [*graph.inputs, *graph.initializers.values()]

@@ -1,0 +1,173 @@
+"""The loss of a model, its parameters, and the file of its gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.autodiff.emit import Emitter, roots
+from onnx_fuse.autodiff.walk import backward
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.common import DEFAULT, Model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.ops.derive import is_float
+from onnx_fuse.ops.loss import LOSSES, label_value
+from onnx_fuse.ops.rewrite import CONSTANT, rank
+from onnx_fuse.passes.canonicalize import canonicalize
+from onnx_fuse.passes.constants import lift_parameters, starts_recurrence
+from onnx_fuse.passes.params import parts, unpack_values
+
+
+def attach_loss(
+    model: ir.Model,
+    loss: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    output: str | None = None,
+) -> tuple[ir.Value, ir.Value | None]:
+    """Append the loss named `loss` of an output (the first); returns it and its new label input.
+
+    `loss` is a name of `ops.loss.LOSSES`, or a scalar output of the model that is the loss already.
+    Options that are arrays (weight, pos_weight) become initializers. Raises UsageError.
+    """
+    graph, settings = model.graph, dict(options or {})
+    named = {v.name: v for v in graph.outputs}
+    if loss not in LOSSES:
+        if loss not in named:
+            raise UsageError(
+                f"no loss '{loss}': choose {', '.join(LOSSES)}, or an output that is the loss: "
+                f"{', '.join(str(n) for n in named)}"
+            )
+        return named[loss], None
+    if output is not None and output not in named:
+        raise UsageError(f"the model has no output '{output}': it has {', '.join(map(str, named))}")
+    logits = named[output] if output is not None else graph.outputs[0]
+    op = Emitter(model)
+    op.stem = "loss"
+    label = label_value(logits, loss, op.fresh("labels"), settings)
+    graph.inputs.append(label)
+    for key in ("weight", "pos_weight"):
+        if settings.get(key) is not None:
+            array = np.asarray(settings[key])
+            dtype = (logits.dtype or ir.DataType.FLOAT).numpy()
+            value = ir.Value(
+                name=op.fresh(f"loss.{key}"), const_value=ir.tensor(array.astype(dtype))
+            )
+            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+            value.shape = ir.Shape(array.shape)
+            if value.const_value is not None:
+                value.const_value.name = value.name
+            graph.register_initializer(value)
+            settings[key] = value
+    value = LOSSES[loss].build(op, logits, label, settings)
+    value = op.node("Identity", [value], outputs=[op.fresh("loss")])
+    value.type, value.shape = ir.TensorType(logits.dtype or ir.DataType.FLOAT), ir.Shape(())
+    graph.extend(op.nodes)
+    graph.outputs.append(value)
+    return value, label
+
+
+def trainable(model: ir.Model) -> list[ir.Value]:
+    """The float initializers that are the model's own: what `wrt` means where nothing is said.
+
+    The scales of a Resize are sizes.
+    """
+    return [
+        v
+        for v in model.graph.initializers.values()
+        if v.dtype and is_float(v) and CONSTANT not in v.metadata_props
+        if not v.uses() or any(n.op_type != "Resize" or i not in (1, 2) for n, i in v.uses())
+    ]
+
+
+def gradient(
+    model: Model,
+    wrt: Sequence[str] | None = None,
+    loss: str | None = None,
+    **options: Any,
+) -> ir.Model:
+    """The model with its backward: the graph that computes gradients, which onnxruntime runs.
+
+    Without `loss` it is the vector-Jacobian product: for each float output `y` there is an input
+    `y.grad`, and for each name `w` of `wrt` an output `w.grad` of w's shape and dtype. `wrt` names
+    initializers, outputs of Constant nodes or graph inputs; by default it is all weights that have
+    a gradient: float initializers, and Constant nodes that stand where weights do, but no scalars.
+    In the names of outputs, characters that need quoting in a shell are "_". With `loss`, a name
+    of `ops.loss.LOSSES` (or a scalar output), there are an input `labels` and an output `loss`.
+    `options` are the loss's. Raises ModelError, UsageError.
+    """
+    model = load(model)
+    graph = model.graph
+    lift_parameters(model, wrt or ())
+    infer_shapes(model)
+    if any(rank(v) is None for node in graph for v in node.outputs if is_float(v)):
+        canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
+        infer_shapes(model)
+    holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
+    for v in trainable(model):
+        for part in parts(v)[1]:
+            holders.setdefault(part.name, []).append(v)
+    holders.update({str(v.name): [v] for v in graph.inputs if is_float(v)})
+    targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
+    if wrt is None:
+        targets = [name for name in targets if all(map(is_weight, holders[name]))]
+    for name in targets:
+        if name not in holders:
+            raise UsageError(_unknown(graph, name))
+    dys: dict[ir.Value, ir.Value | None] = {}
+    if loss is not None:
+        value, _ = attach_loss(model, loss, options)
+        dys[value] = None
+    else:
+        op = Emitter(model)
+        for y in graph.outputs:
+            if is_float(y) and y not in dys:
+                dy = ir.Value(
+                    name=op.fresh(f"{_typeable(y.name)}.grad"), type=y.type, shape=y.shape
+                )
+                dys[y] = dy
+                graph.inputs.append(dy)
+    values = list(dict.fromkeys(v for name in targets for v in holders[name]))
+    found = backward(model, dys, values, strict=wrt is not None)
+    op = Emitter(model)
+    grads: dict[str, tuple[ir.Value, ir.Value]] = {}
+    for x in values:
+        if x.name in found:
+            packed = x.is_initializer()
+            own = unpack_values(op, x, found[x.name]) if packed else {x.name: found[x.name]}
+            for name, g in own.items():
+                grads[name] = (op.Add(grads[name][0], g) if name in grads else g, x)
+    for name in targets:
+        if name in grads:
+            g, x = grads[name]
+            out = op.node("Identity", [g], outputs=[op.fresh(f"{_typeable(name)}.grad")])
+            out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
+            graph.outputs.append(out)
+    graph.extend(op.nodes)
+    return model
+
+
+def is_weight(value: ir.Value) -> bool:
+    """No scalar, mask or first state of a recurrence: exporters keep those among the weights."""
+    tensor = value.meta.get(DEFAULT, value.const_value if value.is_initializer() else None)
+    array = None if tensor is None else tensor.numpy()
+    if array is None or array.ndim == 0 or starts_recurrence(value):
+        return False
+    return bool(np.abs(array).max(initial=0) < (65504 if array.dtype == np.float16 else 1e9))
+
+
+def _typeable(name: str | None) -> str:
+    """The name with "_" in place of what needs quoting in a shell."""
+    return re.sub(r"[^A-Za-z0-9_.,:/@%+=\[\]-]", "_", name or "")
+
+
+def _unknown(graph: ir.Graph, name: str) -> str:
+    for value in roots(graph):
+        if value.name == name:
+            return f"'{name}' is of type {value.dtype}: it has no gradient"
+    return f"the model has no initializer or input '{name}'"

@@ -1,0 +1,324 @@
+"""Gradients through If, Loop and Scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.autodiff.emit import Emitter
+from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.derive import fail, is_float, size_of, zeros_like
+
+Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
+"""`walk._walk`: the gradients of values of a graph, appended to it."""
+
+
+def captures(node: ir.Node) -> bool:
+    return any(subgraphs(a) for a in node.attributes.values())
+
+
+def reads(node: ir.Node) -> list[ir.Value | None]:
+    """All that a node reads, also from within its subgraphs."""
+    reads = list(node.inputs)
+    for attribute in node.attributes.values():
+        for sub in subgraphs(attribute):
+            for inner in ir.traversal.RecursiveGraphIterator(sub):
+                reads.extend(inner.inputs)
+            reads.extend(sub.outputs)
+    return reads
+
+
+def _apart(inner: Emitter, graph: ir.Graph) -> list[ir.Value]:
+    """Give each output of a body a node of its own: one value may be two outputs, or an input."""
+    outputs = []
+    for y in graph.outputs:
+        own = inner.Identity(y)
+        own.type, own.shape = own.type or y.type, own.shape or y.shape
+        outputs.append(own)
+    # equal nodes are made once, so two outputs of one value are told apart by a second node
+    for i, own in enumerate(outputs):
+        if own in outputs[:i]:
+            node = ir.Node("", "Identity", [own], num_outputs=1)
+            inner.adopt(node)
+            inner.nodes.append(node)
+            outputs[i] = node.outputs[0]
+    graph.extend(inner.nodes)
+    inner.nodes = []
+    graph.outputs.clear()
+    graph.outputs.extend(outputs)
+    return outputs
+
+
+def through_if(
+    op: Emitter,
+    node: ir.Node,
+    dys: Sequence[ir.Value | None],
+    active: set[ir.Value],
+    walk: Walk,
+) -> list[tuple[ir.Value, ir.Value]]:
+    """(x, dx) for each value the branches capture: an If whose branches are the branches' backward.
+
+    A branch computes its forward again, for what it kept is out of reach.
+    """
+    xs = list(dict.fromkeys(v for v in reads(node) if v is not None and v in active))
+    branches = {}
+    for name in ("then_branch", "else_branch"):
+        branch = node.attributes[name].as_graph().clone(allow_outer_scope_values=True)
+        branch.opset_imports.update({"": op.opset, FUSE: 1})
+        inner = Emitter(ir.Model(branch, ir_version=10), op.taken)
+        for copy in branch:
+            inner.adopt(copy)
+        ends = _apart(inner, branch)
+        wanted = {y: dy for y, dy in zip(ends, dys, strict=True) if dy is not None}
+        found = walk(inner, branch, wanted, xs, strict=False)
+        inner.nodes, inner.stem = [], f"{op.stem}/{name}"
+        outputs = []
+        for x in xs:
+            dx = found.get(x.name or "")
+            dx = zeros_like(inner, x) if dx is None else dx
+            outputs.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
+            outputs[-1].type, outputs[-1].shape = x.type, x.shape
+        branch.extend(inner.nodes)
+        branch.outputs.clear()
+        branch.outputs.extend(outputs)
+        branches[name] = branch
+    op.stem = f"{node.name or node.outputs[0].name}.grad"
+    made = op.node("If", [node.inputs[0]], outputs=len(xs), attributes=branches)
+    grads = (made,) if len(xs) == 1 else made
+    for x, dx in zip(xs, grads, strict=True):
+        dx.type, dx.shape = x.type, x.shape
+    return list(zip(xs, grads, strict=True))
+
+
+def through_loop(
+    op: Emitter,
+    node: ir.Node,
+    dys: Sequence[ir.Value | None],
+    active: set[ir.Value],
+    walk: Walk,
+) -> list[tuple[ir.Value, ir.Value]]:
+    """(x, dx) of all that a Loop or Scan reads: one more, over its steps in the other direction.
+
+    The forward node gets the states before each step for further outputs; the backward's body
+    computes a step again from them. So a Loop may have any number of steps, and end by its
+    condition. Raises ModelError where a state is no tensor of one shape.
+    """
+    loop = node.op_type == "Loop"
+    body = node.attributes["body"].as_graph()
+    own = body.clone(allow_outer_scope_values=True)
+    scanned = 0 if loop else node.attributes.get_int("num_scan_inputs", 0)
+    lead = 2 if loop else 0  # Loop's body starts with the step's number and the condition
+    count = len(body.inputs) - lead - scanned
+    starts = [v for v in node.inputs[lead : lead + count] if v is not None]
+    if len(starts) != count:
+        raise fail(node, "a state has no first value")
+    _one_shape(node, body, starts, lead)
+    axes_in, ways_in = (_of_scan(node, f"scan_input_{what}", scanned) for what in _SCAN)
+    stacked = len(node.outputs) - count
+    axes_out, ways_out = (_of_scan(node, f"scan_output_{what}", stacked) for what in _SCAN)
+
+    states = [*body.inputs[:1], *body.inputs[lead:][:count]] if loop else body.inputs[:count]
+    saved = _save(op, node, body, list(states), stacked)
+    inputs = list(node.inputs[lead + count :])
+    outer = [v for v in dict.fromkeys(_inside(body)) if v in active]
+
+    own.opset_imports.update({"": op.opset, FUSE: 1})
+    inner = Emitter(ir.Model(own, ir_version=10), op.taken)
+    steps = own.inputs[lead:]
+    for value, x in zip(steps, [*starts, *inputs], strict=True):
+        value.type = value.type or (x.type if x is not None else None)
+    for value, x in zip(steps, starts, strict=False):
+        value.shape = value.shape or x.shape
+    for value, x, axis in zip(steps[count:], inputs, axes_in, strict=True):
+        if value.shape is None and x is not None and x.shape is not None:
+            value.shape = ir.Shape([d for i, d in enumerate(x.shape) if i != axis % len(x.shape)])
+    for copy in own:
+        inner.adopt(copy)
+    ends = _apart(inner, own)[1 if loop else 0 :]
+
+    # what the body reads at each step: adjoints of states, sums over the steps, then the scanned
+    floats = [i for i in range(count) if is_float(starts[i])]
+    adjoints = {i: _like(inner, steps[i], "d") for i in floats}
+    sums = [_like(inner, x, "sum") for x in outer]
+    scans: list[tuple[ir.Value, ir.Value, int, int]] = []  # of the body, of the graph, axis, way
+    body_states = [own.inputs[0], *steps[:count]] if loop else list(steps[:count])
+    scans += [(v, s, 0, 1) for v, s in zip(body_states, saved, strict=True)]
+    scans += [
+        (v, x, axis, 1 - way)
+        for v, x, axis, way in zip(steps[count:], inputs, axes_in, ways_in, strict=True)
+        if x is not None
+    ]
+    wanted: dict[ir.Value, ir.Value] = {ends[i]: adjoints[i] for i in floats}
+    for k, dy in enumerate(dys[count : count + stacked]):
+        if dy is not None:
+            wanted[ends[count + k]] = each = _like(inner, ends[count + k], "dy")
+            scans.append((each, dy, axes_out[k], 1 - ways_out[k]))
+    moving = [i for i, x in enumerate(inputs) if x is not None and x in active and is_float(x)]
+    wrt = [*(steps[i] for i in floats), *(steps[count + i] for i in moving), *outer]
+    found = walk(inner, own, wanted, wrt, strict=False)
+
+    inner.nodes, inner.stem = [], f"{op.stem}/step"
+    grads = [found.get(str(x.name)) for x in wrt]
+    results = []
+    totals: list[ir.Value | None] = [*[None] * (len(wrt) - len(outer)), *sums]
+    for x, dx, total in zip(wrt, grads, totals, strict=True):
+        dx = zeros_like(inner, x) if dx is None else dx
+        dx = dx if total is None else inner.Add(total, dx)
+        results.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
+        results[-1].type, results[-1].shape = x.type, x.shape
+    own.extend(inner.nodes)
+    cut = len(floats) + len(moving)
+    results = [*results[: len(floats)], *results[cut:], *results[len(floats) : cut]]
+    op.stem = f"{node.name or node.outputs[0].name}.grad"
+    firsts = [dys[i] if dys[i] is not None else zeros_like(op, starts[i]) for i in floats]
+    given = [*firsts, *(zeros_like(op, x) for x in outer)]
+    held = [*adjoints.values(), *sums]
+    if loop:
+        _walk_back(op, own, held, [(v, x) for v, x, *_ in scans], results)
+        given = [size_of(op, saved[0], 0), None, *given]
+        attributes: dict[str, Any] = {"body": own}
+    else:
+        own.inputs.clear()
+        own.inputs.extend([*held, *(v for v, *_ in scans)])
+        own.outputs.clear()
+        own.outputs.extend(results)
+        given += [x for _, x, _, _ in scans]
+        attributes = {
+            "body": own,
+            "num_scan_inputs": len(scans),
+            "scan_input_axes": [axis for *_, axis, _ in scans],
+            "scan_input_directions": [way for *_, way in scans],
+            "scan_output_axes": [axes_in[i] for i in moving],
+            "scan_output_directions": [1 - ways_in[i] for i in moving],
+        }
+        attributes = {k: v for k, v in attributes.items() if v != []}
+    made = op.node(node.op_type, given, outputs=len(results), attributes=attributes)
+    made = (made,) if len(results) == 1 else made
+    targets = [*(starts[i] for i in floats), *outer, *(inputs[i] for i in moving)]
+    pairs = []
+    for x, dx in zip(targets, made, strict=True):
+        assert x is not None
+        dx.type, dx.shape = x.type, x.shape
+        pairs.append((x, dx))
+    return [(x, dx) for x, dx in pairs if x in active]
+
+
+def _walk_back(
+    op: Emitter,
+    own: ir.Graph,
+    held: Sequence[ir.Value],
+    scans: Sequence[tuple[ir.Value, ir.Value]],
+    results: Sequence[ir.Value],
+) -> None:
+    """Make the body one of a Loop, which may have no step at all, as onnxruntime's Scan may not.
+
+    Each value that the body reads of a step is taken from those of all steps, the last one first.
+    """
+    step = ir.Value(
+        name=op.fresh("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([])
+    )
+    going = ir.Value(
+        name=op.fresh("going"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])
+    )
+    first = own[0]
+    inner = Emitter(ir.Model(own, ir_version=10), op.taken)
+    one = inner.constant(np.int64(1))
+    place = inner.Sub(inner.Sub(size_of(inner, scans[0][1], 0), one), step)
+    for value, steps in scans:
+        taken = inner.Gather(steps, place, axis=0)
+        taken.type, taken.shape = value.type, value.shape
+        ir.convenience.replace_all_uses_with(value, taken)
+    on = inner.constant(np.array(True))
+    ir.convenience.replace_all_uses_with(own.inputs[1], on)  # the steps that were made all met it
+    own.insert_before(first, inner.nodes)
+    inner.nodes = []
+    flag = inner.Identity(on)
+    own.extend(inner.nodes)
+    own.inputs.clear()
+    own.inputs.extend([step, going, *held])
+    own.outputs.clear()
+    own.outputs.extend([flag, *results])
+
+
+_SCAN = ("axes", "directions")
+
+
+def _of_scan(node: ir.Node, name: str, count: int) -> list[int]:
+    """A list attribute of Scan, zeros where it is absent; Loop stacks along axis 0."""
+    return list(node.attributes.get_ints(name, []) or [0] * count)
+
+
+def _one_shape(node: ir.Node, body: ir.Graph, starts: Sequence[ir.Value], lead: int) -> None:
+    """Raises ModelError where a state may change its shape, or is no tensor."""
+    first = 1 if lead else 0
+    for i, x in enumerate(starts):
+        y, z = body.outputs[first + i], node.outputs[i]
+        if isinstance(x.type, ir.SequenceType | ir.OptionalType):
+            raise fail(node, f"its state '{x.name}' is no tensor")
+        held = body.inputs[lead + i]
+        if any(_differ(x, other) for other in (y, z, held)) or _differ(held, y, named=True):
+            raise fail(node, f"its state '{x.name}' changes its shape from step to step")
+
+
+def _differ(a: ir.Value, b: ir.Value, *, named: bool = False) -> bool:
+    """Whether two shapes are known to differ; with `named`, by the names of their sizes too."""
+    if a.shape is None or b.shape is None:
+        return False
+    if len(a.shape) != len(b.shape):
+        return True
+    for m, n in zip(a.shape, b.shape, strict=True):
+        one, other = (d if isinstance(d, int) else d.value for d in (m, n))
+        if one is None or other is None:
+            continue
+        numbers = isinstance(one, int) and isinstance(other, int)
+        if one != other and (numbers or named):
+            return True
+    return False
+
+
+def _inside(body: ir.Graph) -> list[ir.Value]:
+    """All values that the nodes of a body, and of bodies within it, read, and its outputs."""
+    values = list(body.outputs)
+    for node in ir.traversal.RecursiveGraphIterator(body):
+        values += [v for v in node.inputs if v is not None]
+        for attribute in node.attributes.values():
+            values += [v for sub in subgraphs(attribute) for v in sub.outputs]
+    return values
+
+
+def _save(
+    op: Emitter, node: ir.Node, body: ir.Graph, states: list[ir.Value], stacked: int
+) -> list[ir.Value]:
+    """Let the node return these inputs of its body, one entry a step."""
+    if not node.outputs[0].name:
+        node.outputs[0].name = op.fresh(f"{node.name or node.op_type}.y")
+    first, made = len(node.outputs), []
+    for state in states:
+        copy = ir.Node("", "Identity", [state], num_outputs=1)
+        copy.outputs[0].name = op.fresh(f"{state.name}.before")
+        copy.name = copy.outputs[0].name
+        copy.outputs[0].type, copy.outputs[0].shape = state.type, state.shape
+        body.append(copy)
+        body.outputs.append(copy.outputs[0])
+    node.resize_outputs(first + len(states))
+    for value, state in zip(node.outputs[first:], states, strict=True):
+        value.name = op.fresh(f"{node.outputs[0].name}.{state.name}.before")
+        value.type = state.type
+        if state.shape is not None:
+            value.shape = ir.Shape([None, *state.shape])
+        made.append(value)
+    for what in _SCAN:
+        attribute = node.attributes.get(f"scan_output_{what}")
+        if attribute is not None:
+            more = [*attribute.as_ints(), *[0] * len(states)]
+            node.attributes[attribute.name] = ir.AttrInt64s(attribute.name, more)
+    return made
+
+
+def _like(inner: Emitter, x: ir.Value, label: str) -> ir.Value:
+    """A new input of a body, of the type and shape of a value."""
+    return ir.Value(name=inner.fresh(f"{x.name}.{label}"), type=x.type, shape=x.shape)

@@ -1,0 +1,240 @@
+"""The reverse walk over a graph: each node's rule, and the sums of what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.autodiff.emit import Emitter, Whole, expand, roots
+from onnx_fuse.autodiff.subgraphs import captures, reads, through_if, through_loop
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.ops import NoGrad, OpDef, lookup
+from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
+from onnx_fuse.passes.leaf_norm import without_rows
+
+# The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
+# back; all other rules answer in the shape of the input.
+ELEMENTWISE = frozenset(
+    (
+        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean"),
+        *("Where", "PRelu", "Expand"),
+    )
+)
+MATRIX = frozenset(("MatMul", "Gemm"))
+
+
+def backward(
+    model: ir.Model,
+    dys: Mapping[ir.Value, ir.Value | None],
+    wrt: Sequence[ir.Value],
+    *,
+    strict: bool = True,
+    fused: bool = False,
+    whole: Whole | None = None,
+) -> dict[str, ir.Value]:
+    """Append the backward to `model`; returns {name: d loss / d value} for each value of `wrt`.
+
+    `dys` maps outputs (any values) to their gradients, None for 1 (a scalar loss). A value that
+    does not reach any of them has gradient zero. Forward nodes may gain outputs, or be replaced by
+    their function bodies, but compute what they did. Raises ModelError where the gradient would
+    have to flow through a node that has none, naming the node, its operator and the reason; without
+    `strict`, a value all of whose paths end at such nodes is left out. `fused`
+    allows operators of ours in the backward; a fused node in float32 is then differentiated by its
+    parts, unless it is `whole`.
+    """
+    if any(v.type is None for n in model.graph for v in n.outputs):
+        infer_shapes(model)
+    found = _walk(Emitter(model, fused=fused, whole=whole), model.graph, dys, wrt, strict=strict)
+    return without_rows(Emitter(model), model.graph, found) if fused else found
+
+
+def _walk(
+    op: Emitter,
+    graph: ir.Graph,
+    dys: Mapping[ir.Value, ir.Value | None],
+    wrt: Sequence[ir.Value],
+    *,
+    strict: bool,
+) -> dict[str, ir.Value]:
+    kept = {v.name: v for v in dys}
+    nodes, active, stops = _mark(graph, op, wrt)
+    by_name = {v.name: v for n in graph for v in n.outputs} | {v.name: v for v in roots(graph)}
+    pending: dict[ir.Value, list[ir.Value]] = {}
+    for name, y in kept.items():
+        op.stem = f"{name}.grad"
+        dy, y = dys[y], by_name[name]
+        if dy is None:
+            dy = op.constant(np.ones([], (y.dtype or ir.DataType.FLOAT).numpy()))
+            dy = dy if y.shape is not None and not len(y.shape) else op.Expand(dy, op.Shape(y))
+        pending.setdefault(y, []).append(dy)
+    for node in reversed(nodes):
+        got = [_total(op, pending.get(y)) if is_float(y) else None for y in node.outputs]
+        if all(dy is None for dy in got):
+            continue
+        for y, dy in zip(node.outputs, got, strict=True):
+            if dy is not None:
+                pending[y] = [_shaped(dy, y)]
+        _step(op, node, got, active, pending)
+    result = {}
+    for x in wrt:
+        op.stem = f"{x.name}.grad"
+        found = _total(op, pending.get(x))
+        if found is None and (why := _stopped(x, stops)) is not None:
+            if strict:
+                raise ModelError(f"'{x.name}' has no gradient: {why}")
+            continue
+        result[x.name or ""] = found if found is not None else zeros_like(op, x)
+    _append_used(graph, op.nodes, result.values())
+    return result
+
+
+def _mark(
+    graph: ir.Graph, op: Emitter, wrt: Sequence[ir.Value]
+) -> tuple[list[ir.Node], set[ir.Value], list[tuple[ir.Node, str]]]:
+    """Nodes that the gradient passes, in order; the values it reaches; the nodes that stop it.
+
+    On the way, nodes with a body but no rule become their bodies, and those that have values to
+    save return them.
+    """
+    active, nodes, stops = set(wrt), [], []
+    todo = list(reversed(list(graph)))
+    while todo:
+        node = todo.pop()
+        if not any(v in active for v in reads(node)):
+            continue
+        definition, exposed = lookup(node)
+        rule = definition.grad if definition is not None else None
+        if isinstance(rule, NoGrad):
+            stops.append((node, rule.reason))
+            continue
+        apart = rule is None or (op.fused and _split(op, node, active))
+        try:
+            made = expand(graph, op, node) if apart and not captures(node) else None
+        except contrib.Unwritable as error:
+            stops.append((node, str(error)))
+            continue
+        if made is not None:
+            todo.extend(reversed(made))
+            continue
+        if definition is not None and not set(definition.saves) <= set(exposed):
+            _expose(op, node, definition, exposed)
+        reached = [v for v in node.outputs if is_float(v)]
+        if not reached:
+            stops.append((node, "its output is not of a floating-point type"))
+        active.update(reached)
+        nodes.append(node)
+    return nodes, active, stops
+
+
+def _split(op: Emitter, node: ir.Node, active: set[ir.Value]) -> bool:
+    """Whether a fused node's parts are differentiated in its place: in fp32, where it is not whole
+    or its x needs no gradient.
+    """
+    base = node.op_type.split("_")[0]
+    product = node.domain == FUSE and "Gemm" in base and not base.endswith("Grad")
+    x = node.inputs[0]
+    if not product or x is None or x.dtype != ir.DataType.FLOAT:
+        return False
+    return op.whole is None or x not in active or not op.whole(node)
+
+
+def _expose(op: Emitter, node: ir.Node, definition: OpDef, exposed: Sequence[str]) -> None:
+    """Let a fused node return the inner values its gradient needs, besides those it returns."""
+    labels = [name for name in definition.saves if name not in exposed]
+    first = len(node.outputs)
+    node.op_type, node.overload = definition.op_type([*exposed, *labels]), ""
+    node.resize_outputs(first + len(labels))
+    for value, label in zip(node.outputs[first:], labels, strict=True):
+        value.name = op.fresh(f"{node.outputs[0].name}.{label}")
+    op.adopt(node)
+
+
+def _step(
+    op: Emitter,
+    node: ir.Node,
+    dys: Sequence[ir.Value | None],
+    active: set[ir.Value],
+    pending: dict[ir.Value, list[ir.Value]],
+) -> None:
+    """Pass the gradients of a node's outputs on to its inputs."""
+    definition, _ = lookup(node)
+    rule = definition.grad if definition is not None else None
+    op.active = active
+    through = _THROUGH.get(node.op_type) if not node.domain else None
+    if through is not None:
+        for value, grad in through(op, node, dys, active, _walk):
+            pending.setdefault(value, []).append(grad)
+        return
+    if captures(node):
+        raise fail(node, "the gradient does not pass through its subgraph")
+    if rule is None or isinstance(rule, NoGrad):
+        raise fail(node, "this operator has no gradient rule")
+    op.stem = f"{node.name or node.outputs[0].name}.grad"
+    try:
+        answers = rule(op, node, dys)
+    except IndexError as error:  # ranks, axes and counts that no valid node has
+        raise fail(node, "its inputs and attributes contradict each other") from error
+    if len(answers) > len(node.inputs):
+        answers = answers[: len(node.inputs)]
+    for x, dx in zip(node.inputs, answers, strict=False):
+        if x is None or dx is None or x not in active:
+            continue
+        if node.op_type in ELEMENTWISE:
+            dx = unbroadcast(op, _shaped(dx, node.outputs[0]), x)
+        elif node.op_type in MATRIX or node.domain == FUSE:
+            dx = unbroadcast(op, dx, x)
+        else:
+            dx = _shaped(dx, x)
+        pending.setdefault(x, []).append(dx)
+
+
+_THROUGH = {"If": through_if, "Loop": through_loop, "Scan": through_loop}
+
+
+def _shaped(g: ir.Value, like: ir.Value) -> ir.Value:
+    """`g` with the shape that a rule gave it, of which inference may see less."""
+    if like.shape is not None and g.producer() is not None:
+        g.shape = like.shape
+    return g
+
+
+def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:
+    if not terms:
+        return None
+    total = terms[0]
+    for term in terms[1:]:
+        total = op.Add(total, term)
+    return total
+
+
+def _stopped(x: ir.Value, stops: Sequence[tuple[ir.Node, str]]) -> str | None:
+    """Why the gradient of `x` is missing, if a node that has none stopped it."""
+    seen, todo = {x}, [x]
+    while todo:
+        for node, _ in todo.pop().uses():
+            for stop, reason in stops:
+                if stop is node:
+                    return str(fail(node, reason))
+            new = [v for v in node.outputs if v not in seen]
+            seen.update(new)
+            todo.extend(new)
+    return None
+
+
+def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> None:
+    """Append those nodes that the results need: gradients nobody asked for are not built."""
+    wanted, used = set(results), []
+    for node in reversed(nodes):
+        if any(v in wanted for v in node.outputs):
+            wanted.update(v for v in reads(node) if v is not None)
+            used.append(node)
+        else:
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+    graph.extend(reversed(used))

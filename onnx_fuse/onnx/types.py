@@ -1,0 +1,70 @@
+"""Element types by the operators' own type constraints, where shape inference says nothing.
+
+Inference gives up on a node whole: on GroupNormalization with a dynamic channel axis, whose
+function needs the size, not even the element type of its output is told, nor that of any node
+after it. The type needs no size: the schema says which input it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+import onnx_ir as ir
+
+_ELEMENT = {
+    f"tensor({t.name.lower()})": t
+    for t in ir.DataType
+    if t not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
+}
+_KEEPS_SHAPE = frozenset(("GroupNormalization",))
+"""Operators that inference is silent about although the output has the shape of the input."""
+
+
+def element_type(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
+    """The element type of output `index` of a standard operator, from those of its inputs.
+
+    None where the schema does not fix it, or the inputs' types are unknown.
+    """
+    if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return None
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    if not schema.outputs:
+        return None
+    formal = schema.outputs[min(index, len(schema.outputs) - 1)]
+    if not formal.is_homogeneous:
+        return None
+    name = formal.type_str
+    for i, value in enumerate(node.inputs):
+        if value is None or value.dtype is None or not schema.inputs:
+            continue
+        given = schema.inputs[min(i, len(schema.inputs) - 1)]
+        if (
+            given.type_str == name
+            and given.is_homogeneous
+            and isinstance(value.type, ir.TensorType)
+        ):
+            return value.dtype
+    allowed = [name] if name.startswith("tensor(") else []
+    for constraint in schema.type_constraints:
+        if constraint.type_param_str == name:
+            allowed = list(constraint.allowed_type_strs)
+    return _ELEMENT.get(allowed[0]) if len(allowed) == 1 else None
+
+
+def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
+    """Give outputs without a type one, in the order of the nodes; whether a shape was found too.
+
+    A new shape is worth another inference: what follows may depend on it.
+    """
+    found = False
+    for node in nodes:
+        for i, value in enumerate(node.outputs):
+            if value.type is None and (dtype := element_type(node, i, opset)) is not None:
+                value.type = ir.TensorType(dtype)
+        x = node.inputs[0] if node.inputs else None
+        if node.op_type in _KEEPS_SHAPE and not node.domain and x is not None:
+            y = node.outputs[0]
+            if y.shape is None and x.shape is not None:
+                y.shape, found = x.shape.copy(), True
+    return found

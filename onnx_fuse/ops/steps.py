@@ -1,0 +1,310 @@
+"""The sequential part of LSTM, GRU and RNN, a direction an operator, and its gradient.
+
+Shapes: T steps, B sequences, H hidden units. z [T, B, gates H] are the sums that the activations
+take, without the part of the state in the forward operators. `lengths` [B], int32: past its end a
+sequence's state stays and its y is 0. The lists `reads` and `writes` (and `_back`, of a gradient's
+second pass) say for each sequence of Scan whether time is walked backwards.
+
+    LSTM       i, o, f = σ(z)   g = tanh(z)   c = f c' + i g   h = o tanh(c)      gates i o f g
+    GRU        z, r = σ         n = tanh(x + (r ⊙ h') Rᵀ)      h = (1 - z) n + z h'
+    GRULinear  z, r = σ         n = tanh(x + r ⊙ (h' Rᵀ + b))  h = (1 - z) n + z h'
+    RNN        h = tanh(z) or max(z, 0)
+"""
+
+from __future__ import annotations
+
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.opdef import OpDef, register
+
+# A step reads the function's inputs, and makes its own constants: onnx_ir (1.1) does not find what
+# nodes of the function around it made.
+_TIMES = """
+    zero = Constant <value = int64 {0}> ()
+    one = Constant <value = int64 {1}> ()
+    steps = Shape <start = 0, end = 1> (z)
+    count = Squeeze (steps)
+    range = Range (zero, count, one)
+    times = Cast <to = 6> (range)
+"""
+_UNIT = """
+        one_f = Constant <value = float {1}> ()
+        unit = CastLike (one_f, dh)
+"""
+_ALIVE = """
+        last = Constant <value = int64[1] {-1}> ()
+        early = Less (t, lengths)
+        alive = Unsqueeze (early, last)
+"""
+_NONE = """
+        none_f = Constant <value = float {0}> ()
+        none = CastLike (none_f, STATE)
+"""
+
+
+def _steps(name: str, inputs: str, states: str, body: str, before: str = "") -> OpDef:
+    """`states` are names of h and c; `body` makes each new one, named with a 1, from its old."""
+    names = states.split()
+    new = ", ".join(f"{s}n" for s in names)
+    kept = "\n".join(f"        {s}n = Where (alive, {s}1, {s})" for s in names)
+    finals = ", ".join(f"{s}_T" for s in names)
+    starts = ", ".join(f"{s}0" for s in names)
+    olds = ", ".join(names)
+    return OpDef(
+        name,
+        domain=FUSE,
+        body=f"""{name} <reads: ints, writes: ints> ({inputs}) => (y, {finals}) {{{_TIMES}{before}
+    {finals}, y = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
+        scan_output_directions: ints = @writes, body = step ({olds}, zt, t) => ({new}, yt) {{
+{_NONE.replace("STATE", "h")}{body}{_ALIVE}{kept}
+        yt = Where (alive, h1, none)
+    }}> ({starts}, z, times)
+}}""",
+    )
+
+
+def _grad(
+    name: str, inputs: str, states: str, scanned: str, outputs: str, body: str, before: str = ""
+) -> OpDef:
+    """`body` makes d<state>1 of the state before a step, and each output of the step with a 1.
+
+    `scanned` are the names of what the step reads, the first being dy; a step past the end of its
+    sequence gives zeros and passes the states on.
+    """
+    names = states.split()
+    reads = scanned.split()
+    made = outputs.split()
+    kept = "\n".join(f"        d{s}n = Where (alive, d{s}1, d{s})" for s in names)
+    zeros = "\n".join(f"        {o}t = Where (alive, {o}1, none)" for o in made)
+    olds, news = (", ".join(f"d{s}{end}" for s in names) for end in ("", "n"))
+    results = ", ".join(f"d{s}0" for s in names)
+    attributes = "reads: ints, writes: ints, reads_back: ints, writes_back: ints"
+    steps_read = ", ".join(f"{s}_t" for s in reads)
+    return OpDef(
+        name,
+        domain=FUSE,
+        body=f"""{name} <{attributes}> ({inputs})
+        => ({", ".join(made)}, {results}) {{{_TIMES}{before}
+    {results}, {", ".join(made)} = Scan <num_scan_inputs = {len(reads) + 1},
+        scan_input_directions: ints = @reads_back, scan_output_directions: ints = @writes_back,
+        body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in made)}) {{
+{_NONE.replace("STATE", "dh")}{_UNIT}
+        dhy = Add (dh, dy_t)
+{body}{_ALIVE}{kept}
+{zeros}
+    }}> ({", ".join(f"d{s}_T" for s in names)}, {", ".join(reads)}, times)
+}}""",
+    )
+
+
+_LSTM_GATES = """
+        zi, zo, zf, zg = Split <axis = -1, num_outputs = 4> (s)
+        i = Sigmoid (zi)
+        o = Sigmoid (zo)
+        f = Sigmoid (zf)
+        g = Tanh (zg)
+        fc = Mul (f, c)
+        ig = Mul (i, g)
+        c1 = Add (fc, ig)
+"""
+_LSTM = (
+    """
+        own = MatMul (h, rt)
+        s = Add (zt, own)"""
+    + _LSTM_GATES
+    + """
+        tc = Tanh (c1)
+        h1 = Mul (o, tc)
+"""
+)
+# σ' = σ (1 - σ), tanh' = 1 - tanh²
+_LSTM_GRAD = (
+    _LSTM_GATES.replace("(s)", "(z_t)").replace("(f, c)", "(f, c_t)")
+    + """
+        tc = Tanh (c1)
+        do = Mul (dhy, tc)
+        tc2 = Mul (tc, tc)
+        slope_c = Sub (unit, tc2)
+        oh = Mul (dhy, o)
+        of_h = Mul (oh, slope_c)
+        dcs = Add (dc, of_h)
+        di = Mul (dcs, g)
+        df = Mul (dcs, c_t)
+        dg = Mul (dcs, i)
+        ni = Sub (unit, i)
+        no = Sub (unit, o)
+        nf = Sub (unit, f)
+        si = Mul (i, ni)
+        so = Mul (o, no)
+        sf = Mul (f, nf)
+        g2 = Mul (g, g)
+        sg = Sub (unit, g2)
+        dzi = Mul (di, si)
+        dzo = Mul (do, so)
+        dzf = Mul (df, sf)
+        dzg = Mul (dg, sg)
+        dz1 = Concat <axis = -1> (dzi, dzo, dzf, dzg)
+        dh1 = MatMul (dz1, r)
+        dc1 = Mul (dcs, f)
+"""
+)
+_LSTM_STATES = f"""
+    c_T, c = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
+        scan_output_directions: ints = @writes, body = cell (c, s, t) => (cn, ct) {{
+{_LSTM_GATES}{_ALIVE}
+        cn = Where (alive, c1, c)
+        ct = Identity (c)
+    }}> (c0, z, times)
+"""
+_GRU_NEW = """
+        one_f = Constant <value = float {1}> ()
+        unit = CastLike (one_f, h)
+        nz = Sub (unit, zg)
+        fresh = Mul (nz, n)
+        stays = Mul (zg, h)
+        h1 = Add (fresh, stays)
+"""
+_GRU_FORWARD = (
+    """
+        xz, xr, xn = Split <axis = -1, num_outputs = 3> (zt)
+        own = MatMul (h, rt_gates)
+        hz, hr = Split <axis = -1, num_outputs = 2> (own)
+        sz = Add (xz, hz)
+        sr = Add (xr, hr)
+        zg = Sigmoid (sz)
+        rg = Sigmoid (sr)
+        kept = Mul (rg, h)
+        hn0 = MatMul (kept, rt_new)
+        sn = Add (xn, hn0)
+        n = Tanh (sn)"""
+    + _GRU_NEW
+)
+_GRU_LINEAR = (
+    """
+        own = MatMul (h, rt)
+        xz, xr, xn = Split <axis = -1, num_outputs = 3> (zt)
+        hz, hr, hn0 = Split <axis = -1, num_outputs = 3> (own)
+        sz = Add (xz, hz)
+        sr = Add (xr, hr)
+        zg = Sigmoid (sz)
+        rg = Sigmoid (sr)
+        hnb = Add (hn0, bn)
+        kept = Mul (rg, hnb)
+        sn = Add (xn, kept)
+        n = Tanh (sn)"""
+    + _GRU_NEW
+)
+_GRU_GRAD = """
+        nz = Sub (unit, zg)
+        n2 = Mul (n, n)
+        sn = Sub (unit, n2)
+        dn0 = Mul (dhy, nz)
+        dn = Mul (dn0, sn)
+        diff = Sub (h_t, n)
+        dz0 = Mul (dhy, diff)
+        sz = Mul (zg, nz)
+        dzz = Mul (dz0, sz)
+        nr = Sub (unit, rg)
+        sr = Mul (rg, nr)
+        stays = Mul (dhy, zg)
+"""
+
+
+def _rnn(act: str) -> list[OpDef]:
+    slope = {
+        "Tanh": "a = Tanh (z_t)\n        a2 = Mul (a, a)\n        slope = Sub (unit, a2)",
+        "Relu": "on = Greater (z_t, none)\n        slope = CastLike (on, z_t)",
+    }[act]
+    forward = f"""
+        own = MatMul (h, rt)
+        s = Add (zt, own)
+        h1 = {act} (s)
+"""
+    return [
+        _steps(f"RNN{act}Steps", "z, rt, h0, lengths", "h", forward),
+        _grad(
+            f"RNN{act}StepsGrad",
+            "z, r, lengths, dy, dh_T",
+            "h",
+            "dy z",
+            "dz",
+            f"""
+        {slope}
+        dz1 = Mul (dhy, slope)
+        dh1 = MatMul (dz1, r)
+""",
+        ),
+    ]
+
+
+register(
+    _steps("LSTMSteps", "z, rt, h0, c0, lengths", "h c", _LSTM),
+    _grad(
+        "LSTMStepsGrad",
+        "z, r, c0, lengths, dy, dh_T, dc_T",
+        "h c",
+        "dy z c",
+        "dz",
+        _LSTM_GRAD,
+        _LSTM_STATES,
+    ),
+    _steps("GRULinearSteps", "z, rt, bn, h0, lengths", "h", _GRU_LINEAR),
+    _grad(
+        "GRULinearStepsGrad",
+        "z, zh, before, r, lengths, dy, dh_T",
+        "h",
+        "dy z zh h",
+        "dz dzh",
+        """
+        xz, xr, xn = Split <axis = -1, num_outputs = 3> (z_t)
+        hz, hr, hn0 = Split <axis = -1, num_outputs = 3> (zh_t)
+        sums_z = Add (xz, hz)
+        sums_r = Add (xr, hr)
+        zg = Sigmoid (sums_z)
+        rg = Sigmoid (sums_r)
+        kept = Mul (rg, hn0)
+        sums_n = Add (xn, kept)
+        n = Tanh (sums_n)"""
+        + _GRU_GRAD
+        + """
+        dr0 = Mul (dn, hn0)
+        dzr = Mul (dr0, sr)
+        dnr = Mul (dn, rg)
+        dz1 = Concat <axis = -1> (dzz, dzr, dn)
+        dzh1 = Concat <axis = -1> (dzz, dzr, dnr)
+        own = MatMul (dzh1, r)
+        dh1 = Add (stays, own)
+""",
+        """
+    h = Identity (before)
+""",
+    ),
+    _steps("GRUSteps", "z, rt_gates, rt_new, h0, lengths", "h", _GRU_FORWARD),
+    _grad(
+        "GRUStepsGrad",
+        "z, zn, before, r_gates, r_new, lengths, dy, dh_T",
+        "h",
+        "dy z zn h",
+        "dz",
+        """
+        gates = Sigmoid (z_t)
+        zg, rg = Split <axis = -1, num_outputs = 2> (gates)
+        n = Tanh (zn_t)"""
+        + _GRU_GRAD
+        + """
+        u = MatMul (dn, r_new)
+        dr0 = Mul (u, h_t)
+        dzr = Mul (dr0, sr)
+        dgates = Concat <axis = -1> (dzz, dzr)
+        dz1 = Concat <axis = -1> (dgates, dn)
+        of_new = Mul (u, rg)
+        of_gates = MatMul (dgates, r_gates)
+        more = Add (of_new, of_gates)
+        dh1 = Add (stays, more)
+""",
+        """
+    h = Identity (before)
+""",
+    ),
+    *_rnn("Tanh"),
+    *_rnn("Relu"),
+)

@@ -1,0 +1,121 @@
+"""Weights that are one in the file but not in the model, and the other way round.
+
+An exporter may store a weight twice (an embedding and its transpose at the output), and stores
+equal tensors of a fresh model once (a bias of zeros for every layer). Both train otherwise than the
+model that was exported; neither can be told for certain from the file, so the user decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.autodiff import is_weight
+from onnx_fuse.onnx.build import Builder, const_array, unique_name
+from onnx_fuse.ops.rewrite import is_float
+
+Array = np.ndarray[Any, Any]
+_LEAST = 16
+"""Entries from which equal tensors are taken for one weight, if they are not all one number."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """An initializer `copy` that holds what `weight` holds, or its transpose."""
+
+    weight: str
+    copy: str
+    transposed: bool
+
+    def of(self, array: Array) -> Array:
+        """The content of the copy, from the weight's."""
+        return np.ascontiguousarray(array.T) if self.transposed else array
+
+
+def _candidates(graph: ir.Graph) -> Iterable[tuple[ir.Value, Array]]:
+    inputs = set(graph.inputs)
+    for value in graph.initializers.values():
+        array = const_array(value)
+        if array is not None and is_float(value) and value not in inputs and value.uses():
+            yield value, array
+
+
+def twins(graph: ir.Graph) -> list[Twin]:
+    """Weights that the file holds twice, the first in the file's order being the weight."""
+    found: list[Twin] = []
+    seen: dict[tuple[Any, ...], str] = {}
+    by_size: dict[tuple[Any, ...], list[tuple[ir.Value, Array]]] = {}
+    for value, array in _candidates(graph):
+        if array.size >= _LEAST:
+            key = (array.dtype, *sorted(array.shape))
+            by_size.setdefault(key, []).append((value, array))
+    for group in by_size.values():
+        for value, array in group if len(group) > 1 else ():
+            if not is_weight(value) or (array == array.flat[0]).all():
+                continue
+            own = (array.dtype, array.shape, _digest(array))
+            if own in seen:
+                found.append(Twin(seen[own], str(value.name), False))
+                continue
+            if array.ndim == 2:
+                turned = (array.dtype, array.shape[::-1], _digest(array.T))
+                if turned in seen:
+                    found.append(Twin(seen[turned], str(value.name), True))
+                    continue
+            seen[own] = str(value.name)
+    return found
+
+
+def _digest(array: Array) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
+
+
+def tie(graph: ir.Graph, found: Iterable[Twin]) -> None:
+    """Let the readers of each copy read the weight, in place."""
+    for twin in found:
+        weight, copy = graph.initializers[twin.weight], graph.initializers[twin.copy]
+        value = weight
+        if twin.transposed:
+            op = Builder()
+            value = op.Transpose(weight, perm=[1, 0])
+            value.name = unique_name(graph, f"{twin.copy}.tied")
+            value.type, value.shape = copy.type, copy.shape
+            graph.insert_before(graph[0], op.nodes)
+        ir.convenience.replace_all_uses_with(copy, value, replace_graph_outputs=True)
+        del graph.initializers[twin.copy]
+
+
+def merged(graph: ir.Graph) -> dict[str, int]:
+    """{name: places} of weights all of one number that several places read.
+
+    Such a tensor is what fresh biases and scales are stored as: once for all that are equal.
+    """
+    return {
+        str(value.name): len(value.uses())
+        for value, array in _candidates(graph)
+        if array.ndim and array.size > 1 and len(value.uses()) > 1
+        if is_weight(value) and bool((array == array.flat[0]).all())
+    }
+
+
+def untie(graph: ir.Graph) -> dict[str, list[str]]:
+    """Give each place that reads a merged weight its own, in place: {name: [name, name.1, …]}."""
+    names: dict[str, list[str]] = {}
+    for name in merged(graph):
+        value = graph.initializers[name]
+        array = const_array(value)
+        assert array is not None
+        names[name] = [name]
+        for i, (node, index) in enumerate(list(value.uses())[1:], start=1):
+            own = unique_name(graph, f"{name}.{i}")
+            tensor = ir.tensor(array.copy(), name=own)
+            new = ir.Value(name=own, const_value=tensor, type=value.type, shape=value.shape)
+            graph.register_initializer(new)
+            node.replace_input_with(index, new)
+            names[name].append(own)
+    return names

@@ -1,0 +1,104 @@
+"""LSTM, GRU and RNN for our own kernels: the step operators' bodies, what is launched, the code."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from test_gradients import RECURRENT, build, draw, session
+
+from onnx_fuse import autodiff
+from onnx_fuse.kernels import jit
+from onnx_fuse.kernels.recurrent import recurrent
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import Builder, text_model
+from onnx_fuse.problem import CHIPS
+
+KINDS = {
+    "LSTM": (4, ""),
+    "GRU": (3, ""),
+    "GRU linear": (3, ", linear_before_reset = 1"),
+    "RNN": (1, ""),
+    "RNN relu": (1, ', activations = ["Relu"]'),
+}
+
+
+def node_of(kind: str, steps: int, batch: int, hidden: int) -> ir.Model:
+    gates, more = KINDS[kind]
+    return text_model(
+        f"agraph (float[{steps},{batch},6] x, float[1,{gates * hidden},6] w, "
+        f"float[1,{gates * hidden},{hidden}] r, float[1,{2 * gates * hidden}] b) => "
+        f"(float[{steps},1,{batch},{hidden}] y) "
+        f"{{ y = {kind.split()[0]} <hidden_size = {hidden}{more}> (x, w, r, b) }}"
+    )
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
+def test_the_step_operators_bodies_are_the_node(case) -> None:
+    arrays = draw(case)
+    proto = build(case, arrays, dynamic=False)
+    feeds = {v.name: arrays[v.name] for v in proto.graph.input}
+    expected = session(proto).run(list(case.outputs), feeds)
+    model = ir.serde.deserialize_model(proto)
+    (node,) = model.graph
+    op = Builder()
+    shapes = [None if v is None else tuple(v.shape.numpy()) for v in node.inputs]
+    results = recurrent(op, node, shapes, lambda i: None)
+    assert results is not None
+    assert sum(n.op_type.endswith("Steps") for n in op.nodes) == arrays["w"].shape[0]
+    outputs = []
+    for value, result in zip(node.outputs, results, strict=False):
+        if value.name:
+            result.name, result.type, result.shape = value.name, value.type, value.shape
+            outputs.append(result)
+    for i, inner in enumerate(op.nodes):
+        for k, value in enumerate(inner.outputs):
+            value.name = value.name or f"v{i}_{k}"
+    model.graph.outputs.clear()
+    model.graph.remove(node)
+    model.graph.extend(op.nodes)
+    model.graph.outputs.extend(outputs)
+    found = session(model).run(list(case.outputs), feeds)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_do_not_grow_with_the_steps(kind: str) -> None:
+    backward = autodiff.gradient(node_of(kind, 300, 2, 8), wrt=["x", "w", "r", "b"])
+    shapes = {v.name: (v.shape.numpy(), "float32") for v in backward.graph.inputs}
+    program = lower(backward, shapes, CHIPS["H200"])
+    assert not program.fallbacks
+    assert len(program.calls) < 30
+    sources = [x.source for call in program.calls for x in call.launches]
+    assert sources.count("recurrent/steps.cu") == sources.count("recurrent/steps_grad.cu") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_compile_without_spills(kind: str, dtype: str) -> None:
+    """Weights in shared memory, too large for it, and without clusters."""
+    shapes = [("H200", 2, 256)]
+    if dtype == "float32":
+        shapes += [("H200", 33, 130), ("H200", 2, 700), ("A100", 9, 100)]
+    for chip, batch, hidden in shapes:
+        backward = autodiff.gradient(node_of(kind, 2, batch, hidden), wrt=["x"])
+        for value in (*backward.graph.inputs, *(v for n in backward.graph for v in n.outputs)):
+            if value.dtype == ir.DataType.FLOAT:
+                value.dtype = ir.DataType.from_numpy(np.dtype(dtype))
+        for constant in backward.graph:
+            if constant.op_type in ("Constant", "ConstantOfShape"):
+                tensor = constant.attributes["value"].as_tensor()
+                if tensor.dtype == ir.DataType.FLOAT:
+                    array = tensor.numpy().astype(dtype)
+                    constant.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
+        shapes_of = {v.name: (v.shape.numpy(), dtype) for v in backward.graph.inputs}
+        hw = CHIPS[chip]
+        program = lower(backward, shapes_of, hw)
+        launches = [x for call in program.calls for x in call.launches]
+        own = [x for x in launches if x.source.startswith("recurrent/")]
+        assert {x.source for x in own} == {"recurrent/steps.cu", "recurrent/steps_grad.cu"}
+        for launch in own:
+            assert launch.smem <= hw.smem_per_block
+            for entry in jit.resources(launch.source, launch.defines, hw.arch).values():
+                assert entry.clean, (hw.arch, dict(launch.defines), entry)

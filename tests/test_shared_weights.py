@@ -1,0 +1,201 @@
+"""Which tensors of a file are weights: Constant nodes, copies, tensors that were merged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from onnx_fuse import autodiff, cli
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import save
+from onnx_fuse.runtime import ort
+from onnx_fuse.training import optim
+from onnx_fuse.training.trainer import Trainer
+
+Array = np.ndarray[Any, Any]
+RNG = np.random.default_rng(5)
+EMBED = RNG.standard_normal((6, 5)).astype(np.float32)
+
+# As converters from other frameworks write it: every weight is a Constant.
+CONSTANTS = """agraph (float[N, 3] x) => (float[N, 6] y) {
+    w = Constant <value = float[3, 6] {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}> ()
+    b = Constant <value = float[6] {1, 2, 3, 4, 5, 6}> ()
+    half = Constant <value = float {0.5}> ()
+    mean = Constant <value = float[3] {0.1, 0.2, 0.3}> ()
+    low = Constant <value = float {-50.0}> ()
+    c = Sub (x, mean)
+    p = MatMul (c, w)
+    q = Add (p, b)
+    r = Mul (q, half)
+    y = Clip (r, low)
+}"""
+
+
+def grads(model: Any, **options: Any) -> list[str]:
+    found = autodiff.gradient(model, **options)
+    return [str(v.name) for v in found.graph.outputs if str(v.name).endswith(".grad")]
+
+
+def regression(width: int) -> dict[str, Array]:
+    labels = RNG.standard_normal((4, width)).astype(np.float32)
+    return {"x": RNG.standard_normal((4, 3)).astype(np.float32), "labels": labels}
+
+
+def test_weights_in_constant_nodes_have_gradients() -> None:
+    model = text_model(CONSTANTS)
+    assert grads(model) == ["w.grad", "b.grad"]
+    assert grads(model, wrt=["half", "mean", "x"]) == ["half.grad", "mean.grad", "x.grad"]
+    with pytest.raises(UsageError, match="no initializer or input 'nothing'"):
+        grads(model, wrt=["nothing"])
+
+
+def test_weights_in_constant_nodes_train_and_stay_where_they_were(tmp_path: Path) -> None:
+    trainer = Trainer(text_model(CONSTANTS), loss="mse", optimizer=optim.SGD(lr=0.01))
+    assert sorted(trainer.weights()) == ["b", "w"]
+    feeds = regression(6)
+    losses = [float(trainer.step(feeds)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    trainer.save(path := tmp_path / "m.onnx")
+    saved = onnx.load(path)
+    assert not saved.graph.initializer
+    assert [n.op_type for n in saved.graph.node].count("Constant") == 5
+    (y,) = ort.run(ort.session(path), {"x": feeds["x"]})
+    np.testing.assert_allclose(y, trainer.evaluate(feeds).outputs["y"], rtol=1e-5, atol=1e-5)
+
+
+def test_scalars_are_left_out_unless_they_are_named() -> None:
+    text = (
+        "agraph (float[N, 3] x) => (float[N, 3] y) <float[3] w = {1, 2, 3}, float s = {2}> "
+        "{ p = Mul (x, w) y = Mul (p, s) }"
+    )
+    assert grads(text_model(text)) == ["w.grad"]
+    assert grads(text_model(text), wrt=["s"]) == ["s.grad"]
+
+
+def test_first_states_are_left_out_unless_they_are_named() -> None:
+    text = """agraph (float[4, 2, 3] x) => (float[4, 1, 2, 1] y)
+        <float[1, 1, 3] w = {1, 2, 3}, float[1, 1, 1] r = {2}, float[1, 2, 1] h = {0, 0}> {
+        y = RNN <hidden_size = 1> (x, w, r, , , h)
+    }"""
+    assert grads(text_model(text)) == ["w.grad", "r.grad"]
+    assert grads(text_model(text), wrt=["h"]) == ["h.grad"]
+    trainer = Trainer(text_model(text), loss="mse")
+    assert sorted(trainer.weights()) == ["r", "w"]
+
+
+def test_names_of_gradients_need_no_quotes() -> None:
+    model = text_model("agraph (float[N] x) => (float[N] y) <float[1] w = {2}> { y = Mul (x, w) }")
+    model.graph.initializers["w"].name = "a b;'ü'/onnx::w"
+    model.graph.outputs[0].name = "my y"
+    found = autodiff.gradient(model)
+    assert [v.name for v in found.graph.inputs] == ["x", "my_y.grad"]
+    assert [v.name for v in found.graph.outputs] == ["my y", "a_b____/onnx::w.grad"]
+
+
+def test_the_command_loads_what_it_wrote_and_lists_it(tmp_path: Path) -> None:
+    save(load(text_model(CONSTANTS)), model := tmp_path / "m.onnx")
+    report = tmp_path / "r.json"
+    assert cli.run_command(["gradient", str(model), "--json", str(report)]) == 0
+    found = json.loads(report.read_text())
+    assert found["gradients"] == ["w.grad", "b.grad"]
+    assert ort.session(found["output"]) is not None
+
+
+# ---- stored twice, stored once --------------------------------------------------------------
+
+
+def twice(second: Array, node: str) -> Any:
+    """An embedding, and an output projection of its own tensor."""
+    text = f"""agraph (int64[N] x) => (float[N, 6] y) {{
+        h = Gather (table, x)
+        {node}
+    }}"""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]>\n{text}')
+    for name, array in (("table", EMBED), ("head", second)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+TWICE = {
+    "transpose": (np.ascontiguousarray(EMBED.T), "y = MatMul (h, head)"),
+    "copy": (EMBED.copy(), "y = Gemm <transB = 1> (h, head)"),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_weight_stored_twice_trains_as_one(kind: str, tmp_path: Path) -> None:
+    model = twice(*TWICE[kind])
+    feeds = {"x": np.array([0, 3, 3]), "labels": np.array([1, 2, 0])}
+    options: Any = {"loss": "cross_entropy", "optimizer": optim.SGD(lr=0.1)}
+    apart = Trainer(model, **options)
+    (note,) = apart.notes
+    assert "'head' holds " in note
+    assert "tie makes them one" in note
+    tied = Trainer(model, tie=True, **options)
+    assert tied.notes == ["'head' is tied to 'table'"]
+    for trainer in (apart, tied):
+        trainer.step(feeds)
+    moves = {
+        k: v - EMBED if v.shape == EMBED.shape else v.T - EMBED for k, v in apart.weights().items()
+    }
+    together = tied.weights()
+    head = together["head"] if kind == "copy" else together["head"].T
+    np.testing.assert_array_equal(together["table"], head)
+    np.testing.assert_allclose(
+        together["table"] - EMBED, moves["table"] + moves["head"], rtol=1e-4, atol=1e-6
+    )
+    tied.save(path := tmp_path / "m.onnx")
+    assert [v.name for v in onnx.load(path).graph.initializer] == ["table", "head"]
+    (y,) = ort.run(ort.session(path), {"x": feeds["x"]})
+    np.testing.assert_allclose(y, tied.evaluate(feeds).outputs["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_tied_weights_train_together_or_not_at_all() -> None:
+    with pytest.raises(UsageError, match="'table' and 'head' are tied: train both, or neither"):
+        Trainer(twice(*TWICE["copy"]), loss="cross_entropy", tie=True, frozen=["head"])
+
+
+MERGED = """agraph (float[N, 3] x) => (float[N, 3] y)
+    <float[3, 3] v = {1,2,3,4,5,6,7,8,9}, float[3, 3] w = {1,2,3,4,5,6,7,8,1},
+     float[3] b = {0, 0, 0}> {
+    p = MatMul (x, v)
+    q = Add (p, b)
+    r = MatMul (q, w)
+    y = Add (r, b)
+}"""
+
+
+@pytest.mark.parametrize("frozen", [(), ("b",)])
+def test_a_merged_bias_gets_a_note(frozen: tuple[str, ...]) -> None:
+    (note,) = Trainer(text_model(MERGED), loss="mse", frozen=frozen).notes
+    assert note.startswith("'b' holds one number and is read in 2 places: it is one parameter")
+
+
+def test_each_use_of_a_merged_bias_may_have_its_own(tmp_path: Path) -> None:
+    options: Any = {"loss": "mse", "optimizer": optim.SGD(lr=0.01)}
+    feeds = regression(3)
+    one, two = (Trainer(text_model(MERGED), untie=untie, **options) for untie in (False, True))
+    for trainer in (one, two):
+        trainer.step(feeds)
+    assert not two.notes
+    own = two.weights()
+    assert sorted(own) == ["b", "b.1", "v", "w"]
+    np.testing.assert_allclose(one.weights()["b"], own["b"] + own["b.1"], rtol=1e-4)
+    assert np.abs(own["b"] - own["b.1"]).max() > 1e-3
+    two.save(path := tmp_path / "m.onnx")
+    (y,) = ort.run(ort.session(path), {"x": feeds["x"]})
+    np.testing.assert_allclose(y, two.evaluate(feeds).outputs["y"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_run_resumes(tmp_path: Path) -> None:
+    feeds = {"x": np.array([0, 3, 3]), "labels": np.array([1, 2, 0])}
+    first = Trainer(twice(*TWICE["copy"]), loss="cross_entropy", tie=True)
+    first.step(feeds)
+    first.checkpoint(tmp_path)
+    second = Trainer.resume(tmp_path, twice(*TWICE["copy"]))
+    np.testing.assert_array_equal(second.weights()["head"], first.weights()["head"])
