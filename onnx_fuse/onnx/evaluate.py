@@ -41,16 +41,23 @@ def evaluate(
     """
     found: dict[ir.Value, Array] = {}
     asked: list[ir.Node] = []
+    coming: set[ir.Value] = set()  # what the nodes asked for give
     for node in nodes:
         given = [None if v is None else found.get(v, known.get(v)) for v in node.inputs]
         complete = all(a is not None or v is None for a, v in zip(given, node.inputs, strict=True))
         answers = exact(node, given) if complete else None
         if answers is not None:
             found.update(zip(node.outputs, answers, strict=False))
-        elif complete and not traps(node, given):
+        elif complete:
+            if not traps(node, given):
+                asked.append(node)
+                coming.update(node.outputs)
+        elif all(
+            a is not None or v is None or v in coming
+            for a, v in zip(given, node.inputs, strict=True)
+        ) and not (_integer_division(node) and _may_trap(given)):
             asked.append(node)
-        elif asked and not _integer_division(node):
-            asked.append(node)  # it reads what is asked for
+            coming.update(node.outputs)
     if asked:
         found.update(_ask(asked, {**known, **found}, opsets))
     return found
@@ -88,6 +95,8 @@ def _run(
             proto.output[:] = [names.get(v, "") for v in node.outputs]
         protos.append(proto)
     inside = {v for node in nodes for v in node.outputs}
+    branches = any(a.HasField("g") or a.graphs for proto in protos for a in proto.attribute)
+    read = known if branches else {v for node in nodes for v in node.inputs}
     outputs = []
     wanted: list[tuple[ir.Value, ir.DataType | None]] = []
     for value in (v for node in nodes for v in node.outputs if v.name):
@@ -103,7 +112,7 @@ def _run(
         outputs.append(onnx.ValueInfoProto(name=name))
     constants = []
     for value, array in known.items():
-        if value not in inside:
+        if value in read and value not in inside:
             tensor = ir.serde.serialize_tensor(ir.tensor(array))
             tensor.name = names.get(value, value.name or "")
             constants.append(tensor)
@@ -128,6 +137,12 @@ def _run(
 
 def _integer_division(node: ir.Node) -> bool:
     return node.op_type in ("Div", "Mod") and not node.domain
+
+
+def _may_trap(arrays: Sequence[Array | None]) -> bool:
+    """Whether a division by this divisor could end the process, whatever it divides."""
+    divisor = arrays[1] if len(arrays) > 1 else None
+    return divisor is None or bool((divisor == 0).any() or (divisor == -1).any())
 
 
 def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
