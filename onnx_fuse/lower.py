@@ -47,6 +47,8 @@ FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", 
           "ScatterElements", "ScatterND", "SoftmaxCrossEntropyLoss"}  # fmt: skip
 """Operators whose kernels believe that the operands fit together: inference is asked before."""
 CONTROL = ("If", "Loop", "Scan")
+PREVIEW = "ai.onnx.preview"
+"""Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
 HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 MAX_UNROLL = 1024
@@ -693,10 +695,15 @@ class Lowerer(Values):
                     value.name = ""
                 self._name(inner.outputs)
             return single.graph
-        if node.domain != "" or not onnx.defs.has(node.op_type, self.opset):
+        version = self.opsets.get(node.domain, 1)
+        standard = node.domain in ("", PREVIEW)
+        if not standard or not onnx.defs.has(node.op_type, version, node.domain):
             return None
-        schema: Any = onnx.defs.get_schema(node.op_type, self.opset, "")
-        proto = ir.serde.serialize_node(next(iter(single.graph)))
+        schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
+        call = next(iter(single.graph))
+        for i, value in enumerate(call.outputs):  # a body makes all of them, wanted or not
+            value.name = value.name or f"{node.op_type} {i}"
+        proto = ir.serde.serialize_node(call)
         if schema.has_function:
             function = schema.function_body
         elif schema.has_context_dependent_function:
@@ -722,14 +729,15 @@ class Lowerer(Values):
         if opset > self.opset:
             return None
         del function.output[len(node.outputs) :]
-        call = next(iter(single.graph))
         for name, attribute in schema.attributes.items():
             if name not in call.attributes and attribute.default_value.type:
                 default = ir.serde.deserialize_attribute(attribute.default_value)
                 call.attributes[name] = ir.Attr(name, default.type, default.value)
+        for name in [k for k, a in call.attributes.items() if subgraphs(a)]:
+            del call.attributes[name]  # the function was made with them inside it
         deserialized = ir.serde.deserialize_function(function)
         # the body is written for an opset at or below the model's, and means the same in it
-        deserialized.domain, deserialized.name = "", node.op_type
+        deserialized.domain, deserialized.name = node.domain, node.op_type
         deserialized.opset_imports[""] = self.opset
         single.functions[deserialized.identifier()] = deserialized
         ir.passes.common.InlinePass()(single)

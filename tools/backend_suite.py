@@ -77,6 +77,7 @@ def outcome(case: Any) -> tuple[str, str]:
     """(pass, fallback, wrong, error or uncounted; the reason)."""
     from onnx_fuse.autodiff import expand_training_ops
     from onnx_fuse.errors import OnnxFuseError
+    from onnx_fuse.onnx.build import defaults
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.session import load
 
@@ -88,7 +89,8 @@ def outcome(case: Any) -> tuple[str, str]:
         graph = load(model)
         expand_training_ops(graph)  # as a session does
         runner = Executable(graph)
-        feeds = dict(zip([v.name for v in graph.graph.inputs], inputs, strict=False))
+        names = [v.name for v in graph.graph.inputs]
+        feeds = defaults(graph) | dict(zip(names, inputs, strict=False))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             got = runner.run(None, feeds)

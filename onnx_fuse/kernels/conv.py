@@ -149,7 +149,8 @@ def conv_launches(
     how: dict[str, object] = {"BM": bm, "BN": bn, "SPLIT": splits > 1}
     how |= {"WM": bm // 32} if half else {"BK": bk, "FRAGMENTS": fragments, "TAP_MAJOR": tap_major}
     acc = ITEMSIZE["float64" if dtype == "float64" else "float32"]
-    launches, at = [], splits * size * acc if splits > 1 else 0
+    # the packed weights stand behind the partial sums, where 16-byte copies may begin
+    launches, at = [], -(-splits * size * acc // 16) * 16 if splits > 1 else 0
     weight = Ptr("weight")
     if tap_major:
         weight, channels = Ptr("workspace", at), -(-shape.channels // 8) * 8 if half else padded

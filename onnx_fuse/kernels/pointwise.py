@@ -196,8 +196,9 @@ def compute_type(dtype: str) -> str:
 
 def includes(expression: Expression, dtypes: Sequence[str]) -> str:
     """The #include lines that the generated source of an expression over these dtypes needs."""
-    narrow = {*dtypes, *(step.dtype for step in expression.steps)} & {*NARROW_FLOATS, *NARROW_INTS}
-    more = '#include "quant/narrow.cuh"\n' if narrow else ""
+    named = {*dtypes, *(step.dtype for step in expression.steps)}
+    named |= {step.name.removeprefix("Cast") for step in expression.steps}
+    more = '#include "quant/narrow.cuh"\n' if named & {*NARROW_FLOATS, *NARROW_INTS} else ""
     return f'#include "pointwise/math.cuh"\n{more}'
 
 

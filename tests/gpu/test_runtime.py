@@ -343,6 +343,29 @@ def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyP
     assert found[0].tobytes() == found[1].tobytes()
 
 
+@pytest.mark.launches("regions/nms.cu", "nms", "CENTER", "0")
+@pytest.mark.launches("regions/nms.cu", "nms", "CENTER", "1")
+@pytest.mark.parametrize("center", [0, 1])
+def test_the_boxes_that_suppression_keeps(center: int) -> None:
+    """As onnxruntime keeps them, in its order, and the same bits twice; and what follows them."""
+    rng = np.random.default_rng(4)
+    corners = rng.random((2, 700, 4)).astype(np.float32)
+    corners[..., 2:] = corners[..., :2] + 0.2 * corners[..., 2:]
+    feeds = {"b": corners, "s": rng.integers(0, 40, (2, 3, 700)).astype(np.float32) / 40}
+    model = text_model(f"""agraph (float[2,700,4] b, float[2,3,700] s)
+      => (int64[N,3] y, int64[N] z)
+      <int64[1] most = {{50}}, float[1] iou = {{0.4}}, float[1] least = {{0.3}}, int64 two = {{2}}>
+      {{ y = NonMaxSuppression <center_point_box = {center}> (b, s, most, iou, least)
+      z = Gather <axis = 1> (y, two) }}""")
+    want = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    runner = Executable(model)
+    found = [runner.run(None, feeds) for _ in range(2)]
+    assert not any(program.fallbacks for program in runner.programs())
+    for got in found:
+        for y, truth in zip(got, want, strict=True):
+            np.testing.assert_array_equal(y, truth)
+
+
 @pytest.mark.launches("random/philox.cu", "philox_fill")
 def test_random_numbers_are_the_same_in_every_process_and_new_in_every_run() -> None:
     first, second = (Executable(text_model(RANDOM)) for _ in range(2))
