@@ -19,6 +19,7 @@ from support import Cli
 
 from onnx_fuse import passes
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import CANONICAL_OPSET
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import at_opset, inline, to_proto
@@ -351,7 +352,7 @@ def test_statistics_for_each_element() -> None:
 
 
 def test_an_opset_before_seven_is_brought_up() -> None:
-    text = """<ir_version: 3, opset_import: ["" : 6]>
+    text = """<ir_version: 8, opset_import: ["" : 6]>
     g (float[2,3] x, float[3] b) => (float[2,3] y)
     { t = Add <broadcast = 1> (x, b)  d = Dropout <is_test = 1> (t)  y = Relu (d) }"""
     model = load(onnx.parser.parse_model(text))
@@ -434,3 +435,37 @@ def test_every_change_of_an_operator_has_its_rule() -> None:
                 changed.add((name, new.since_version))
     missing = changed - set(UPGRADES) - set(COMPATIBLE)
     assert not missing
+
+
+@pytest.mark.parametrize("directions", ["", ", directions = [1]"])
+def test_a_scan_with_a_batch_is_a_scan_of_scans(directions: str) -> None:
+    model = text_model(
+        f"""<ir_version: 4, opset_import: ["" : 8]>
+        g (float[2,4] s, float[2,3,4] x) => (float[2,4] y, float[2,3,4] z) {{
+          y, z = Scan <num_scan_inputs = 1, body = b (float[4] a, float[4] e)
+            => (float[4] p, float[4] q) {{ p = Add (a, e) q = Tanh (p) }}{directions}>
+            (, s, x) }}"""
+    )
+    proto = to_proto(model)
+    rng = np.random.default_rng(0)
+    feeds = {k: rng.standard_normal(n).astype(np.float32) for k, n in SCANNED.items()}
+    want = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
+    upgraded = to_proto(load(proto))
+    got = onnxruntime.InferenceSession(upgraded.SerializeToString()).run(None, feeds)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+SCANNED = {"s": (2, 4), "x": (2, 3, 4)}
+
+
+def test_a_slope_of_opset_6_is_one_a_channel() -> None:
+    model = text_model(
+        """<ir_version: 8, opset_import: ["" : 6]>
+        g (float[2,3,4,4] x) => (float[2,3,4,4] y) <float[3] a = {0.5, 0.25, 2}>
+        { y = PRelu (x, a) }"""
+    )
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 4)).astype(np.float32)
+    session = onnxruntime.InferenceSession(to_proto(load(to_proto(model))).SerializeToString())
+    slope = np.array([0.5, 0.25, 2], np.float32).reshape(3, 1, 1)
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], np.where(x < 0, x * slope, x))

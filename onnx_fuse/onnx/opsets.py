@@ -72,6 +72,7 @@ _FIRST = 7  # the oldest opset that onnxruntime runs, and that `upgrade` starts 
 def _converted(model: ir.Model) -> ir.Model:
     """A model of an opset before 7 at opset 7, by the specification's own converter."""
     version = model.graph.opset_imports.get("", 1)
+    _spread_slopes(model)
     try:
         proto = onnx.version_converter.convert_version(ir.serde.serialize_model(model), _FIRST)
     except RuntimeError as error:
@@ -84,6 +85,24 @@ def _converted(model: ir.Model) -> ir.Model:
         for value, known in zip(new, old, strict=True):
             value.name, value.type, value.shape = known.name, known.type, known.shape
     return result
+
+
+def _spread_slopes(model: ir.Model) -> None:
+    """Before opset 7 PRelu's slope was one number, or one a channel: axis 1 of x, not the last."""
+    nodes = [n for n in all_nodes(model.graph) if n.op_type == "PRelu" and not n.domain]
+    if nodes:
+        infer_shapes(model)
+    for node in nodes:
+        x, slope = node.inputs
+        if x is None or slope is None or x.shape is None or slope.shape is None:
+            continue
+        if len(slope.shape) == 1 and slope.shape[0] != 1 and len(x.shape) > 2:
+            axes = list(range(1, len(x.shape) - 1))
+            spread = ir.node("Unsqueeze", [slope], {"axes": axes})
+            spread.outputs[0].name = f"{slope.name}.by_channel.{node.outputs[0].name}"
+            assert node.graph is not None
+            node.graph.insert_before(node, spread)
+            node.replace_input_with(1, spread.outputs[0])
 
 
 def _upgrade(graph: ir.Graph | ir.Function, target: int) -> None:

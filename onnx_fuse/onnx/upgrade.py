@@ -322,5 +322,34 @@ def _resize_sizes(node: ir.Node, op: Builder) -> None:
 
 
 @_rule(9, "Scan")
-def _scan(node: ir.Node, op: Builder) -> None:
-    raise ModelError(f"node '{node.name}': opset 8's Scan has no later counterpart")
+def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
+    """Opset 8's Scan has a batch first: a Scan over it whose body is the Scan of one element."""
+    if _input(node, 0) is not None:
+        raise ModelError(f"node '{node.name}': opset 8's Scan with lengths for each sequence")
+    stem = node.name or node.outputs[0].name
+    count, ways = node.attributes.get_int("num_scan_inputs", 1), node.attributes.get("directions")
+    given = list(node.inputs[1:])
+    elements = [ir.Value(name=f"{stem}.element.{i}") for i in range(len(given))]
+    for value, whole in zip(elements, given, strict=True):
+        if whole is not None and whole.type is not None:
+            value.type = whole.type
+            value.shape = None if whole.shape is None else ir.Shape(whole.shape[1:])
+    body = node.attributes.pop("body").as_graph()
+    directions = {} if ways is None else {"scan_input_directions": ways.as_ints()}
+    inner = ir.node(
+        "Scan",
+        elements,
+        {"body": body, "num_scan_inputs": count, **directions},
+        num_outputs=len(node.outputs),
+        name=f"{stem}.element",
+    )
+    for i, value in enumerate(inner.outputs):
+        value.name = f"{stem}.result.{i}"
+    batch = ir.Graph(elements, inner.outputs, nodes=[inner], name=f"{stem}.batch")
+    made = op.node(
+        "Scan",
+        given,
+        outputs=len(node.outputs),
+        attributes={"body": batch, "num_scan_inputs": len(given)},
+    )
+    return list(made) if isinstance(made, tuple) else [made]
