@@ -452,8 +452,11 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
     onnx.save(model, tmp_path / "m.onnx")
     result = cli("gradient", tmp_path / "m.onnx", "-o", tmp_path / "g.onnx")
     assert result.code == 1
-    assert "has unsupported type" in result.err
+    # the type constraints of the operator say it, or onnxruntime, which loads what is written
+    assert "has unsupported type" in result.err or f"tensor({dtype})" in result.err
+    assert len(result.err.splitlines()) == 1
     assert "internal error" not in result.err
+    assert not (tmp_path / "g.onnx").exists()
 
 
 @HYPOTHESIS
