@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from support import ENCODER, Cli
 
-from onnx_fuse.onnx.load import read
+from onnx_fuse import passes
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.load import load, read
 
 TEXT = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -457,6 +459,18 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
     assert len(result.err.splitlines()) == 1
     assert "internal error" not in result.err
     assert not (tmp_path / "g.onnx").exists()
+
+
+def test_transposes_of_unequal_ranks_are_refused() -> None:
+    """Nothing in between says so, since the first one's input has no rank."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        "g (float[] x, int64[N] s) => (float[A, B, C] y) {\n"
+        "  r = Reshape (x, s) t = Transpose <perm = [1, 0]> (r)\n"
+        "  y = Transpose <perm = [2, 0, 1]> (t) }"
+    )
+    with pytest.raises(ModelError, match="do not fit"):
+        passes.optimize(load(model))
 
 
 @HYPOTHESIS

@@ -113,6 +113,10 @@ def _sequences(model: ir.Model) -> list[str]:
     return []
 
 
+# What onnxscript's rules raise where operands are not what the operator asks for.
+_MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
+
+
 def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     """Apply onnxscript's rules of these names where the model has one of `ops`; how many times."""
     if not any(n.op_type in ops for n in all_nodes(model.graph)):
@@ -124,7 +128,7 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     try:
         with bodies_apart(model.graph):
             return int(RewriteRuleSet(rules).apply_to_model(model))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _MISFITS as error:
         # its rules believe that operands have the ranks which the operators ask for
         raise ModelError(
             f"a node among {', '.join(sorted(ops))} has operands that do not fit it "
