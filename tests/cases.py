@@ -1151,6 +1151,13 @@ FUSION_CASES = (
         ("GemmLeakyRelu",),
     ),
     FusionCase(
+        "prelu_of_a_slope_that_adds_an_axis_stays",
+        f"{_X}, {_LIN}",
+        "a = Constant <value = float[1,1,1,1] {0.25}> ()\n" + _PLAIN + "y = PRelu (z, a)",
+        ("Gemm",),
+        output="float[1,B,T,24] y",
+    ),
+    FusionCase(
         "prelu_of_a_negative_slope_stays",  # the sign of a zero
         f"{_X}, {_LIN}",
         _scalar("a", -0.25) + _PLAIN + "y = PRelu (z, a)",

@@ -502,4 +502,14 @@ EXACT_CASES = (
             ("per_row", "float[5,1]"),
         )
     ),
+    # --- attention: sizes -----------------------------------------------------------------------
+    FusionCase(
+        "attention_of_one_head_with_a_mask_of_more",
+        "float[B,1,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v, float[B,H,S,T] mask",
+        "kt = Transpose <perm = [0,1,3,2]> (k)\n s = MatMul (q, kt)\n z = Add (s, mask)\n"
+        "p = Softmax (z)\n y = MatMul (p, v)",
+        fed=("q", "k", "v", "mask"),
+        output="float[B,H,S,8] y",
+        reason="makes the scores larger",
+    ),
 )

@@ -28,6 +28,9 @@ from onnx_fuse.onnx.opsets import canonical
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.shapes import without_weights
 
+_READ = "onnx_fuse.read"
+"""meta key of what `read` gave back: a command that loads it next need not check it again."""
+
 
 def load(source: Model) -> ir.Model:
     """Parse, check and canonicalize the opset of `source`: a path, bytes, ModelProto or ir.Model.
@@ -36,6 +39,7 @@ def load(source: Model) -> ir.Model:
     put back by `save`. Raises ModelError for anything that is not a valid model.
     """
     model = read(source)
+    model.meta.pop(_READ, None)
     with _faults(_name(source)):
         late = _checked_late(model)
         model = canonical(model)
@@ -52,6 +56,8 @@ def read(source: Model) -> ir.Model:
     with _faults(_name(source)):
         if isinstance(source, ir.Model):
             model = source.clone()
+            if model.meta.pop(_READ, False):
+                return model
         else:
             folder = None
             if isinstance(source, onnx.ModelProto):
@@ -72,6 +78,7 @@ def read(source: Model) -> ir.Model:
             if folder is not None:
                 _map_external(model, folder)
         _check_graph(model)
+    model.meta[_READ] = True
     return model
 
 

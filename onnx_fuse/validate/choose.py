@@ -30,7 +30,7 @@ PATTERNS = (
 )
 _TRIED = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16))
 _LARGER = (320, 384, 448, 512, 640, 768, 1024)
-_LARGEST = 2**31  # elements of an input
+_LARGEST = 2**28  # elements of an input: 2 GiB while they are drawn
 _ROUNDS = 12
 _SETTINGS = 4
 

@@ -23,6 +23,7 @@ from onnx_fuse.ops.rewrite import (
     attribute,
     is_constant,
     is_float,
+    number,
     rank,
     scalar,
     users,
@@ -542,7 +543,7 @@ def _one_slope(rw: Rewriter, node: ir.Node) -> bool:
     Exact for slopes from 0 up: below, the two differ in the sign of a zero. onnxruntime has
     LeakyRelu in float32 alone.
     """
-    x, slope = node.inputs[0], scalar(node.inputs[1])
+    x, slope = node.inputs[0], number(node, 1)  # of more axes, it would add them to x
     if x is None or x.dtype != ir.DataType.FLOAT or slope is None or node.domain:
         return False
     if not 0 <= slope < math.inf:

@@ -125,7 +125,7 @@ def _mismatch(rw: Rewriter, found: Scores, ending: Ending, z: ir.Value | None) -
     if end is not None and not found.viewed and rank(end) == size:
         for axis in range(size):
             m, n = dim(product, axis), dim(end, axis)
-            if m is not None and n is not None and m != n:
+            if m is not None and m != n and (n is not None or m == 1):
                 return "a mask makes the scores larger"
     return ""
 
