@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import stat
 import sys
@@ -26,7 +27,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-_RANDOM = "[a-z0-9_]{8}"  # what tempfile puts into a name
+_RANDOM = "[a-z0-9_]{8}"  # the part of a name that is drawn
 _OPEN = {"/dev/stdout": "1", "/dev/stderr": "2"}
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -109,20 +110,30 @@ def _opened(path: Path) -> BinaryIO:
 @contextlib.contextmanager
 def locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     """A new folder that `sweep` leaves alone, until it is removed at the end."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
-        try:
-            lock = _Lock(folder)
-        except FileNotFoundError:
-            continue  # taken for a stale one and swept before it was locked
-        if lock.take() and folder.exists():
-            break
-        lock.close()
-    try:
+    folder: Path | None = None
+    lock: _Lock | None = None
+    try:  # from before it is made, since a signal may end the run at any point
+        while lock is None:
+            folder = parent / f"{prefix}{secrets.token_hex(4)}{suffix}"
+            try:
+                folder.mkdir(0o700)
+            except FileExistsError:
+                folder = None  # another's
+                continue
+            try:
+                lock = _Lock(folder)
+            except FileNotFoundError:
+                continue  # taken for a stale one and swept before it was locked
+            if not (lock.take() and folder.exists()):
+                lock.close()
+                lock = None
+        assert folder is not None
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.close()
 
 
 def sweep(parent: Path, prefix: str, suffix: str = "") -> None:
