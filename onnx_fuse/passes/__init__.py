@@ -16,7 +16,7 @@ from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import Rewriter, Rule, bodies_apart, nodes_in_order
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
-from onnx_fuse.passes.canonicalize import canonicalize, clean, shape_of_source, tidy_layout
+from onnx_fuse.passes.canonicalize import MISFITS, canonicalize, clean, shape_of_source, tidy_layout
 from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
 from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
 from onnx_fuse.passes.explain import Leftover, explain
@@ -64,15 +64,11 @@ def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-# What a rule raises where operands are not what the operator asks for.
-_MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
-
-
 def _applied(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
     """Raises ModelError where ranks or types that the file states cannot be those of the node."""
     try:
         return rule.apply(rw, node)
-    except _MISFITS as error:
+    except MISFITS as error:
         raise ModelError(
             f"node '{node.name or node.outputs[0].name}' ({node.op_type}): its operands do not fit "
             f"what {rule.name} looks for ({type(error).__name__}: {one_line(error)}); "

@@ -113,8 +113,8 @@ def _sequences(model: ir.Model) -> list[str]:
     return []
 
 
-# What onnxscript's rules raise where operands are not what the operator asks for.
-_MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
+MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
+"""What a rewrite, ours or onnxscript's, raises where operands do not fit the operator."""
 
 
 def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
@@ -128,7 +128,7 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
     try:
         with bodies_apart(model.graph):
             return int(RewriteRuleSet(rules).apply_to_model(model))
-    except _MISFITS as error:
+    except MISFITS as error:
         # its rules believe that operands have the ranks which the operators ask for
         raise ModelError(
             f"a node among {', '.join(sorted(ops))} has operands that do not fit it "
