@@ -647,6 +647,20 @@ def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
     assert [v.dtype for v in half.graph.outputs] == [onnx_ir.DataType.FLOAT]
 
 
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_ends_keep_their_types_in_16_bits(dtype):
+    """Those that had 16 bits too, as a cache has."""
+    kind, number = dtype.lower(), onnx_ir.DataType[dtype].value
+    text = f"""agraph ({kind}[2,4] p, float[2,4] x) => ({kind}[4,4] q, float[4,4] y)
+    {{ h = Cast<to={number}>(x) q = Concat<axis=0>(p, h) w = Cast<to=1>(q) y = Exp(w) }}"""
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType[dtype])
+    kinds = [onnx_ir.DataType[dtype], onnx_ir.DataType.FLOAT]
+    for ends in (model.graph.inputs, model.graph.outputs):
+        assert [v.dtype for v in ends] == kinds
+
+
 @pytest.mark.parametrize("initializer", [False, True])
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])

@@ -41,6 +41,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     gradient could not be typed.
     """
     graph, op = model.graph, Builder()
+    widened = [value.dtype == F32 for value in graph.outputs]
     if masters and dtype == ir.DataType.BFLOAT16 and graph.opset_imports[""] == 21:
         # all that 22 does is to give operators, Conv and the pools among them, bfloat16
         graph.opset_imports[""] = 22
@@ -106,7 +107,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             graph.insert_before(first, op.nodes)
     op = Builder()
     for k, value in enumerate(graph.outputs):
-        if value.dtype == dtype:
+        if widened[k] and value.dtype == dtype:
             name = value.name
             cast = _to(op, value, F32)
             value.name, cast.name = f"{name}.{dtype.name.lower()}", name
