@@ -6,6 +6,7 @@ where that takes much of it, the calls run one after another.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,11 +50,11 @@ class Plan:
 
 def plan(program: Program) -> Plan:
     """The layout under the order of the data, or in line where that takes much memory."""
-    line = _layout(program, in_line(program))
-    if len(program.calls) > MOST_CALLS:
-        return line
-    free = _layout(program, by_data(program))
-    return free if free.arena <= SIDE_BY_SIDE else line
+    if len(program.calls) <= MOST_CALLS:
+        free = _layout(program, by_data(program))
+        if free.arena <= SIDE_BY_SIDE:
+            return free
+    return _layout(program, in_line(program))
 
 
 @dataclass
@@ -96,29 +97,27 @@ def _layout(program: Program, order: Order) -> Plan:
         if call.workspace:
             blocks[-1 - i] = _Block(call.workspace, i, 1 << i)
     own = [(b, block) for b, block in blocks.items() if home.get(b, b) == b]
-    placed: list[tuple[int, int, _Block]] = []  # offset, end
+    placed: list[tuple[int, int, int, int]] = []  # offset, end, users, calls not before its first
     offsets: dict[int, int] = {}
     for key, block in sorted(own, key=lambda item: (-item[1].nbytes, item[1].first)):
         at, nbytes = 0, aligned(block.nbytes)
-        for low, high, other in placed:
-            if at < high and low < at + nbytes and not _in_turn(block, other, order):
+        users, later = block.users, ~order.before[block.first]
+        for low, high, others, after in placed:
+            if low >= at + nbytes:
+                break  # they stand in the order of their offsets
+            # neither of the two is done with before the other is first written
+            if at < high and users & after and others & later:
                 at = high
         offsets[key] = at
-        placed.append((at, at + nbytes, block))
-        placed.sort(key=lambda item: item[:2])
+        insort(placed, (at, at + nbytes, users, later))
     return Plan(
         {b: offsets[home[b]] for b in home},
         {-1 - key: at for key, at in offsets.items() if key < 0},
-        max((high for _, high, _ in placed), default=0),
+        max((high for _, high, *_ in placed), default=0),
         naive,
         inplace,
         order,
     )
-
-
-def _in_turn(a: _Block, b: _Block, order: Order) -> bool:
-    """Whether one of the two is done with before the other is first written."""
-    return not (a.users & ~order.before[b.first] and b.users & ~order.before[a.first])
 
 
 def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
