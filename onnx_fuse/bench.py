@@ -143,7 +143,9 @@ def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str) -
     session = InferenceSession(graph, device="cuda", level=level, precision=precision)
     session.run(None, feeds)
     executable = session._on_cuda()
-    launch = executable.instance(feeds).launch
+    instance = executable.instance(feeds)
+    instance.capture()
+    launch = instance.launch
     return lambda runs: executable.stream.timed(launch, runs)
 
 

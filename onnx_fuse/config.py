@@ -39,6 +39,12 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("expected a number of at least 1")
+    return int(text)
+
+
 def _cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "onnx-fuse"
@@ -59,9 +65,15 @@ DUMP = Variable(
 )
 KERNEL = Variable("ONNX_FUSE_KERNEL", str, "", "force candidates: OP=NAME[,OP=NAME...]")
 GRAPH = Variable("ONNX_FUSE_GRAPH", _flag, True, "0 launches kernels one by one, no CUDA graph")
+CAPTURE = Variable(
+    "ONNX_FUSE_CAPTURE",
+    _count,
+    3,
+    "the run of a shape from which on it is one CUDA graph: those before launch kernels one by one",
+)
 ARENA = Variable(
     "ONNX_FUSE_ARENA", _flag, True, "0 gives every tensor memory of its own, for memory checkers"
 )
 CACHE_DIR = Variable("ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, tuning records")
 
-VARIABLES: tuple[Variable[object], ...] = (DEBUG, DUMP, KERNEL, GRAPH, ARENA, CACHE_DIR)  # type: ignore[assignment]
+VARIABLES: tuple[Variable[object], ...] = (DEBUG, DUMP, KERNEL, GRAPH, CAPTURE, ARENA, CACHE_DIR)  # type: ignore[assignment]

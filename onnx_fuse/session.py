@@ -16,6 +16,7 @@ from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.load import load as load_model
 from onnx_fuse.problem import PRECISIONS
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 
 DEVICES = ("cpu", "cuda")
 
@@ -84,7 +85,7 @@ class InferenceSession:
         """The inputs that feeds may leave out, since the model has a default for them."""
         if self._executable is None:
             return list(self._session.get_overridable_initializers())
-        names = defaults(self.model)
+        names = self._defaults
         return [_argument(v) for v in self.model.graph.inputs if v.name in names]
 
     def get_outputs(self) -> list[Any]:
@@ -103,24 +104,42 @@ class InferenceSession:
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
-        feeds = self._feeds(input_feed)
-        known = [v.name for v in self.model.graph.outputs]
-        names = list(output_names or known)
-        for name in names:
-            if name not in known:
-                raise _invalid(f"Invalid output name:{name}")
-        return list(self._executable.run(names, feeds))
+        names = self._output_names
+        if output_names:
+            names = list(output_names)
+            for name in names:
+                if name not in self._output_names:
+                    raise _invalid(f"Invalid output name:{name}")
+        found: list[Any] = self._executable.run(names, self._feeds(input_feed))
+        return found
 
     def io_binding(self) -> Any:
         """Inputs and outputs by place, as onnxruntime has it; on "cuda" they may stay there."""
         return (self._executable or self._session).io_binding()
 
-    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
-        """Run on what is bound; `iobinding.get_outputs()` has the results."""
+    def run_with_iobinding(
+        self,
+        iobinding: Any,
+        run_options: Any = None,
+        *,
+        stream: Any = None,
+        synchronize: bool = True,
+    ) -> None:
+        """Run on what is bound; `iobinding.get_outputs()` has the results.
+
+        On "cuda", bound GPU memory is read and written in place (docs/binding.md). `stream`, the
+        handle of a CUDA stream or an object with `__cuda_stream__`, is where the run is enqueued:
+        in order with everything else there. `synchronize=False` returns before the run is done;
+        `iobinding.synchronize_outputs()` waits for it.
+        """
         if self._executable is None:
+            if stream is not None:
+                raise UsageError("device 'cpu' has no CUDA streams")
             self._session.run_with_iobinding(iobinding, run_options)
-        else:
-            self._executable.run_with_iobinding(iobinding, self._feeds(iobinding.feeds))
+            return
+        self._executable.run_with_iobinding(
+            iobinding, self._feeds, stream=stream, synchronize=synchronize
+        )
 
     def explain(self, input_feed: Mapping[str, Any]) -> str:
         """The program that runs for these feeds on "cuda": calls, kernels chosen, memory plan."""
@@ -148,13 +167,31 @@ class InferenceSession:
             raise UsageError('only device="cuda" has programs and memory on the GPU')
         return self._executable
 
-    def _feeds(self, input_feed: Mapping[str, Any]) -> dict[str, Any]:
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return defaults(self.model)
+
+    @cached_property
+    def _output_names(self) -> list[str]:
+        return [v.name or "" for v in self.model.graph.outputs]
+
+    @cached_property
+    def _ends(self) -> list[End]:
+        return [End(v) for v in (*self.get_inputs(), *self.get_overridable_initializers())]
+
+    def _feeds(self, input_feed: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The feeds checked, with the defaults of those left out."""
+        if len(input_feed) == len(self._ends):
+            for end in self._ends:
+                if not end.takes(input_feed.get(end.name)):
+                    break
+            else:
+                return input_feed
         feeds = {
             name: self._on_cuda().adopt(value) if _on_gpu(value) else _host(value)
             for name, value in input_feed.items()
         }
-        inputs = [*self.get_inputs(), *self.get_overridable_initializers()]
-        return checked_feeds(inputs, {**defaults(self.model), **feeds})
+        return checked_feeds(self._ends, {**self._defaults, **feeds})
 
     def get_providers(self) -> list[str]:
         if self.device == "cuda":
@@ -219,7 +256,29 @@ def _on_gpu(value: Any) -> bool:
     return int(value.__dlpack_device__()[0]) == 2  # kDLCUDA
 
 
-def checked_feeds(inputs: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, Any]:
+class End:
+    """An input as runs check it: name, onnxruntime's name of its type, NumPy's type, shape."""
+
+    def __init__(self, value: Any) -> None:
+        self.name: str = value.name
+        self.type = value.type.removeprefix("tensor(").removesuffix(")")
+        self.dtype = _numpy_dtype(self.type)
+        self.shape = value.shape
+        self._rank = len(value.shape or ())
+        self._fixed = [(i, d) for i, d in enumerate(value.shape or ()) if isinstance(d, int)]
+
+    def takes(self, value: Any) -> bool:
+        """Whether it is an array or a tensor of ours that fits: the usual case, seen at once."""
+        kind = type(value)
+        if (kind is not np.ndarray and kind is not DeviceTensor) or value.dtype is not self.dtype:
+            return False
+        shape = value.shape
+        if len(shape) != self._rank:
+            return False
+        return not self._fixed or all(shape[axis] == size for axis, size in self._fixed)
+
+
+def checked_feeds(inputs: Sequence[End], feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The feeds as arrays, checked against the inputs and refused in onnxruntime's own words."""
     required = [v.name for v in inputs]
     missing = [name for name in required if name not in feeds]
@@ -232,15 +291,14 @@ def checked_feeds(inputs: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, 
             raise _invalid(f"Invalid input name: {name}")
     arrays = {}
     for value in inputs:
-        expected = value.type.removeprefix("tensor(").removesuffix(")")
         array = feeds[value.name]
         if not hasattr(array, "dtype"):
-            array = np.asarray(array, dtype=_numpy_dtype(expected))
+            array = np.asarray(array, dtype=value.dtype)
         actual = _onnx_name(array.dtype)
-        if actual != expected:
+        if actual != value.type:
             raise _invalid(
                 f"Unexpected input data type. Actual: (tensor({actual})) , "
-                f"expected: (tensor({expected}))"
+                f"expected: (tensor({value.type}))"
             )
         _check_shape(value.name, array.shape, value.shape)
         arrays[value.name] = array
@@ -267,8 +325,13 @@ def _check_shape(name: str, got: Sequence[int], expected: Sequence[Any] | None) 
         )
 
 
-# onnxruntime's names of element types, where they are not the ONNX ones in lower case.
-_ORT_NAMES = {"float64": "double", "float32": "float"}
+# NumPy's names of element types, where they are not the ONNX ones in lower case.
+_NUMPY_NAMES = {
+    **{"double": "float64", "float": "float32", "string": "object"},
+    **{f"float8e{kind}": f"float8_e{kind}" for kind in ("4m3fn", "5m2", "4m3fnuz", "5m2fnuz")},
+    **{"float8e8m0": "float8_e8m0fnu", "float4e2m1": "float4_e2m1fn"},
+}
+_ORT_NAMES = {theirs: name for name, theirs in _NUMPY_NAMES.items()}
 
 
 def _onnx_name(dtype: np.dtype[Any]) -> str:
@@ -276,8 +339,7 @@ def _onnx_name(dtype: np.dtype[Any]) -> str:
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    names = {v: k for k, v in _ORT_NAMES.items()}
-    return np.dtype(names.get(name, name))
+    return dtype_of(_NUMPY_NAMES.get(name, name))
 
 
 def _invalid(text: str) -> Exception:

@@ -265,7 +265,7 @@ class _Operands:
                 for step in bound[i % len(bound)]:
                     step.enqueue(self.stream.handle)
 
-        graph = self.stream.capture(enqueue)
+        graph = self.stream.capture([enqueue])
         launch = partial(self.stream.launch, graph, "a graph")
 
         def run(_alive: object = bound) -> float:

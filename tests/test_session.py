@@ -28,6 +28,7 @@ from onnx_fuse.onnx.save import save, to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.shapes import Shapes
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 TEXT = """
@@ -61,8 +62,8 @@ def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(device, "start", lambda device_id: calls.append(f"context {device_id}"))
     runner = object.__new__(Executable)
-    runner.device_id, runner.stream = 1, Stream()  # type: ignore[assignment]
-    runner._host_value(DeviceTensor(256, (2,), "int64", 1, None))
+    runner.device_id, runner._stream = 1, Stream()  # type: ignore[assignment]
+    Shapes(runner, [])._host_value(DeviceTensor(256, (2,), "int64", 1, None))
     assert calls == ["context 1", "16 bytes from 256", "reading a feed"]
 
 
@@ -74,10 +75,17 @@ def test_nothing_is_collected_while_a_graph_is_captured(
     calls: list[str] = []
 
     class Driver:
+        CUstream = int
         CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+        CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
+        CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(
+            CU_STREAM_SET_CAPTURE_DEPENDENCIES=1
+        )
+        CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
+        CUgraphEdgeData = SimpleNamespace
 
-        def __getattr__(self, name: str) -> Callable[..., tuple[int, int]]:
-            return lambda *arguments: calls.append(name) or (0, 1)
+        def __getattr__(self, name: str) -> Callable[..., tuple[int, ...]]:
+            return lambda *arguments: calls.append(name) or (0, 1, 2, 3, [4])
 
     def enqueue() -> None:
         calls.append(f"collects: {gc.isenabled()}")
@@ -85,12 +93,13 @@ def test_nothing_is_collected_while_a_graph_is_captured(
             raise ValueError("a launch")
 
     monkeypatch.setattr(device, "bindings", Driver)
-    stream = object.__new__(device.Stream)
-    stream.raw = 0
+    stream = device.Stream(7)
     with pytest.raises(ValueError, match="a launch") if fails else contextlib.nullcontext():
-        stream.capture(enqueue)
-    assert calls[:3] == ["cuStreamBeginCapture", "collects: False", "cuStreamEndCapture"]
+        stream.capture([enqueue])
+    ends = ["cuStreamEndCapture"] if fails else ["cuStreamGetCaptureInfo", "cuStreamEndCapture"]
+    assert calls[: 3 + (not fails)] == ["cuStreamBeginCapture", "collects: False", *ends]
     assert gc.isenabled()
+    assert not stream.idle.locked()
 
 
 def model() -> onnx.ModelProto:

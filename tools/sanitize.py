@@ -231,11 +231,9 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
 class Poisoned(jit.Bound):
     """initcheck sees no TMA store: what one is to fill is NaN before; a test sees what stays so."""
 
-    def __init__(
-        self, launch: Launch, pointers: Mapping[str, int], hw: Hardware, early: bool = True
-    ) -> None:
-        super().__init__(launch, pointers, hw, early)
-        self._stored = stored(launch, pointers)
+    def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
+        self._stored = stored(self.launch, pointers)
+        return super()._pointers(pointers)
 
     def enqueue(self, stream: int) -> None:
         from cuda.bindings import driver

@@ -41,7 +41,8 @@ def main() -> None:
     feeds = {"x": x, "labels": rng.integers(0, args.widths[-1], args.batch)}
     losses = [float(trainer.step(feeds)) for _ in range(3)]
     executable = trainer._device._states._executables["update"]
-    (instance,) = executable._instances.values()
+    (instance,) = executable.instances()
+    instance.capture()
     times = [executable.stream.timed(instance.launch) * 1e6 for _ in range(9)]
     launches = sum(len(call.launches) for call in instance.program.calls)
     shape = "-".join(map(str, args.widths))

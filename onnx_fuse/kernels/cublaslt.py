@@ -113,6 +113,9 @@ class Bound:
     Row-major y = a b is column-major yᵀ = bᵀ aᵀ: b comes first, and nothing is transposed.
     """
 
+    early = False
+    """Whether it may start while the launch before it ends: the library's kernels may not."""
+
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
         self.launch, self._made = launch, list[tuple[Any, int]]()
         import numpy as np
@@ -122,8 +125,6 @@ class Bound:
         problem = launch.product
         assert problem is not None
         self._lt = lt
-        given = [arg for arg in launch.args if isinstance(arg, Ptr)]
-        a, b, c, y, bias, self._workspace = (pointers.get(p.name, 0) + p.offset for p in given)
         double = problem.dtype == "float64"
         compute = ComputeType.COMPUTE_64F if double else ComputeType.COMPUTE_32F
         if (problem.dtype, problem.math) == ("float32", "tf32"):
@@ -136,6 +137,8 @@ class Bound:
         def put(setter: Any, what: int, name: Any, dtype: str, value: int) -> None:
             word = np.array([value], dtype)
             setter(what, name, word.ctypes.data, word.nbytes)
+
+        self._put, self._bias = put, bool(problem.attr("bias"))
 
         def matrix(dtype: str, name: str, rows: int, cols: int, step: int) -> int:
             layout: int = lt.matrix_layout_create(CUDA_TYPES[dtype], rows, cols, step)
@@ -163,10 +166,10 @@ class Bound:
             put(setter, self._desc, kinds.TRANSA, "i4", problem.trans_b)
             put(setter, self._desc, kinds.TRANSB, "i4", problem.trans_a)
             epilogue = lt.Epilogue.RELU * bool(problem.text("act"))
-            if problem.attr("bias"):
+            if self._bias:
                 epilogue |= lt.Epilogue.BIAS
-                put(setter, self._desc, kinds.BIAS_POINTER, "i8", bias)
             put(setter, self._desc, kinds.EPILOGUE, "u4", epilogue or lt.Epilogue.DEFAULT)
+            self.place(pointers)
 
             prefer: int = lt.matmul_preference_create()
             self._made.append((lt.matmul_preference_destroy, prefer))
@@ -190,7 +193,17 @@ class Bound:
         if not count[0]:
             raise DeviceError(f"cuBLASLt has no algorithm for {problem}")
         self._size = int(self._algorithm["workspace_size"][0])
-        self._at = a, b, c if operand(problem) else y, y
+
+    def place(self, pointers: Mapping[str, int]) -> None:
+        """Take other addresses for what is enqueued from now on."""
+        given = [arg for arg in self.launch.args if isinstance(arg, Ptr)]
+        a, b, c, y, bias, self._workspace = (pointers.get(p.name, 0) + p.offset for p in given)
+        if self._bias:
+            lt = self._lt
+            name, setter = lt.MatmulDescAttribute.BIAS_POINTER, lt.matmul_desc_set_attribute
+            self._put(setter, self._desc, name, "i8", bias)
+        assert self.launch.product is not None
+        self._at = a, b, c if operand(self.launch.product) else y, y
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import io
@@ -18,14 +17,15 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 from onnx_fuse import config
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
-from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.kernels.arguments import Arguments
+from onnx_fuse.problem import ITEMSIZE, Hardware, Launch
 
 Defines = tuple[tuple[str, str], ...]
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)".*$', re.MULTILINE)
@@ -277,10 +277,15 @@ def compile_all(
     launches: Iterable[Launch], arch: str, workers: int = 8, progress: bool = True
 ) -> None:
     """Compile every distinct module of `launches` in threads; later binds find them cached."""
-    wanted = sorted({(x.source, x.defines) for x in launches if x.product is None})
+    wanted = {(x.source, x.defines) for x in launches if x.product is None}
+    if not config.DUMP.value:
+        with _LOCK:
+            wanted = {key for key in wanted if (*key, arch) not in _LOADED}
+    if not wanted:
+        return
     started, told = time.monotonic(), False
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        jobs = [pool.submit(compile, source, defines, arch) for source, defines in wanted]
+        jobs = [pool.submit(compile, source, defines, arch) for source, defines in sorted(wanted)]
         for done, job in enumerate(jobs, 1):
             job.result()
             if progress and time.monotonic() - started > 1:
@@ -293,13 +298,20 @@ def compile_all(
 # ---- load, bind, launch -------------------------------------------------------------------------
 
 _KERNELS: dict[tuple[str, str, Defines, str, int], Any] = {}  # CUkernel; libraries stay loaded
+_LOADED: set[tuple[str, Defines, str]] = set()  # of which some kernel is there
 _SMEM: dict[tuple[str, str, Defines, str, int], int] = {}  # dynamic shared memory allowed so far
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
 
 
 def _kernel(launch: Launch, arch: str) -> Any:
     """The CUfunction of a launch, loaded on the current device."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     device = int(_check(driver.cuCtxGetDevice(), launch))
     key = (launch.source, launch.entry, launch.defines, arch, device)
     with _LOCK:
@@ -310,6 +322,7 @@ def _kernel(launch: Launch, arch: str) -> Any:
         kernel = _check(driver.cuLibraryGetKernel(library, launch.entry.encode()), launch)
         with _LOCK:
             found = _KERNELS.setdefault(key, kernel)
+            _LOADED.add((launch.source, launch.defines, arch))
     with _LOCK:
         # two launches of one kernel may ask for different sizes: the limit is the largest
         if launch.smem > max(48 << 10, _SMEM.get(key, 0)):
@@ -335,148 +348,146 @@ def _check(result: Sequence[Any], launch: Launch) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-_CTYPES: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "i64": ctypes.c_int64,
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-}
+class _Flags:
+    """Device memory that is zero, cut into pieces; freed when the last piece goes."""
+
+    SIZE = 256 << 10
+
+    def __init__(self, nbytes: int, launch: Launch) -> None:
+        self._driver, self.nbytes, self.used = _driver(), nbytes, 0
+        self.address = int(_check(self._driver.cuMemAlloc(nbytes), launch))
+        _check(self._driver.cuMemsetD8(self.address, 0, nbytes), launch)
+        # the memset is ordered with no other stream
+        _check(self._driver.cuStreamSynchronize(0), launch)
+
+    def __del__(self) -> None:
+        if hasattr(self, "address") and not sys.is_finalizing():
+            self._driver.cuMemFree(self.address)
 
 
-def _tensor_map(arg: TensorMap, address: int, launch: Launch) -> Any:
-    from cuda.bindings import driver
-
-    kind = driver.CUtensorMapDataType
-    dtype = {
-        "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[arg.dtype]
-    swizzle = driver.CUtensorMapSwizzle
-    encoded = driver.cuTensorMapEncodeTiled(
-        dtype,
-        len(arg.shape),
-        address,
-        [driver.cuuint64_t(x) for x in arg.shape],
-        [driver.cuuint64_t(x) for x in arg.strides],
-        [driver.cuuint32_t(x) for x in arg.box],
-        [driver.cuuint32_t(1)] * len(arg.shape),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle.CU_TENSOR_MAP_SWIZZLE_128B
-        if arg.swizzle == 128
-        else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    words = _check(encoded, launch).opaque
-    return (ctypes.c_uint64 * 16)(*(int(word) for word in words))
+_FLAGS: dict[int, _Flags] = {}  # device -> what the next pieces come from
 
 
 class _Zeroed:
-    """Device memory of a launch's own, zero at first; freed (after what runs) with its owner."""
+    """Memory of a launch's own, zero at first; its block is freed (after what runs) with it."""
+
+    ALIGNED = 128  # launches that run side by side share no line of the cache
 
     def __init__(self, launch: Launch) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self.address = int(_check(driver.cuMemAlloc(launch.sync), launch))
-        _check(driver.cuMemsetD8(self.address, 0, launch.sync), launch)
-        # the memset is ordered with no other stream
-        _check(driver.cuStreamSynchronize(0), launch)
-
-    def __del__(self) -> None:
-        if hasattr(self, "address"):
-            self._driver.cuMemFree(self.address)
+        device = int(_check(_driver().cuCtxGetDevice(), launch))
+        nbytes = -(-launch.sync // self.ALIGNED) * self.ALIGNED
+        with _LOCK:
+            block = _FLAGS.get(device)
+            if block is None or block.used + nbytes > block.nbytes:
+                block = _FLAGS[device] = _Flags(max(nbytes, _Flags.SIZE), launch)
+            self._block, self.address = block, block.address + block.used
+            block.used += nbytes
 
 
 class Step(Protocol):
     """A Launch with its addresses."""
+
+    early: bool
+    """Whether, where its kernel waits by itself, it may start while the launch before it ends: not
+    where a graph's edges say what it follows."""
+
+    def place(self, pointers: Mapping[str, int]) -> None:
+        """Take other addresses for what is enqueued from now on."""
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records it)."""
 
 
 class Bound:
-    """A Launch with its addresses: compiled, packed once, enqueued any number of times.
+    """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
 
-    In a stream it may start while the launch before it ends, where its kernel waits by itself; not
-    `early` where a graph's edges say what it follows.
-    """
-
-    def __init__(
-        self, launch: Launch, pointers: Mapping[str, int], hw: Hardware, early: bool = True
-    ) -> None:
-        from cuda.bindings import driver
-
-        self.launch = launch
+    def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
+        self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
         self._kernel = _kernel(launch, hw.arch)
         self._sync = _Zeroed(launch) if launch.sync else None
-        if self._sync:
-            pointers = {**pointers, "sync": self._sync.address}
-        self._values = [self._pack(arg, pointers) for arg in launch.args]
-        self._params = (ctypes.c_void_p * max(1, len(self._values)))(
-            *(ctypes.addressof(value) for value in self._values)
-        )
-        settings = driver.CUlaunchConfig()
-        settings.gridDimX, settings.gridDimY, settings.gridDimZ = launch.grid
-        settings.blockDimX, settings.blockDimY, settings.blockDimZ = launch.block
-        settings.sharedMemBytes = launch.smem
-        attributes = []
-        if launch.cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            attribute.value.clusterDim.x = launch.cluster
-            attribute.value.clusterDim.y = 1
-            attribute.value.clusterDim.z = 1
-            attributes.append(attribute)
-        if launch.cooperative:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
-            attributes.append(attribute)
-        if early and hw.cc >= 90 and waits(launch.source):
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        if attributes:
-            settings.attrs, settings.numAttrs = attributes, len(attributes)
-        self._settings = settings
-        self._enqueue = driver.cuLaunchKernelEx
+        self._settings: tuple[int, bool, Any] = (-1, False, None)
+        self._enqueue = _driver().cuLaunchKernelEx
+        self._arguments = Arguments(launch.args, self._pointers(pointers))
+        self.arguments = self._arguments.address
+        """Where the array that points to the arguments stands, for the whole life of this."""
 
-    def _pack(self, arg: Arg, pointers: Mapping[str, int]) -> Any:
-        if isinstance(arg, Num):
-            return _CTYPES[arg.ctype](arg.value)
+    def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
+        return {**pointers, "sync": self._sync.address} if self._sync else pointers
 
-        def place(ptr: Ptr) -> int:
-            found = pointers.get(ptr.name, 0)
-            return found + ptr.offset if found else 0
+    def place(self, pointers: Mapping[str, int]) -> None:
+        """Take other addresses for what is enqueued from now on."""
+        self._arguments.place(self._pointers(pointers))
 
-        if isinstance(arg, Table):
-            words = (w if isinstance(w, int) else place(w) for w in arg.words)
-            return (ctypes.c_uint64 * len(arg.words))(*words)
-        address = place(arg if isinstance(arg, Ptr) else arg.ptr)
-        if isinstance(arg, Ptr):
-            return ctypes.c_uint64(address)
-        # a kernel compiled without an operand still takes its descriptor: all zeros, never read
-        return _tensor_map(arg, address, self.launch) if address else (ctypes.c_uint64 * 16)()
+    def become(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
+        """Be another launch of the same kernel from now on; False where that takes a new one."""
+        old = self.launch
+        same = launch.source == old.source and launch.entry == old.entry
+        if not same or launch.smem > old.smem or launch.sync or old.sync:
+            return False
+        if launch.defines != old.defines:
+            return False
+        if not self._arguments.become(launch.args, self._pointers(pointers)):
+            return False
+        self.launch, self._settings = launch, (-1, False, None)
+        return True
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
-        self._settings.hStream = stream
-        _check(
-            self._enqueue(self._settings, self._kernel, ctypes.addressof(self._params), 0),
-            self.launch,
-        )
+        known, early, settings = self._settings
+        if known != stream or early != self.early:
+            x = self.launch
+            settings = _settings(
+                x.grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
+            )
+            self._settings = stream, self.early, settings
+        done = self._enqueue(settings, self._kernel, self.arguments, 0)
+        if done[0]:
+            _check(done, self.launch)
 
 
-def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware, early: bool = True) -> Step:
+@lru_cache(maxsize=4096)
+def _settings(
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem: int,
+    cluster: int,
+    cooperative: bool,
+    early: bool,
+    stream: int,
+) -> Any:
+    """How to launch, as the driver takes it; nobody changes it."""
+    driver = _driver()
+    kinds, found = driver.CUlaunchAttributeID, driver.CUlaunchConfig()
+    found.gridDimX, found.gridDimY, found.gridDimZ = grid
+    found.blockDimX, found.blockDimY, found.blockDimZ = block
+    found.sharedMemBytes, found.hStream = smem, stream
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = cluster
+        attribute.value.clusterDim.y = 1
+        attribute.value.clusterDim.z = 1
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:
+        found.attrs, found.numAttrs = attributes, len(attributes)
+    return found
+
+
+def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
     """`launch` with its addresses: a kernel of ours, or a library's call."""
     if launch.product is None:
-        return Bound(launch, pointers, hw, early)
+        return Bound(launch, pointers, hw)
     from onnx_fuse.kernels import cublaslt
 
     return cublaslt.Bound(launch, pointers, hw)

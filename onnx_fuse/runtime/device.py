@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ def bindings() -> Any:
 
 def check(result: Sequence[Any], what: str) -> Any:
     """The value of a driver call's result; a DeviceError that names `what` where it failed."""
-    if int(result[0]):
+    if result[0]:
         driver = bindings()
         name, text = driver.cuGetErrorName(result[0])[1], driver.cuGetErrorString(result[0])[1]
         detail = f"{_text(name)} ({_text(text)})"
@@ -119,6 +121,15 @@ def start(device_id: int = 0) -> None:
         _thread.device = device_id
 
 
+LEGACY = 1
+"""The handle of the legacy default stream."""
+
+
+def wait_for_all() -> None:
+    """Until all that any stream of the current GPU holds is done."""
+    check(bindings().cuCtxSynchronize(), "waiting for the GPU")
+
+
 def free_memory() -> int:
     """Bytes of the current GPU's memory that nobody holds."""
     return int(check(bindings().cuMemGetInfo(), "free memory"))
@@ -155,61 +166,181 @@ class Pinned:
             self.address = 0
 
 
+class Pool:
+    """Memory that is taken and given back in the order of one stream, without waiting for it.
+
+    What is given back is kept for the next taker, and handed to the driver at a wait only while
+    more than RELEASE bytes lie idle. A GPU without memory pools has plain allocations.
+    """
+
+    RELEASE = 1 << 30
+
+    def __init__(self, stream: Stream, device_id: int) -> None:
+        driver = self._driver = bindings()
+        self._stream, self._device_id = stream, device_id
+        self._dead: deque[tuple[int, bool]] = deque()
+        pooled = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
+        self._raw: Any = None
+        if check(driver.cuDeviceGetAttribute(pooled, device_id), "memory pools"):
+            kinds = driver.CUmemPool_attribute
+            wanted = driver.CUmemPoolProps()
+            wanted.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            wanted.location.id = device_id
+            self._raw = check(driver.cuMemPoolCreate(wanted), "a memory pool")
+            limit = driver.cuuint64_t(self.RELEASE)
+            threshold = kinds.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+            check(driver.cuMemPoolSetAttribute(self._raw, threshold, limit), "a memory pool")
+
+    def take(self, nbytes: int, what: str) -> Memory:
+        """`nbytes` for what is enqueued from now on. Raises DeviceMemoryError."""
+        if self._raw is None:
+            return Memory(nbytes, what)
+        if self._dead:
+            self._stream.catch_up()
+            self._sweep()
+        raw = self._driver.cuMemAllocFromPoolAsync(max(nbytes, 1), self._raw, self._stream.raw)
+        return Pooled(self, max(nbytes, 1), int(check(raw, f"{what}: {nbytes:,} bytes")))
+
+    def give(self, address: int, lent: bool) -> None:
+        """Take back what dies: from any thread, at any time.
+
+        `lent`: other libraries have used it, in streams that are not known.
+        """
+        if sys.is_finalizing():  # the process gives everything back
+            return
+        self._dead.append((address, lent))
+        if self._stream.behind is not None:  # a run elsewhere may use it: the next taker sweeps
+            return
+        if self._stream.idle.acquire(blocking=False):  # else a capture would record it
+            try:
+                with contextlib.suppress(DeviceError):  # a lost GPU takes nothing back
+                    self._sweep()
+            finally:
+                self._stream.idle.release()
+
+    def _sweep(self) -> None:
+        """Enqueue the giving back of what has died."""
+        while self._dead:
+            try:
+                address, lent = self._dead.popleft()
+            except IndexError:  # another thread was faster
+                return
+            start(self._device_id)
+            if lent and self._driver.cuCtxSynchronize()[0]:  # not while another stream captures
+                self._dead.append((address, lent))
+                return
+            self._driver.cuMemFreeAsync(address, self._stream.raw)
+
+    def trim(self) -> None:
+        """Hand what lies idle to the driver; waits for the stream."""
+        if self._raw is not None:
+            self._stream.catch_up()
+            self._sweep()
+            self._stream.wait("giving memory back")
+            check(self._driver.cuMemPoolTrimTo(self._raw, 0), "a memory pool")
+
+
+class Pooled(Memory):
+    """Memory of a Pool, which goes back to it with the object."""
+
+    lent = False
+    """Whether another library has seen its address."""
+
+    def __init__(self, pool: Pool, nbytes: int, address: int) -> None:
+        self._pool, self.nbytes, self.address = pool, nbytes, address
+
+    def __del__(self) -> None:
+        self._pool.give(self.address, self.lent)
+
+
 class Event:
-    """A point in a stream's order that the host can wait for."""
+    """A point in a stream's order that the host, or another stream, can wait for."""
 
     def __init__(self) -> None:
-        driver = bindings()
+        driver = self._driver = bindings()
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._raw = check(driver.cuEventCreate(int(flags)), "an event")
+        self.raw = check(driver.cuEventCreate(int(flags)), "an event")
         self._destroy: Callable[..., Any] = driver.cuEventDestroy
 
     def record(self, stream: Stream) -> None:
         """Move to the end of what the stream holds now."""
-        check(bindings().cuEventRecord(self._raw, stream.raw), "an event")
+        check(self._driver.cuEventRecord(self.raw, stream.raw), "an event")
 
     def passed(self) -> bool:
         """Whether the stream has come this far (or it was never recorded)."""
-        return int(bindings().cuEventQuery(self._raw)[0]) == 0
+        return int(self._driver.cuEventQuery(self.raw)[0]) == 0
+
+    def before(self, other: Stream) -> None:
+        """What `other` is given from now on begins after this point."""
+        other.follow(self)
 
     def wait(self, what: str) -> None:
         """Until the stream has come this far; a kernel's fault surfaces here."""
-        check(bindings().cuEventSynchronize(self._raw), what)
+        check(self._driver.cuEventSynchronize(self.raw), what)
 
     def __del__(self) -> None:
         if hasattr(self, "_destroy"):
-            self._destroy(self._raw)
+            self._destroy(self.raw)
 
 
 class Stream:
-    """A CUDA stream, and the copies and graphs that go through it."""
+    """A CUDA stream, and the copies and graphs that go through it; `handle`: one of a caller's.
 
-    def __init__(self) -> None:
-        driver = bindings()
-        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.raw = check(driver.cuStreamCreate(int(flags)), "a CUDA stream")
+    A stream of its own does not wait for the legacy default stream, nor that for it.
+    """
+
+    def __init__(self, handle: int | None = None) -> None:
+        driver = self._driver = bindings()
+        if handle is None:
+            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self.raw = check(driver.cuStreamCreate(int(flags)), "a CUDA stream")
+        else:
+            self.raw = driver.CUstream(handle)
         self.handle = int(self.raw)
+        self.idle = threading.Lock()
+        """Held while the stream captures a graph: what another thread enqueues would join it."""
+        self.behind: Event | None = None
+        """What was enqueued in another stream, to be done before what this one is given next."""
 
     def upload(self, address: int, source: int, nbytes: int) -> None:
         """Host to device, in stream order."""
-        check(bindings().cuMemcpyHtoDAsync(address, source, nbytes, self.raw), "copy to the GPU")
+        check(self._driver.cuMemcpyHtoDAsync(address, source, nbytes, self.raw), "copy to the GPU")
 
     def download(self, target: int, address: int, nbytes: int) -> None:
         """Device to host, in stream order."""
-        check(bindings().cuMemcpyDtoHAsync(target, address, nbytes, self.raw), "copy from the GPU")
+        done = self._driver.cuMemcpyDtoHAsync(target, address, nbytes, self.raw)
+        check(done, "copy from the GPU")
 
     def move(self, target: int, source: int, nbytes: int) -> None:
         """Device to device, in stream order."""
-        check(bindings().cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
+        check(self._driver.cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
 
     def clear(self, address: int, nbytes: int) -> None:
         """Zeros, in stream order."""
         if nbytes:
-            check(bindings().cuMemsetD8Async(address, 0, nbytes, self.raw), "clearing memory")
+            check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.raw), "clearing memory")
 
     def wait(self, what: str) -> None:
         """Until everything enqueued is done; a kernel's fault surfaces here."""
-        check(bindings().cuStreamSynchronize(self.raw), what)
+        check(self._driver.cuStreamSynchronize(self.raw), what)
+
+    def follow(self, event: Event) -> None:
+        """What is enqueued from now on begins after `event`, wherever that was recorded."""
+        check(self._driver.cuStreamWaitEvent(self.raw, event.raw, 0), "the order of two streams")
+
+    def before(self, other: Stream) -> None:
+        """What `other` is given from now on begins after all that this one holds now."""
+        if other.handle != self.handle:
+            event = Event()
+            event.record(self)
+            other.follow(event)
+
+    def catch_up(self) -> None:
+        """Begin after what was enqueued elsewhere."""
+        if self.behind is not None:
+            event, self.behind = self.behind, None
+            self.follow(event)
 
     def timed(self, enqueue: Callable[[], None], repeats: int = 20) -> float:
         """Seconds that one `enqueue` takes on the GPU, by events around `repeats` of them."""
@@ -226,37 +357,19 @@ class Stream:
             check(driver.cuEventDestroy(event), "an event")
         return milliseconds / 1e3 / repeats
 
-    def capture(self, enqueue: Callable[[], None]) -> Graph:
-        """What `enqueue` puts into the stream, as an executable CUDA graph."""
-        driver = bindings()
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
-        collects = gc.isenabled()
-        gc.disable()  # memory that is freed while this thread captures would spoil the graph
-        try:
-            enqueue()
-        except BaseException:
-            driver.cuStreamEndCapture(self.raw)
-            raise
-        finally:
-            if collects:
-                gc.enable()
-        graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
-        executable = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
-        check(driver.cuGraphDestroy(graph), "graph capture")
-        return Graph(executable)
-
-    def capture_steps(
+    def capture(
         self,
         steps: Sequence[Callable[[], None]],
-        after: Sequence[Sequence[int]],
-        early: Sequence[bool],
+        after: Sequence[Sequence[int]] | None = None,
+        early: Sequence[bool] = (),
     ) -> Graph:
-        """A graph of kernels, one a step: step i follows the steps `after[i]`, all earlier ones.
+        """An executable graph of what the steps enqueue, in their order.
 
-        A kernel of an `early` step itself waits for those, and may be launched before their end.
+        With `after`, each step is one kernel, and step i follows the steps `after[i]`, all earlier
+        ones; a kernel of an `early` step itself waits for those, and may be launched before their
+        end.
         """
-        driver = bindings()
+        driver = self._driver
         nodes: list[Any] = []
         whole, programmatic = driver.CUgraphEdgeData(), driver.CUgraphEdgeData()
         kinds = driver.CUgraphDependencyType
@@ -264,33 +377,61 @@ class Stream:
         programmatic.from_port = int(driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
-
-        def enqueue() -> None:
-            for step, before, soon in zip(steps, after, early, strict=True):
-                heads = [nodes[k] for k in before]
-                edges = [programmatic if soon else whole] * len(heads)
-                set_to = driver.cuStreamUpdateCaptureDependencies(
-                    self.raw, heads, edges, len(heads), replaced
-                )
-                check(set_to, "graph capture")
-                step()
-                found = driver.cuStreamGetCaptureInfo(self.raw)
-                check(found, "graph capture")
-                nodes.append(found[4][0])
-
-        return self.capture(enqueue)
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        with self.idle:
+            check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
+            collects = gc.isenabled()
+            gc.disable()  # memory that is freed while this thread captures would spoil the graph
+            try:
+                for i, step in enumerate(steps):
+                    if after is not None:
+                        heads = [nodes[k] for k in after[i]]
+                        edges = [programmatic if early[i] else whole] * len(heads)
+                        set_to = driver.cuStreamUpdateCaptureDependencies(
+                            self.raw, heads, edges, len(heads), replaced
+                        )
+                        check(set_to, "graph capture")
+                    step()
+                    found = driver.cuStreamGetCaptureInfo(self.raw)
+                    check(found, "graph capture")
+                    nodes.append(found[4][0] if found[4] else None)
+            except BaseException:
+                driver.cuStreamEndCapture(self.raw)
+                raise
+            finally:
+                if collects:
+                    gc.enable()
+            graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
+        return Graph(graph, nodes)
 
     def launch(self, graph: Graph, what: str) -> None:
         """Launch an executable graph."""
-        check(bindings().cuGraphLaunch(graph.raw, self.raw), what)
+        check(self._driver.cuGraphLaunch(graph.raw, self.raw), what)
 
 
 class Graph:
-    """An executable CUDA graph; destroyed when the object goes."""
+    """An executable CUDA graph, whose kernels can be given other arguments.
 
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
-        self._destroy: Callable[..., Any] = bindings().cuGraphExecDestroy
+    `nodes` are the last node of each step that was captured. Destroyed when the object goes.
+    """
+
+    def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
+        driver = self._driver = bindings()
+        self._graph, self._nodes = graph, nodes  # the nodes live as long as the graph
+        self._params: dict[int, Any] = {}
+        self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
+
+    def update(self, i: int, arguments: int) -> None:
+        """Let the kernel of step `i` take its arguments from there, in the launches from now on."""
+        if i not in self._params:
+            found = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
+            self._params[i] = check(found, "a graph's kernel")
+        params = self._params[i]
+        params.kernelParams = arguments
+        done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)
+        check(done, "a graph's kernel")
 
     def __del__(self) -> None:
-        self._destroy(self.raw)
+        if hasattr(self, "raw"):
+            self._driver.cuGraphExecDestroy(self.raw)
+        self._driver.cuGraphDestroy(self._graph)

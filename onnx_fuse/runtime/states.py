@@ -55,7 +55,7 @@ class CudaStates:
         self._math = math
         empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
         self._home = Executable(empty, math=math)
-        self._home.place({**states, SOUND: np.array(True)})
+        self._home.weights.place({**states, SOUND: np.array(True)})
         self._models: dict[str, ir.Model] = {}
         self._executables: dict[str, Executable] = {}
 
@@ -65,11 +65,11 @@ class CudaStates:
 
     def read(self, name: str) -> Array:
         """A copy of a state."""
-        return self._home.read(name)
+        return self._home.weights.read(name)
 
     def write(self, name: str, array: Array) -> None:
         """Replace a state."""
-        self._home.write(name, array)
+        self._home.weights.write(name, array)
 
     def start(
         self,
@@ -99,4 +99,4 @@ class CudaStates:
 
     def go_on(self) -> None:
         """Let steps replace states again after a bad one."""
-        self._home.write(SOUND, np.array(True))
+        self._home.weights.write(SOUND, np.array(True))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.llir import dense_strides
-from onnx_fuse.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 
 
+@cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """NumPy dtype of a problem.ITEMSIZE name."""
     if name.startswith(("bfloat", "float8", "float4", "int4", "uint4", "int2", "uint2")):
@@ -34,17 +36,35 @@ class DeviceTensor:
         self, address: int, shape: Sequence[int], dtype: str, device_id: int, owner: Any
     ) -> None:
         self.address, self.shape, self.dtype = address, tuple(shape), dtype_of(dtype)
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
+        """Bytes of the elements."""
+        self.ready: device.Stream | device.Event | None = None
+        """What makes it, while that may be under way: whoever reads it comes after."""
         self.device_id, self._owner = device_id, owner
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+    def settle(self) -> None:
+        """Wait for what makes it. Raises DeviceError where a kernel failed."""
+        if self.ready is not None:
+            device.start(self.device_id)
+            self.ready.wait(f"making {self}")
+            self.ready = None
+
+    def before(self, stream: int) -> None:
+        """Let what is enqueued in that CUstream from now on come after what makes this."""
+        if self.ready is not None:
+            device.start(self.device_id)
+            self.ready.before(device.Stream(stream))
+
+    def _lend(self) -> None:
+        if isinstance(self._owner, device.Pooled):
+            self._owner.lent = True
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.dtype.name == "bfloat16":
             raise AttributeError("the CUDA array interface has no bfloat16: use __dlpack__")
+        self.settle()
+        self._lend()
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -58,12 +78,16 @@ class DeviceTensor:
         return _CUDA, self.device_id
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        """A DLPack capsule; what made the tensor has finished, so no stream need wait."""
+        """A DLPack capsule; the consumer's `stream` waits on the GPU for what makes the tensor."""
+        if stream != -1:  # which asks for no order
+            self.before(device.LEGACY if stream is None else int(stream))
+        self._lend()
         return _export(self)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy in host memory."""
         device.start(self.device_id)
+        self.settle()
         array = np.empty(self.shape, self.dtype)
         if array.nbytes:
             driver = device.bindings()
@@ -85,7 +109,10 @@ def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
     `stream` is made to wait for what the producer has enqueued. Raises UsageError for a GPU tensor
     that is not contiguous.
     """
-    if isinstance(value, np.ndarray | DeviceTensor):
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, DeviceTensor):
+        value.before(stream)
         return value
     on_gpu = hasattr(value, "__cuda_array_interface__") or (
         hasattr(value, "__dlpack_device__") and int(value.__dlpack_device__()[0]) == _CUDA
@@ -103,80 +130,6 @@ def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
     if strides and any(d != 1 and s != e for d, s, e in pairs):
         raise UsageError("a GPU tensor that is fed must be contiguous")
     return DeviceTensor(int(view.ptr), shape, view.dtype.name, int(view.device_id), value)
-
-
-class Binding:
-    """onnxruntime's IOBinding for the CUDA device: inputs by array or address, outputs by place."""
-
-    def __init__(self, outputs: Sequence[str], device_id: int) -> None:
-        self.known, self.device_id = list(outputs), device_id
-        self.feeds: dict[str, Any] = {}
-        self.targets: dict[str, str] = {}
-        self.places: dict[str, DeviceTensor] = {}
-        self.results: list[Any] = []
-
-    def bind_cpu_input(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        """Feed an array."""
-        self.feeds[name] = array
-
-    def bind_ortvalue_input(self, name: str, value: Any) -> None:
-        """Feed anything that has `__dlpack__`, `__cuda_array_interface__` or `numpy()`."""
-        plain = not hasattr(value, "__dlpack__") and hasattr(value, "numpy")
-        self.feeds[name] = value.numpy() if plain else value
-
-    def bind_input(
-        self,
-        name: str,
-        device_type: str,
-        device_id: int,
-        element_type: Any,
-        shape: Sequence[int],
-        buffer_ptr: int,
-    ) -> None:
-        """Feed GPU memory by its address."""
-        self.feeds[name] = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
-
-    def bind_output(
-        self,
-        name: str,
-        device_type: str = "cpu",
-        device_id: int = 0,
-        element_type: Any = None,
-        shape: Sequence[int] | None = None,
-        buffer_ptr: int | None = None,
-    ) -> None:
-        """Where the output shall stand after a run: "cpu", "cuda", or GPU memory of the caller's.
-
-        The latter by its address, with the element type and shape that the output must have.
-        """
-        if name not in self.known:
-            raise UsageError(f"the model has no output '{name}'")
-        if device_type not in ("cpu", "cuda"):
-            raise UsageError(f"an output is bound to 'cpu' or 'cuda', not to '{device_type}'")
-        self.targets[name] = device_type
-        self.places.pop(name, None)
-        if buffer_ptr is not None:
-            memory = (device_type, device_id, element_type, shape or (), buffer_ptr)
-            self.places[name] = self._memory(*memory)
-
-    @staticmethod
-    def _memory(
-        device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int
-    ) -> DeviceTensor:
-        if device_type != "cuda":
-            raise UsageError(f"an address is one of GPU memory, not of '{device_type}'")
-        dtype = np.dtype(element_type).name
-        if dtype not in ITEMSIZE:
-            raise UsageError(f"no GPU tensor has the element type {dtype}")
-        return DeviceTensor(address, shape, dtype, device_id, None)
-
-    def get_outputs(self) -> list[Any]:
-        """The outputs bound, in that order: arrays, or DeviceTensors where bound to "cuda"."""
-        return self.results
-
-    def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
-        """The outputs bound, as arrays."""
-        return [np.asarray(result) for result in self.results]
 
 
 # ---- DLPack ----

@@ -1,0 +1,161 @@
+"""What `InferenceSession.io_binding()` gives on the GPU: inputs and outputs by place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.staging import Pending
+from onnx_fuse.runtime.tensor import DeviceTensor, adopt
+
+
+class Binding:
+    """onnxruntime's IOBinding for the CUDA device: inputs by array or address, outputs by place.
+
+    What is bound stays bound: a run copies bound arrays to the GPU, and reads and writes bound GPU
+    memory where it is.
+    """
+
+    def __init__(self, outputs: Sequence[str], device_id: int) -> None:
+        self.known, self.device_id = list(outputs), device_id
+        self.feeds: dict[str, Any] = {}
+        self.targets: dict[str, str] = {}
+        self.places: dict[str, DeviceTensor] = {}
+        self.lent: dict[str, Any] = {}
+        """Other libraries' tensors among the places."""
+        self.prepared: Any = None
+        """What the last run found out, as long as nothing is bound anew."""
+        self.results: dict[str, Any] = {}
+        self.late: Pending | None = None
+        """Results on their way to the host."""
+        self.ran_in: device.Stream | None = None
+        """The stream of the last run, while nobody has waited for it."""
+
+    def bind_cpu_input(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        """Feed an array: what it holds when a run begins."""
+        self.feeds[name] = array
+        self.prepared = None
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        """Feed anything that has `__dlpack__`, `__cuda_array_interface__` or `numpy()`.
+
+        Each run that is given no `stream` comes after what the value's library has enqueued.
+        """
+        plain = not hasattr(value, "__dlpack__") and hasattr(value, "numpy")
+        self.feeds[name] = value.numpy() if plain else value
+        self.prepared = None
+
+    def bind_input(
+        self,
+        name: str,
+        device_type: str,
+        device_id: int,
+        element_type: Any,
+        shape: Sequence[int],
+        buffer_ptr: int,
+    ) -> None:
+        """Feed GPU memory by its address: what is there when the run reads it."""
+        self.feeds[name] = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
+        self.prepared = None
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Sequence[int] | None = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        """Where the output shall stand after a run: "cpu", "cuda", or GPU memory of the caller's.
+
+        The latter by its address, with the element type and shape that the output must have.
+        """
+        if device_type not in ("cpu", "cuda"):
+            raise UsageError(f"an output is bound to 'cpu' or 'cuda', not to '{device_type}'")
+        place = None
+        if buffer_ptr is not None:
+            memory = (device_type, device_id, element_type, shape or (), buffer_ptr)
+            place = self._memory(*memory)
+        self._bind(name, device_type, place)
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        """Write the output where a contiguous GPU tensor stands: one of ours, or of any library.
+
+        Each run that is given no `stream` comes after what the tensor's library has enqueued.
+        """
+        found = adopt(value, device.LEGACY)
+        if not isinstance(found, DeviceTensor):
+            raise UsageError(f"output {name}: only GPU memory can be written in place")
+        self._bind(name, "cuda", found)
+        if found is not value:
+            self.lent[name] = value
+
+    def _bind(self, name: str, device_type: str, place: DeviceTensor | None) -> None:
+        if name not in self.known:
+            raise UsageError(f"the model has no output '{name}'")
+        self.targets[name] = device_type
+        self.places.pop(name, None)
+        self.lent.pop(name, None)
+        if place is not None:
+            self.places[name] = place
+        self.prepared = None
+
+    def clear_binding_inputs(self) -> None:
+        """Forget what is fed."""
+        self.feeds, self.prepared = {}, None
+
+    def clear_binding_outputs(self) -> None:
+        """Forget which outputs are wanted."""
+        self.targets, self.places, self.lent, self.prepared = {}, {}, {}, None
+
+    def synchronize_inputs(self) -> None:
+        """Wait for everything on the GPU, whoever enqueued it: bound inputs hold their values."""
+        device.start(self.device_id)
+        device.wait_for_all()
+
+    def synchronize_outputs(self) -> None:
+        """Wait for the last run. Raises DeviceError where a kernel failed."""
+        if self.ran_in is not None:
+            device.start(self.device_id)
+            self.ran_in.wait("running what is bound")
+            self.ran_in = None
+            for result in self.results.values():
+                if isinstance(result, DeviceTensor):
+                    result.ready = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another library's GPU tensor is bound, rather than an address."""
+        known = (np.ndarray, DeviceTensor)
+        return bool(self.lent) or any(not isinstance(v, known) for v in self.feeds.values())
+
+    @staticmethod
+    def _memory(
+        device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int
+    ) -> DeviceTensor:
+        if device_type != "cuda":
+            raise UsageError(f"an address is one of GPU memory, not of '{device_type}'")
+        dtype = np.dtype(element_type).name
+        if dtype not in ITEMSIZE:
+            raise UsageError(f"no GPU tensor has the element type {dtype}")
+        return DeviceTensor(address, shape, dtype, device_id, None)
+
+    def get_outputs(self) -> list[Any]:
+        """The outputs bound, in that order: arrays, or DeviceTensors where bound to "cuda".
+
+        Waits for arrays, and for nothing else.
+        """
+        if self.late is not None:
+            self.results |= zip(self.late.names, self.late.result(), strict=True)
+            self.late = None
+        return list(self.results.values())
+
+    def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
+        """The outputs bound, as arrays; waits for them."""
+        return [np.asarray(result) for result in self.get_outputs()]

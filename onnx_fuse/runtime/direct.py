@@ -1,0 +1,100 @@
+"""Small inputs and outputs that kernels read and write in host memory, instead of two copies.
+
+A copy takes the host two microseconds to enqueue, and the GPU as long again to turn from copying to
+computing; a kernel that fetches some kilobytes over the bus itself loses one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.problem import Launch, TensorMap
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.plan import aligned
+from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+
+Array = np.ndarray[Any, Any]
+READ = 128 << 10
+"""Bytes that may be read over the bus: those of an input, by each block of its reader."""
+WRITTEN = 64 << 10
+"""Bytes of outputs."""
+
+
+class Direct:
+    """Pinned memory for one run of a shape at a time: who runs holds `free` until it has read it.
+
+    `inputs` and `outputs` are the arrays in it, by name; `placement` puts the kernels' there.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self.free = threading.Lock()
+        size = sum(aligned(t.nbytes) for t in (*inputs.values(), *outputs.values()))
+        self._memory, self._used = device.Pinned(size), 0
+        self.inputs = {name: self._array(t) for name, t in inputs.items()}
+        self.outputs = {name: self._array(t) for name, t in outputs.items()}
+
+    def _array(self, t: Tensor) -> Array:
+        raw = self._memory.array[self._used : self._used + t.nbytes]
+        self._used += aligned(t.nbytes)
+        return raw.view(dtype_of(t.dtype)).reshape(t.shape)
+
+    def fill(self, feeds: Mapping[str, Any]) -> bool:
+        """Take the memory and put the feeds there; False where another run has it, or by copies."""
+        arrays = []
+        for name, array in self.inputs.items():
+            value = feeds[name]
+            if not isinstance(value, np.ndarray):
+                return False
+            arrays.append((array, value))
+        if not self.free.acquire(blocking=False):
+            return False
+        for array, value in arrays:
+            array[...] = value
+        return True
+
+    def places(self, device_id: int) -> tuple[dict[str, DeviceTensor], dict[str, DeviceTensor]]:
+        """Inputs and outputs as the GPU sees them: at the same addresses."""
+
+        def place(array: Array) -> DeviceTensor:
+            address = array.ctypes.data
+            return DeviceTensor(address, array.shape, array.dtype.name, device_id, self._memory)
+
+        ends = (self.inputs, self.outputs)
+        first, second = ({name: place(array) for name, array in end.items()} for end in ends)
+        return first, second
+
+    @staticmethod
+    def of(
+        program: Program, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> Direct | None:
+        """For inputs that one launch reads, and outputs that one launch writes; None for others."""
+        given = [t for t in (*inputs.values(), *outputs.values()) if t.nbytes]
+        if program.stages or not given or sum(t.nbytes for t in outputs.values()) > WRITTEN:
+            return None
+        users: dict[int, list[Call]] = {t.buffer: [] for t in given}
+        for call in program.calls:
+            for _, t in (*call.reads, *call.writes):
+                if t.buffer in users:
+                    users[t.buffer].append(call)
+        for t in given:
+            if len(users[t.buffer]) != 1:
+                return None
+            [call] = users[t.buffer]
+            if call.host or len(call.launches) != 1 or not _plain(call.launches[0]):
+                return None
+            read = any(x.buffer == t.buffer for _, x in call.reads)
+            if read and t.nbytes * prod(call.launches[0].grid) > READ:
+                return None
+        return Direct(inputs, outputs)
+
+
+def _plain(launch: Launch) -> bool:
+    """Whether a kernel of ours reaches its operands by ordinary loads and stores alone."""
+    maps = any(isinstance(arg, TensorMap) for arg in launch.args)
+    return launch.product is None and not maps

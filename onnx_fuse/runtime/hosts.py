@@ -1,0 +1,110 @@
+"""What a Program leaves to others: calls that onnxruntime runs, and the stages behind the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnx_fuse.llir import Stage, Tensor
+from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.schedule import Segment
+from onnx_fuse.runtime.tensor import dtype_of
+
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.instance import Instance
+
+
+class HostCall:
+    """A call that onnxruntime runs between kernels, with copies both ways."""
+
+    def __init__(self, instance: Instance, segment: Segment) -> None:
+        from onnx_fuse.runtime import ort
+
+        self._instance, self._call = instance, segment.calls[0]
+        with ort.faults(f"{self._call.nodes[0]}, which has no kernel"):
+            self._session = ort.session(segment.host)
+
+    def launch(self, stream: device.Stream) -> None:
+        """Run it; waits for the stream before and after."""
+        call = self._call
+        feeds = {name: self._array(tensor, stream) for name, tensor in call.reads}
+        stream.wait(f"before {call.kernel} ({call.nodes[0]})")
+        results = self._session.run([name for name, _ in call.writes], feeds)
+        for (_, tensor), result in zip(call.writes, results, strict=True):
+            dense = np.ascontiguousarray(result)
+            if dense.nbytes:
+                target = self._instance.address[tensor.buffer]
+                stream.upload(target, dense.ctypes.data, dense.nbytes)
+        stream.wait(f"after {call.kernel}")
+
+    def _array(self, tensor: Tensor, stream: device.Stream) -> np.ndarray[Any, Any]:
+        array = np.empty(tensor.shape, dtype_of(tensor.dtype))
+        if array.nbytes:
+            start = self._instance.address[tensor.buffer]
+            address = start + tensor.offset * ITEMSIZE[tensor.dtype]
+            stream.download(array.ctypes.data, address, array.nbytes)
+        return array
+
+    def move(self, buffers: Collection[int]) -> None:
+        """Addresses are looked up at each run."""
+
+    def capture(self, stream: device.Stream) -> None:
+        """No graph holds it."""
+
+
+class Stages:
+    """The stages behind a Program's calls, whose results have decided about their shapes."""
+
+    def __init__(self, owner: Executable, stages: Sequence[Stage]) -> None:
+        self._owner, self._stages = owner, stages
+        self._made: list[Any] = [None] * len(stages)
+
+    def executables(self) -> list[Executable]:
+        """Those that run on the GPU, as far as a run has made them."""
+        from onnx_fuse.runtime.executable import Executable
+
+        return [made for made in self._made if isinstance(made, Executable)]
+
+    def run(self, instance: Instance, *, on_device: bool = False) -> dict[str, Any]:
+        """Their outputs by name, arrays or (of stages on the GPU, if `on_device`) DeviceTensors.
+
+        They read what the calls of `instance` have left in its memory.
+        """
+        made: dict[str, Any] = {}
+        for k, stage in enumerate(self._stages):
+            feeds = {n: made[n] if t is None else instance.tensor(t) for n, t in stage.inputs}
+            if stage.host:
+                found = self._on_host(k, stage, feeds)
+            else:
+                found = self._on_device(k, stage, feeds, on_device)
+            made |= zip(stage.outputs, found, strict=True)
+        return made
+
+    def _on_host(self, k: int, stage: Stage, feeds: Mapping[str, Any]) -> list[Any]:
+        if self._made[k] is None:
+            from onnx_fuse.runtime import ort
+
+            with ort.faults(f"what depends on {', '.join(n for n, _ in stage.inputs)}"):
+                self._made[k] = ort.session(stage.model)
+        self._owner.stream.wait("before a stage on onnxruntime")
+        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        found: list[Any] = self._made[k].run(list(stage.outputs), arrays)
+        return found
+
+    def _on_device(
+        self, k: int, stage: Stage, feeds: Mapping[str, Any], on_device: bool
+    ) -> list[Any]:
+        if self._made[k] is None:
+            import onnx
+            import onnx_ir as ir
+
+            model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
+            self._made[k] = self._owner.inner(model)
+        results: list[Any] = self._made[k].run_in_place(
+            list(stage.outputs), feeds, on_device=on_device
+        )
+        return results

@@ -1,0 +1,496 @@
+"""A Program that runs: its memory, its launches, and what goes in and out of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnx_fuse import config
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.direct import Direct
+from onnx_fuse.runtime.hosts import HostCall
+from onnx_fuse.runtime.launches import Launches
+from onnx_fuse.runtime.plan import Plan, aligned
+from onnx_fuse.runtime.schedule import segments
+from onnx_fuse.runtime.staging import Array, Pending, Room
+from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.executable import Executable
+
+ALIGNED = 16
+"""Bytes that an address must be a multiple of, to be read or written in place."""
+VARIANTS = 4
+"""Placements of a shape that have launches of their own, as those of a cache in two places."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run's inputs and outputs stand: an address for each of `Instance.movable`.
+
+    `copied` outputs are made in the instance's own memory and copied from there.
+    """
+
+    where: tuple[int, ...]
+    copied: frozenset[str] = frozenset()
+
+
+@dataclass
+class Variant:
+    """The launches of a Program for one placement; `captured` when they are graphs."""
+
+    where: tuple[int, ...]
+    parts: list[HostCall | Launches]
+    captured: bool = False
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Outputs wanted on the host: the bytes that one copy brings, and what is where in them."""
+
+    start: int
+    nbytes: int
+    names: tuple[str, ...]
+    arriving: tuple[tuple[str, int, Tensor], ...]
+    apart: tuple[Tensor, ...]
+    """Those that stand in memory of their own, and are put beside the others first."""
+
+
+class Instance:
+    """A Program with its memory and launches; its arena is shared with the other shapes'.
+
+    Its inputs and outputs have a home beside the arena's temporaries; `place` moves them. Raises
+    DeviceMemoryError where it finds no room.
+    """
+
+    def __init__(
+        self,
+        owner: Executable,
+        program: Program,
+        layout: Plan,
+        inputs: Mapping[str, DeviceTensor],
+        outputs: Mapping[str, DeviceTensor],
+        before: Instance | None = None,
+    ) -> None:
+        """`inputs` and `outputs` are where the first run finds and leaves them.
+
+        The launches of `before`, of another shape, are taken over where they are alike; it must not
+        run again.
+        """
+        self.owner, self.program, self.plan = owner, program, layout
+        self._say()
+        # until here nothing needs the context, which another thread may still be making
+        known = set() if before is None else set(map(id, before.program.calls))
+        new = (call for call in program.calls if id(call) not in known)
+        jit.compile_all((x for call in new for x in call.launches), owner.hw.arch)
+        device.start(owner.device_id)
+        self.address = owner.weights.of(program, owner.model)
+        self.movable = tuple(
+            b.id for b in program.buffers
+            if b.kind == "output" or (b.kind == "input" and b.id not in self.address)
+        )  # fmt: skip
+        self._lay_out()
+        self.home = Placement(tuple([self.address[b] for b in self.movable]))
+        own = set(self.movable)
+        self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
+        self.outputs = dict(program.outputs)
+        self._in_place = {
+            n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in own
+        }
+        self._fed = tuple(
+            [(n, self._offsets[t.buffer] - self._fed_at, t) for n, t in self.inputs if t.nbytes]
+        )
+        self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
+        self.alive = True
+        """Whether later runs may use it."""
+        self.runs = 0
+        """Runs so far."""
+        self._captures_at = config.CAPTURE.value if config.GRAPH.value else 0
+        self.now = self.placement(inputs, outputs)
+        self.address |= zip(self.movable, self.now.where, strict=True)
+        self._current = self._taken_over(before) or self._variant()
+        self._variants = [self._current]  # the least recently used first
+        self._left: deque[tuple[int, ...]] = deque(maxlen=4 * VARIANTS)
+
+    def _lay_out(self) -> None:
+        """An address for every buffer: the temporaries first, then inputs, then outputs."""
+        owner, program = self.owner, self.program
+        offsets: dict[int, int] = {}
+        total = start = aligned(self.plan.arena)
+        by_id = {b.id: b for b in program.buffers}
+        ends = [by_id[b] for b in self.movable]
+        for b in sorted(ends, key=lambda b: b.kind):  # stable: the copies of each kind are one
+            offsets[b.id] = total
+            total += aligned(b.nbytes)
+        fed = sum(aligned(b.nbytes) for b in ends if b.kind == "input")
+        self._offsets, self._fed_at, self._fed_bytes = offsets, start, fed
+        constants = {b.id: program.constants[b.id] for b in program.buffers if b.kind == "constant"}
+        self._constants = owner.constants.place(constants)
+        self.memory = self._reserve(total)
+        base = self.memory.address
+        owner.stream.clear(base + start, total - start)  # gaps between tensors travel with them
+        self.address |= {b: constant.address for b, constant in self._constants.items()}
+        self.address |= {b: base + at for b, at in self.plan.offsets.items()}
+        self._staged = {b: base + at for b, at in offsets.items()}  # where copies go in and out
+        self.address |= self._staged
+        self._workspaces = {i: base + at for i, at in self.plan.workspaces.items()}
+        self._apart: dict[int, device.Memory] = {}
+        if not config.ARENA.value:
+            self._set_apart()
+
+    def _taken_over(self, before: Instance | None) -> Variant | None:
+        """The launches of `before` for this Program, where they are alike."""
+        cut = segments(self.program)
+        if before is None or len(before._current.parts) != len(cut):
+            return None
+        places, old = self.address, before.address
+        buffers = {b for b, address in places.items() if old.get(b) != address}
+        spaces = {i for i, at in self._workspaces.items() if before._workspaces.get(i) != at}
+        moved = {
+            i
+            for i, call in enumerate(self.program.calls)
+            if i in spaces or any(t.buffer in buffers for _, t in (*call.reads, *call.writes))
+        }
+        for part, segment in zip(before._current.parts, cut, strict=True):
+            if not isinstance(part, Launches) or segment.host:
+                return None
+            if not part.become(segment, self.plan.order, self._pointers, moved):
+                return None
+        return Variant(self.now.where, before._current.parts)
+
+    def _say(self) -> None:
+        """What the variables for debugging ask for."""
+        program = self.program
+        if config.DEBUG.value >= 1:
+            print(f"{len(program.calls)} calls; {self.plan}", file=sys.stderr)
+        if config.DEBUG.value >= 2:
+            print(program, file=sys.stderr)
+        if config.DUMP.value:
+            dump(config.DUMP.value, self.owner, f"{program}\n{self.plan}\n")
+
+    def _reserve(self, nbytes: int) -> device.Memory:
+        try:
+            return self.owner.arena.reserve(nbytes)
+        except device.DeviceMemoryError as error:
+            raise device.DeviceMemoryError(
+                f"{error}; weights and state hold {self.owner.weights.nbytes:,} bytes, this "
+                f"shape's temporaries need {self.plan.arena:,}: lower the batch or sequence "
+                "length, or release_memory() of other sessions"
+            ) from error
+
+    def __str__(self) -> str:
+        fallbacks = "".join(f"on onnxruntime: {f}\n" for f in self.program.fallbacks)
+        weights = sum(b.nbytes for b in self.program.buffers if b.kind == "weight")
+        own = sum(constant.nbytes for constant in self._constants.values())
+        return (
+            f"{self.program}\n{fallbacks}{self.plan}\n"
+            f"the arena of all shapes holds {self.memory.nbytes:,} bytes, this shape's constants "
+            f"{own:,}; weights {weights:,}"
+        )
+
+    def _set_apart(self) -> None:
+        """An allocation for each tensor and each workspace: a checker sees their ends."""
+        kinds = ("input", "output", "constant", "temp")
+        for b in self.program.buffers:
+            if b.kind in kinds and (b.id in self._offsets or b.kind in ("constant", "temp")):
+                memory = self._apart[b.id] = device.Memory(b.nbytes, b.name or "a temporary")
+                if b.kind == "constant" and b.nbytes:
+                    self.owner.stream.move(memory.address, self.address[b.id], b.nbytes)
+                self.address[b.id] = memory.address
+        for i in self._workspaces:
+            self._apart[-1 - i] = device.Memory(self.program.calls[i].workspace, "a workspace")
+            self._workspaces[i] = self._apart[-1 - i].address
+
+    def _pointers(self, i: int, call: Call) -> dict[str, int]:
+        address = self.address
+        pointers = {
+            name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
+            if t.offset
+            else address[t.buffer]
+            for name, t in (*call.reads, *call.writes)
+        }
+        if call.workspace:
+            pointers["workspace"] = self._workspaces[i]
+        return pointers
+
+    # ---- where inputs and outputs stand ----
+
+    def placement(
+        self, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
+    ) -> Placement:
+        """In place what can be: aligned addresses, and outputs that overlap nothing else bound."""
+        if not inputs and not outputs:
+            return self.home
+        where = dict(zip(self.movable, self.home.where, strict=True))
+        used: list[tuple[int, int, str]] = []  # memory of the caller's: from, to, which output
+        for name, tensor in self.inputs:
+            given = inputs.get(name)
+            if given is not None and given.address % ALIGNED == 0:
+                where[tensor.buffer] = given.address
+                used.append((given.address, given.address + given.nbytes, ""))
+        used += [(t.address, t.address + t.nbytes, name) for name, t in outputs.items()]
+        copied = _overlapping(used)
+        for name, target in outputs.items():
+            own = self._in_place.get(name)
+            if own is None or target.address % ALIGNED:
+                copied.add(name)
+            elif name not in copied:
+                where[own.buffer] = target.address
+        return Placement(tuple(where[b] for b in self.movable), frozenset(copied))
+
+    def place(self, placement: Placement) -> None:
+        """Let the next run read and write there.
+
+        Places that come again have launches of their own, up to VARIANTS of them; others take
+        those that were used the longest ago.
+        """
+        where = placement.where
+        if placement is self.now or where == self.now.where:
+            self.now = placement
+            return
+        self._left.append(self.now.where)
+        self.now = placement
+        self.address |= zip(self.movable, where, strict=True)
+        found = next((v for v in self._variants if v.where == where), None)
+        if found is not None:
+            self._variants.remove(found)
+        elif where in self._left and len(self._variants) < VARIANTS:
+            found = self._variant()
+        else:
+            found = self._variants.pop(0)
+            pairs = zip(self.movable, found.where, where, strict=True)
+            moved = [b for b, old, new in pairs if old != new]
+            for part in found.parts:
+                part.move(moved)
+            found.where = where
+        self._variants.append(found)
+        self._current = found
+
+    def _variant(self) -> Variant:
+        """Launches for the present placement."""
+        parts = [
+            HostCall(self, s)
+            if s.host
+            else Launches(s, self.plan.order, self.owner.hw, self._pointers)
+            for s in segments(self.program)
+        ]
+        return Variant(self.now.where, parts)
+
+    @cached_property
+    def direct(self) -> tuple[Direct, Placement] | None:
+        """Host memory that its kernels read and write themselves, where all of it is small."""
+        made = None
+        if not self._apart:
+            made = Direct.of(self.program, dict(self.inputs), self._in_place)
+        if made is None:
+            return None
+        return made, self.placement(*made.places(self.owner.device_id))
+
+    @property
+    def settled(self) -> bool:
+        """Whether it runs as a graph: other addresses then take as long as a small copy."""
+        return self.runs >= self._captures_at > 0
+
+    def all_in_place(self, inputs: Mapping[str, DeviceTensor]) -> bool:
+        """Whether every input is read where the caller has it."""
+        return all(
+            name in inputs and inputs[name].address == self.address[tensor.buffer]
+            for name, tensor in self.inputs
+        )
+
+    # ---- run ----
+
+    def feed(self, feeds: Mapping[str, Any], stream: device.Stream) -> None:
+        """Copy to the inputs' homes what is not read in place."""
+        low = high = 0
+        room = views = None
+        moves = []
+        for name, at, tensor in self._fed:
+            value = feeds[name]
+            if not isinstance(value, np.ndarray):
+                if value.address != self.address[tensor.buffer]:
+                    moves.append((self._staged[tensor.buffer], value.address, tensor.nbytes))
+                continue
+            if views is None:
+                room = self.owner.uploads.take(self._fed_bytes)
+                views, low = room.arrays(self, self._fed), at
+            views[name][...] = value
+            high = at + tensor.nbytes
+        if room is not None:
+            start = self.memory.address + self._fed_at
+            stream.upload(start + low, room.pinned.address + low, high - low)
+            room.passed.record(stream)
+        for move in moves:  # after the arrays' copy, which passes over their homes
+            stream.move(*move)
+        if self._apart:
+            for _, tensor in self.inputs:
+                inside = self.address[tensor.buffer] == self._apart[tensor.buffer].address
+                if tensor.nbytes and inside:
+                    target = self.address[tensor.buffer]
+                    stream.move(target, self._staged[tensor.buffer], tensor.nbytes)
+
+    def launch(self, stream: device.Stream | None = None) -> None:
+        """All between the feeds and the fetches; returns before it is done."""
+        current = self._current
+        if not current.captured:
+            self.runs += 1
+            if self.settled:
+                self.capture()
+        for part in current.parts:
+            part.launch(stream or self.owner.stream)
+
+    def capture(self) -> None:
+        """Run as CUDA graphs from now on."""
+        if self._captures_at:
+            self.runs = max(self.runs, self._captures_at)
+            self._current.captured = True
+            for part in self._current.parts:
+                part.capture(self.owner.stream)
+
+    def profile(self) -> list[tuple[Call, float]]:
+        """Seconds of each kernel call by itself, best of three graphs of 20; state changes."""
+        found = []
+        for i, call in enumerate(self.program.calls):
+            if call.launches:
+                pointers = self._pointers(i, call)
+                bound = [jit.bind(x, pointers, self.owner.hw) for x in call.launches]
+
+                def enqueue(steps: list[jit.Step] = bound) -> None:
+                    for _ in range(20):
+                        for step in steps:
+                            step.enqueue(self.owner.stream.handle)
+
+                graph = self.owner.stream.capture([enqueue])
+                launch = partial(self.owner.stream.launch, graph, "a graph")
+                times = [self.owner.stream.timed(launch, 3) for _ in range(3)]
+                found.append((call, min(times) / 20))
+        return found
+
+    # ---- what comes out ----
+
+    def fetching(self, names: Sequence[str] | None) -> Fetch:
+        """How these outputs (None: all but state) come to the host."""
+        key = None if names is None else tuple(names)
+        if key not in self._fetches:
+            state = self.owner.state
+            wanted = [n for n in self.outputs if n not in state] if names is None else names
+            tensors = {n: t for n, t in self._in_place.items() if n in wanted and t.nbytes}
+            start = min((self._offsets[t.buffer] for t in tensors.values()), default=0)
+            end = max((self._offsets[t.buffer] + t.nbytes for t in tensors.values()), default=0)
+            self._fetches[key] = Fetch(
+                start,
+                end - start,
+                tuple(wanted),
+                tuple((n, self._offsets[t.buffer] - start, t) for n, t in tensors.items()),
+                tuple(t for t in tensors.values() if t.buffer in self._apart),
+            )
+        return self._fetches[key]
+
+    def download(self, fetch: Fetch, stream: device.Stream) -> Room | None:
+        """Start copying outputs that stand at home to the host."""
+        if not fetch.nbytes:
+            return None
+        room = self.owner.downloads.take(fetch.nbytes)
+        for tensor in fetch.apart:
+            home = self._apart[tensor.buffer].address
+            stream.move(self._staged[tensor.buffer], home, tensor.nbytes)
+        stream.download(room.pinned.address, self.memory.address + fetch.start, fetch.nbytes)
+        return room
+
+    def arrays(
+        self, fetch: Fetch, room: Room | None, later: Mapping[str, Any] | None = None
+    ) -> list[Array]:
+        """Copies of the outputs, which have arrived in `room`; those `later` stages made."""
+        if room is None:
+            return self.copies(fetch, {}, later)
+        found = self.copies(fetch, room.arrays(fetch, fetch.arriving), later)
+        self.owner.downloads.give(room)
+        return found
+
+    def copies(
+        self, fetch: Fetch, views: Mapping[str, Array], later: Mapping[str, Any] | None = None
+    ) -> list[Array]:
+        """The outputs that `views` shows, copied; those known otherwise."""
+        found: list[Array] = []
+        for name in fetch.names:
+            view = views.get(name)
+            found.append(view.copy() if view is not None else self._known(name, later or {}))
+        return found
+
+    def _known(self, name: str, later: Mapping[str, Any]) -> Array:
+        """An output that lowering knew, or has no elements; a state; one of a later stage."""
+        value = self.outputs[name]
+        if value is None:
+            made: Array = later[name]
+            return made
+        if not isinstance(value, Tensor):
+            return value.copy()
+        if name in self.owner.state:
+            return self.owner.weights.read(self.owner.state[name])
+        return np.empty(value.shape, dtype_of(value.dtype))
+
+    def send(self, fetch: Fetch, stream: device.Stream) -> Pending:
+        """Outputs on their way to the host, which nobody waits for yet."""
+        room = self.download(fetch, stream)
+        if room is None:
+            wait = partial(stream.wait, self.describe())
+        else:
+            room.passed.record(stream)
+            wait = partial(self._arrived, room)
+        return Pending(fetch.names, wait, partial(self.arrays, fetch, room))
+
+    def _arrived(self, room: Room) -> None:
+        device.start(self.owner.device_id)
+        room.passed.wait(self.describe())
+
+    def copy_out(self, name: str, target: DeviceTensor, stream: device.Stream) -> None:
+        """Copy an output that stands at home, or is a state's tensor, to GPU memory."""
+        value = self.outputs[name]
+        assert isinstance(value, Tensor)
+        if value.nbytes:
+            stream.move(target.address, self.address[value.buffer], value.nbytes)
+
+    def tensor(self, tensor: Tensor) -> DeviceTensor:
+        """A tensor of this program as a feed of another."""
+        address = self.address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
+        return DeviceTensor(address, tensor.shape, tensor.dtype, self.owner.device_id, self)
+
+    def describe(self) -> str:
+        """What runs, for messages."""
+        return f"running a program of {len(self.program.calls)} calls"
+
+
+def _overlapping(used: list[tuple[int, int, str]]) -> set[str]:
+    """The names of pieces of memory (from, to, name) that share bytes with another piece."""
+    found: set[str] = set()
+    end, widest = 0, ""
+    for low, high, name in sorted(used):
+        if low < min(end, high):
+            found |= {name, widest}
+        if high > end:
+            end, widest = high, name
+    return found - {""}
+
+
+_NUMBERS = itertools.count(1)
+
+
+def dump(folder: Path, owner: Executable, program: str) -> None:
+    """The fused model and the program of one shape, under the next free number."""
+    from onnx_fuse.onnx.save import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    number = next(n for n in _NUMBERS if not (folder / f"{n:02d}.program.txt").exists())
+    save(owner.model, folder / f"{number:02d}.model.onnx")
+    (folder / f"{number:02d}.program.txt").write_text(program)

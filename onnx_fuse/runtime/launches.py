@@ -1,0 +1,160 @@
+"""The launches of a run of kernel calls: enqueued one by one at first, later as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from onnx_fuse import config
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Call
+from onnx_fuse.problem import Hardware
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.schedule import Order, Segment, along_rows
+
+Pointers = Callable[[int, Call], Mapping[str, int]]
+"""(number of a call, call) -> the addresses of its operands by name, as they are now."""
+
+
+class Launches:
+    """A segment's launches with their addresses, which may change between runs.
+
+    Enqueued one by one they keep the order of the program; a graph keeps to `order` alone. Raises
+    DeviceError, which names the call, where a launch is refused.
+    """
+
+    def __init__(self, segment: Segment, order: Order, hw: Hardware, pointers: Pointers) -> None:
+        self._segment, self._order, self._hw, self._pointers = segment, order, hw, pointers
+        self._graph: device.Graph | None = None
+        self._what = ""
+        self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
+        self._steps: list[jit.Step] = []
+        self._calls: list[int] = []  # of each step, the number of its call in the segment
+        call = segment.calls[0]
+        try:
+            for i, call in enumerate(segment.calls):
+                addresses = pointers(segment.first + i, call)
+                for launch in call.launches:
+                    self._steps.append(jit.bind(launch, addresses, hw))
+                    self._calls.append(i)
+        except DeviceError as error:
+            raise DeviceError(f"{_label(call)}: {error}") from error
+        self._users: dict[int, list[int]] | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether they are enqueued one by one."""
+        return self._graph is None
+
+    def become(
+        self, segment: Segment, order: Order, pointers: Pointers, moved: Collection[int]
+    ) -> bool:
+        """Be those of another Program's segment; False, and as before, where calls differ too much.
+
+        `moved` are the calls with an operand or a workspace elsewhere than in the Program so far;
+        a call that is the very same, and not among them, needs nothing.
+        """
+        old = self._segment
+        if not self.direct or segment.first != old.first or len(segment.calls) != len(old.calls):
+            return False
+        if any(
+            len(new.launches) != len(call.launches)
+            for new, call in zip(segment.calls, old.calls, strict=True)
+        ):
+            return False
+        self._segment, self._order, self._pointers, self._users = segment, order, pointers, None
+        k = 0
+        for i, call in enumerate(segment.calls):
+            if call is old.calls[i] and segment.first + i not in moved:
+                k += len(call.launches)
+                continue
+            addresses = pointers(segment.first + i, call)
+            for launch in call.launches:
+                step = self._steps[k]
+                if not (isinstance(step, jit.Bound) and step.become(launch, addresses)):
+                    self._steps[k] = jit.bind(launch, addresses, self._hw)
+                k += 1
+        return True
+
+    def launch(self, stream: device.Stream) -> None:
+        """Enqueue all; returns before it is done."""
+        if self._graph is not None:
+            stream.launch(self._graph, self._what)
+            return
+        for k in range(len(self._steps)):
+            self._enqueue(k, stream)
+
+    def _enqueue(self, k: int, stream: device.Stream) -> None:
+        try:
+            self._steps[k].enqueue(stream.handle)
+            if self._watched:
+                stream.wait("after its launch")
+        except DeviceError as error:
+            call = self._segment.calls[self._calls[k]]
+            entry = call.launches[k - self._calls.index(self._calls[k])].entry
+            raise DeviceError(f"{_label(call)} {entry}: {error}") from error
+
+    def move(self, buffers: Collection[int]) -> None:
+        """Take the addresses of these buffers anew, for the launches from now on."""
+        if self._users is None:
+            users = defaultdict(list)
+            for k, i in enumerate(self._calls):
+                call = self._segment.calls[i]
+                for b in {t.buffer for _, t in (*call.reads, *call.writes)}:
+                    users[b].append(k)
+            self._users = dict(users)
+        for k in sorted({k for b in buffers for k in self._users.get(b, ())}):
+            i, step = self._calls[k], self._steps[k]
+            step.place(self._pointers(self._segment.first + i, self._segment.calls[i]))
+            if self._graph is None:
+                continue
+            if isinstance(step, jit.Bound):
+                self._graph.update(k, step.arguments)
+            else:  # which nodes a library's call has made is not known: one by one again
+                self._graph = None
+
+    def capture(self, stream: device.Stream) -> None:
+        """From now on one graph: launching it takes the host half the time of a single launch."""
+        if self._graph is not None or not self._steps:
+            return
+        after: list[list[int]] = []
+        last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
+        of: dict[int, list[int]] = defaultdict(list)
+        for k, i in enumerate(self._calls):
+            of[i].append(k)
+        for i in range(len(self._segment.calls)):
+            number = self._segment.first + i
+            heads = [k for c in self._order.after[number] for k in last.get(c, ())]
+            for k in of[i]:
+                after.append(list(dict.fromkeys(heads)))
+                heads = [k]
+            last[number] = heads
+        steps = [partial(self._enqueue, k, stream) for k in range(len(self._steps))]
+        self._what = f"a graph of {len(steps)} launches"
+        if not self._aside():
+            self._graph = stream.capture(steps)
+            return
+        waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
+        early = along_rows(after) if waits else [False] * len(after)
+        before = [step.early for step in self._steps]
+        for step in self._steps:
+            step.early = False  # the graph's edges say it
+        try:
+            self._graph = stream.capture(steps, after, early)
+        finally:
+            for step, value in zip(self._steps, before, strict=True):
+                step.early = value
+
+    def _aside(self) -> bool:
+        """Whether calls may run side by side, and no kernel counts on a single launch before it."""
+        after, first, calls = self._order.after, self._segment.first, self._segment.calls
+        free = any(i - 1 not in after[i] for i in range(first + 1, first + len(calls)))
+        launches = [launch for call in calls for launch in call.launches]
+        plain = all(x.product is None and not x.cooperative for x in launches)
+        return free and plain and all(jit.waits_first(x.source) for x in launches)
+
+
+def _label(call: Call) -> str:
+    return f"{call.kernel} ({', '.join(call.nodes[:3])}): {call.problem or ''}"

@@ -1,0 +1,90 @@
+"""The device memory that an Executable's shapes share: the arena, and constants by content."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.plan import aligned
+
+DOUBLES = 256 << 20
+"""Bytes up to which an arena that has become too small is doubled."""
+
+
+class Arena:
+    """One block that the runs of all shapes use in turn: they follow each other in one stream.
+
+    `retire` makes those that use a block let go of it, before a larger one takes its place.
+    """
+
+    def __init__(self, pool: device.Pool, retire: Callable[[], None]) -> None:
+        self._pool, self._retire = pool, retire
+        self.block: device.Memory | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self.block is None else self.block.nbytes
+
+    def reserve(self, nbytes: int) -> device.Memory:
+        """A block of at least so many bytes: that of before, or a larger one instead of it.
+
+        Raises DeviceMemoryError; the block of before is gone then.
+        """
+        if self.block is None or self.block.nbytes < nbytes:
+            held = self.nbytes
+            self._retire()
+            self.block = None
+            wanted = max(nbytes, min(2 * held, DOUBLES), 5 * held // 4)
+            wanted = -(-wanted // (2 << 20)) * (2 << 20)
+            self.block = self._pool.take(wanted, "the arena")
+        return self.block
+
+    def release(self) -> None:
+        """Give the block back."""
+        self.block = None
+
+
+class Constant:
+    """An array on the device, in a block that its neighbours keep too."""
+
+    def __init__(self, block: device.Memory, address: int, nbytes: int) -> None:
+        self._block, self.address, self.nbytes = block, address, nbytes
+
+
+class Constants:
+    """What Programs know at lowering, uploaded once for all shapes that have it."""
+
+    def __init__(self, pool: device.Pool, stream: device.Stream) -> None:
+        self._pool, self._stream = pool, stream
+        self._kept: weakref.WeakValueDictionary[bytes, Constant] = weakref.WeakValueDictionary()
+
+    def place(self, arrays: Mapping[int, np.ndarray]) -> dict[int, Constant]:
+        """A Constant for each array of at least one byte; it stays while somebody holds it."""
+        found: dict[int, Constant] = {}
+        new: dict[bytes, tuple[bytes, list[int]]] = {}
+        for number, array in arrays.items():
+            content = array.tobytes()
+            key = hashlib.blake2b(content, digest_size=20).digest()
+            kept = self._kept.get(key)
+            if kept is not None:
+                found[number] = kept
+            elif content:
+                new.setdefault(key, (content, []))[1].append(number)
+        if not new:
+            return found
+        total = sum(aligned(len(content)) for content, _ in new.values())
+        block = self._pool.take(total, f"{len(new)} constants")
+        at, pieces = block.address, []
+        for key, (content, numbers) in new.items():
+            made = self._kept[key] = Constant(block, at, len(content))
+            found |= dict.fromkeys(numbers, made)
+            pieces.append(content.ljust(aligned(len(content)), b"\0"))
+            at += len(pieces[-1])
+        staged = np.frombuffer(b"".join(pieces), np.uint8)
+        self._stream.upload(block.address, staged.ctypes.data, total)
+        return found

@@ -1,0 +1,131 @@
+"""Pinned host memory between arrays and the GPU: feeds on their way there, outputs on theirs back.
+
+One copy each way a run: an instance's inputs stand side by side, and so do its outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.llir import Tensor
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.tensor import dtype_of
+
+Array = np.ndarray[Any, Any]
+SENT = 8
+"""Runs whose outputs may be on their way to the host unasked; one more waits for the oldest."""
+
+
+@dataclass
+class Room:
+    """Pinned memory that one copy at a time goes through, and the arrays that its user sees in it.
+
+    `passed` is the end of the copy.
+    """
+
+    pinned: device.Pinned
+    passed: device.Event
+    views: dict[str, Array] = field(default_factory=dict)
+    seen_by: object = None
+
+    def arrays(self, user: object, places: Sequence[tuple[str, int, Tensor]]) -> dict[str, Array]:
+        """The room as tensors of `user`, by name, each so many bytes from its start."""
+        if self.seen_by is not user:
+            raw = self.pinned.array
+            self.views = {
+                name: raw[at : at + t.nbytes].view(dtype_of(t.dtype)).reshape(t.shape)
+                for name, at, t in places
+            }
+            self.seen_by = user
+        return self.views
+
+
+def _room(nbytes: int) -> Room:
+    # twice what is asked for: the next shapes may be larger, and pinning takes a while
+    return Room(device.Pinned(max(4096, 2 * nbytes)), device.Event())
+
+
+class Uploads:
+    """Two rooms for feeds: one is filled while the other is read."""
+
+    def __init__(self) -> None:
+        self._rooms: deque[Room] = deque()
+
+    def take(self, nbytes: int) -> Room:
+        """A room that nothing reads any more."""
+        while self._rooms:
+            room = self._rooms[0]  # whose upload began before the other's
+            if len(self._rooms) < 2 and not room.passed.passed():
+                break
+            room.passed.wait("uploading feeds")
+            if len(room.pinned.array) >= nbytes:
+                self._rooms.rotate(-1)
+                return room
+            self._rooms.popleft()
+        self._rooms.append(_room(nbytes))
+        return self._rooms[-1]
+
+
+class Downloads:
+    """Rooms for outputs, each taken until its outputs have been read; any number of threads."""
+
+    def __init__(self) -> None:
+        self._free: deque[Room] = deque()
+        self._sent: deque[Pending] = deque()
+
+    def take(self, nbytes: int) -> Room:
+        """A room of at least so many bytes."""
+        try:
+            room = self._free.popleft()
+        except IndexError:
+            return _room(nbytes)
+        return room if len(room.pinned.array) >= nbytes else _room(nbytes)
+
+    def give(self, room: Room) -> None:
+        """Take back a room whose outputs have been read."""
+        self._free.append(room)
+
+    def follow(self, pending: Pending) -> None:
+        """Bound the runs that are under way unasked."""
+        self._sent = deque(p for p in self._sent if not p.done)
+        while len(self._sent) >= SENT:
+            self._sent.popleft().result()
+        self._sent.append(pending)
+
+
+class Pending:
+    """Outputs of a run, by `names`, that are on their way to the host.
+
+    `read` answers them once `wait` has, which raises DeviceError where a kernel failed.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        wait: Callable[[], None],
+        read: Callable[[], list[Array]],
+    ) -> None:
+        self.names = list(names)
+        self._wait, self._read = wait, read
+        self._lock = threading.Lock()
+        self._values: list[Array] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether somebody has waited for them."""
+        return self._values is not None
+
+    def result(self) -> list[Array]:
+        """The outputs, after waiting for them. Raises DeviceError where a kernel failed."""
+        with self._lock:
+            if self._values is None:
+                self._wait()
+                self._values = self._read()
+                del self._wait, self._read
+        return self._values

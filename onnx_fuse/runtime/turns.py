@@ -1,0 +1,49 @@
+"""An Executable's own stream and those of its callers: one run after another in any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.runtime import device
+
+
+class Turns:
+    """Runs in callers' streams among those in `own`: each comes after the one before.
+
+    Nothing is recorded or waited for between two runs of one stream.
+    """
+
+    def __init__(self, own: device.Stream) -> None:
+        self._own, self._end = own, device.Event()
+        self._streams: dict[int, device.Stream] = {}
+        self._last: device.Stream | None = None
+
+    def stream(self, given: Any) -> device.Stream:
+        """The stream that a caller names: a handle, or an object with `__cuda_stream__`."""
+        if hasattr(given, "__cuda_stream__"):
+            given = given.__cuda_stream__()[1]
+        if not isinstance(given, int):
+            raise UsageError(
+                f"a stream is an int handle or has __cuda_stream__, which {given!r} has not"
+            )
+        found = self._streams.get(given)
+        if found is None:
+            found = self._streams[given] = device.Stream(given)
+        return found
+
+    def enter(self, stream: device.Stream) -> None:
+        """What `stream` is given next comes after all runs before."""
+        own = self._own
+        if stream is own:
+            own.catch_up()
+        elif own.behind is not self._end or self._last is not stream:
+            own.catch_up()
+            own.before(stream)
+        self._last = stream
+
+    def leave(self, stream: device.Stream) -> None:
+        """What other streams are given from now on comes after this run."""
+        if stream is not self._own:
+            self._end.record(stream)
+            self._own.behind = self._end

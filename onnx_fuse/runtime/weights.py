@@ -1,0 +1,99 @@
+"""Weights and states on the device: outside every arena, by name, shared by all shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.llir import Program, Tensor, dense_strides
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.plan import aligned
+from onnx_fuse.runtime.tensor import dtype_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+RANDOM = "random"
+"""Where the random generator's state stands."""
+
+
+class Weights:
+    """The tensors of `resident`: name -> (shape and type, address); `home`'s are there too."""
+
+    def __init__(
+        self, stream: device.Stream, device_id: int, home: Weights | None = None, seed: int = 0
+    ) -> None:
+        self._stream, self._device_id, self._seed = stream, device_id, seed
+        self.resident: dict[str, tuple[Tensor, int]] = dict(home.resident if home else {})
+        self.resident.pop(RANDOM, None)  # each has its own
+        self._blocks: list[device.Memory] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this one has put on the device."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def of(self, program: Program, model: ir.Model) -> dict[int, int]:
+        """Buffer -> address of the program's weights and states, which are put there if need be."""
+        arrays = {}
+        for b in program.buffers:
+            if b.name in self.resident:
+                continue
+            if b.kind == "weight" and b.id in program.constants:  # made of others at lowering
+                arrays[b.name] = program.constants[b.id]
+            elif b.kind == "weight":
+                value = model.graph.initializers[b.name].const_value
+                assert value is not None
+                arrays[b.name] = value.numpy()
+            elif b.kind == "random":
+                arrays[b.name] = np.array([self._seed, 0], np.uint64)
+        if arrays:
+            self.place(arrays)
+        return {
+            b.id: self.resident[b.name][1]
+            for b in program.buffers
+            if b.kind in ("input", "weight", "random") and b.name in self.resident
+        }
+
+    def place(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put arrays on the device under their names, in one allocation."""
+        device.start(self._device_id)
+        sizes = {name: aligned(array.nbytes) for name, array in arrays.items()}
+        block = device.Memory(sum(sizes.values()), f"{len(arrays)} weights")
+        self._blocks.append(block)
+        at = block.address
+        for name, array in arrays.items():
+            dense = np.asarray(array, order="C")  # keeps a scalar one
+            tensor = Tensor(-1, dense.dtype.name, dense.shape, dense_strides(dense.shape))
+            self.resident[name] = (tensor, at)
+            if dense.nbytes:
+                self._stream.upload(at, dense.ctypes.data, dense.nbytes)
+                self._stream.wait(f"uploading {name}")
+            at += sizes[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """The present value of a weight or state."""
+        device.start(self._device_id)
+        tensor, address = self.resident[name]
+        array = np.empty(tensor.shape, dtype_of(tensor.dtype))
+        self._stream.catch_up()
+        if array.nbytes:
+            self._stream.download(array.ctypes.data, address, array.nbytes)
+        self._stream.wait(f"reading {name}")
+        return array
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Replace a weight or state; shape and dtype stay."""
+        device.start(self._device_id)
+        tensor, address = self.resident[name]
+        dense = np.asarray(array, order="C")  # keeps a scalar one
+        if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
+            given = f"{dense.dtype}{list(dense.shape)}"
+            raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {given}")
+        self._stream.catch_up()
+        if dense.nbytes:
+            self._stream.upload(address, dense.ctypes.data, dense.nbytes)
+        self._stream.wait(f"writing {name}")

@@ -1,0 +1,258 @@
+"""A GPU made of host memory: the driver's calls that the runtime makes, and kernels run by NumPy.
+
+`FakeGpu.use(monkeypatch)` puts it under `runtime.device` and `kernels.jit`. Work is done where it
+is enqueued, so what comes too early in the code reads what is not there yet: memory begins as 0xA5.
+A captured launch is kept with the arguments it had, and replayed; `update` gives it others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import interpret
+import numpy as np
+import pytest
+
+from onnx_fuse.kernels import arguments, jit
+from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.problem import CHIPS, Hardware, Launch, Ptr
+from onnx_fuse.runtime import device, executable
+from onnx_fuse.runtime.tensor import dtype_of
+
+
+class _Kinds:
+    """Any enumeration of the driver's."""
+
+    def __getattr__(self, name: str) -> int:
+        return 1
+
+
+class FakeGpu:
+    """The module cuda.bindings.driver, as far as it is used; `counts` says how often what was."""
+
+    CUstream = staticmethod(int)
+    cuuint64_t = staticmethod(int)
+    CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
+    CUgraphEdgeData = SimpleNamespace
+    CUmemPoolProps = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.order: list[tuple[Any, ...]] = []
+        """Launches, copies, records and waits, each with its stream, in the order they came; "done"
+        and "passed" are the host's own waits for a stream and an event."""
+        self._numbers = itertools.count(100)
+        self._memory: dict[int, Any] = {}
+        self._calls: dict[int, Call] = {}  # by the identity of their first launch
+        self._launches: dict[int, Launch] = {}
+        self._capture: list[list[Any]] | None = None
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+        """Run what comes on this."""
+        lowered = executable.Executable.program
+
+        def program(runner: executable.Executable, *given: Any) -> Program:
+            found = lowered(runner, *given)
+            for call in found.calls:
+                for launch in call.launches:
+                    self._calls[id(launch)], self._launches[id(launch)] = call, launch
+            return found
+
+        monkeypatch.setattr(device, "bindings", lambda: self)
+        monkeypatch.setattr(device, "start", lambda device_id=0: None)
+        monkeypatch.setattr(device, "probe", lambda device_id=0: None)
+        monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, _=0: CHIPS["H200"]))
+        monkeypatch.setattr(jit, "_driver", lambda: self)
+        monkeypatch.setattr(jit, "_kernel", self._kernel)
+        become = jit.Bound.become
+
+        def became(step: jit.Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
+            found = become(step, launch, pointers)
+            step._kernel = id(step.launch)
+            return found
+
+        monkeypatch.setattr(jit.Bound, "become", became)
+        monkeypatch.setattr(jit, "_settings", lambda *given: given[-1])
+        monkeypatch.setattr(jit, "compile_all", lambda launches, arch: None)
+        monkeypatch.setattr(executable.Executable, "program", program)
+        monkeypatch.setattr(
+            arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
+        )
+        return self
+
+    def _kernel(self, launch: Launch, arch: str) -> int:
+        self.counts["kernels"] += 1
+        return id(launch)
+
+    def __getattr__(self, name: str) -> Any:
+        """A call that always succeeds, with a new handle; or an enumeration."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not name.startswith("cu"):
+            return _Kinds()
+
+        def call(*given: Any) -> tuple[Any, ...]:
+            self.counts[name] += 1
+            return 0, next(self._numbers)
+
+        return call
+
+    # ---- memory ----
+
+    def _new(self, nbytes: int) -> tuple[int, int]:
+        raw = np.full(nbytes + 256, 0xA5, np.uint8)
+        address = -(-raw.ctypes.data // 256) * 256
+        self._memory[address] = raw
+        return 0, address
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
+        self.counts["cuMemAlloc"] += 1
+        return self._new(nbytes)
+
+    def cuMemAllocHost(self, nbytes: int) -> tuple[int, int]:
+        self.counts["cuMemAllocHost"] += 1
+        return self._new(nbytes)
+
+    def cuMemAllocFromPoolAsync(self, nbytes: int, pool: int, stream: int) -> tuple[int, int]:
+        self.counts["cuMemAllocFromPoolAsync"] += 1
+        return self._new(nbytes)
+
+    def cuMemFree(self, address: int) -> tuple[int]:
+        # stays readable, as something else: what uses it after its end is wrong, not a crash
+        self._memory[address][...] = 0x5A
+        return (0,)
+
+    cuMemFreeHost = cuMemFree
+
+    def cuMemFreeAsync(self, address: int, stream: int) -> tuple[int]:
+        self.counts["cuMemFreeAsync"] += 1
+        return self.cuMemFree(address)
+
+    def _copy(self, name: str, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+        self.counts[name] += 1
+        self.order.append((name, stream))
+        ctypes.memmove(target, source, nbytes)
+        return (0,)
+
+    def cuMemcpyHtoDAsync(self, *given: int) -> tuple[int]:
+        return self._copy("cuMemcpyHtoDAsync", *given)
+
+    def cuMemcpyDtoHAsync(self, *given: int) -> tuple[int]:
+        return self._copy("cuMemcpyDtoHAsync", *given)
+
+    def cuMemcpyDtoDAsync(self, *given: int) -> tuple[int]:
+        return self._copy("cuMemcpyDtoDAsync", *given)
+
+    def cuMemcpyDtoH(self, target: int, source: int, nbytes: int) -> tuple[int]:
+        self.counts["cuMemcpyDtoH"] += 1
+        ctypes.memmove(target, source, nbytes)
+        return (0,)
+
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: int) -> tuple[int]:
+        ctypes.memset(address, value, nbytes)
+        return (0,)
+
+    # ---- streams and events ----
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[int]:
+        self.counts["cuStreamSynchronize"] += 1
+        self.order.append(("done", stream))
+        return (0,)
+
+    def cuEventSynchronize(self, event: int) -> tuple[int]:
+        self.counts["cuEventSynchronize"] += 1
+        self.order.append(("passed", 0, event))
+        return (0,)
+
+    def cuEventQuery(self, event: int) -> tuple[int]:
+        return (0,)
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
+        self.counts["cuEventRecord"] += 1
+        self.order.append(("record", stream, event))
+        return (0,)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
+        self.counts["cuStreamWaitEvent"] += 1
+        self.order.append(("wait", stream, event))
+        return (0,)
+
+    # ---- launches and graphs ----
+
+    def _operands(self, kernel: int, place: int) -> dict[str, int]:
+        """Name -> address, from the arguments as a kernel would read them."""
+        launch, found = self._launches[kernel], {}
+        slots = (ctypes.c_uint64 * len(launch.args)).from_address(place)
+        for arg, slot in zip(launch.args, slots, strict=True):
+            if isinstance(arg, Ptr):
+                value = ctypes.c_uint64.from_address(slot).value
+                if value:
+                    found[arg.name] = value - arg.offset
+        return found
+
+    def cuLaunchKernelEx(self, stream: int, kernel: int, place: int, extra: int) -> tuple[int]:
+        operands = self._operands(kernel, place)
+        if self._capture is not None:
+            self._capture.append([kernel, operands])
+            return (0,)
+        self.counts["cuLaunchKernelEx"] += 1
+        self.order.append(("launch", stream))
+        self._run(kernel, operands)
+        return (0,)
+
+    def _run(self, kernel: int, operands: Mapping[str, int]) -> None:
+        call = self._calls[kernel]
+
+        def view(name: str, t: Tensor) -> np.ndarray:
+            """The operand where the launch has it; its Ptr may stand for the tensor's start."""
+            dtype = dtype_of(t.dtype)
+            reach = 1 + sum((d - 1) * s for d, s in zip(t.shape, t.strides, strict=True))
+            raw = (ctypes.c_uint8 * (reach * dtype.itemsize)).from_address(operands[name])
+            strides = [s * dtype.itemsize for s in t.strides]
+            flat = np.frombuffer(raw, dtype)
+            return np.lib.stride_tricks.as_strided(flat, t.shape, strides, writeable=True)
+
+        reads = {name: view(name, t).copy() for name, t in call.reads}
+        assert call.expression is not None, call.kernel
+        writes = [t for _, t in call.writes]
+        results = interpret._evaluate(call.expression, list(reads.values()), writes)
+        for (name, t), result in zip(call.writes, results, strict=True):
+            view(name, t)[...] = result
+
+    def cuStreamBeginCapture(self, stream: int, mode: Any) -> tuple[int]:
+        self._capture = []
+        return (0,)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        assert self._capture is not None
+        return 0, 1, 2, 3, [len(self._capture) - 1]
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[int, Any]:
+        self.counts["capture"] += 1
+        found, self._capture = self._capture, None
+        return 0, found
+
+    def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
+        return 0, graph
+
+    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[int, Any]:
+        return 0, SimpleNamespace(kernelParams=0)
+
+    def cuGraphExecKernelNodeSetParams(
+        self, graph: list[list[Any]], node: int, params: Any
+    ) -> tuple[int]:
+        self.counts["update"] += 1
+        graph[node][1] = self._operands(graph[node][0], params.kernelParams)
+        return (0,)
+
+    def cuGraphLaunch(self, graph: Sequence[Sequence[Any]], stream: int) -> tuple[int]:
+        self.counts["cuGraphLaunch"] += 1
+        self.order.append(("launch", stream))
+        for kernel, operands in graph:
+            self._run(kernel, operands)
+        return (0,)
