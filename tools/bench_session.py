@@ -1,0 +1,418 @@
+"""What a user of InferenceSession waits for, beside torch where it is installed, on one GPU.
+
+    python tools/bench_session.py [--only NAME ...] [--json FILE]
+
+Each row is printed as it is measured: host time of a run of a small layer, a large layer bound in
+place back to back, BERT-base at one length and at lengths never seen, GPT-2 token by token with a
+growing and a fixed cache, and the start of a process. Models have random weights (models/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+
+Row = tuple[str, str, float, float | None]
+"""(what, unit, ours, torch's)."""
+
+
+def torch() -> Any:
+    """torch where it is installed and sees the GPU."""
+    try:
+        import torch as found
+    except ImportError:
+        return None
+    return found if found.cuda.is_available() else None
+
+
+def each(work: Callable[[], object], repeats: int, rounds: int = 7) -> float:
+    """Microseconds of one call: the median of rounds of so many."""
+    work()
+    found = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        found.append((time.perf_counter() - started) / repeats * 1e6)
+    return median(found)
+
+
+def linear(k: int, n: int, *, norm: bool = False, half: str = "") -> Any:
+    """[LayerNorm and] Linear of [N, k], as an exporter writes it: a ModelProto."""
+    import ml_dtypes
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng = np.random.default_rng(0)
+    dtype = ml_dtypes.bfloat16 if half else np.float32
+    kind = TensorProto.BFLOAT16 if half else TensorProto.FLOAT
+    arrays = {
+        "g": np.ones(k, dtype), "b": np.zeros(k, dtype), "c": np.zeros(n, dtype),
+        "w": (rng.standard_normal((k, n)) / k**0.5).astype(dtype),
+    }  # fmt: skip
+    nodes = [helper.make_node("LayerNormalization", ["x", "g", "b"], ["h"])] if norm else []
+    nodes += [
+        helper.make_node("MatMul", ["h" if norm else "x", "w"], ["p"]),
+        helper.make_node("Add", ["p", "c"], ["y"]),
+    ]
+    used = {name for node in nodes for name in node.input}
+    graph = helper.make_graph(
+        nodes,
+        "layer",
+        [helper.make_tensor_value_info("x", kind, ["N", k])],
+        [helper.make_tensor_value_info("y", kind, ["N", n])],
+        [numpy_helper.from_array(a, name) for name, a in arrays.items() if name in used],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+class Places:
+    """GPU memory that a binding names by address."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def new(self, nbytes: int) -> int:
+        from onnx_fuse.runtime import device
+
+        device.start()
+        self.kept.append(device.Memory(nbytes, "a place"))
+        return int(self.kept[-1].address)
+
+
+def bound(session: Any, places: Places, **ends: tuple[Any, tuple[int, ...], int]) -> Any:
+    """A binding of each input and output by name: (type, shape, address or 0)."""
+    import numpy as np
+
+    binding = session.io_binding()
+    inputs = {end.name for end in session.get_inputs()}
+    for name, (kind, shape, address) in ends.items():
+        size = int(np.prod(shape)) * np.dtype(kind).itemsize
+        place = address or places.new(size)
+        bind = binding.bind_input if name in inputs else binding.bind_output
+        bind(name, "cuda", 0, kind, shape, place)
+    return binding
+
+
+def small(_: argparse.Namespace) -> Iterator[Row]:
+    """Host time of a run of a 64 x 64 Linear."""
+    import numpy as np
+
+    from onnx_fuse import InferenceSession
+
+    session, places = InferenceSession(linear(64, 64), device="cuda"), Places()
+    x = np.ones((64, 64), np.float32)
+    kind = (np.float32, (64, 64), 0)
+    binding = bound(session, places, x=kind, y=kind)
+
+    def asynchronous() -> None:
+        session.run_with_iobinding(binding, synchronize=False)
+
+    t = torch()
+    theirs: list[float | None] = [None, None, None]
+    if t is not None:
+        layer = t.nn.Linear(64, 64, device="cuda")
+        given = t.ones(64, 64, device="cuda")
+        with t.no_grad():
+
+            def waited() -> None:
+                layer(given)
+                t.cuda.synchronize()
+
+            theirs[0] = each(waited, 300)
+            theirs[1] = each(lambda: layer(given), 300)
+            t.cuda.synchronize()
+            theirs[2] = each(lambda: layer(t.from_numpy(x).cuda()).cpu().numpy(), 300)
+    for _ in range(5):
+        session.run_with_iobinding(binding)
+    yield "64x64 Linear, bound, synchronous", "us", *_pair(
+        each(lambda: session.run_with_iobinding(binding), 1000), theirs[0])  # fmt: skip
+    found = each(asynchronous, 300)
+    binding.synchronize_outputs()
+    yield "64x64 Linear, bound, asynchronous", "us", *_pair(found, theirs[1])
+    yield "64x64 Linear, NumPy feeds", "us", *_pair(
+        each(lambda: session.run(None, {"x": x}), 1000), theirs[2])  # fmt: skip
+    (y,) = session.run(None, {"x": x})
+    assert np.isfinite(y).all()
+
+
+def _pair(ours: float, theirs: float | None) -> tuple[float, float | None]:
+    return ours, theirs
+
+
+def large(_: argparse.Namespace) -> Iterator[Row]:
+    """LayerNorm+Linear in bf16, bound in place and back to back, against torch's bare Linear."""
+    import ml_dtypes
+
+    from onnx_fuse import InferenceSession
+
+    t = torch()
+    for m, k, n in ((8192, 768, 3072), (512, 768, 3072), (16, 4096, 4096)):
+        session = InferenceSession(linear(k, n, norm=True, half="bf16"), device="cuda")
+        kind = ml_dtypes.bfloat16
+        places = Places()
+        binding = bound(session, places, x=(kind, (m, k), 0), y=(kind, (m, n), 0))
+        theirs = None
+        arms: list[Callable[[], object]] = []
+
+        def ours(session: Any = session, binding: Any = binding) -> None:
+            session.run_with_iobinding(binding, synchronize=False)
+
+        arms.append(ours)
+        if t is not None:
+            x = t.randn(m, k, device="cuda", dtype=t.bfloat16)
+            w, c = t.randn(n, k, device="cuda", dtype=t.bfloat16), t.zeros(n, device="cuda")
+            c = c.bfloat16()
+            arms.append(lambda x=x, w=w, c=c: t.nn.functional.linear(x, w, c))
+        for _ in range(5):
+            session.run_with_iobinding(binding)
+        times: list[list[float]] = [[] for _ in arms]
+        for _ in range(9):
+            for arm, found in zip(arms, times, strict=True):
+                started = time.perf_counter()
+                for _ in range(200):
+                    arm()
+                binding.synchronize_inputs()  # all streams
+                found.append((time.perf_counter() - started) / 200 * 1e6)
+        if t is not None:
+            theirs = median(times[1])
+        yield f"LayerNorm+Linear bf16 {m},{k},{n}, back to back", "us", median(times[0]), theirs
+
+
+def _encoder() -> Any:
+    import encoder
+
+    from onnx_fuse import InferenceSession
+
+    model = encoder.build(encoder.SIZES["bert-base"])
+    return InferenceSession(model, device="cuda", precision="fp16")
+
+
+def _tokens(length: int, seed: int = 0) -> dict[str, Any]:
+    import numpy as np
+
+    ids = np.random.default_rng(seed).integers(0, 30522, (1, length))
+    return {
+        "input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)
+    }  # fmt: skip
+
+
+def bert(_: argparse.Namespace) -> Iterator[Row]:
+    """BERT-base in fp16 at one length, then at lengths never seen."""
+    import numpy as np
+
+    session, places = _encoder(), Places()
+    feeds, long = _tokens(128), (np.int64, (1, 128), 0)
+    [hidden, pooled] = session.run(None, feeds)
+    binding = bound(
+        session, places, input_ids=long, attention_mask=long, token_type_ids=long,
+        last_hidden_state=(np.float32, hidden.shape, 0),
+        pooler_output=(np.float32, pooled.shape, 0),
+    )  # fmt: skip
+    _write(binding, feeds)
+    for _ in range(5):
+        session.run_with_iobinding(binding)
+    found = each(lambda: session.run_with_iobinding(binding), 100)
+    for got, want in zip(binding.copy_outputs_to_cpu(), (hidden, pooled), strict=True):
+        np.testing.assert_array_equal(got, want)
+    yield "BERT-base fp16 B1 T128, bound, synchronous", "us", found, _peer()
+    yield from lengths(session)
+
+
+def _write(binding: Any, feeds: dict[str, Any]) -> None:
+    """Fill what a binding names."""
+    from onnx_fuse.runtime import device
+
+    stream = device.Stream()
+    for name, array in feeds.items():
+        stream.upload(binding.feeds[name].address, array.ctypes.data, array.nbytes)
+    stream.wait("feeds")
+
+
+def _peer() -> float | None:
+    """The same network of torch modules in a CUDA graph (bench_bert.py has torch.compile's)."""
+    t = torch()
+    if t is None:
+        return None
+    import encoder
+    from bench_bert import Peer
+
+    with t.device("cuda"), t.no_grad():
+        peer = Peer(encoder.SIZES["bert-base"]).half().eval()
+        ids = t.zeros(1, 128, dtype=t.int64)
+        given = (ids, t.ones_like(ids), ids)
+        side = t.cuda.Stream()
+        with t.cuda.stream(side):
+            for _ in range(3):
+                peer(*given)
+        side.synchronize()
+        graph = t.cuda.CUDAGraph()
+        with t.cuda.graph(graph):
+            peer(*given)
+
+    def once() -> None:
+        graph.replay()
+        t.cuda.synchronize()
+
+    return each(once, 100)
+
+
+def lengths(session: Any) -> Iterator[Row]:
+    """60 random lengths after 12, which have compiled kernels."""
+    import numpy as np
+
+    from onnx_fuse.kernels import jit
+
+    compiled, inner = [0], jit._nvrtc
+
+    def counted(*given: Any) -> Any:
+        compiled[0] += 1
+        return inner(*given)
+
+    jit._nvrtc = counted
+    for length in (1, 2, 8, 16, 32, 64, 96, 129, 200, 300, 400, 512):
+        session.run(None, _tokens(length))
+    compiled[0] = 0
+    rng = np.random.default_rng(1)
+    fresh = rng.permutation(np.setdiff1d(np.arange(1, 513), (1, 2, 8, 16, 32, 64, 96, 128, 129, 200, 300, 400, 512)))  # noqa: E501  # fmt: skip
+    times = []
+    for length in fresh[:60]:
+        feeds = _tokens(int(length))
+        started = time.perf_counter()
+        session.run(None, feeds)
+        times.append((time.perf_counter() - started) * 1e3)
+    jit._nvrtc = inner
+    yield "BERT-base, a new length, median of 60", "ms", median(times), None
+    yield "BERT-base, a new length, the worst", "ms", max(times), None
+    yield "BERT-base, NVRTC compiles for 60 new lengths", "", compiled[0], None
+
+
+def decode(_: argparse.Namespace) -> Iterator[Row]:
+    """GPT-2 with a cache, batch 1, token by token: the cache never leaves the GPU."""
+    import gpt_cache
+
+    from onnx_fuse import InferenceSession
+
+    for name, what in (("gpt2-small", "growing"), ("gpt2-small-fixed", "fixed")):
+        c = gpt_cache.SIZES[name]
+        session = InferenceSession(gpt_cache.build(c), device="cuda", precision="fp16")
+        seconds = (_fixed if c.capacity else _growing)(session, c, TOKENS)
+        yield f"GPT-2 124M, {TOKENS} tokens, {what} cache", "tokens/s", TOKENS / seconds, None
+
+
+TOKENS = 256
+
+
+def _growing(session: Any, c: Any, tokens: int) -> float:
+    """Seconds: each token a length of its own, what it gives the next one's past."""
+    import numpy as np
+
+    from onnx_fuse.runtime import device
+
+    names = [f"{kind}.{layer}" for layer in range(c.layers) for kind in ("key", "value")]
+    places, head = Places(), c.width // c.heads
+    first = places.new(2 * c.width)
+    binding = session.io_binding()
+    for name in names:
+        binding.bind_input(f"past_{name}", "cuda", 0, np.float16, (1, c.heads, 1, head), first)
+        binding.bind_output(f"present_{name}", "cuda")
+    binding.bind_output("logits")
+    device.Stream().clear(first, 2 * c.width)
+    token, began = 1, 0.0
+    for position in range(1, tokens + 3):
+        if position == 3:  # the kernels are compiled
+            began = time.perf_counter()
+        binding.bind_cpu_input("input_ids", np.array([[token]]))
+        binding.bind_cpu_input("position", np.array([position]))
+        session.run_with_iobinding(binding, synchronize=False)
+        *caches, logits = binding.get_outputs()
+        token = int(logits[0, 0].argmax())
+        for name, cache in zip(names, caches, strict=True):
+            binding.bind_ortvalue_input(f"past_{name}", cache)
+    return time.perf_counter() - began
+
+
+def _fixed(session: Any, c: Any, tokens: int) -> float:
+    """Seconds: the cache in two places, each run's output the next one's input."""
+    import numpy as np
+
+    names = [f"{kind}.{layer}" for layer in range(c.layers) for kind in ("key", "value")]
+    shape = (1, c.heads, c.capacity, c.width // c.heads)
+    places, size = Places(), 2 * int(np.prod(shape))
+    caches = [[places.new(size) for _ in names] for _ in range(2)]
+    ids, position = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    bindings = []
+    for source, target in (caches, caches[::-1]):
+        binding = session.io_binding()
+        for name, here, there in zip(names, source, target, strict=True):
+            binding.bind_input(f"past_{name}", "cuda", 0, np.float16, shape, here)
+            binding.bind_output(f"present_{name}", "cuda", 0, np.float16, shape, there)
+        binding.bind_cpu_input("input_ids", ids)
+        binding.bind_cpu_input("position", position)
+        binding.bind_output("logits")
+        bindings.append(binding)
+    began = 0.0
+    for i in range(tokens + 8):
+        if i == 8:
+            began = time.perf_counter()
+        position[0] = i
+        session.run_with_iobinding(bindings[i % 2], synchronize=False)
+        logits = bindings[i % 2].get_outputs()[-1]
+        ids[0, 0] = int(logits[0, 0].argmax())
+    return time.perf_counter() - began
+
+
+def start(_: argparse.Namespace) -> Iterator[Row]:
+    """A new process from its start to the first result of BERT-base: cold, then warm."""
+    import encoder
+    import onnx_ir as ir
+
+    code = (
+        "import sys, time; sys.path[:0] = sys.argv[2:4]\n"
+        "from onnx_fuse import InferenceSession; import bench_session as b\n"
+        "InferenceSession(sys.argv[1], device='cuda', precision='fp16').run(None, b._tokens(128))\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bert.onnx"
+        ir.save(encoder.build(encoder.SIZES["bert-base"]), path)
+        for name in ("cold", "warm"):
+            began = time.perf_counter()
+            command = [sys.executable, "-c", code, str(path), str(ROOT), str(ROOT / "tools")]
+            environment = {**os.environ, "ONNX_FUSE_CACHE_DIR": str(Path(folder) / "cache")}
+            subprocess.run(command, check=True, env=environment)
+            yield f"BERT-base, a new process, {name} cache", "s", time.perf_counter() - began, None
+
+
+ROWS = {"small": small, "large": large, "bert": bert, "decode": decode, "start": start}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = []
+    print(f"{'':58s}{'onnx_fuse':>12s}{'torch':>12s}")
+    for name in args.only:
+        for what, unit, ours, theirs in ROWS[name](args):
+            beside = f"{theirs:12.2f}" if theirs is not None else f"{'-':>12s}"
+            print(f"{what:58s}{ours:12.2f}{beside} {unit}", flush=True)
+            found.append({"what": what, "unit": unit, "onnx_fuse": ours, "torch": theirs})
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
