@@ -68,15 +68,7 @@ class FakeGpu:
         monkeypatch.setattr(device, "probe", lambda device_id=0: None)
         monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, _=0: CHIPS["H200"]))
         monkeypatch.setattr(jit, "_driver", lambda: self)
-        monkeypatch.setattr(jit, "_kernel", self._kernel)
-        become = jit.Bound.become
-
-        def became(step: jit.Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
-            found = become(step, launch, pointers)
-            step._kernel = id(step.launch)
-            return found
-
-        monkeypatch.setattr(jit.Bound, "become", became)
+        monkeypatch.setattr(jit, "_kernel", lambda launch, arch: id(launch))
         monkeypatch.setattr(jit, "_settings", lambda *given: given[-1])
         monkeypatch.setattr(jit, "compile_all", lambda launches, arch: None)
         monkeypatch.setattr(executable.Executable, "program", program)
@@ -84,10 +76,6 @@ class FakeGpu:
             arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
         )
         return self
-
-    def _kernel(self, launch: Launch, arch: str) -> int:
-        self.counts["kernels"] += 1
-        return id(launch)
 
     def __getattr__(self, name: str) -> Any:
         """A call that always succeeds, with a new handle; or an enumeration."""

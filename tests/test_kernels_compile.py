@@ -24,7 +24,7 @@ from onnx_fuse.lower import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
-from onnx_fuse.runtime import executable
+from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
@@ -461,7 +461,7 @@ def test_dump_writes_model_and_program_of_each_shape(tmp_path: Path) -> None:
     model = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
     for n in (4, 8):
         program = lower(model, {"x": ((n,), "float32")}, H200)
-        executable.dump(tmp_path, model, str(program))
+        instance.dump(tmp_path, model, str(program))
     programs = sorted(tmp_path.glob("*.program.txt"))
     for n, path in zip((4, 8), programs, strict=True):
         assert f"float32[{n}]" in path.read_text()

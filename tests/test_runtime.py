@@ -17,9 +17,10 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels.arguments import Arguments
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.problem import Num, Ptr, Table
-from onnx_fuse.runtime import device, shapes
-from onnx_fuse.runtime.executable import DIRECT_BYTES, Executable
+from onnx_fuse.problem import Launch, Num, Ptr, Table
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime import executable as module
+from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.instance import _overlapping
 from onnx_fuse.runtime.tensor import DeviceTensor
 
@@ -282,7 +283,7 @@ def test_shapes_share_the_arena_and_their_constants(gpu: FakeGpu) -> None:
 
 
 def test_the_least_recently_used_shapes_go(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "INSTANCES", 3)
+    monkeypatch.setattr(module, "INSTANCES", 3)
     runs = session()
     for rows in (1, 2, 3, 1, 4, 1, 5):
         same(runs.run(None, {"x": x_of(rows), "b": BIAS}), x_of(rows))
@@ -290,7 +291,7 @@ def test_the_least_recently_used_shapes_go(gpu: FakeGpu, monkeypatch: pytest.Mon
 
 
 def test_outputs_that_are_kept_go_back_when_nobody_has_them(gpu: FakeGpu) -> None:
-    for rows in (4, DIRECT_BYTES // 32):
+    for rows in (4, module.DIRECT_BYTES // 32):
         runs = session()
         feeds = [{"x": x_of(rows, i), "b": BIAS} for i in range(6)]
         kept = [runs._on_cuda().run(None, given, on_device=True) for given in feeds]
@@ -411,28 +412,6 @@ def test_which_ends_may_stand_in_host_memory(
     assert (instance.direct is not None) == stands
 
 
-def test_a_new_shape_takes_over_the_launches_of_one_that_may_not_come_again(gpu: FakeGpu) -> None:
-    runs = pair()
-
-    def run(rows: int) -> int:
-        """New launches."""
-        feeds = pair_feeds(rows, rows)
-        gpu.counts.clear()
-        y, z = runs.run(None, feeds)
-        np.testing.assert_allclose(y, np.exp(feeds["x"]), rtol=1e-6)
-        np.testing.assert_array_equal(z, -feeds["w"])
-        return gpu.counts["kernels"]
-
-    assert run(3) == 2
-    assert [run(rows) for rows in range(4, 20)] == [0] * 16
-    assert len(runs._on_cuda().instances()) == 1
-    # in turns, and yet both become graphs
-    assert [run(rows) for rows in (5, 6, 5, 6)] == [0, 0, 0, 2]
-    assert [run(rows) for rows in (5, 6)] == [0, 0]
-    assert [i.settled for i in runs._on_cuda().instances()] == [True, True]
-    assert run(7) == 2, "those of a graph stay where they are"
-
-
 def test_an_output_that_lowering_knew_is_written_at_each_run(gpu: FakeGpu) -> None:
     text = "agraph (float[N,4] x) => (int64[2] s, float[N,4] y) { s = Shape(x) y = Exp(x) }"
     runs = InferenceSession(to_proto(text_model(text)), device="cuda")
@@ -537,7 +516,8 @@ def test_arguments_are_packed_as_kernels_read_them() -> None:
         Num("i32", -5), Ptr("x", 8), Num("f32", 1.5), Ptr("none", 8), Num("i64", 1 << 40),
         Table((3, Ptr("x", 16), Ptr("none"))), Num("u32", 7), Num("f64", 0.1),
     )  # fmt: skip
-    packed = Arguments(args, {"x": 4096})
+    launch = Launch("s", "e", (1, 1, 1), (32, 1, 1), args)
+    packed = Arguments(launch, {"x": 4096})
     for start in (4096, 1 << 41):
         packed.place({"x": start})
         slots = (ctypes.c_uint64 * len(args)).from_address(packed.address)
@@ -546,6 +526,3 @@ def test_arguments_are_packed_as_kernels_read_them() -> None:
         found = [k.from_address(slot) for k, slot in zip(kinds, slots, strict=True)]
         values = [list(v) if hasattr(v, "_length_") else v.value for v in found]
         assert values == [-5, start + 8, 1.5, 0, 1 << 40, [3, start + 16, 0], 7, 0.1]
-    assert not packed.become(args[1:], {"x": 4096})
-    assert packed.become((Num("i32", 9), *args[1:]), {"x": 4096})
-    assert ctypes.c_int32.from_address(slots[0]).value == 9

@@ -28,7 +28,6 @@ from onnx_fuse.onnx.save import save, to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.shapes import Shapes
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 TEXT = """
@@ -63,7 +62,7 @@ def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "start", lambda device_id: calls.append(f"context {device_id}"))
     runner = object.__new__(Executable)
     runner.device_id, runner._stream = 1, Stream()  # type: ignore[assignment]
-    Shapes(runner, [])._host_value(DeviceTensor(256, (2,), "int64", 1, None))
+    runner._host_value(DeviceTensor(256, (2,), "int64", 1, None))
     assert calls == ["context 1", "16 bytes from 256", "reading a feed"]
 
 

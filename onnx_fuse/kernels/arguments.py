@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.problem import Arg, Num, Ptr, Table, TensorMap
+from onnx_fuse.problem import Arg, Launch, Num, Ptr, Table, TensorMap
 
 _NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _MAP_BYTES = 128
@@ -23,10 +23,9 @@ class Arguments:
     `address` is that array's, which stays where it is: what `place` writes, later launches read.
     """
 
-    def __init__(self, args: Sequence[Arg], pointers: Mapping[str, int]) -> None:
-        self._args = args
-        self._codes = tuple([_code(arg) for arg in args])
-        self._format, offsets, nbytes = _layout(self._codes)
+    def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
+        self._args = launch.args
+        self._format, offsets, nbytes = _layout(tuple([_code(arg) for arg in launch.args]))
         count = len(offsets)
         self._memory = (ctypes.c_uint8 * (nbytes + 8 * count + _ALIGNED))()
         start = ctypes.addressof(self._memory)
@@ -36,14 +35,6 @@ class Arguments:
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
         self.place(pointers)
-
-    def become(self, args: Sequence[Arg], pointers: Mapping[str, int]) -> bool:
-        """Hold other arguments in the place of these, unless they are of other kinds."""
-        if tuple([_code(arg) for arg in args]) != self._codes:
-            return False
-        self._args = args
-        self.place(pointers)
-        return True
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""

@@ -407,7 +407,7 @@ class Bound:
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
         self._enqueue = _driver().cuLaunchKernelEx
-        self._arguments = Arguments(launch.args, self._pointers(pointers))
+        self._arguments = Arguments(launch, self._pointers(pointers))
         self.arguments = self._arguments.address
         """Where the array that points to the arguments stands, for the whole life of this."""
 
@@ -417,19 +417,6 @@ class Bound:
     def place(self, pointers: Mapping[str, int]) -> None:
         """Take other addresses for what is enqueued from now on."""
         self._arguments.place(self._pointers(pointers))
-
-    def become(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
-        """Be another launch of the same kernel from now on; False where that takes a new one."""
-        old = self.launch
-        same = launch.source == old.source and launch.entry == old.entry
-        if not same or launch.smem > old.smem or launch.sync or old.sync:
-            return False
-        if launch.defines != old.defines:
-            return False
-        if not self._arguments.become(launch.args, self._pointers(pointers)):
-            return False
-        self.launch, self._settings = launch, (-1, False, None)
-        return True
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""

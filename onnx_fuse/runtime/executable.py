@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.llir import Program, Tensor
+from onnx_fuse.llir import NeedsValues, Program, Tensor
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
+from onnx_fuse.runtime.hosts import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.memory import Arena, Constants
-from onnx_fuse.runtime.shapes import Feeds, Shape, Shapes
 from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
 from onnx_fuse.runtime.turns import Turns
@@ -31,10 +32,22 @@ from onnx_fuse.runtime.weights import Weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+INSTANCES = 64
+"""Shape keys kept; the least recently used goes first."""
 DIRECT_BYTES = 1 << 20
 """From here on, an output that is kept is written where it stays rather than copied there, although
 the graph must be told the place: that takes the host some microseconds a kernel, a copy of so many
 bytes one on the GPU."""
+
+Feeds = Mapping[str, Any]
+
+
+@dataclass
+class Shape:
+    """What is kept of a set of shapes: its Program, and its Instance while that has memory."""
+
+    program: Program
+    instance: Instance | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,6 @@ class Prepared:
     instance: Instance
     placement: Placement
     feeds: Feeds
-    foreign: bool
     copies: bool
     fetch: Fetch | None
     results: dict[str, DeviceTensor | None]
@@ -84,9 +96,11 @@ class Executable:
         self._home, self._seed = home, seed
         self._stream: device.Stream | None = None
         self.uploads, self.downloads = Uploads(), Downloads()
-        self.shapes = Shapes(self, [v.name or "" for v in model.graph.inputs])
+        self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
+        self._names = sorted(v.name or "" for v in model.graph.inputs)
+        self._deciding: list[str] = []  # feeds whose values decide about shapes
 
     @property
     def stream(self) -> device.Stream:
@@ -114,7 +128,7 @@ class Executable:
     @cached_property
     def arena(self) -> Arena:
         """What all shapes run in."""
-        return Arena(self.pool, self.shapes.retire)
+        return Arena(self.pool, self._retire)
 
     @cached_property
     def constants(self) -> Constants:
@@ -144,15 +158,14 @@ class Executable:
         stream, direct = self.stream, None
         with self._lock:
             adopted = self._adopted(feeds, stream)
-            shape = self.shapes.of(adopted)
+            instance = self.instance(adopted)
+            stream.catch_up()
             if on_device:
-                kept = [n for n, _ in shape.program.outputs] if names is None else list(names)
-                found = self._kept(shape, adopted, kept, {}, {}, stream)
-                stream.wait(f"running a program of {len(shape.program.calls)} calls")
+                kept = list(instance.outputs) if names is None else list(names)
+                found = self._kept(instance, adopted, kept, {}, {}, stream)
+                stream.wait(instance.describe())
                 return [_settled(found[name]) for name in kept]
-            instance = self.shapes.ready(shape, {}, {})
             fetch = instance.fetching(names)
-            self._turns.enter(stream)
             if instance.settled and instance.direct is not None:
                 direct, placement = instance.direct
                 if not direct.fill(adopted):
@@ -165,13 +178,13 @@ class Executable:
                     direct.free.release()
                     raise
             else:
-                instance.place(instance.home)
+                instance.place(instance.placement({}, {}))
                 instance.feed(adopted, stream)
                 instance.launch(stream)
                 room = instance.download(fetch, stream)
             if instance.program.stages:
                 stream.wait(instance.describe())
-                return instance.arrays(fetch, room, shape.stages.run(instance))
+                return instance.arrays(fetch, room, self._later(instance).run())
         if direct is None:
             stream.wait(instance.describe())
             return instance.arrays(fetch, room)
@@ -185,26 +198,28 @@ class Executable:
         """Start a run and return at once: the outputs named, no states, are on their way."""
         with self._lock:
             adopted = self._adopted(feeds, self.stream)
-            shape = self.shapes.of(adopted)
-            instance = self.shapes.ready(shape, {}, {})
-            self._turns.enter(self.stream)
-            instance.place(instance.home)
+            instance = self.instance(adopted)
+            self.stream.catch_up()
+            instance.place(instance.placement({}, {}))
             instance.feed(adopted, self.stream)
             instance.launch(self.stream)
-            return self._sent(shape, names, self.stream)
+            return self._sent(instance, names, self.stream)
 
-    def _sent(self, shape: Shape, names: Sequence[str], stream: device.Stream) -> Pending:
-        instance = shape.instance
-        assert instance is not None
+    def _sent(self, instance: Instance, names: Sequence[str], stream: device.Stream) -> Pending:
         fetch = instance.fetching(names)
         if instance.program.stages:
             room = instance.download(fetch, stream)
             stream.wait(instance.describe())
-            values = instance.arrays(fetch, room, shape.stages.run(instance))
+            values = instance.arrays(fetch, room, self._later(instance).run())
             return Pending(names, lambda: None, lambda: values)
         pending = instance.send(fetch, stream)
         self.downloads.follow(pending)
         return pending
+
+    def _later(self, instance: Instance) -> Stages:
+        if instance.stages is None:
+            instance.stages = Stages(instance)
+        return instance.stages
 
     def adopt(self, value: Any) -> np.ndarray | DeviceTensor:
         """A feed as an array, or as the GPU tensor it is."""
@@ -220,7 +235,7 @@ class Executable:
 
     def _kept(
         self,
-        shape: Shape,
+        instance: Instance,
         feeds: Feeds,
         names: Sequence[str],
         places: Mapping[str, DeviceTensor],
@@ -231,20 +246,17 @@ class Executable:
 
         `inputs` are read in place. An array where the output is known without a run.
         """
-        outputs, instance = dict(shape.program.outputs), shape.instance
         targets = dict(places)
         for name, target in places.items():
-            _check_place(name, target, outputs[name])
+            _check_place(name, target, instance.outputs[name])
         made: dict[str, DeviceTensor] = {}
-        copied = instance is not None and instance.settled
         for name in names:
-            value = outputs[name]
+            value = instance.outputs[name]
             if isinstance(value, Tensor) and name not in places:
                 made[name] = self._memory(name, value)
-                if not copied or value.nbytes >= DIRECT_BYTES:
+                large = not instance.settled or value.nbytes >= DIRECT_BYTES
+                if large and instance.tensor_of(name) is not None:
                     targets[name] = made[name]
-        instance = self.shapes.ready(shape, inputs, targets)
-        self._turns.enter(stream)
         if stream is not self.stream and made:  # which is the pool's
             self.stream.before(stream)
         placement = instance.placement(inputs, targets)
@@ -253,7 +265,7 @@ class Executable:
         instance.launch(stream)
         later = {}
         if instance.program.stages:
-            later = shape.stages.run(instance, on_device=True)
+            later = self._later(instance).run(on_device=True)
         found: dict[str, Any] = {}
         for name in names:
             value = instance.outputs[name]
@@ -295,42 +307,28 @@ class Executable:
     def run_with_iobinding(
         self,
         binding: Binding,
-        checked: Callable[[Feeds], Feeds] | None = None,
+        feeds: Feeds | None = None,
         *,
         stream: Any = None,
         synchronize: bool = True,
     ) -> None:
         """Run on what is bound; the results are the binding's. GPU memory is used in place.
 
-        `checked` makes feeds of what is bound, where that is not known to be good.
+        `feeds` are the binding's, checked; none are looked at where `ready(binding, stream)`.
         """
-        target = self.stream
-        if stream is not None:
-            target = self._turns.stream(stream)
-        prepared: Prepared | None = binding.prepared
-        # what other libraries enqueue, and into which stream, only their tensors know
-        if (
-            prepared is not None
-            and prepared.owner is self
-            and prepared.instance.alive
-            and (stream is not None or not prepared.foreign)
-        ):
-            self._again(binding, prepared, target)
+        own = self.stream
+        target = own if stream is None else self._turns.stream(stream)
+        prepared = self.ready(binding, stream)
+        if prepared is None:
+            self._bound(binding, binding.feeds if feeds is None else feeds, target)
         else:
-            self._bound(
-                binding, binding.feeds if checked is None else checked(binding.feeds), target
-            )
+            self._again(binding, prepared, target)
         if synchronize:
             target.wait("running what is bound")
-            binding.ran_in = None
-            for result in binding.results.values():
-                if type(result) is DeviceTensor:
-                    result.ready = None
-        else:
-            binding.ran_in = target
-            for result in binding.results.values():
-                if type(result) is DeviceTensor:
-                    result.ready = target
+        for result in binding.results.values():
+            if isinstance(result, DeviceTensor):
+                result.ready = None if synchronize else target
+        binding.ran_in = None if synchronize else target
 
     def _again(self, binding: Binding, prepared: Prepared, stream: device.Stream) -> None:
         """Run what is bound as it was bound before."""
@@ -350,37 +348,44 @@ class Executable:
             self._turns.leave(stream)
         binding.results = prepared.results if prepared.fetch is None else dict(prepared.results)
 
+    def ready(self, binding: Binding, stream: Any = None) -> Prepared | None:
+        """What the last run of the binding found out, where the next needs but a launch."""
+        prepared: Prepared | None = binding.prepared
+        if prepared is None or prepared.owner is not self or not prepared.instance.alive:
+            return None
+        # what other libraries enqueue, and into which stream, only their tensors know
+        return None if stream is None and binding.foreign else prepared
+
     def _bound(self, binding: Binding, feeds: Feeds, stream: device.Stream) -> None:
         if not binding.targets:
             raise UsageError("no output is bound: bind_output(name) says which are wanted")
         kept = [n for n, place in binding.targets.items() if place == "cuda"]
         fetched = [n for n in binding.targets if n not in kept]
+        own = self.stream
         with self._lock:
             adopted = self._adopted(feeds, stream)
             for value in binding.lent.values():
                 adopt(value, stream.handle)  # what its library still does with it comes first
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
-            shape = self.shapes.of(adopted)
+            instance = self.instance(adopted, inputs, binding.places)
             # between kernels, hosts and later stages work in the stream of this
-            where = stream if shape.whole_on_gpu else self.stream
+            where = stream if instance.whole_on_gpu else own
             stream.before(where)
-            values = self._kept(shape, adopted, kept, binding.places, inputs, where)
-            instance = shape.instance
-            assert instance is not None
-            binding.late = self._sent(shape, fetched, where) if fetched else None
+            self._turns.enter(where)
+            values = self._kept(instance, adopted, kept, binding.places, inputs, where)
+            binding.late = self._sent(instance, fetched, where) if fetched else None
             self._turns.leave(where)
             where.before(stream)
             binding.results = {n: values.get(n) for n in binding.targets}
             # what values decide, lowering knew or no place is bound for is found out each time
-            complete = not instance.now.copied and shape.whole_on_gpu and not self.shapes.deciding
-            own = (isinstance(instance.outputs[n], Tensor) and n in binding.places for n in kept)
-            if complete and all(own):
+            complete = not instance.now.copied and instance.whole_on_gpu and not self._deciding
+            placed = (isinstance(instance.outputs[n], Tensor) and n in binding.places for n in kept)
+            if complete and all(placed):
                 binding.prepared = Prepared(
                     self,
                     instance,
                     instance.now,
                     adopted,
-                    binding.foreign,
                     not instance.all_in_place(inputs),
                     instance.fetching(fetched) if fetched else None,
                     dict(binding.results),
@@ -392,23 +397,101 @@ class Executable:
         with self._lock:
             adopted = self._adopted(feeds, stream)
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
-            shape = self.shapes.of(adopted)
+            instance = self.instance(adopted, inputs)
             if on_device:
-                found = self._kept(shape, adopted, names, {}, inputs, stream)
+                found = self._kept(instance, adopted, names, {}, inputs, stream)
                 return [found[name] for name in names]
-            instance = self.shapes.ready(shape, inputs, {})
-            self._turns.enter(stream)
             instance.place(instance.placement(inputs, {}))
             instance.feed(adopted, stream)
             instance.launch(stream)
-            return self._sent(shape, names, stream).result()
+            return self._sent(instance, names, stream).result()
 
     # ---- shapes ----
 
-    def instance(self, feeds: Feeds) -> Instance:
-        """The instance for the shapes and dtypes of `feeds`, made if need be."""
+    def instance(
+        self,
+        feeds: Feeds,
+        inputs: Mapping[str, DeviceTensor] | None = None,
+        outputs: Mapping[str, DeviceTensor] | None = None,
+    ) -> Instance:
+        """The instance for the shapes and dtypes of `feeds`, made if need be.
+
+        A new one begins with `inputs` and `outputs` in place.
+        """
         with self._lock:
-            return self.shapes.ready(self.shapes.of(feeds), {}, {})
+            return self._found(feeds, inputs or {}, outputs or {})
+
+    def _found(
+        self,
+        feeds: Feeds,
+        inputs: Mapping[str, DeviceTensor],
+        outputs: Mapping[str, DeviceTensor],
+    ) -> Instance:
+        key = self._key(feeds)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = Shape(self._lowered(feeds))
+            key = self._key(feeds)  # which may have become longer
+            self._shapes[key] = shape
+            while len(self._shapes) > INSTANCES:
+                self._drop(self._shapes.popitem(last=False)[1])
+        else:
+            self._shapes.move_to_end(key)
+        device.start(self.device_id)  # this thread may be another than the one that made it
+        if shape.instance is None:
+            shape.instance = self._instance(shape.program, inputs, outputs)
+        return shape.instance
+
+    def _instance(
+        self,
+        program: Program,
+        inputs: Mapping[str, DeviceTensor],
+        outputs: Mapping[str, DeviceTensor],
+    ) -> Instance:
+        self.stream.catch_up()
+        try:
+            return Instance(self, program, inputs, outputs)
+        except device.DeviceMemoryError:
+            if all(shape.instance is None for shape in self._shapes.values()):
+                raise
+            self._give_up()
+            return Instance(self, program, inputs, outputs)
+
+    def _retire(self) -> None:
+        """Give up the memory of all shapes, which are made anew when they come again."""
+        for shape in self._shapes.values():
+            self._drop(shape)
+
+    @staticmethod
+    def _drop(shape: Shape) -> None:
+        if shape.instance is not None:
+            shape.instance.alive = False
+            shape.instance = None
+
+    def _key(self, feeds: Feeds) -> tuple[Any, ...]:
+        """Shapes and dtypes, and the bytes of the feeds that decide about shapes."""
+        key = tuple([(feeds[n].shape, feeds[n].dtype) for n in self._names if n in feeds])
+        if not self._deciding:
+            return key
+        return key, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
+
+    def _lowered(self, feeds: Feeds) -> Program:
+        shapes = {name: (value.shape, value.dtype.name) for name, value in feeds.items()}
+        while True:
+            values = {name: self._host_value(feeds[name]) for name in self._deciding}
+            try:
+                return self.program(shapes, values)
+            except NeedsValues as needs:
+                self._deciding += [name for name in needs.names if name not in self._deciding]
+
+    def _host_value(self, value: Any) -> np.ndarray:
+        if not isinstance(value, DeviceTensor):
+            return np.asarray(value)
+        device.start(self.device_id)
+        array = np.empty(value.shape, value.dtype)
+        self.stream.download(array.ctypes.data, value.address, array.nbytes)
+        self.stream.wait("reading a feed")
+        return array
 
     def program(
         self,
@@ -436,11 +519,17 @@ class Executable:
 
     def instances(self) -> list[Instance]:
         """Those that have memory, the least recently used first."""
-        return self.shapes.instances()
+        return [s.instance for s in self._shapes.values() if s.instance is not None]
 
     def programs(self) -> list[Program]:
         """The programs of the shapes kept, the least recently used first, stages included."""
-        return self.shapes.programs()
+        found = []
+        for shape in self._shapes.values():
+            found.append(shape.program)
+            if shape.instance is not None and shape.instance.stages is not None:
+                for inner in shape.instance.stages.executables():
+                    found += inner.programs()
+        return found
 
     def release_memory(self) -> int:
         """Free what runs hold (weights and state stay); the bytes that were held."""
@@ -448,9 +537,15 @@ class Executable:
             self.stream.catch_up()
             self.stream.wait("release_memory")
             held = self.arena.nbytes
-            self.shapes.give_up()
-            self.shapes.clear()
+            self._give_up()
+            self._shapes.clear()
             return held
+
+    def _give_up(self) -> None:
+        """Give the memory of all shapes back to the driver."""
+        self._retire()
+        self.arena.release()
+        self.pool.trim()
 
 
 def _settled(result: Any) -> Any:

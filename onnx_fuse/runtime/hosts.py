@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,9 +59,9 @@ class HostCall:
 class Stages:
     """The stages behind a Program's calls, whose results have decided about their shapes."""
 
-    def __init__(self, owner: Executable, stages: Sequence[Stage]) -> None:
-        self._owner, self._stages = owner, stages
-        self._made: list[Any] = [None] * len(stages)
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._made: list[Any] = [None] * len(instance.program.stages)
 
     def executables(self) -> list[Executable]:
         """Those that run on the GPU, as far as a run has made them."""
@@ -69,13 +69,11 @@ class Stages:
 
         return [made for made in self._made if isinstance(made, Executable)]
 
-    def run(self, instance: Instance, *, on_device: bool = False) -> dict[str, Any]:
-        """Their outputs by name, arrays or (of stages on the GPU, if `on_device`) DeviceTensors.
-
-        They read what the calls of `instance` have left in its memory.
-        """
+    def run(self, *, on_device: bool = False) -> dict[str, Any]:
+        """Their outputs by name, arrays or (of stages on the GPU, if `on_device`) DeviceTensors."""
         made: dict[str, Any] = {}
-        for k, stage in enumerate(self._stages):
+        instance = self._instance
+        for k, stage in enumerate(instance.program.stages):
             feeds = {n: made[n] if t is None else instance.tensor(t) for n, t in stage.inputs}
             if stage.host:
                 found = self._on_host(k, stage, feeds)
@@ -90,7 +88,7 @@ class Stages:
 
             with ort.faults(f"what depends on {', '.join(n for n, _ in stage.inputs)}"):
                 self._made[k] = ort.session(stage.model)
-        self._owner.stream.wait("before a stage on onnxruntime")
+        self._instance.owner.stream.wait("before a stage on onnxruntime")
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         found: list[Any] = self._made[k].run(list(stage.outputs), arrays)
         return found
@@ -103,7 +101,7 @@ class Stages:
             import onnx_ir as ir
 
             model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
-            self._made[k] = self._owner.inner(model)
+            self._made[k] = self._instance.owner.inner(model)
         results: list[Any] = self._made[k].run_in_place(
             list(stage.outputs), feeds, on_device=on_device
         )

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,16 @@ from onnx_fuse.llir import Call, Program, Tensor
 from onnx_fuse.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.direct import Direct
-from onnx_fuse.runtime.hosts import HostCall
+from onnx_fuse.runtime.hosts import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
-from onnx_fuse.runtime.plan import Plan, aligned
+from onnx_fuse.runtime.plan import Plan, aligned, plan
 from onnx_fuse.runtime.schedule import segments
 from onnx_fuse.runtime.staging import Array, Pending, Room
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from onnx_fuse.runtime.executable import Executable
 
 ALIGNED = 16
@@ -62,6 +64,8 @@ class Fetch:
     start: int
     nbytes: int
     names: tuple[str, ...]
+    outputs: Mapping[str, Any]
+    """Each output of the program by name: its tensor, or its value."""
     arriving: tuple[tuple[str, int, Tensor], ...]
     apart: tuple[Tensor, ...]
     """Those that stand in memory of their own, and are put beside the others first."""
@@ -78,96 +82,68 @@ class Instance:
         self,
         owner: Executable,
         program: Program,
-        layout: Plan,
-        inputs: Mapping[str, DeviceTensor],
-        outputs: Mapping[str, DeviceTensor],
-        before: Instance | None = None,
+        inputs: Mapping[str, DeviceTensor] | None = None,
+        outputs: Mapping[str, DeviceTensor] | None = None,
     ) -> None:
-        """`inputs` and `outputs` are where the first run finds and leaves them.
-
-        The launches of `before`, of another shape, are taken over where they are alike; it must not
-        run again.
-        """
-        self.owner, self.program, self.plan = owner, program, layout
+        self.owner, self.program = owner, program
+        self.plan: Plan = plan(program)
         self._say()
         # until here nothing needs the context, which another thread may still be making
-        known = set() if before is None else set(map(id, before.program.calls))
-        new = (call for call in program.calls if id(call) not in known)
-        jit.compile_all((x for call in new for x in call.launches), owner.hw.arch)
+        jit.compile_all((x for c in program.calls for x in c.launches), owner.hw.arch)
         device.start(owner.device_id)
         self.address = owner.weights.of(program, owner.model)
         self.movable = tuple(
             b.id for b in program.buffers
             if b.kind == "output" or (b.kind == "input" and b.id not in self.address)
         )  # fmt: skip
-        self._lay_out()
-        self.home = Placement(tuple([self.address[b] for b in self.movable]))
-        own = set(self.movable)
+        own = {b.id: b for b in program.buffers if b.id in set(self.movable)}
+        offsets: dict[int, int] = {}
+        spans, total = {}, 0
+        for kind in ("input", "output"):
+            start = total
+            for b in own.values():
+                if b.kind == kind:
+                    offsets[b.id] = total
+                    total += aligned(b.nbytes)
+            spans[kind] = (start, total - start)
+        self._spans, self._offsets = spans, offsets
+        self._constants = owner.constants.place(
+            {b.id: program.constants[b.id] for b in program.buffers if b.kind == "constant"}
+        )
+        self.address |= {b: constant.address for b, constant in self._constants.items()}
+        self.memory = self._reserve(total)
+        base = self.memory.address
+        owner.stream.clear(base, total)  # gaps between tensors travel with them
+        self.address |= {b: base + at for b, at in offsets.items()}
+        self.address |= {b: base + total + at for b, at in self.plan.offsets.items()}
+        self._workspaces = {i: base + total + at for i, at in self.plan.workspaces.items()}
+        self._staged = {b: base + at for b, at in offsets.items()}  # where copies go in and out
+        self._apart: dict[int, device.Memory] = {}
+        if not config.ARENA.value:
+            self._set_apart()
+        self._home = Placement(tuple(self.address[b] for b in self.movable))
         self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
         self.outputs = dict(program.outputs)
         self._in_place = {
             n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in own
         }
         self._fed = tuple(
-            [(n, self._offsets[t.buffer] - self._fed_at, t) for n, t in self.inputs if t.nbytes]
+            (n, offsets[t.buffer] - spans["input"][0], t) for n, t in self.inputs if t.nbytes
         )
         self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
         self.alive = True
         """Whether later runs may use it."""
-        self.runs = 0
-        """Runs so far."""
+        self.stages: Stages | None = None
+        """What runs behind the calls, once something has."""
+        self._runs = 0
         self._captures_at = config.CAPTURE.value if config.GRAPH.value else 0
-        self.now = self.placement(inputs, outputs)
+        self.now = self.placement(inputs or {}, outputs or {})
         self.address |= zip(self.movable, self.now.where, strict=True)
-        self._current = self._taken_over(before) or self._variant()
+        self._current = self._variant()
         self._variants = [self._current]  # the least recently used first
         self._left: deque[tuple[int, ...]] = deque(maxlen=4 * VARIANTS)
-
-    def _lay_out(self) -> None:
-        """An address for every buffer: the temporaries first, then inputs, then outputs."""
-        owner, program = self.owner, self.program
-        offsets: dict[int, int] = {}
-        total = start = aligned(self.plan.arena)
-        by_id = {b.id: b for b in program.buffers}
-        ends = [by_id[b] for b in self.movable]
-        for b in sorted(ends, key=lambda b: b.kind):  # stable: the copies of each kind are one
-            offsets[b.id] = total
-            total += aligned(b.nbytes)
-        fed = sum(aligned(b.nbytes) for b in ends if b.kind == "input")
-        self._offsets, self._fed_at, self._fed_bytes = offsets, start, fed
-        constants = {b.id: program.constants[b.id] for b in program.buffers if b.kind == "constant"}
-        self._constants = owner.constants.place(constants)
-        self.memory = self._reserve(total)
-        base = self.memory.address
-        owner.stream.clear(base + start, total - start)  # gaps between tensors travel with them
-        self.address |= {b: constant.address for b, constant in self._constants.items()}
-        self.address |= {b: base + at for b, at in self.plan.offsets.items()}
-        self._staged = {b: base + at for b, at in offsets.items()}  # where copies go in and out
-        self.address |= self._staged
-        self._workspaces = {i: base + at for i, at in self.plan.workspaces.items()}
-        self._apart: dict[int, device.Memory] = {}
-        if not config.ARENA.value:
-            self._set_apart()
-
-    def _taken_over(self, before: Instance | None) -> Variant | None:
-        """The launches of `before` for this Program, where they are alike."""
-        cut = segments(self.program)
-        if before is None or len(before._current.parts) != len(cut):
-            return None
-        places, old = self.address, before.address
-        buffers = {b for b, address in places.items() if old.get(b) != address}
-        spaces = {i for i, at in self._workspaces.items() if before._workspaces.get(i) != at}
-        moved = {
-            i
-            for i, call in enumerate(self.program.calls)
-            if i in spaces or any(t.buffer in buffers for _, t in (*call.reads, *call.writes))
-        }
-        for part, segment in zip(before._current.parts, cut, strict=True):
-            if not isinstance(part, Launches) or segment.host:
-                return None
-            if not part.become(segment, self.plan.order, self._pointers, moved):
-                return None
-        return Variant(self.now.where, before._current.parts)
+        launches = all(isinstance(p, Launches) for p in self._current.parts)
+        self.whole_on_gpu = launches and not program.stages
 
     def _say(self) -> None:
         """What the variables for debugging ask for."""
@@ -177,11 +153,11 @@ class Instance:
         if config.DEBUG.value >= 2:
             print(program, file=sys.stderr)
         if config.DUMP.value:
-            dump(config.DUMP.value, self.owner, f"{program}\n{self.plan}\n")
+            dump(config.DUMP.value, self.owner.model, f"{program}\n{self.plan}\n")
 
-    def _reserve(self, nbytes: int) -> device.Memory:
+    def _reserve(self, ends: int) -> device.Memory:
         try:
-            return self.owner.arena.reserve(nbytes)
+            return self.owner.arena.reserve(ends + self.plan.arena)
         except device.DeviceMemoryError as error:
             raise device.DeviceMemoryError(
                 f"{error}; weights and state hold {self.owner.weights.nbytes:,} bytes, this "
@@ -231,8 +207,8 @@ class Instance:
     ) -> Placement:
         """In place what can be: aligned addresses, and outputs that overlap nothing else bound."""
         if not inputs and not outputs:
-            return self.home
-        where = dict(zip(self.movable, self.home.where, strict=True))
+            return self._home
+        where = dict(zip(self.movable, self._home.where, strict=True))
         used: list[tuple[int, int, str]] = []  # memory of the caller's: from, to, which output
         for name, tensor in self.inputs:
             given = inputs.get(name)
@@ -287,20 +263,25 @@ class Instance:
         ]
         return Variant(self.now.where, parts)
 
-    @cached_property
+    @property
     def direct(self) -> tuple[Direct, Placement] | None:
         """Host memory that its kernels read and write themselves, where all of it is small."""
-        made = None
-        if not self._apart:
-            made = Direct.of(self.program, dict(self.inputs), self._in_place)
-        if made is None:
-            return None
-        return made, self.placement(*made.places(self.owner.device_id))
+        if self._direct_of is not self.program:
+            self._direct_of, self._direct = self.program, None
+            made = None
+            if not self._apart:
+                made = Direct.of(self.program, dict(self.inputs), self._in_place)
+            if made is not None:
+                self._direct = made, self.placement(*made.places(self.owner.device_id))
+        return self._direct
+
+    _direct_of: object = None  # the program that it was found for
+    _direct: tuple[Direct, Placement] | None = None
 
     @property
     def settled(self) -> bool:
         """Whether it runs as a graph: other addresses then take as long as a small copy."""
-        return self.runs >= self._captures_at > 0
+        return self._runs >= self._captures_at > 0
 
     def all_in_place(self, inputs: Mapping[str, DeviceTensor]) -> bool:
         """Whether every input is read where the caller has it."""
@@ -308,6 +289,10 @@ class Instance:
             name in inputs and inputs[name].address == self.address[tensor.buffer]
             for name, tensor in self.inputs
         )
+
+    def tensor_of(self, name: str) -> Tensor | None:
+        """The output that a run writes where it is told to, None for one that is known or later."""
+        return self._in_place.get(name)
 
     # ---- run ----
 
@@ -323,12 +308,12 @@ class Instance:
                     moves.append((self._staged[tensor.buffer], value.address, tensor.nbytes))
                 continue
             if views is None:
-                room = self.owner.uploads.take(self._fed_bytes)
+                room = self.owner.uploads.take(self._spans["input"][1])
                 views, low = room.arrays(self, self._fed), at
             views[name][...] = value
             high = at + tensor.nbytes
         if room is not None:
-            start = self.memory.address + self._fed_at
+            start = self.memory.address + self._spans["input"][0]
             stream.upload(start + low, room.pinned.address + low, high - low)
             room.passed.record(stream)
         for move in moves:  # after the arrays' copy, which passes over their homes
@@ -342,18 +327,17 @@ class Instance:
 
     def launch(self, stream: device.Stream | None = None) -> None:
         """All between the feeds and the fetches; returns before it is done."""
-        current = self._current
-        if not current.captured:
-            self.runs += 1
-            if self.settled:
-                self.capture()
-        for part in current.parts:
-            part.launch(stream or self.owner.stream)
+        self._runs += 1
+        if self.settled and not self._current.captured:
+            self.capture()
+        stream = stream or self.owner.stream
+        for part in self._current.parts:
+            part.launch(stream)
 
     def capture(self) -> None:
         """Run as CUDA graphs from now on."""
         if self._captures_at:
-            self.runs = max(self.runs, self._captures_at)
+            self._runs = max(self._runs, self._captures_at)
             self._current.captured = True
             for part in self._current.parts:
                 part.capture(self.owner.stream)
@@ -386,12 +370,14 @@ class Instance:
             state = self.owner.state
             wanted = [n for n in self.outputs if n not in state] if names is None else names
             tensors = {n: t for n, t in self._in_place.items() if n in wanted and t.nbytes}
-            start = min((self._offsets[t.buffer] for t in tensors.values()), default=0)
+            starts = [self._offsets[t.buffer] for t in tensors.values()]
+            start = min(starts, default=0)
             end = max((self._offsets[t.buffer] + t.nbytes for t in tensors.values()), default=0)
             self._fetches[key] = Fetch(
                 start,
                 end - start,
                 tuple(wanted),
+                self.outputs,
                 tuple((n, self._offsets[t.buffer] - start, t) for n, t in tensors.items()),
                 tuple(t for t in tensors.values() if t.buffer in self._apart),
             )
@@ -425,17 +411,21 @@ class Instance:
         found: list[Array] = []
         for name in fetch.names:
             view = views.get(name)
-            found.append(view.copy() if view is not None else self._known(name, later or {}))
+            found.append(
+                view.copy()
+                if view is not None
+                else self._known(name, fetch.outputs[name], later or {})
+            )
         return found
 
-    def _known(self, name: str, later: Mapping[str, Any]) -> Array:
+    def _known(self, name: str, value: Any, later: Mapping[str, Any]) -> Array:
         """An output that lowering knew, or has no elements; a state; one of a later stage."""
-        value = self.outputs[name]
         if value is None:
             made: Array = later[name]
             return made
         if not isinstance(value, Tensor):
-            return value.copy()
+            known: Array = value.copy()
+            return known
         if name in self.owner.state:
             return self.owner.weights.read(self.owner.state[name])
         return np.empty(value.shape, dtype_of(value.dtype))
@@ -486,11 +476,11 @@ def _overlapping(used: list[tuple[int, int, str]]) -> set[str]:
 _NUMBERS = itertools.count(1)
 
 
-def dump(folder: Path, owner: Executable, program: str) -> None:
+def dump(folder: Path, model: ir.Model, program: str) -> None:
     """The fused model and the program of one shape, under the next free number."""
     from onnx_fuse.onnx.save import save
 
     folder.mkdir(parents=True, exist_ok=True)
     number = next(n for n in _NUMBERS if not (folder / f"{n:02d}.program.txt").exists())
-    save(owner.model, folder / f"{number:02d}.model.onnx")
+    save(model, folder / f"{number:02d}.model.onnx")
     (folder / f"{number:02d}.program.txt").write_text(program)

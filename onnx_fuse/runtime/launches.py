@@ -43,41 +43,6 @@ class Launches:
             raise DeviceError(f"{_label(call)}: {error}") from error
         self._users: dict[int, list[int]] | None = None
 
-    @property
-    def direct(self) -> bool:
-        """Whether they are enqueued one by one."""
-        return self._graph is None
-
-    def become(
-        self, segment: Segment, order: Order, pointers: Pointers, moved: Collection[int]
-    ) -> bool:
-        """Be those of another Program's segment; False, and as before, where calls differ too much.
-
-        `moved` are the calls with an operand or a workspace elsewhere than in the Program so far;
-        a call that is the very same, and not among them, needs nothing.
-        """
-        old = self._segment
-        if not self.direct or segment.first != old.first or len(segment.calls) != len(old.calls):
-            return False
-        if any(
-            len(new.launches) != len(call.launches)
-            for new, call in zip(segment.calls, old.calls, strict=True)
-        ):
-            return False
-        self._segment, self._order, self._pointers, self._users = segment, order, pointers, None
-        k = 0
-        for i, call in enumerate(segment.calls):
-            if call is old.calls[i] and segment.first + i not in moved:
-                k += len(call.launches)
-                continue
-            addresses = pointers(segment.first + i, call)
-            for launch in call.launches:
-                step = self._steps[k]
-                if not (isinstance(step, jit.Bound) and step.become(launch, addresses)):
-                    self._steps[k] = jit.bind(launch, addresses, self._hw)
-                k += 1
-        return True
-
     def launch(self, stream: device.Stream) -> None:
         """Enqueue all; returns before it is done."""
         if self._graph is not None:
