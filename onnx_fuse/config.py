@@ -74,6 +74,21 @@ CAPTURE = Variable(
 ARENA = Variable(
     "ONNX_FUSE_ARENA", _flag, True, "0 gives every tensor memory of its own, for memory checkers"
 )
+AHEAD = Variable(
+    "ONNX_FUSE_AHEAD",
+    _flag,
+    True,
+    "0 leaves programs and kernels for sizes that have not come yet until they come",
+)
 CACHE_DIR = Variable("ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, tuning records")
 
-VARIABLES: tuple[Variable[object], ...] = (DEBUG, DUMP, KERNEL, GRAPH, CAPTURE, ARENA, CACHE_DIR)  # type: ignore[assignment]
+VARIABLES: tuple[Variable[object], ...] = (
+    DEBUG,
+    DUMP,
+    KERNEL,
+    GRAPH,
+    CAPTURE,
+    ARENA,
+    AHEAD,
+    CACHE_DIR,
+)  # type: ignore[assignment]

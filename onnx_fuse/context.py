@@ -25,6 +25,8 @@ from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
+from onnx_fuse.program import host
+from onnx_fuse.program import size as sizes
 
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
@@ -69,6 +71,8 @@ class Values:
         self._streams = 0
         self._results: set[ir.Value] = set()  # of decompositions: used, though by no node
         self._owner = ""
+        self._plain = False  # whether ONNX is told the numbers of open sizes
+        self._open_sizes: dict[str, Any] = {}  # by the name that stands for one in ONNX
 
     def _name(self, values: Sequence[ir.Value]) -> None:
         for value in values:
@@ -80,7 +84,7 @@ class Values:
         """A model of this node alone, its inputs typed by what is known of them."""
         given = [v for v in node.inputs if v is not None]
         self._name([*given, *(v for v in node.outputs if v.name != "")])
-        fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._type(v)[1]),
+        fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._written(self._type(v)[1])),
                              type=ir.TensorType(self._type(v)[0])) for v in given}  # fmt: skip
         clone = ir.Node(
             node.domain,
@@ -101,22 +105,54 @@ class Values:
         if slot.tensor is not None:
             return data_type(slot.tensor.dtype), slot.tensor.shape
         assert slot.host is not None
+        if host.is_open(slot.host):
+            return ir.DataType.INT64, slot.host.shape
         return data_type(slot.host.dtype.name), slot.host.shape
+
+    def _written(self, shape: Sequence[int]) -> list[int | str]:
+        """A shape for ONNX: an open size is a name, the same for the same polynomial."""
+        names: list[int | str] = []
+        for size in shape:
+            if isinstance(size, sizes.Size) and not self._plain:
+                name = f"size_{sizes.expression(size)}"
+                self._open_sizes[name] = size
+                names.append(name)
+            else:
+                names.append(sizes.plain(size))
+        return names
+
+    def _typed(self, value: ir.Value) -> onnx.TypeProto:
+        """Its type as ONNX has it, open sizes as names."""
+        dtype, shape = self._type(value)
+        return type_proto(dtype, self._written(shape))
 
     def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         """(dtype, shape) of each output, None where it is not static.
 
         Raises ModelError where the inputs do not fit together.
         """
+        found = self._inferred(node)
+        wanted = [value.name for value in node.outputs]
+        if found is None or all(t or not name for t, name in zip(found, wanted, strict=True)):
+            return found
+        given = [self.slots[v] for v in node.inputs if v is not None]
+        shapes = [slot.tensor.shape for slot in given if slot.tensor is not None]
+        is_open = any(isinstance(size, sizes.Size) for shape in shapes for size in shape)
+        if not is_open and not any(host.is_open(slot.host) for slot in given):
+            return found
+        self._plain = True  # inference does not follow the sizes: this node's are fixed
+        try:
+            return self._inferred(node)
+        finally:
+            self._plain = False
+
+    def _inferred(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         single = self._single(node)
         if node.domain == FUSE or contrib.lookup(node) is not None:
             infer_shapes(single)
-            found = [(v.dtype, v.shape) for v in next(iter(single.graph)).outputs]
             return [
-                (dtype_name(d), tuple(int(n) for n in s))  # type: ignore[arg-type]
-                if d is not None and s is not None and s.is_static()
-                else None
-                for d, s in found
+                None if d is None or s is None else self._static(d, [_dim(n) for n in s])
+                for d, s in ((v.dtype, v.shape) for v in next(iter(single.graph)).outputs)
             ]
         if not onnx.defs.has(node.op_type, self.opset, node.domain):
             return None
@@ -128,10 +164,12 @@ class Values:
             if value is None:
                 continue
             name = value.name or ""
-            types[name] = type_proto(*self._type(value))
-            host = self.slots[value].host
-            if host is not None and host.size <= WEIGHT_LIMIT and host.dtype.name in ITEMSIZE:
-                data[name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(host)))
+            types[name] = self._typed(value)
+            array = self.slots[value].host
+            if array is not None and host.is_open(array) and self._plain:
+                array = host.closed(array)
+            if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
+                data[name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(array)))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
         half = "bfloat16" in {self._type_name(v) for v in node.inputs if v is not None}
         while True:
@@ -149,7 +187,7 @@ class Values:
                 half = False
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
-        known = [_static(result.get(v.name or "")) for v in node.outputs]
+        known = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
         if types and any(
             t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()
         ):
@@ -158,6 +196,24 @@ class Values:
         if "bfloat16" in given and "float16" not in given:
             known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]
         return known
+
+    def _static_proto(self, proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:
+        if proto is None or not proto.HasField("tensor_type"):
+            return None
+        tensor = proto.tensor_type
+        if not tensor.HasField("shape"):
+            return None
+        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in tensor.shape.dim]
+        return self._static(ir.DataType(tensor.elem_type), dims)
+
+    def _static(
+        self, dtype: ir.DataType, dims: Sequence[int | str | None]
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """None where a dimension is not known."""
+        shape = [d if isinstance(d, int) else self._open_sizes.get(d or "") for d in dims]
+        if any(d is None for d in shape):
+            return None
+        return dtype_name(dtype), tuple(shape)  # type: ignore[arg-type]
 
     def _type_name(self, value: ir.Value) -> str:
         return dtype_name(self._type(value)[0])
@@ -241,7 +297,7 @@ class Values:
                 raise NotStatic(f"the shape of output {i}")
             dtype = dtype or found[0]
             shape = shape if shape is not None else found[1]
-        tensor = self._buffer("temp", tuple(int(d) for d in shape), dtype)
+        tensor = self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
         self.slots[node.outputs[i]] = Slot(tensor=tensor)
         return tensor
 
@@ -250,10 +306,14 @@ class Values:
             self.slots[node.outputs[i]] = Slot(tensor=tensor)
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
-        return self._buffer("temp", tuple(int(d) for d in shape), dtype)
+        return self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
 
     def constant(self, array: np.ndarray) -> Tensor:
         array = np.array(array, order="C")
+        if array.dtype == object:
+            tensor = self._buffer("constant", array.shape, "int64")
+            self.constants[tensor.buffer] = array
+            return tensor
         key = (array.dtype.name, array.shape, array.tobytes()) if array.size <= 1 << 16 else None
         if key is not None and key in self._known_constants:
             return self._known_constants[key]
@@ -264,8 +324,8 @@ class Values:
         return tensor
 
     def _buffer(self, kind: str, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
-        shape = tuple(int(d) for d in shape)
-        count = int(np.prod(shape, dtype=np.float64))
+        shape = tuple(map(sizes.number, shape))
+        count = prod(shape)
         if count * ITEMSIZE.get(dtype, 1) >= 2**46:
             raise ModelError(f"{name or 'a tensor'} of shape {list(shape)} is too large")
         tensor = Tensor(len(self.buffers), dtype, shape, dense_strides(shape))
@@ -382,7 +442,7 @@ def captured(node: ir.Node) -> list[ir.Value]:
     return [v for v in read if v not in inside]
 
 
-def type_proto(dtype: ir.DataType, shape: Sequence[int]) -> onnx.TypeProto:
+def type_proto(dtype: ir.DataType, shape: Sequence[int | str]) -> onnx.TypeProto:
     return onnx.helper.make_tensor_type_proto(dtype.value, list(shape))
 
 
@@ -394,11 +454,5 @@ def _as_float16(proto: onnx.TypeProto) -> onnx.TypeProto:
     return changed
 
 
-def _static(proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:
-    if proto is None or not proto.HasField("tensor_type"):
-        return None
-    tensor = proto.tensor_type
-    if not tensor.HasField("shape") or any(not d.HasField("dim_value") for d in tensor.shape.dim):
-        return None
-    shape = tuple(d.dim_value for d in tensor.shape.dim)
-    return dtype_name(ir.DataType(tensor.elem_type)), shape
+def _dim(size: Any) -> int | str | None:
+    return size if isinstance(size, int) else size.value

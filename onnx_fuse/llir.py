@@ -21,8 +21,9 @@ name is without exposed values: LayerNormGemm also gets LayerNormGemm_mean_rstd 
                  reads={"x": x}, writes={"y": y})
         return None
 
-Everything is static here: shapes are ints, and an operand that shape arithmetic or a constant
-determines is read with `ctx.host(node, i)`. Building a Program needs no GPU. Kernels read their
+Shapes are ints, or open sizes that behave as ints (docs/shapes.md): what a lowering decides on one
+is a guard of the program. An operand that shape arithmetic or a constant determines is read with
+`ctx.host(node, i)`. Building a Program needs no GPU. Kernels read their
 operands at `Ptr(name)`: the address of the Tensor bound under that name, its offset included.
 """
 
@@ -353,9 +354,13 @@ class Program:
     """Operators that run on onnxruntime, each with the reason."""
     stages: tuple[Stage, ...] = ()
     """What depends on the calls' results, in order."""
+    setup: tuple[Call, ...] = ()
+    """Calls that read nothing but constants: they run once, before the first run. What they write
+    are buffers of kind constant that `constants` does not hold."""
 
     def __str__(self) -> str:
         lines = [f"input {name} = {tensor}" for name, tensor in self.inputs]
+        lines += [f"once {call}" for call in self.setup]
         lines += [f"{i:4d} {call}" for i, call in enumerate(self.calls)]
         lines += [f"output {name} = {t}" for name, t in self.outputs if isinstance(t, Tensor)]
         return "\n".join(lines)

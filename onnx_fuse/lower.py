@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
 from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
+from onnx_fuse.program import host
+from onnx_fuse.program import size as sizes
 from onnx_fuse.sequences import followed, sequence
 from onnx_fuse.stages import stages
 
@@ -51,6 +55,8 @@ PREVIEW = "ai.onnx.preview"
 """Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
 HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
+SETUP_LIMIT = 1 << 20
+"""Bytes that a call may write at most to run once, before the first run, and not in each."""
 MAX_UNROLL = 1024
 """Passes of a Loop or Scan that are written out at most."""
 
@@ -165,6 +171,7 @@ class Lowerer(Values):
             keep.add(self._random.buffer)
         calls = defer(merge(self.calls, keep, self.hw, self.prefs), keep, self, self.prefs)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
+        setup, calls = self._once_only(calls, keep)
         return Program(
             call_early(calls, self.hw),
             tuple(b for b in self.buffers if b.id in used or b.kind == "input"),
@@ -173,7 +180,33 @@ class Lowerer(Values):
             {k: v for k, v in self.constants.items() if k in used},
             tuple(f"{op}: {why}" for op, why in self.fallbacks.items()),
             rest,
+            setup,
         )
+
+    def _once_only(
+        self, calls: Sequence[Call], keep: Collection[int]
+    ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        """The calls that read constants alone and write little, whose results stay; the others."""
+        writes: dict[int, int] = defaultdict(int)
+        for call in calls:
+            for _, tensor in call.writes:
+                writes[tensor.buffer] += 1
+        setup, others = [], []
+        for call in calls:
+            made = [self.buffers[t.buffer] for _, t in call.writes]
+            if (
+                all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
+                and all(b.kind == "temp" and b.id not in keep and writes[b.id] == 1 for b in made)
+                and sum(sizes.rough(b.nbytes, sizes.wide_class_of) for b in made) <= SETUP_LIMIT
+                and not (call.host or call.workspace)
+                and not any(launch.sync for launch in call.launches)
+            ):
+                for b in made:
+                    self.buffers[b.id] = replace(b, kind="constant")
+                setup.append(call)
+            else:
+                others.append(call)
+        return tuple(setup), tuple(others)
 
     def folded(
         self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
@@ -296,7 +329,7 @@ class Lowerer(Values):
         if node.domain == "" and node.op_type in FITTED:
             # kernels take types that an opset's operator does not have
             with contextlib.suppress(onnx.checker.ValidationError):
-                self.infer(node)
+                self._inferred(node)
         try:
             return lowering(self, node)
         except NotStatic as error:
@@ -344,7 +377,8 @@ class Lowerer(Values):
         slot = self.slots[value]
         if slot.tensor is not None:
             return slot.tensor.dtype in ITEMSIZE
-        return slot.host is None or slot.host.dtype.name in ITEMSIZE
+        known = slot.host
+        return known is None or known.dtype.name in ITEMSIZE or host.is_open(known)
 
     def _outputs(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
         """Each output in a buffer of its own; state written back over what it replaces."""
@@ -411,6 +445,8 @@ class Lowerer(Values):
             return True
         if any(a is None for a in arrays):
             return False
+        if any(host.is_open(a) for a in arrays):
+            return self._open(node, arrays)
         if any(self.slots[v].tensor is not None for v in values) and not all(
             a.size <= 64 for a in arrays if a is not None
         ):
@@ -434,6 +470,24 @@ class Lowerer(Values):
             self._known(value, array)
         return True
 
+    def _open(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
+        """Evaluate what open sizes enter; False: it is made on the device."""
+        if node.op_type in ("ConstantOfShape", "Expand", "Range") and self._filled(node, arrays):
+            return True
+        given = {name: self.attr(node, name) for name in node.attributes}
+        moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
+        if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
+            return False  # an open number of elements: on the device
+        found = host.evaluate(node.op_type, arrays, given)
+        if found is not None:
+            self._known(node.outputs[0], found)
+            return True
+        for value in node.inputs:
+            array = None if value is None else self.slots[value].host
+            if value is not None and array is not None and host.is_open(array):
+                self.slots[value] = Slot(host=host.closed(array))
+        return self._evaluate(node)
+
     @staticmethod
     def _elements(arrays: Sequence[np.ndarray | None]) -> float:
         """Elements of Range(start, limit, delta)."""
@@ -447,24 +501,26 @@ class Lowerer(Values):
         slot = self.slots[node.inputs[0]]  # type: ignore[index]
         shape = slot.tensor.shape if slot.tensor is not None else slot.host.shape  # type: ignore[union-attr]
         if node.op_type == "Size":
-            self._known(node.outputs[0], np.array(int(np.prod(shape)), np.int64))
+            self._known(node.outputs[0], sizes.array(prod(shape)))
         else:
             start, end = self.attr(node, "start", 0), self.attr(node, "end", None)
-            self._known(node.outputs[0], np.array(shape[start:end], np.int64))
+            self._known(node.outputs[0], sizes.array(shape[start:end]))
         return True
 
     def _filled(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
         """A large tensor of one number: a broadcast scalar instead of its elements."""
         wanted = arrays[-1]
         assert wanted is not None
-        shape = tuple(int(d) for d in wanted.reshape(-1))
-        if int(np.prod(shape)) <= WEIGHT_LIMIT:
+        if node.op_type == "Range":
+            return False
+        shape = tuple(map(sizes.number, wanted.reshape(-1)))
+        if not host.is_open(wanted) and prod(shape) <= WEIGHT_LIMIT:
             return False
         if node.op_type == "Expand":
             scalar = arrays[0]
             if scalar is None or scalar.size != 1:
                 return False
-            shape = tuple(int(d) for d in np.broadcast_shapes(scalar.shape, shape))
+            shape = sizes.broadcast(scalar.shape, shape)
         else:
             scalar = self.attr(node, "value", np.zeros(1, np.float32))
         if scalar.dtype.name not in ITEMSIZE:
@@ -708,8 +764,7 @@ class Lowerer(Values):
             function = schema.function_body
         elif schema.has_context_dependent_function:
             types = [
-                type_proto(*self._type(v)).SerializeToString() if v is not None else b""
-                for v in node.inputs
+                self._typed(v).SerializeToString() if v is not None else b"" for v in node.inputs
             ]
             versions = [
                 v for v in schema.context_dependent_function_opset_versions if v <= self.opset

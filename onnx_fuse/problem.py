@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import prod
+from typing import Any
+
+from onnx_fuse.program.size import Classes, Size, Trace, class_of, rough, wide_class_of
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -26,19 +30,27 @@ PRECISIONS = {
 """What a user may ask for -> the dtype that is computed in, and `Problem.math`."""
 
 
+FEW = 16
+"""Queries up to which attention is a token's or a few: the kernels then have one tile of them."""
+
+
 class _Attrs:
     """Named extra scalars kept as a sorted tuple, so that the dataclass stays hashable."""
 
     attrs: tuple[tuple[str, Value], ...]
 
+    @cached_property
+    def _named(self) -> dict[str, Value]:
+        return dict(self.attrs)
+
     def attr(self, name: str, default: Value = 0) -> Value:
         """The extra called `name`, or `default`."""
-        return next((value for key, value in self.attrs if key == name), default)
+        return self._named.get(name, default)
 
     def integer(self, name: str, default: int = 0) -> int:
         """The extra called `name` as an int."""
         value = self.attr(name, default)
-        assert isinstance(value, int), f"{name}={value!r} is not an int"
+        assert isinstance(value, int | Size), f"{name}={value!r} is not an int"
         return value
 
     def number(self, name: str, default: float = 0.0) -> float:
@@ -58,6 +70,19 @@ class _Attrs:
         value = self.attr(name, default)
         assert isinstance(value, str), f"{name}={value!r} is not a string"
         return value
+
+
+def _open(value: object) -> bool:
+    """Whether there is an open size in a field or an extra."""
+    if isinstance(value, tuple):
+        return any(_open(part) for part in value)
+    return isinstance(value, Size)
+
+
+def _rough(value: Any, classes: Classes) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rough(part, classes) for part in value)
+    return rough(value, classes) if _open(value) else value
 
 
 def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
@@ -99,6 +124,31 @@ class Problem(_Attrs):
         attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+
+    def rough(self) -> Problem:
+        """This problem at the largest sizes of its class: what its choices are made for."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        # of a cache that grows by a token a run; a block walks over all its keys anyway
+        few = self.op == "Sdpa" and rough(self.m) <= FEW
+        wide = ("n", "attrs") if few else ()
+        changed: dict[str, Any] = {
+            name: _rough(value, wide_class_of if name in wide else class_of)
+            for name, value in own.items()
+            if _open(value)
+        }
+        return replace(self, **changed) if changed else self
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """The trace of its open sizes, None where all are plain."""
+        parts: list[Any] = [getattr(self, f.name) for f in fields(self)]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Size):
+                return part.trace
+            if isinstance(part, tuple):
+                parts += part
+        return None
 
     @property
     def out(self) -> str:

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from onnx_fuse.kernels import arguments, jit
-from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import CHIPS, Hardware, Launch, Ptr
-from onnx_fuse.runtime import device, executable
+from onnx_fuse.runtime import device, specialize
 from onnx_fuse.runtime.tensor import dtype_of
 
 
@@ -54,15 +54,21 @@ class FakeGpu:
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         """Run what comes on this."""
-        lowered = executable.Executable.program
+        lowered, become = specialize.Specializer.of, jit.Bound.become
 
-        def program(runner: executable.Executable, *given: Any) -> Program:
-            found = lowered(runner, *given)
-            for call in found.calls:
+        def of(specializer: specialize.Specializer, *given: Any) -> specialize.Made:
+            found = lowered(specializer, *given)
+            for call in (*found.program.setup, *found.program.calls):
                 for launch in call.launches:
                     self._calls[id(launch)], self._launches[id(launch)] = call, launch
             return found
 
+        def became(bound: jit.Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
+            done = become(bound, launch, pointers)
+            bound._kernel = id(launch) if done else bound._kernel
+            return done
+
+        monkeypatch.setenv("ONNX_FUSE_AHEAD", "0")
         monkeypatch.setattr(device, "bindings", lambda: self)
         monkeypatch.setattr(device, "start", lambda device_id=0: None)
         monkeypatch.setattr(device, "probe", lambda device_id=0: None)
@@ -70,8 +76,9 @@ class FakeGpu:
         monkeypatch.setattr(jit, "_driver", lambda: self)
         monkeypatch.setattr(jit, "_kernel", lambda launch, arch: id(launch))
         monkeypatch.setattr(jit, "_settings", lambda *given: given[-1])
-        monkeypatch.setattr(jit, "compile_all", lambda launches, arch: None)
-        monkeypatch.setattr(executable.Executable, "program", program)
+        monkeypatch.setattr(jit, "compile_all", lambda launches, arch, progress=True: None)
+        monkeypatch.setattr(specialize.Specializer, "of", of)
+        monkeypatch.setattr(jit.Bound, "become", became)
         monkeypatch.setattr(
             arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
         )

@@ -135,7 +135,7 @@ def interpret(
             )
     for buffer, array in program.constants.items():
         memory.parts[buffer][...] = array.reshape(-1).view(np.uint8)
-    for call in program.calls:
+    for call in (*program.setup, *program.calls):
         if call.expression is not None:
             reads = [memory.view(t).copy() for _, t in call.reads]
             for row in call.expression.rows:
@@ -305,7 +305,10 @@ def _evaluate(
     values: list[Any] = [*reads, *(np.asarray(v) for _, v in expression.scalars)]
     with np.errstate(all="ignore"):
         for step in expression.steps:
-            result = STEPS[step.name](*(values[a] for a in step.args))
+            if step.name == "Iota":
+                result = np.arange(writes[0].size).reshape(writes[0].shape)
+            else:
+                result = STEPS[step.name](*(values[a] for a in step.args))
             values.append(np.asarray(result).astype(dtype_of(step.dtype)))
     return [
         np.broadcast_to(values[s], t.shape) for s, t in zip(expression.stores, writes, strict=True)

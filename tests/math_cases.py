@@ -123,7 +123,7 @@ class Case:
         for choice in self.variants(hw):
             with only(choice):
                 programs.append(self.program(hw))
-        return [x for p in programs for call in p.calls for x in call.launches]
+        return [x for p in programs for call in (*p.setup, *p.calls) for x in call.launches]
 
     def variants(self, hw: Hardware) -> list[Choice]:
         """Every legal kernel and configuration, where the operator has a registry of them."""

@@ -17,6 +17,7 @@ LAYERS = (
     ("config",),
     ("files",),
     ("onnx",),
+    ("program",),
     ("problem",),
     ("ops",),
     ("passes",),

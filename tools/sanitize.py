@@ -59,13 +59,16 @@ def entries() -> set[Feature]:
 def launches_of(callspec: Any, hw: Hardware) -> list[list[Launch]]:
     """What a test launches, by its parameters: in any case, then for each variant of a case."""
     parameters = callspec.params if callspec else {}
-    if "case" in parameters:
+    if hasattr(parameters.get("case"), "program"):
         case = parameters["case"]
         programs = [case.program(hw)]
         for choice in case.variants(hw):
             with only(choice):
                 programs.append(case.program(hw))
-        return [[x for call in program.calls for x in call.launches] for program in programs]
+        return [
+            [x for call in (*program.setup, *program.calls) for x in call.launches]
+            for program in programs
+        ]
     if "problem" in parameters:
         from test_gemm import each
 

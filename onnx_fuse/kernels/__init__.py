@@ -72,7 +72,14 @@ class Choice:
 
     def launch(self, problem: Problem, hw: Hardware) -> tuple[Launch, ...]:
         """The chosen kernel's calls."""
-        return self.kernel.launch(problem, self.config, hw)
+        if problem.trace is None:
+            return self.kernel.launch(problem, self.config, hw)
+        key = ("launch", id(self.kernel), self.config, problem, hw)
+        memo = problem.trace.memo
+        if key not in memo:
+            memo[key] = self.kernel.launch(problem, self.config, hw)
+        found: tuple[Launch, ...] = memo[key]
+        return found
 
     def workspace(self, problem: Problem, hw: Hardware) -> int:
         """The chosen kernel's scratch bytes."""
@@ -109,8 +116,22 @@ def select(
 ) -> Choice | None:
     """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
 
+    A problem with open sizes is served by what suits the largest of its class.
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
+    trace = problem.trace
+    if trace is None:
+        return _select(op, problem, hw, prefs, records)
+    key = (op, problem, hw, tuple(sorted((prefs or {}).items())), records)
+    if key not in trace.memo:
+        trace.memo[key] = _select(op, problem, hw, prefs, records)
+    found: Choice | None = trace.memo[key]
+    return found
+
+
+def _select(
+    op: str, problem: Problem, hw: Hardware, prefs: Mapping[str, str] | None, records: bool
+) -> Choice | None:
     kernels = candidates(op)
     if not kernels or not problem.m * problem.n:  # or nothing to compute
         return None
@@ -122,10 +143,11 @@ def select(
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
         if reason := kernel.supports(problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
-        return _cheapest((kernel,), problem, hw, "forced")
+        return _cheapest((kernel,), problem.rough(), hw, "forced")
     legal = [kernel for kernel in kernels if kernel.supports(problem, hw) is None]
     if not legal:
         return None
+    problem = problem.rough()
     if records and (record := tuning.lookup(op, problem, hw, legal)):
         kernel, best, seconds = record
         return Choice(kernel, best, seconds, "tuning record")

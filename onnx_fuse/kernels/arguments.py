@@ -36,6 +36,11 @@ class Arguments:
         self.address = start + nbytes
         self.place(pointers)
 
+    def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
+        """Write other arguments of the same kernel."""
+        self._args = args
+        self.place(pointers)
+
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
         words: list[Any] = []

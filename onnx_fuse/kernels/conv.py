@@ -15,6 +15,7 @@ from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
 from onnx_fuse.problem import ITEMSIZE, Launch, Num, Ptr
+from onnx_fuse.program.size import Size, number
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
 Triple = tuple[int, int, int]
@@ -38,7 +39,7 @@ class Window:
 
 def triple(sizes: Sequence[int], fill: int = 1) -> Triple:
     """Sizes of up to three axes, `fill` in front."""
-    a, b, c = [fill] * (3 - len(sizes)) + [int(s) for s in sizes]
+    a, b, c = [fill] * (3 - len(sizes)) + [number(s) for s in sizes]
     return a, b, c
 
 
@@ -71,6 +72,33 @@ def window(
         triple(kernel), triple(strides), triple(dilations), triple(pads[:rank], 0),
         triple(pads[rank:], 0),
     )  # fmt: skip
+
+
+def spatial(
+    ctx: Context, node: ir.Node, kernel: Sequence[int], x: Sequence[int]
+) -> list[int] | None:
+    """Output sizes of a Conv, ConvTranspose or pool over open sizes `x`; None: inference knows."""
+    auto = ctx.attr(node, "auto_pad", "NOTSET")
+    given = ctx.attr(node, "ceil_mode", 0) or ctx.attr(node, "output_shape")
+    if given or not any(isinstance(size, Size) for size in x):
+        return None
+    rank = len(kernel)
+    strides = ctx.attr(node, "strides") or [1] * rank
+    dilations = ctx.attr(node, "dilations") or [1] * rank
+    pads = ctx.attr(node, "pads") or [0] * (2 * rank)
+    extra = ctx.attr(node, "output_padding") or [0] * rank
+    transposed = node.op_type == "ConvTranspose"
+    found = []
+    for i, size in enumerate(x):
+        reach = (kernel[i] - 1) * dilations[i] + 1
+        around = pads[i] + pads[rank + i] if auto == "NOTSET" else 0
+        if auto.startswith("SAME"):
+            found.append(size * strides[i] if transposed else -(-size // strides[i]))
+        elif transposed:
+            found.append(strides[i] * (size - 1) + extra[i] + reach - around)
+        else:
+            found.append((size + around - reach) // strides[i] + 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -226,7 +254,9 @@ def convolution(
     groups = ctx.attr(node, "group", 1)
     if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
         raise ValueError(f"{x.shape[1]} channels")
-    y = ctx.output(node, 0)
+    outer = spatial(ctx, node, weight.shape[2:], x.shape[2:])
+    filters = weight.shape[1] * groups if transposed else weight.shape[0]
+    y = ctx.output(node, 0, (x.shape[0], filters, *outer) if outer else None, x.dtype)
     if not y.size:
         return None
     if slope is not None:

@@ -21,6 +21,7 @@ from onnx_fuse.kernels.callgraph import chosen, uses
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.llir import Call, Context, Tensor
 from onnx_fuse.problem import Num, Problem
+from onnx_fuse.program.size import rough
 
 PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
 ACTIVATED = PLAIN | {"act", "act_alpha"}
@@ -161,7 +162,7 @@ class Choices:
         """The readers' new calls by their place, -1: of the call that makes x; None: as it was."""
         hw = self.ctx.hw
         added = self.seconds(*(_added(c) for c in residuals.values()))
-        launch = hw.launch_seconds + 2 * norm.x.nbytes / hw.bandwidth
+        launch = hw.launch_seconds + 2 * rough(norm.x.nbytes) / hw.bandwidth
         readers = (*products.values(), *residuals.values())
         before = launch + self.seconds(*(c.problem for c in readers if c.problem))
         ways = [(added + self.seconds(*(_norm_gemm(c, norm) for c in products.values())), 0)]

@@ -13,6 +13,7 @@ from onnx_fuse.kernels.callgraph import LARGE, Calls, elsewhere, moved, steps_of
 from onnx_fuse.kernels.pointwise import FLOATS, STORAGE, inline
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import ITEMSIZE, Num, Problem, Value
+from onnx_fuse.program.size import rough
 
 BARE = ("act", "beta", "dact", "residual", "save_z")
 """What leaves no room for an operand in the epilogue of a Gemm."""
@@ -154,12 +155,13 @@ def slope(calls: Calls, i: int, call: Call) -> None:
         left = calls.served(replace(call, problem=rest))
     else:
         dz = dict(call.writes)["dz"]
-        rate = hw.bandwidth * (2 if 3 * dz.nbytes <= hw.l2_bytes / 2 else 1)
-        before += hw.launch_seconds + 3 * dz.nbytes / rate
+        size = rough(dz.nbytes)
+        rate = hw.bandwidth * (2 if 3 * size <= hw.l2_bytes / 2 else 1)
+        before += hw.launch_seconds + 3 * size / rate
         sums = tuple((n, t) for n, t in call.writes if n != "dz")
         if any(calls.readers[t.buffer] or t.buffer in calls.keep for _, t in sums):
             left = _column_sums(call, dz, sums)
-            after += hw.launch_seconds + dz.nbytes / rate
+            after += hw.launch_seconds + size / rate
     if after >= before:
         return
     made = replace(product, problem=wanted, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
@@ -216,7 +218,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         if alone and min(after, default=i) >= i and _all_of(calls.calls, r):
             ways.append(problem.having(add="here"))
         wanted = min(ways, key=calls.seconds)
-        launch = calls.hw.launch_seconds + 3 * dx.nbytes / calls.hw.bandwidth
+        launch = calls.hw.launch_seconds + 3 * rough(dx.nbytes) / calls.hw.bandwidth
         if calls.seconds(wanted) >= calls.seconds(problem) + launch:
             continue
         readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])

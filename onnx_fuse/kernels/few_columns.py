@@ -31,8 +31,9 @@ def _plain(call: Call, calls: Calls, also: str = "") -> Problem | None:
     lines = p.k if p.trans_b else p.n
     if p.integer("lda", p.k) != p.k or p.integer("ldb", lines) != lines:
         return None
-    again = p.m * p.k * p.n * ITEMSIZE[p.dtype] / calls.hw.bandwidth
-    return p if again <= p.bytes / calls.hw.bandwidth + calls.hw.launch_seconds else None
+    like = p.rough()
+    again = like.m * like.k * like.n * ITEMSIZE[p.dtype] / calls.hw.bandwidth
+    return p if again <= like.bytes / calls.hw.bandwidth + calls.hw.launch_seconds else None
 
 
 def _with(call: Call, **macros: object) -> tuple[Launch, ...]:

@@ -104,9 +104,9 @@ class Cluster:
         # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
         room = config.integer("room")
         limit = (hw.smem_per_block + 1024) // room - 1024
-        steps = self._steps(problem, config)
-        fit = [s for s in range(1, steps + 1) if self._smem(problem, config, s) <= limit]
-        return max(fit, default=0)
+        most = min(self._steps(problem, config), limit // (config.integer("bn") * BK * 2))
+        down = range(most, 0, -1)
+        return next((s for s in down if self._smem(problem, config, s) <= limit), 0)
 
     def _stats(self, problem: Problem) -> bool:
         return problem.op == "LayerNormGemm" and not problem.attr("stats")

@@ -28,6 +28,7 @@ from onnx_fuse.kernels.quant import RANGES
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program import size as sizes
 
 BYTES = ("int8", "uint8")
 LINE = 16
@@ -212,7 +213,7 @@ def _matmul(
         b = replace(b, shape=(*b.shape, 1), strides=(*b.strides, 0))
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a product over {a.shape[-1]} and {b.shape[-2]}")
-    batch = tuple(int(d) for d in np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    batch = sizes.broadcast(a.shape[:-2], b.shape[:-2])
     (m, k), n = a.shape[-2:], b.shape[-1]
     shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
     y = ctx.scratch("int32", (*batch, m, n))

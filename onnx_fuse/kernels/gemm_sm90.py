@@ -134,8 +134,8 @@ class Wgmma:
         limit = hw.smem_per_block
 
         def fit(boxes: int) -> int:
-            room = [s for s in range(2, 9) if self._smem(problem, config, s, boxes, hw) <= limit]
-            return max(room, default=0)
+            down = range(8, 1, -1)
+            return next((s for s in down if self._smem(problem, config, s, boxes, hw) <= limit), 0)
 
         two, four = fit(2), fit(4)
         return (four, 4) if four >= min(two, 5) else (two, 2)

@@ -12,6 +12,7 @@ from onnx_fuse.kernels.pointwise import STORAGE, Code, copy, emit
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import UNKNOWN, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr
+from onnx_fuse.program.size import number
 
 THREADS = 256
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
@@ -69,7 +70,7 @@ def _pick(ctx: Context, node: ir.Node) -> str | None:
     x, index = ctx.view(node, 0), ctx.host(node, 1)
     assert index is not None
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
-    k = int(index.reshape(-1)[0])
+    k = number(index.reshape(-1)[0])
     k += x.shape[axis] if k < 0 else 0
     if not 0 <= k < x.shape[axis]:
         return f"index {k} is outside the axis of {x.shape[axis]}"

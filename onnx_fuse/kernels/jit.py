@@ -418,6 +418,17 @@ class Bound:
         """Take other addresses for what is enqueued from now on."""
         self._arguments.place(self._pointers(pointers))
 
+    def become(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
+        """Be another launch of the same kernel; False where it is of another."""
+        old = self.launch
+        if (old.source, old.entry, old.defines, old.smem, old.sync) != (
+            launch.source, launch.entry, launch.defines, launch.smem, launch.sync
+        ):  # fmt: skip
+            return False
+        self.launch, self._settings = launch, (-1, False, None)
+        self._arguments.replace(launch.args, self._pointers(pointers))
+        return True
+
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
         known, early, settings = self._settings

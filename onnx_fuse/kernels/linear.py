@@ -18,6 +18,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem, Value
+from onnx_fuse.program import size as sizes
 
 MAX_BATCH = 3
 TILE_ROWS = 128
@@ -146,7 +147,7 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
         a = Tensor(a.buffer, a.dtype, (1, *a.shape), (0, *a.strides), a.offset)
     if vector_b:
         b = Tensor(b.buffer, b.dtype, (*b.shape, 1), (*b.strides, 0), b.offset)
-    batch = tuple(int(d) for d in np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    batch = sizes.broadcast(a.shape[:-2], b.shape[:-2])
     m, n = a.shape[-2], b.shape[-1]
     shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
     y = ctx.output(node, 0, shape, a.dtype)
@@ -305,6 +306,7 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
         return False
     keys = ("act", "act_alpha", "rms")
     how = {key: problem.attr(key) for key in keys if problem.attr(key)}
+    problem = problem.rough()
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **how))
     apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
@@ -409,6 +411,7 @@ def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
 
 def _apart_seconds(problem: Problem, hw: Hardware) -> float:
     """The op's body: two products, passes over [m, n], [m, k] and [k, n], some fifteen launches."""
+    problem = problem.rough()
     m, n, k = problem.m, problem.n, problem.k
     both = (
         Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, math=problem.math),

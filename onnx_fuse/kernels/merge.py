@@ -17,6 +17,7 @@ from onnx_fuse.kernels.jit import source_text
 from onnx_fuse.kernels.pointwise import finish
 from onnx_fuse.llir import Call
 from onnx_fuse.problem import Hardware
+from onnx_fuse.program.size import rough, wide_class_of
 
 
 def merge(
@@ -84,7 +85,7 @@ def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
     places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
     for (i, j), (after, first) in pairwise(places):
         launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
-        few = prod(launch.grid) <= 128  # these do it anyway
+        few = rough(prod(launch.grid), wide_class_of) <= 128  # these do it anyway
         if alone and not few and "NEXT_ALONE" in source_text(launch.source):
             defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
             found[i][j] = replace(launch, defines=defines)

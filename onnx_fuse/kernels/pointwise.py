@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnx_fuse.llir import INT32_LIMIT, UNKNOWN, Call, Context, Lowering, Tensor
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
+from onnx_fuse.program import size as sizes
 
 THREADS = 256
 REGISTERS = 96
@@ -575,7 +576,7 @@ class Code:
         """A number known at lowering, passed as an argument of the kernel."""
         kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
         kind = kind or ("f32" if dtype in FLOATS else "i32")
-        self.scalars.append((kind, float(value) if kind[0] == "f" else int(value)))
+        self.scalars.append((kind, float(value) if kind[0] == "f" else sizes.number(value)))
         return "scalar", len(self.scalars) - 1
 
     def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
@@ -600,7 +601,7 @@ def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int
     """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
     array = ctx.host(node, i)
     if array is not None and array.size == 1:
-        dtype = array.dtype.name
+        dtype = "int64" if array.dtype == object else array.dtype.name
         return code.scalar(array.reshape(-1)[0], dtype), dtype
     tensor = ctx.view(node, i)
     return code.load(tensor.expand(shape)), tensor.dtype
@@ -613,7 +614,7 @@ def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
         if ctx.has(node, i):
             array = ctx.host(node, i)
             shapes.append(array.shape if array is not None else ctx.view(node, i).shape)
-    return tuple(int(d) for d in np.broadcast_shapes(*shapes))
+    return sizes.broadcast(*shapes)
 
 
 def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
@@ -766,10 +767,15 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
     if any(e is None for e in ends):
         return f"its shape is {UNKNOWN}"
     start, limit, delta = (e.reshape(-1)[0] for e in ends)  # type: ignore[union-attr]
-    dtype = start.dtype.name
-    n = max(int(np.ceil((float(limit) - float(start)) / float(delta))), 0)
-    if np.issubdtype(start.dtype, np.integer):
-        n = len(range(int(start), int(limit), int(delta)))
+    if any(isinstance(v, sizes.Size) for v in (start, limit, delta)):
+        dtype, step = "int64", int(delta)
+        n = -((start - limit) // step)
+        n = n if n > 0 else 0
+    elif np.issubdtype(start.dtype, np.integer):
+        dtype, n = start.dtype.name, len(range(int(start), int(limit), int(delta)))
+    else:
+        dtype = start.dtype.name
+        n = max(int(np.ceil((float(limit) - float(start)) / float(delta))), 0)
     code = Code()
     i = code.step("Cast", dtype, code.step("Iota", "int64"))
     scaled = code.step("Mul", dtype, i, code.scalar(delta, dtype))

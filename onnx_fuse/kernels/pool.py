@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels.conv import triple, window
+from onnx_fuse.kernels.conv import spatial, triple, window
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines, reduction
 from onnx_fuse.llir import Context, Lowering, Tensor
@@ -25,13 +25,15 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"
-    y = ctx.output(node, 0)
+    kernel = ctx.attr(node, "kernel_shape")
+    outer = spatial(ctx, node, kernel, x.shape[2:])
+    shape = (*x.shape[:2], *outer) if outer else None
+    y = ctx.output(node, 0, shape, x.dtype)
     writes = {"y": y}
     if len(node.outputs) > 1 and ctx.wants(node, 1):
-        writes["indices"] = ctx.output(node, 1)
+        writes["indices"] = ctx.output(node, 1, shape, "int64")
     if not y.size:
         return None
-    kernel = ctx.attr(node, "kernel_shape")
     taps = window(ctx, node, kernel, x.shape[2:], y.shape[2:])
     numbers = (*triple(x.shape[2:]), *triple(y.shape[2:]))
     after = {"E" + axis: pad for axis, pad in zip("DHW", taps.after, strict=True)}

@@ -11,12 +11,13 @@ import onnx_ir as ir
 from onnx_fuse.kernels.pointwise import Code, cast_step, copy, dtype_name, emit
 from onnx_fuse.llir import UNKNOWN, Context, Lowering, Tensor
 from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.program import size as sizes
 
 SHAPE_UNKNOWN = f"its shape is {UNKNOWN}"
 
 
 def _ints(array: np.ndarray) -> list[int]:
-    return [int(v) for v in array.reshape(-1)]
+    return [sizes.number(v) for v in array.reshape(-1)]
 
 
 def reshaped(ctx: Context, tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -79,8 +80,8 @@ def unsqueeze(ctx: Context, node: ir.Node) -> str | None:
 def flatten(ctx: Context, node: ir.Node) -> str | None:
     x, axis = ctx.view(node, 0), ctx.attr(node, "axis", 1)
     axis = axis + len(x.shape) if axis < 0 else axis
-    rows = int(np.prod(x.shape[:axis]))
-    ctx.alias(node, 0, reshaped(ctx, x, (rows, int(np.prod(x.shape[axis:])))))
+    rows = prod(x.shape[:axis])
+    ctx.alias(node, 0, reshaped(ctx, x, (rows, prod(x.shape[axis:]))))
     return None
 
 
@@ -95,9 +96,19 @@ def expand(ctx: Context, node: ir.Node) -> str | None:
     x, wanted = ctx.view(node, 0), ctx.host(node, 1)
     if wanted is None:
         return SHAPE_UNKNOWN
-    shape = tuple(int(d) for d in np.broadcast_shapes(x.shape, tuple(_ints(wanted))))
+    shape = sizes.broadcast(x.shape, _ints(wanted))
     ctx.alias(node, 0, x.expand(shape))
     return None
+
+
+def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
+    """Where x[begin:end:step] starts on an axis of `size` elements, and how many it has."""
+    if step < 0:
+        where = range(*slice(int(begin), int(end), step).indices(int(size)))
+        return where.start, len(where)
+    begin, end = (v + size if v < 0 else v for v in (begin, end))
+    begin, end = (0 if v < 0 else size if v > size else v for v in (begin, end))
+    return begin, -((begin - end) // step) if end > begin else 0
 
 
 def slice_(ctx: Context, node: ir.Node) -> str | None:
@@ -113,8 +124,8 @@ def slice_(ctx: Context, node: ir.Node) -> str | None:
     starts, steps, shape = [0] * len(x.shape), [1] * len(x.shape), list(x.shape)
     for a, b, e, step in zip(axes, begin, end, strides, strict=True):
         axis = a % len(x.shape)
-        first, last, step = slice(b, e, step).indices(x.shape[axis])
-        starts[axis], steps[axis], shape[axis] = first, step, len(range(first, last, step))
+        starts[axis], steps[axis] = 0, step
+        starts[axis], shape[axis] = _part(b, e, step, x.shape[axis])
     ctx.alias(node, 0, x.slice(starts, steps, shape))
     return None
 

@@ -67,12 +67,12 @@ class Builder:
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
         """A Constant node; Python floats take `dtype`, integers and lists of integers int64."""
         if isinstance(value, np.ndarray | np.generic):
-            tensor = ir.tensor(np.asarray(value))
+            tensor = ir.Tensor(np.asarray(value))
         else:
             array = np.asarray(value)
             floating = array.dtype.kind == "f"
             kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
-            tensor = ir.tensor(array.astype(kind.numpy()))
+            tensor = ir.Tensor(array.astype(kind.numpy()), kind)
         output: ir.Value = self.node("Constant", (), value=tensor)
         output.dtype, output.const_value = tensor.dtype, tensor
         output.shape = ir.Shape(tensor.numpy().shape)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.llir import NeedsValues, Program, Tensor
 from onnx_fuse.problem import Hardware
@@ -32,6 +33,10 @@ from onnx_fuse.runtime.weights import Weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from onnx_fuse.program.open import Open
+    from onnx_fuse.runtime.ahead import Ahead
+    from onnx_fuse.runtime.specialize import Made, Specializer
+
 INSTANCES = 64
 """Shape keys kept; the least recently used goes first."""
 DIRECT_BYTES = 1 << 20
@@ -46,8 +51,13 @@ Feeds = Mapping[str, Any]
 class Shape:
     """What is kept of a set of shapes: its Program, and its Instance while that has memory."""
 
-    program: Program
+    made: Made
     instance: Instance | None = None
+
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        return self.made.program
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Prepared:
 
     owner: Executable
     instance: Instance
+    program: Program
     placement: Placement
     feeds: Feeds
     copies: bool
@@ -101,6 +112,21 @@ class Executable:
         self._warned: set[str] = set()
         self._names = sorted(v.name or "" for v in model.graph.inputs)
         self._deciding: list[str] = []  # feeds whose values decide about shapes
+        self._once: dict[Open | None, Shape] = {}  # shapes that have come once, by their source
+
+    @cached_property
+    def specializer(self) -> Specializer:
+        """Its programs by shape."""
+        from onnx_fuse.runtime.specialize import Specializer
+
+        return Specializer(self.model, self.hw, math=self.math, prefs=self.prefs, state=self.state)
+
+    @cached_property
+    def ahead(self) -> Ahead:
+        """What makes programs and kernels before they are asked for."""
+        from onnx_fuse.runtime.ahead import Ahead
+
+        return Ahead(self.specializer)
 
     @property
     def stream(self) -> device.Stream:
@@ -353,6 +379,8 @@ class Executable:
         prepared: Prepared | None = binding.prepared
         if prepared is None or prepared.owner is not self or not prepared.instance.alive:
             return None
+        if prepared.instance.program is not prepared.program:
+            return None  # it has become another shape's
         # what other libraries enqueue, and into which stream, only their tensors know
         return None if stream is None and binding.foreign else prepared
 
@@ -384,6 +412,7 @@ class Executable:
                 binding.prepared = Prepared(
                     self,
                     instance,
+                    instance.program,
                     instance.now,
                     adopted,
                     not instance.all_in_place(inputs),
@@ -433,34 +462,56 @@ class Executable:
             shape = Shape(self._lowered(feeds))
             key = self._key(feeds)  # which may have become longer
             self._shapes[key] = shape
+            self._take_over(shape, inputs, outputs)
             while len(self._shapes) > INSTANCES:
                 self._drop(self._shapes.popitem(last=False)[1])
         else:
             self._shapes.move_to_end(key)
         device.start(self.device_id)  # this thread may be another than the one that made it
         if shape.instance is None:
-            shape.instance = self._instance(shape.program, inputs, outputs)
+            shape.instance = self._instance(shape.made, inputs, outputs)
+            source = shape.made.source
+            if source is not None and (
+                source not in self._once or self._once[source].instance is None
+            ):
+                self._once[source] = shape
+        elif shape.instance.runs and self._once.get(shape.made.source) is shape:
+            del self._once[shape.made.source]  # a shape that comes again keeps its own
         return shape.instance
+
+    def _take_over(
+        self, shape: Shape, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
+    ) -> None:
+        """Let a new shape have the instance of one like it that has not come again."""
+        source = shape.made.source
+        other = self._once.get(source)
+        if other is None or other.instance is None:
+            return
+        self.stream.catch_up()
+        if other.instance.become(shape.made, inputs, outputs):
+            shape.instance, other.instance = other.instance, None
+            self._once[source] = shape
 
     def _instance(
         self,
-        program: Program,
+        made: Made,
         inputs: Mapping[str, DeviceTensor],
         outputs: Mapping[str, DeviceTensor],
     ) -> Instance:
         self.stream.catch_up()
         try:
-            return Instance(self, program, inputs, outputs)
+            return Instance(self, made, inputs, outputs)
         except device.DeviceMemoryError:
             if all(shape.instance is None for shape in self._shapes.values()):
                 raise
             self._give_up()
-            return Instance(self, program, inputs, outputs)
+            return Instance(self, made, inputs, outputs)
 
     def _retire(self) -> None:
         """Give up the memory of all shapes, which are made anew when they come again."""
         for shape in self._shapes.values():
             self._drop(shape)
+        self._once.clear()
 
     @staticmethod
     def _drop(shape: Shape) -> None:
@@ -475,12 +526,15 @@ class Executable:
             return key
         return key, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
 
-    def _lowered(self, feeds: Feeds) -> Program:
+    def _lowered(self, feeds: Feeds) -> Made:
         shapes = {name: (value.shape, value.dtype.name) for name, value in feeds.items()}
         while True:
             values = {name: self._host_value(feeds[name]) for name in self._deciding}
             try:
-                return self.program(shapes, values)
+                made = self._specialized(shapes, values)
+                if made.source is not None and not self.state and config.AHEAD.value:
+                    self.ahead.expect(shapes)
+                return made
             except NeedsValues as needs:
                 self._deciding += [name for name in needs.names if name not in self._deciding]
 
@@ -499,23 +553,20 @@ class Executable:
         values: Mapping[str, np.ndarray] | None = None,
     ) -> Program:
         """The Program for these input shapes (and values, of inputs that decide about shapes)."""
-        from onnx_fuse.lower import lower
+        return self._specialized(shapes, values).program
 
+    def _specialized(
+        self,
+        shapes: Mapping[str, tuple[tuple[int, ...], str]],
+        values: Mapping[str, np.ndarray] | None = None,
+    ) -> Made:
         known = {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
-        program = lower(
-            self.model,
-            {**known, **shapes},
-            self.hw,
-            math=self.math,
-            prefs=self.prefs,
-            state=self.state,
-            values=values,
-        )
-        for fallback in program.fallbacks:
+        made = self.specializer.of({**known, **shapes}, values)
+        for fallback in made.program.fallbacks:
             if fallback not in self._warned:
                 self._warned.add(fallback)
                 warnings.warn(f"runs on onnxruntime, with copies: {fallback}", stacklevel=5)
-        return program
+        return made
 
     def instances(self) -> list[Instance]:
         """Those that have memory, the least recently used first."""

@@ -15,13 +15,13 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.direct import Direct
 from onnx_fuse.runtime.hosts import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
-from onnx_fuse.runtime.plan import Plan, aligned, plan
+from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.schedule import segments
 from onnx_fuse.runtime.staging import Array, Pending, Room
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.specialize import Made
 
 ALIGNED = 16
 """Bytes that an address must be a multiple of, to be read or written in place."""
@@ -81,15 +82,16 @@ class Instance:
     def __init__(
         self,
         owner: Executable,
-        program: Program,
+        made: Made,
         inputs: Mapping[str, DeviceTensor] | None = None,
         outputs: Mapping[str, DeviceTensor] | None = None,
     ) -> None:
-        self.owner, self.program = owner, program
-        self.plan: Plan = plan(program)
+        self.owner, self.plan = owner, made.plan
+        program = self.program = made.program
         self._say()
         # until here nothing needs the context, which another thread may still be making
-        jit.compile_all((x for c in program.calls for x in c.launches), owner.hw.arch)
+        calls = (*program.setup, *program.calls)
+        jit.compile_all((x for c in calls for x in c.launches), owner.hw.arch)
         device.start(owner.device_id)
         self.address = owner.weights.of(program, owner.model)
         self.movable = tuple(
@@ -104,13 +106,10 @@ class Instance:
             for b in own.values():
                 if b.kind == kind:
                     offsets[b.id] = total
-                    total += aligned(b.nbytes)
+                    total += aligned(made.room.get(b.id, b.nbytes))
             spans[kind] = (start, total - start)
         self._spans, self._offsets = spans, offsets
-        self._constants = owner.constants.place(
-            {b.id: program.constants[b.id] for b in program.buffers if b.kind == "constant"}
-        )
-        self.address |= {b: constant.address for b, constant in self._constants.items()}
+        self._place_constants(made.room)
         self.memory = self._reserve(total)
         base = self.memory.address
         owner.stream.clear(base, total)  # gaps between tensors travel with them
@@ -122,20 +121,14 @@ class Instance:
         if not config.ARENA.value:
             self._set_apart()
         self._home = Placement(tuple(self.address[b] for b in self.movable))
-        self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
-        self.outputs = dict(program.outputs)
-        self._in_place = {
-            n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in own
-        }
-        self._fed = tuple(
-            (n, offsets[t.buffer] - spans["input"][0], t) for n, t in self.inputs if t.nbytes
-        )
-        self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
+        self._set_tensors()
+        self._set_up()
         self.alive = True
         """Whether later runs may use it."""
         self.stages: Stages | None = None
         """What runs behind the calls, once something has."""
-        self._runs = 0
+        self.runs = 0
+        """Launches so far."""
         self._captures_at = config.CAPTURE.value if config.GRAPH.value else 0
         self.now = self.placement(inputs or {}, outputs or {})
         self.address |= zip(self.movable, self.now.where, strict=True)
@@ -144,6 +137,78 @@ class Instance:
         self._left: deque[tuple[int, ...]] = deque(maxlen=4 * VARIANTS)
         launches = all(isinstance(p, Launches) for p in self._current.parts)
         self.whole_on_gpu = launches and not program.stages
+
+    def become(
+        self,
+        made: Made,
+        inputs: Mapping[str, DeviceTensor],
+        outputs: Mapping[str, DeviceTensor],
+    ) -> bool:
+        """Run another shape of the same open program from now on; False where that is not possible.
+
+        Every buffer stays where it is, so that only the launches' numbers change.
+        """
+        if made.plan is not self.plan or not self.whole_on_gpu or self._apart:
+            return False
+        self.program = made.program
+        self._say()
+        self._constants |= self.owner.constants.place(
+            {b: self.program.constants[b] for b in self._constants}
+        )
+        self.address |= {b: constant.address for b, constant in self._constants.items()}
+        self._set_tensors()
+        self._set_up()
+        self.runs = 0
+        self.now = self.placement(inputs, outputs)
+        self.address |= zip(self.movable, self.now.where, strict=True)
+        del self._variants[:-1]
+        (self._current,) = self._variants
+        self._current.where, self._current.captured = self.now.where, False
+        self._left.clear()
+        for part, segment in zip(self._current.parts, segments(self.program), strict=True):
+            assert isinstance(part, Launches)
+            part.become(segment)
+        return True
+
+    def _set_tensors(self) -> None:
+        """What comes in and goes out, as tensors of the present shape."""
+        program, own = self.program, set(self.movable)
+        self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
+        self.outputs = dict(program.outputs)
+        self._in_place = {
+            n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in own
+        }
+        first = self._spans["input"][0]
+        self._fed = tuple(
+            (n, self._offsets[t.buffer] - first, t) for n, t in self.inputs if t.nbytes
+        )
+        self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
+
+    def _place_constants(self, room: Mapping[int, int]) -> None:
+        """What lowering knew, and room for what the calls of the setup make."""
+        program = self.program
+        kept = [b for b in program.buffers if b.kind == "constant"]
+        self._constants = self.owner.constants.place(
+            {b.id: program.constants[b.id] for b in kept if b.id in program.constants}
+        )
+        self.address |= {b: constant.address for b, constant in self._constants.items()}
+        made = [
+            (b.id, aligned(room.get(b.id, b.nbytes))) for b in kept if b.id not in program.constants
+        ]
+        self._made_once = (
+            self.owner.pool.take(sum(n for _, n in made), "constants") if made else None
+        )
+        at = self._made_once.address if self._made_once is not None else 0
+        for buffer, nbytes in made:
+            self.address[buffer] = at
+            at += nbytes
+
+    def _set_up(self) -> None:
+        """Make what depends on nothing but sizes."""
+        for call in self.program.setup:
+            pointers = self._pointers(-1, call)
+            for launch in call.launches:
+                jit.bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
         """What the variables for debugging ask for."""
@@ -281,7 +346,7 @@ class Instance:
     @property
     def settled(self) -> bool:
         """Whether it runs as a graph: other addresses then take as long as a small copy."""
-        return self._runs >= self._captures_at > 0
+        return self.runs >= self._captures_at > 0
 
     def all_in_place(self, inputs: Mapping[str, DeviceTensor]) -> bool:
         """Whether every input is read where the caller has it."""
@@ -309,7 +374,7 @@ class Instance:
                 continue
             if views is None:
                 room = self.owner.uploads.take(self._spans["input"][1])
-                views, low = room.arrays(self, self._fed), at
+                views, low = room.arrays(self._fed, self._fed), at
             views[name][...] = value
             high = at + tensor.nbytes
         if room is not None:
@@ -327,7 +392,7 @@ class Instance:
 
     def launch(self, stream: device.Stream | None = None) -> None:
         """All between the feeds and the fetches; returns before it is done."""
-        self._runs += 1
+        self.runs += 1
         if self.settled and not self._current.captured:
             self.capture()
         stream = stream or self.owner.stream
@@ -337,7 +402,7 @@ class Instance:
     def capture(self) -> None:
         """Run as CUDA graphs from now on."""
         if self._captures_at:
-            self._runs = max(self._runs, self._captures_at)
+            self.runs = max(self.runs, self._captures_at)
             self._current.captured = True
             for part in self._current.parts:
                 part.capture(self.owner.stream)

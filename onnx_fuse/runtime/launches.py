@@ -43,6 +43,18 @@ class Launches:
             raise DeviceError(f"{_label(call)}: {error}") from error
         self._users: dict[int, list[int]] | None = None
 
+    def become(self, segment: Segment) -> None:
+        """Launch the same calls with other numbers: those of another shape."""
+        self._segment, self._graph = segment, None
+        k = 0
+        for i, call in enumerate(segment.calls):
+            addresses = self._pointers(segment.first + i, call)
+            for launch in call.launches:
+                step = self._steps[k]
+                if not (isinstance(step, jit.Bound) and step.become(launch, addresses)):
+                    self._steps[k] = jit.bind(launch, addresses, self._hw)
+                k += 1
+
     def launch(self, stream: device.Stream) -> None:
         """Enqueue all; returns before it is done."""
         if self._graph is not None:

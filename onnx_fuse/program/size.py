@@ -1,0 +1,503 @@
+"""Open sizes: integers that remember which dimensions of the inputs they were computed from.
+
+Lowering runs on the sizes of one set of inputs. Given as `Size`s they behave as those integers, but
+arithmetic keeps a polynomial over the open dimensions, and every decision taken on one (`n % 8`,
+`n <= 64`, `n == m`) is kept as a guard by the `Trace`. What was lowered then holds for all inputs
+that meet the guards: its numbers are the polynomials' values. Turning a size into a plain integer
+(formatting it, indexing with it, `int()`) is a guard too: that it is equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import ceil, floor, isfinite
+from types import CodeType
+from typing import Any, cast
+
+import numpy as np
+
+Polynomial = tuple[tuple[tuple[str, ...], int], ...]
+"""Sum of terms: (atoms, coefficient), sorted by atoms. An atom is a symbol or the text of an
+integer quotient, remainder, least or largest of polynomials."""
+CLASSES = (16, 32, 64)
+"""Sizes up to the last of these are of the class of the next one; above, see `class_of`."""
+
+
+def class_of(size: int) -> tuple[int, int]:
+    """The smallest and the largest size of the class of `size`, for which choices are the same.
+
+    Up to 64: 1 to 16, 17 to 32, 33 to 64; then steps of an eighth of the next power of two, but at
+    least 64 long: to 512 by 64, to 1024 by 128, to 2048 by 256.
+    """
+    if size <= 1:
+        return size, size
+    below = 1
+    for limit in CLASSES:
+        if size <= limit:
+            return below + 1, limit
+        below = limit
+    step = max(64, (1 << (size - 1).bit_length()) // 8)
+    last = -(-size // step) * step
+    return last - step + 1, last
+
+
+def wide_class_of(size: int) -> tuple[int, int]:
+    """As `class_of`, in steps of four: 2 to 64, 65 to 256, 257 to 1024 and so on."""
+    if size <= 1:
+        return size, size
+    first, last = 2, 64
+    while size > last:
+        first, last = last + 1, 4 * last
+    return first, last
+
+
+Classes = Callable[[int], tuple[int, int]]
+
+
+class Trace:
+    """The open dimensions of one lowering, their values there, and the guards met on the way."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.guards: dict[str, None] = {}
+        """Python expressions over the symbols, each true for the sizes traced."""
+        self._narrow: set[str] = set()
+        self.asked: set[Any] = set()
+        """Comparisons that are among the guards."""
+        self.memo: dict[Any, Any] = {}
+        """What was made for problems with these sizes: their guards are among `guards`."""
+        self.watch: Callable[[str], None] | None = None
+        """Told each new guard: tests and tools ask where it comes from."""
+
+    def symbol(self, name: str, value: int) -> int:
+        """The open dimension called `name`, an identifier; its value is `value`."""
+        self.values[name] = value
+        return cast(int, Size(self, (((name,), 1),), value))
+
+    def classed(self, terms: Polynomial, classes: Classes) -> dict[str, int]:
+        """The largest size of the class of each dimension in a polynomial; the classes are kept.
+
+        A dimension whose narrow class is kept already is taken by that.
+        """
+        found = {}
+        text = text_of(terms)
+        for name, number in self.values.items():
+            if re.search(rf"\b{name}\b", text):
+                if classes is class_of or name in self._narrow:
+                    self._narrow.add(name)
+                    first, last = class_of(number)
+                else:
+                    first, last = classes(number)
+                self.guard(f"{first} <= {name} <= {last}")
+                found[name] = last
+        return found
+
+    def guard(self, text: str) -> None:
+        """Keep that the expression holds."""
+        if text not in self.guards:
+            self.guards[text] = None
+            if self.watch is not None:
+                self.watch(text)
+
+
+class Size:
+    """An integer and the polynomial that gives it; typed as `int` where it is handed on."""
+
+    __slots__ = ("terms", "trace", "value")
+
+    def __init__(self, trace: Trace, terms: Polynomial, value: int) -> None:
+        self.trace, self.terms, self.value = trace, terms, value
+
+    # ---- arithmetic that stays open ----
+
+    def __add__(self, other: Any) -> Any:
+        return _combined(self, other, 1) if _whole(other) else self.plain() + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return _combined(self, other, -1) if _whole(other) else self.plain() - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return _combined(-self, other, 1) if _whole(other) else other - self.plain()
+
+    def __neg__(self) -> Any:
+        return _made(self.trace, {atoms: -n for atoms, n in self.terms}, -self.value)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self
+
+    def __mul__(self, other: Any) -> Any:
+        if not _whole(other):
+            return other * self.plain()  # a sequence too
+        if not isinstance(other, Size):
+            if other == 1:
+                return self
+            scaled = tuple([(atoms, n * int(other)) for atoms, n in self.terms])
+            return Size(self.trace, scaled, self.value * int(other)) if other else 0
+        found: dict[tuple[str, ...], int] = {}
+        for a, n in self.terms:
+            for b, m in other.terms:
+                key = tuple(sorted((*a, *b)))
+                found[key] = found.get(key, 0) + n * m
+        return _made(self.trace, found, self.value * other.value)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _divided(self, other) if _whole(other) else NotImplemented
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _divided(other, self) if _whole(other) else NotImplemented
+
+    def __mod__(self, other: Any) -> Any:
+        return _remainder(self, other) if _whole(other) else NotImplemented
+
+    def __rmod__(self, other: Any) -> Any:
+        return _remainder(other, self) if _whole(other) else NotImplemented
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    # ---- decisions ----
+
+    def __lt__(self, other: Any) -> bool:
+        if isinstance(other, float) and isfinite(other):
+            other = ceil(other)
+        return _compared(self, other, "<") if _whole(other) else NotImplemented
+
+    def __le__(self, other: Any) -> bool:
+        if isinstance(other, float) and isfinite(other):
+            other = floor(other)
+        return _compared(self, other, "<=") if _whole(other) else NotImplemented
+
+    def __gt__(self, other: Any) -> bool:
+        if isinstance(other, float) and isfinite(other):
+            other = floor(other)
+        return not _compared(self, other, "<=") if _whole(other) else NotImplemented
+
+    def __ge__(self, other: Any) -> bool:
+        if isinstance(other, float) and isfinite(other):
+            other = ceil(other)
+        return not _compared(self, other, "<") if _whole(other) else NotImplemented
+
+    def __eq__(self, other: Any) -> bool:
+        return _compared(self, other, "==") if _whole(other) else NotImplemented
+
+    def __ne__(self, other: Any) -> bool:
+        return not _compared(self, other, "==") if _whole(other) else NotImplemented
+
+    def __bool__(self) -> bool:
+        return not _compared(self, 0, "==")
+
+    def __hash__(self) -> int:
+        # an entry that is found was compared, which is a guard; one that is not is no decision
+        return hash(self.value)
+
+    # ---- where it becomes a plain integer ----
+
+    def plain(self) -> int:
+        """The value, guarded: what was lowered holds for this value alone."""
+        self.trace.guard(f"{text_of(self.terms)} == {self.value}")
+        return self.value
+
+    __index__ = plain
+    __int__ = plain
+    __trunc__ = plain
+
+    def __float__(self) -> float:
+        return float(self.plain())
+
+    def __truediv__(self, other: Any) -> Any:
+        return Ratio(self, other) if _whole(other) else self.plain() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return Ratio(other, self) if _whole(other) else other / self.plain()
+
+    def __pow__(self, other: Any) -> Any:
+        return self.plain() ** other
+
+    def __lshift__(self, other: int) -> Any:
+        return self * (1 << other)
+
+    def __rshift__(self, other: int) -> Any:
+        return self // (1 << other)
+
+    def __and__(self, other: Any) -> Any:
+        return self.plain() & other
+
+    def __or__(self, other: Any) -> Any:
+        return self.plain() | other
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def bit_length(self) -> int:
+        """Bits of the value, guarded by the powers of two around it."""
+        bits = self.value.bit_length()
+        if self >= 1 << bits or self < 1 << max(bits - 1, 0):
+            return self.plain().bit_length()
+        return bits
+
+    def __str__(self) -> str:
+        return str(self.plain())
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.plain(), spec)
+
+
+class Ratio:
+    """a / b of which at least one is a `Size`: open while it is only rounded to an integer."""
+
+    __slots__ = ("above", "below")
+
+    def __init__(self, above: Any, below: Any) -> None:
+        self.above, self.below = above, below
+
+    def __ceil__(self) -> Any:
+        return -(-self.above // self.below)
+
+    def __floor__(self) -> Any:
+        return self.above // self.below
+
+    def __float__(self) -> float:
+        return plain(self.above) / plain(self.below)
+
+    def __mul__(self, other: Any) -> Any:
+        return float(self) * other
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> Any:
+        return float(self) + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return float(self) - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - float(self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return float(self) / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / float(self)
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(float(self) < other)
+
+    def __le__(self, other: Any) -> bool:
+        return bool(float(self) <= other)
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(float(self) > other)
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(float(self) >= other)
+
+
+def plain(size: int) -> int:
+    """A size as an integer that is no `Size`, guarded if it was one."""
+    return size.plain() if isinstance(size, Size) else size
+
+
+def number(value: Any) -> int:
+    """An element of an array of integers or of sizes, as it is or as a Python integer."""
+    return cast(int, value) if isinstance(value, Size) else int(value)
+
+
+def array(values: Any) -> np.ndarray:
+    """int64 [n] or [] of sizes; an array of objects where one of them is open."""
+    flat = values if isinstance(values, list | tuple) else [values]
+    kind = object if any(isinstance(v, Size) for v in flat) else np.int64
+    found = np.empty(len(flat), kind)
+    for i, v in enumerate(flat):
+        found[i] = v
+    return found if isinstance(values, list | tuple) else found.reshape(())
+
+
+def hint(size: int) -> int:
+    """The value of a size here, unguarded: for messages and for what only this shape is told."""
+    return size.value if isinstance(size, Size) else size
+
+
+def rough(size: int, classes: Classes = class_of) -> int:
+    """What the size is where each open dimension is the largest of its class: for estimates.
+
+    Guarded are the classes of the dimensions alone.
+    """
+    if not isinstance(size, Size):
+        return size
+    return int(value(text_of(size.terms), size.trace.classed(size.terms, classes)))
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that all of them broadcast to, by NumPy's rules. Raises ValueError."""
+    rank = max(map(len, shapes), default=0)
+    found: list[int] = [1] * rank
+    for shape in shapes:
+        for k, size in enumerate(shape, rank - len(shape)):
+            if size == 1 or size == found[k]:
+                continue
+            if found[k] != 1:
+                raise ValueError(f"{[list(s) for s in shapes]} do not broadcast")
+            found[k] = size
+    return tuple(found)
+
+
+def least(a: int, b: int) -> int:
+    """min(a, b), without a guard on which of them it is."""
+    return _either(a, b, "min", min)
+
+
+def largest(a: int, b: int) -> int:
+    """max(a, b), without a guard on which of them it is."""
+    return _either(a, b, "max", max)
+
+
+def text_of(terms: Polynomial) -> str:
+    """The polynomial as a Python expression in brackets."""
+    parts = ["*".join((str(n), *atoms)) if n != 1 or not atoms else "*".join(atoms)
+             for atoms, n in terms]  # fmt: skip
+    return f"({'+'.join(parts)})" if parts else "0"
+
+
+def expression(size: int) -> str:
+    """A size as a Python expression over the symbols."""
+    return text_of(size.terms) if isinstance(size, Size) else str(size)
+
+
+@lru_cache(256)
+def compiled(text: str) -> CodeType:
+    """The code of an expression made here."""
+    return compile(text, "<sizes>", "eval")
+
+
+def value(text: str, symbols: Mapping[str, int]) -> Any:
+    """What an expression made here gives for these values of the symbols."""
+    return eval(compiled(text), {"min": min, "max": max}, dict(symbols))
+
+
+# ---- helpers ------------------------------------------------------------------------------------
+
+
+def _whole(other: Any) -> bool:
+    return isinstance(other, int | Size | np.integer)
+
+
+def _terms(size: int | Size) -> dict[tuple[str, ...], int]:
+    if isinstance(size, Size):
+        return dict(size.terms)
+    return {(): int(size)} if size else {}
+
+
+def _made(trace: Trace, terms: dict[tuple[str, ...], int], number: int) -> Any:
+    kept = tuple(sorted((atoms, n) for atoms, n in terms.items() if n))
+    if not kept:
+        return 0
+    if len(kept) == 1 and not kept[0][0]:
+        return kept[0][1]
+    return Size(trace, kept, number)
+
+
+def _combined(a: Size, b: int | Size, sign: int) -> Any:
+    if not isinstance(b, Size):
+        if not b:
+            return a
+        if a.terms[0][0]:  # no constant yet: it sorts before all atoms
+            constant = ((), sign * int(b))
+            return Size(a.trace, (constant, *a.terms), a.value + constant[1])
+    found = dict(a.terms)
+    for atoms, n in _terms(b).items():
+        found[atoms] = found.get(atoms, 0) + sign * n
+    return _made(a.trace, found, a.value + sign * hint(cast(int, b)))
+
+
+def _compared(a: Size, b: Any, how: str) -> bool:
+    number = a.value - hint(cast(int, b))
+    outcome = number < 0 if how == "<" else number <= 0 if how == "<=" else number == 0
+    key = a.terms, b.terms if isinstance(b, Size) else b, how
+    if key in a.trace.asked:
+        return outcome
+    a.trace.asked.add(key)
+    difference = a - b
+    if isinstance(difference, Size):
+        if difference.terms[0][1] < 0 and how == "==":
+            difference = -difference  # one text for both
+        text = text_of(difference.terms)
+        a.trace.guard(f"{text} {how} 0" if outcome else f"not {text} {how} 0")
+    return outcome
+
+
+def _quotient(terms: Polynomial, by: dict[tuple[str, ...], int]) -> dict[Any, int] | None:
+    """The exact quotient by one term, None where a term does not divide."""
+    if len(by) != 1:
+        return None
+    ((atoms, n),) = by.items()
+    found = {}
+    for own, m in terms:
+        left = list(own)
+        for atom in atoms:
+            if atom not in left:
+                return None
+            left.remove(atom)
+        if m % n:
+            return None
+        found[tuple(left)] = m // n
+    return found
+
+
+def _trace(a: int | Size, b: int | Size) -> Trace:
+    return a.trace if isinstance(a, Size) else cast(Size, b).trace
+
+
+def _divided(a: int | Size, b: int | Size) -> Any:
+    trace, number = _trace(a, b), hint(cast(int, a)) // hint(cast(int, b))
+    if isinstance(b, Size) and b == 0:
+        raise ZeroDivisionError
+    if isinstance(a, Size):
+        exact = _quotient(a.terms, _terms(b))
+        if exact is not None:
+            return _made(trace, exact, number)
+        if isinstance(b, Size) and a.terms == b.terms:
+            return 1
+    atom = f"({expression(cast(int, a))}//{expression(cast(int, b))})"
+    return Size(trace, (((atom,), 1),), number)
+
+
+def _remainder(a: int | Size, b: int | Size) -> Any:
+    trace, number = _trace(a, b), hint(cast(int, a)) % hint(cast(int, b))
+    if isinstance(b, Size) and b == 0:
+        raise ZeroDivisionError
+    if isinstance(a, Size):
+        if _quotient(a.terms, _terms(b)) is not None:
+            return 0
+        if not isinstance(b, Size):
+            b = int(b)
+            rest = {atoms: n % b for atoms, n in a.terms if n % b}
+            reduced = _made(trace, rest, 1)
+            if not isinstance(reduced, Size):
+                return reduced % b
+            atom = f"({text_of(reduced.terms)}%{b})"
+            return Size(trace, (((atom,), 1),), number)
+    atom = f"({expression(cast(int, a))}%{expression(cast(int, b))})"
+    return Size(trace, (((atom,), 1),), number)
+
+
+def _either(a: int, b: int, name: str, choose: Callable[[int, int], int]) -> int:
+    if not isinstance(a, Size) and not isinstance(b, Size):
+        return choose(a, b)
+    difference = a - b
+    if not isinstance(difference, Size):
+        return choose(a, b)
+    atom = f"{name}({expression(a)},{expression(b)})"
+    return cast(int, Size(_trace(a, b), (((atom,), 1),), choose(hint(a), hint(b))))

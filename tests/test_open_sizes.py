@@ -1,0 +1,307 @@
+"""Open sizes: arithmetic and guards; programs lowered once hold for every shape that meets them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from cases import real_cases
+from interpret import interpret
+
+import onnx_fuse
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import NeedsValues, Program
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.problem import CHIPS, Problem
+from onnx_fuse.program import host
+from onnx_fuse.program.open import Open
+from onnx_fuse.program.size import (
+    Size,
+    Trace,
+    broadcast,
+    class_of,
+    largest,
+    least,
+    rough,
+    value,
+    wide_class_of,
+)
+from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.ahead import Ahead
+from onnx_fuse.runtime.specialize import Specializer
+
+H200 = CHIPS["H200"]
+SIZES = {"b": 3, "t": 130}
+
+FORMULAS: dict[str, Callable[[int, int], object]] = {
+    "sum": lambda b, t: b + t - 2 * b + 7,
+    "product": lambda b, t: (b + 1) * (t - 2) * 64,
+    "quotient": lambda b, t: (b * t * 768 + 63) // 64,
+    "exact quotient": lambda b, t: (b * t * 768) // (b * 64),
+    "remainder": lambda b, t: (8 * b * t + 5) % 8 + t % 4,
+    "rounded up": lambda b, t: -(-b * t // 128) * 128,
+    "ceil": lambda b, t: math.ceil(b * t / 64),
+    "shift": lambda b, t: (t << 3) + (b >> 1),
+    "least": lambda b, t: least(b * 64, t) + largest(b, t - 100),
+    "negative": lambda b, t: -t + abs(b - t),
+    "prod": lambda b, t: math.prod((b, t, 4)),
+    "total": lambda b, t: sum((b, t, 4)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_arithmetic_stays_open(name: str) -> None:
+    """The expression gives what plain integers give, at the sizes traced and at others."""
+    trace = Trace()
+    symbols = {n: trace.symbol(n, v) for n, v in SIZES.items()}
+    found = FORMULAS[name](symbols["b"], symbols["t"])
+    opened = Open((found,), trace)
+    rng = random.Random(0)
+    tried = 0
+    for _ in range(200):
+        b, t = rng.randint(1, 40), rng.randint(1, 400)
+        if opened.holds({"b": b, "t": t}):
+            tried += 1
+            assert opened.at({"b": b, "t": t}) == (FORMULAS[name](b, t),)
+    assert tried
+    assert not any("==" in guard for guard in trace.guards if not guard.startswith("not"))
+
+
+DECISIONS: dict[str, Callable[[int, int], object]] = {
+    "less": lambda b, t: t < 128 or t <= 130,
+    "float": lambda b, t: (t <= 130.5, t >= 129.5, t < 131.5, t > 1e30),
+    "equal": lambda b, t: (t == 130, b == t, b != 3),
+    "truth": lambda b, t: bool(t) and not (b - 3),
+    "multiple": lambda b, t: t % 8 == 0,
+    "plain": lambda b, t: (int(t), f"{b}"),
+    "index": lambda b, t: list(range(600))[t],
+    "range": lambda b, t: len(range(t)),
+    "float value": lambda b, t: t * 0.5,
+    "key": lambda b, t: {130: "found"}.get(t),
+    "sorted": lambda b, t: sorted((t, b, 64)) == [b, 64, t],
+    "bits": lambda b, t: t.bit_length(),
+    "broadcast": lambda b, t: broadcast((b, 1, t), (1, t)),
+    "class": lambda b, t: rough(b * t),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_decision_is_a_guard(name: str) -> None:
+    """Wherever the guards hold, the same is decided; where it is not, they do not hold."""
+    trace = Trace()
+    symbols = {n: trace.symbol(n, v) for n, v in SIZES.items()}
+
+    def closed(found: object, b: int, t: int) -> object:
+        return Open((found,), trace).at({"b": b, "t": t})
+
+    decided = DECISIONS[name](symbols["b"], symbols["t"])
+    opened = Open((decided,), trace)
+    assert opened.holds(SIZES)
+    others = 0
+    for b in (1, 2, 3, 4, 17):
+        for t in (1, 2, 127, 128, 129, 130, 131, 136, 500):
+            if name == "class":
+                continue
+            same = closed(decided, b, t) == (DECISIONS[name](b, t),)
+            assert same or not opened.holds({"b": b, "t": t})
+            others += not same
+    assert others or name in ("broadcast", "class")
+
+
+def test_the_class_of_a_size() -> None:
+    """Classes cover all sizes, without gaps; a large one is at most an eighth long."""
+    size, seen = 1, []
+    while size < 5000:
+        first, last = class_of(size)
+        assert first == size
+        assert all(class_of(n) == (first, last) for n in (first, (first + last) // 2, last))
+        seen.append((first, last))
+        size = last + 1
+    assert seen[:6] == [(1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (129, 192)]
+    assert all(last - first < max(64, last / 4) for first, last in seen)
+    trace = Trace()
+    b, t = trace.symbol("b", 3), trace.symbol("t", 130)
+    assert rough(b * t * 768) == 16 * 192 * 768
+    assert set(trace.guards) == {"2 <= b <= 16", "129 <= t <= 192"}
+    p = trace.symbol("p", 300)
+    assert rough(p + t, wide_class_of) == 1024 + 192  # the narrow class that t has already
+    assert "257 <= p <= 1024" in trace.guards
+
+
+def test_what_two_traces_hold_is_not_mixed() -> None:
+    """A memo belongs to one trace: equal problems of two traces are each asked for their guards."""
+    guards = []
+    for _ in range(2):
+        trace = Trace()
+        m = trace.symbol("m", 96)
+        problem = Problem.of("Gemm", m=m, n=768, k=768, dtype="float16", align=16)
+        from onnx_fuse.kernels import select
+
+        assert select("Gemm", problem, H200) is not None
+        guards.append(set(trace.guards))
+    assert guards[0] == guards[1] != set()
+
+
+def test_host_arithmetic() -> None:
+    """Reshape's targets stay open through Shape, Gather, Concat, Mul, Slice and Unsqueeze."""
+    trace = Trace()
+    b, t = trace.symbol("b", 2), trace.symbol("t", 6)
+    shape = np.array([b, t, 64], object)
+    picked = host.evaluate("Gather", [shape, np.array([0, 1])], {"axis": 0})
+    product = host.evaluate("Mul", [picked, np.array([1, 2])], {})
+    target = host.evaluate("Concat", [product, np.array([-1, 8])], {"axis": 0})
+    assert target is not None
+    assert [type(v) for v in target] == [Size, Size, int, int]
+    assert Open((tuple(target),), trace).at({"b": 5, "t": 7}) == ((5, 14, -1, 8),)
+    assert host.evaluate("Equal", [target, np.array([2, 12, -1, 8])], {}).all()  # type: ignore[union-attr]
+    assert {"(12+-2*t) == 0", "(2+-1*b) == 0"} == set(trace.guards)
+    assert host.evaluate("TopK", [target], {}) is None
+
+
+# ---- whole models -------------------------------------------------------------------------------
+
+
+def models() -> Iterator[Path]:
+    for case in real_cases():
+        yield case.path
+    yield from sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
+
+
+def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
+    found = {}
+    for v in model.graph.inputs:
+        assert v.shape is not None
+        assert v.dtype is not None
+        dims = [d if isinstance(d, int) else numbers[str(d)] for d in v.shape]
+        found[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
+    return found
+
+
+@pytest.mark.parametrize("path", list(models()), ids=lambda p: p.stem)
+def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> None:
+    """What is evaluated is what lowering for that shape makes, launches and constants included."""
+    from onnx_fuse.validate.inputs import generate
+
+    model = onnx_fuse.optimize(onnx_fuse.session.load(str(path)))
+    graph, precision = in_precision(model, "fp32")
+    session = ort.session(onnx_fuse.session.load(str(path)))
+    feeds = generate(onnx_fuse.session.load(str(path)), lambda feed: session.run(None, feed))
+    specializer = Specializer(graph, H200, math=precision)
+    rng = random.Random(1)
+    held = 0
+    for feed, _ in feeds[:2]:
+        shapes = {n: (a.shape, a.dtype.name) for n, a in feed.items()}
+        values: dict[str, np.ndarray] = {}
+        while True:
+            try:
+                made = specializer.of(shapes, values)
+                break
+            except NeedsValues as needs:
+                values |= {name: feed[name] for name in needs.names}
+        symbols = specializer.symbols(shapes)
+        if not symbols:
+            return
+        assert made.source is not None
+        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
+        tries = [numbers]
+        for _ in range(40):
+            some = {s for s in numbers if rng.random() < 0.5}
+            more = rng.choice((1, 2, 8, 40))
+            tries.append({s: n + (more if s in some else 0) for s, n in numbers.items()})
+        for sizes in [s for s in tries if made.source.holds(s)][:4]:
+            trace = Trace()
+            opened = {s: trace.symbol(s, n) for s, n in sizes.items()}
+            there = specializer.changed(shapes, opened)
+            again = Open(lower(graph, there, H200, math=precision, values=values), trace)
+            assert repr(again.at(sizes)) == repr(made.source.at(sizes)), sizes
+            held += 1
+    assert held >= 2
+
+
+LENGTHS = """
+<ir_version: 10, opset_import: ["": 21]>
+agraph (float[B,T,8] x, int64[B,T] ids) => (float[B,T,8] y, float[T,T] z) {
+    dims = Shape(ids)
+    one = Constant<value_ints = [1]>()
+    zero = Constant<value_int = 0>()
+    step = Constant<value_int = 1>()
+    last = Gather<axis = 0>(dims, step)
+    places = Range(zero, last, step)
+    row = Unsqueeze(places, one)
+    below = GreaterOrEqual(row, places)
+    z = Cast<to = 1>(below)
+    s = MatMul(z, x)
+    y = Neg(s)
+}
+"""
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (3, 9), (1, 16), (4, 1)])
+def test_what_depends_on_sizes_alone_is_made_before_the_first_run(sizes: tuple[int, int]) -> None:
+    """A mask of positions is no constant of one shape: a call makes it, once."""
+    model = text_model(LENGTHS)
+    specializer = Specializer(model, H200)
+    batch, length = sizes
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((batch, length, 8)).astype(np.float32),
+             "ids": np.zeros((batch, length), np.int64)}  # fmt: skip
+    program: Program | None = None
+    for b, t in ((2, 7), sizes):
+        program = specializer.of({"x": ((b, t, 8), "float32"), "ids": ((b, t), "int64")}).program
+    assert program is not None
+    assert program.setup or length == 1
+    got = interpret(program, feeds, {})
+    mask = np.tril(np.ones((length, length), np.float32))
+    np.testing.assert_array_equal(got["z"], mask)
+    np.testing.assert_allclose(got["y"], -(mask @ feeds["x"]), atol=1e-5)
+
+
+def test_few_lowerings_serve_all_lengths() -> None:
+    """A BERT-like encoder over many lengths: as many lowerings as classes and alignments."""
+    path = next(c.path for c in real_cases() if c.name == "bert__ts13")
+    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
+    specializer = Specializer(graph, H200, math=precision)
+    for length in range(2, 40):
+        shapes = {v.name or "": ((1, length), "int64") for v in graph.graph.inputs}
+        assert specializer.of(shapes).source is not None
+    # three classes, of which short rows make steps of 8; multiples of 1, 2, 4 and 8 in each
+    assert specializer.traced <= 20
+
+
+def test_expressions_are_evaluated_over_their_symbols() -> None:
+    assert value("min(b,3)*t", {"b": 5, "t": 2}) == 6
+
+
+def test_other_classes_are_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one length, those of the next classes cost no lowering, and their kernels are there."""
+    compiled = []
+    monkeypatch.setattr(jit, "compile_all", lambda launches, arch, progress: compiled.append(arch))
+    path = next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo")
+    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
+    specializer = Specializer(graph, H200, math=precision)
+    (name,) = (v.name or "" for v in graph.graph.inputs)
+    width = int(graph.graph.inputs[0].shape[2])  # type: ignore[index, arg-type]
+
+    def shapes(length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {name: ((2, length, width), "float32")}
+
+    assert specializer.of(shapes(40)).source is not None
+    ahead = Ahead(specializer)
+    ahead.expect(shapes(40))
+    ahead.wait()
+    lowered = specializer.traced
+    assert compiled
+    assert set(compiled) == {"sm_90a"}
+    for length in (16, 32, 64, 128):
+        specializer.of(shapes(length))
+    assert specializer.traced == lowered
+    ahead.expect(shapes(40))  # nothing twice
+    ahead.wait()
+    assert specializer.traced == lowered
