@@ -35,7 +35,7 @@ from onnx_fuse.program.size import (
 )
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.ahead import Ahead
-from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.runtime.specialize import Interrupted, Specializer
 
 H200 = CHIPS["H200"]
 SIZES = {"b": 3, "t": 130}
@@ -282,7 +282,9 @@ def test_expressions_are_evaluated_over_their_symbols() -> None:
 def test_other_classes_are_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one length, those of the next classes cost no lowering, and their kernels are there."""
     compiled = []
-    monkeypatch.setattr(jit, "compile_all", lambda launches, arch, progress: compiled.append(arch))
+    monkeypatch.setattr(
+        jit, "compile_all", lambda launches, arch, workers, progress: compiled.append(arch)
+    )
     path = next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo")
     graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
     specializer = Specializer(graph, H200, math=precision)
@@ -296,6 +298,9 @@ def test_other_classes_are_made_in_the_background(monkeypatch: pytest.MonkeyPatc
     ahead = Ahead(specializer)
     ahead.expect(shapes(40))
     ahead.wait()
+    assert specializer.traced == 1  # one size so far: nothing says that it varies
+    ahead.expect(shapes(48))
+    ahead.wait()
     lowered = specializer.traced
     assert compiled
     assert set(compiled) == {"sm_90a"}
@@ -305,3 +310,17 @@ def test_other_classes_are_made_in_the_background(monkeypatch: pytest.MonkeyPatc
     ahead.expect(shapes(40))  # nothing twice
     ahead.wait()
     assert specializer.traced == lowered
+
+
+def test_what_is_made_in_the_background_gives_way() -> None:
+    path = next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo")
+    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
+    specializer = Specializer(graph, H200, math=precision)
+    (value,) = graph.graph.inputs
+    shapes = {value.name or "": ((2, 40, int(value.shape[2])), "float32")}  # type: ignore[index, arg-type]
+    specializer._waiting.append(None)  # as while another thread waits for the lock
+    with pytest.raises(Interrupted):
+        specializer.prepare(shapes)
+    specializer._waiting.clear()
+    assert specializer.prepare(shapes) is not None
+    assert specializer.traced == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -14,36 +15,49 @@ from onnx_fuse.kernels import jit
 from onnx_fuse.llir import NeedsValues
 from onnx_fuse.lower import Shapes
 from onnx_fuse.problem import Launch
-from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.program.size import class_of
+from onnx_fuse.runtime.specialize import Interrupted, Specializer
 
-COMPILING = 4
-"""Programs whose kernels are compiled at once."""
+COMPILING, WORKERS = 2, 4
+"""Programs whose kernels are compiled at once, and threads for each."""
+PAUSE = 0.02
+"""Seconds after which a program is tried again that gave way to a run."""
 
 
 class Ahead:
-    """Prepares the other size classes of shapes that a specializer has met.
+    """Prepares the other size classes of the dimensions that vary from run to run.
 
-    One thread lowers, others compile, so that neither waits for the other.
+    One thread lowers, and gives up what it does when a run needs a program; others compile.
     """
 
     def __init__(self, specializer: Specializer) -> None:
         self._specializer = weakref.ref(specializer)
         self._arch = specializer.hw.arch
+        self._first: dict[str, int] = {}
+        self._varying: set[str] = set()
         self._seen: set[object] = set()
         self._done = threading.Condition()
         self._lowering = _Queue(1, self._lower, self._done)
         self._compiling = _Queue(COMPILING, self._compile, self._done)
 
     def expect(self, shapes: Shapes) -> None:
-        """Prepare what may come after these shapes."""
+        """Prepare what may come after these shapes, once some dimension has had two sizes."""
         specializer = self._specializer()
         if specializer is None:
             return
-        for other in specializer.classes(shapes):
-            key = tuple(sorted(other.items()))
-            if key not in self._seen:
-                self._seen.add(key)
-                self._lowering.put(other)
+        symbols = specializer.symbols(shapes)
+        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
+        for symbol, number in numbers.items():
+            if self._first.setdefault(symbol, number) != number:
+                self._varying.add(symbol)
+        for symbol in self._varying & numbers.keys():
+            others = tuple(class_of(n) for name, n in numbers.items() if name != symbol)
+            for other in specializer.like(shapes, symbol):
+                size = next(other[name][0][axis] for name, axis, own in symbols if own == symbol)
+                key = symbol, size, others
+                if key not in self._seen:
+                    self._seen.add(key)
+                    self._lowering.put(other)
 
     def wait(self) -> None:
         """Return when nothing is left to prepare."""
@@ -55,14 +69,19 @@ class Ahead:
         if specializer is None:
             return
         try:
-            program = specializer.of(shapes).program
+            program = specializer.prepare(shapes)
+        except Interrupted:
+            time.sleep(PAUSE)
+            self._lowering.put(shapes)
+            return
         except (OnnxFuseError, NeedsValues):
             return  # that shape says why when it comes
-        calls = (*program.setup, *program.calls)
-        self._compiling.put(tuple(x for call in calls for x in call.launches))
+        if program is not None:
+            calls = (*program.setup, *program.calls)
+            self._compiling.put(tuple(x for call in calls for x in call.launches))
 
     def _compile(self, launches: tuple[Launch, ...]) -> None:
-        jit.compile_all(launches, self._arch, progress=False)
+        jit.compile_all(launches, self._arch, workers=WORKERS, progress=False)
 
 
 class _Queue:

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,10 @@ class Made:
     """Bytes that `plan` leaves for a buffer, where they are more than it has."""
 
 
+class Interrupted(Exception):
+    """A program is wanted now, and one that was made ahead of time is given up."""
+
+
 class Specializer:
     """The programs of one model on one GPU."""
 
@@ -67,38 +71,52 @@ class Specializer:
         """Lowerings so far."""
         self._kept: dict[tuple[object, ...], list[_Kept]] = {}
         self._lock = threading.RLock()
+        self._waiting: list[None] = []  # one for each thread that wants a program now
 
     def of(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> Made:
         """The Program for inputs of these (shape, dtype), by name, and its plan.
 
         `values` are inputs known at lowering. Raises what `lower` raises.
         """
+        self._waiting.append(None)
         with self._lock, _no_collection():
+            self._waiting.pop()
             found = self._opened(shapes, values or {}) if self.is_open else None
             if found is not None:
                 return found
             program = self._lower(shapes, values)
             return Made(program, plan(program))
 
-    def classes(self, shapes: Shapes) -> Iterator[Shapes]:
-        """Shapes like these with one open dimension of other classes, the nearest first.
+    def prepare(self, shapes: Shapes) -> Program | None:
+        """The open Program's for these shapes, None if there is none.
+
+        Raises Interrupted, with nothing done, when another thread calls `of`.
+        """
+        with self._lock, _no_collection():
+            self._give_way("")
+            found = self._opened(shapes, {}, self._give_way) if self.is_open else None
+            return None if found is None else found.program
+
+    def _give_way(self, guard: str) -> None:
+        if self._waiting:
+            raise Interrupted
+
+    def like(self, shapes: Shapes, symbol: str) -> Iterator[Shapes]:
+        """Shapes like these but for one open dimension, for each of its classes, the nearest first.
 
         Up to the class above the dimension's own, each at its largest sizes that are a multiple of
         8, of 4, of 2 and of 1: wide loads and stores depend on that.
         """
         symbols = self.symbols(shapes)
-        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
-        for symbol, number in numbers.items():
-            last = 1
-            limits = []
-            while last < 2 * number:
-                first, last = class_of(last + 1)
-                limits.append((first, last))
-            limits.sort(key=lambda pair: abs(pair[1] - number))
-            for first, last in limits:
-                for size in (last, last - 1, last - 2, last - 4):
-                    if size >= first:
-                        yield _changed(shapes, symbols, {symbol: size})
+        number = next(shapes[name][0][axis] for name, axis, own in symbols if own == symbol)
+        limits, last = [], 1
+        while last < 2 * number:
+            first, last = class_of(last + 1)
+            limits.append((first, last))
+        for first, last in sorted(limits, key=lambda pair: abs(pair[1] - number)):
+            for size in (last, last - 1, last - 2, last - 4):
+                if size >= first:
+                    yield _changed(shapes, symbols, {symbol: size})
 
     def changed(self, shapes: Shapes, sizes: Mapping[str, Any]) -> Shapes:
         """The shapes with these sizes for the symbols among them."""
@@ -111,7 +129,12 @@ class Specializer:
             values=values,
         )  # fmt: skip
 
-    def _opened(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Made | None:
+    def _opened(
+        self,
+        shapes: Shapes,
+        values: Mapping[str, np.ndarray],
+        watch: Callable[[str], None] | None = None,
+    ) -> Made | None:
         symbols = self.symbols(shapes)
         if not symbols:
             return None
@@ -127,6 +150,7 @@ class Specializer:
                 kept.insert(0, kept.pop(i))
                 return entry.at(numbers)
         trace = Trace()
+        trace.watch = watch
         opened = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
         try:
             program = self._lower(_changed(shapes, symbols, opened), values)
@@ -134,7 +158,7 @@ class Specializer:
                 self.is_open = False
                 return None
             entry = _Kept(Open(program, trace), numbers)
-        except (NeedsValues, OnnxFuseError):
+        except (NeedsValues, OnnxFuseError, Interrupted):
             raise
         except (
             TypeError,
