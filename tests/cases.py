@@ -629,7 +629,64 @@ FUSION_CASES = (
         _written_norm("d = Identity (x)", _POW, _DIV, "n = Mul (p, g)")
         + "a = MatMul (n, w)\n s = Sigmoid (a)\n gate = Mul (a, s)\n up = MatMul (n, w1)\n"
         "y = Mul (gate, up)",
-        ("RMSNormGemm", "Silu"),
+        ("RMSNormGateFirstGemmSilu",),
+    ),
+    # --- gated products ---------------------------------------------------------------------------
+    FusionCase(
+        "gate_in_the_last_half_behind_a_layer_norm",
+        f"{_X}, {_AFFINE}, float[16,48] w, float[48] c",
+        _LN + "m = MatMul (n, w)\n z = Add (m, c)\n"
+        "u, q = Split <axis = -1, num_outputs = 2> (z)\n o = Gelu (q)\n y = Mul (u, o)",
+        ("LayerNormGateLastGemmGelu",),
+        gone=("Split", "Mul"),
+    ),
+    FusionCase(
+        "gate_in_the_first_slice",
+        f"{_X}, float[16,48] w, float[48] c",
+        "m = MatMul (x, w)\n z = Add (c, m)\n zero = Constant <value_ints = [0]> ()\n"
+        "half = Constant <value_ints = [24]> ()\n all = Constant <value_ints = [48]> ()\n"
+        "last = Constant <value_ints = [2]> ()\n q = Slice (z, zero, half, last)\n"
+        'u = Slice (z, half, all, last)\n o = Gelu <approximate = "tanh"> (q)\n y = Mul (o, u)',
+        ("GateFirstGemmGeluTanh",),
+        gone=("Slice",),
+    ),
+    FusionCase(
+        "gate_and_up_with_one_bias",
+        f"{_X}, {_LIN}, float[16,24] w1",
+        "m = MatMul (x, w)\n z = Add (m, c)\n u = MatMul (x, w1)\n o = Sigmoid (z)\ny = Mul (u, o)",
+        ("GateFirstGemmSigmoid",),
+    ),
+    FusionCase(
+        "gate_and_up_of_transposed_gemms",
+        "float[B,16] x, float[24,16] w, float[24] c, float[24,16] w1, float[24] c1",
+        "z = Gemm <transB = 1> (x, w, c)\n u = Gemm <transB = 1> (x, w1, c1)\n"
+        "o = LeakyRelu <alpha = 0.3> (z)\n y = Mul (o, u)",
+        ("GateFirstGemmLeakyRelu",),
+        output="float[B,24] y",
+    ),
+    FusionCase(
+        "gate_of_a_split_gemm_without_bias",
+        "float[B,16] x, float[48,16] w",
+        "z = Gemm <transB = 1> (x, w)\n n = Constant <value_ints = [24, 24]> ()\n"
+        "u, q = Split <axis = 1> (z, n)\n o = Relu (q)\n y = Mul (u, o)",
+        ("GateLastGemmRelu",),
+        output="float[B,24] y",
+    ),
+    FusionCase(
+        "gate_with_a_computed_weight",
+        f"{_X}, float[16,48] w",
+        "z = MatMul (x, w)\n q, u = Split <axis = -1, num_outputs = 2> (z)\n"
+        + _scalar("a", 1.702)
+        + "qa = Mul (q, a)\n s = Sigmoid (qa)\n o = Mul (q, s)\n y = Mul (o, u)",
+        ("GateFirstGemmQuickGelu",),
+        fed=("x", "w"),
+    ),
+    FusionCase(
+        "gate_and_up_are_parts_below_level_2",
+        f"{_X}, float[16,24] w, float[16,24] w1",
+        "z = MatMul (x, w)\n u = MatMul (x, w1)\n o = Tanh (z)\n y = Mul (o, u)",
+        ("GemmTanh",),
+        level=1,
     ),
     FusionCase(
         "merge_not_at_level_1",

@@ -59,6 +59,8 @@ _FLAG = f"{_X}, bool flag"
 _IF = {"fed": ("x", "flag")}
 _AFFINE = "float[8] g, float[8] b"
 _LN = "LayerNormalization <axis = -1>"
+_GLU = "z = MatMul (x, w)\n q, u = Split <axis = -1, num_outputs = 2> (z)\n"
+_SILU = "s = Sigmoid (q)\n o = Mul (q, s)"
 _BN = "float[6] g, float[6] b, float[6] m"
 _VARIANCE = "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
 _IMAGE = "float[B,4,S,T] x, float[6,4,3,3] w"
@@ -511,5 +513,106 @@ EXACT_CASES = (
         fed=("q", "k", "v", "mask"),
         output="float[B,H,S,8] y",
         reason="makes the scores larger",
+    ),
+    # --- gated products: what must be the halves of one -------------------------------------------
+    FusionCase(
+        "gate_whose_half_is_read_elsewhere",
+        f"{_X}, float[8,16] w",
+        f"{_GLU}{_SILU}\n t = Mul (o, u)\n y = Add (t, u)",
+        ("Silu",),
+        output=_OUT,
+        reason="is read elsewhere too",
+    ),
+    FusionCase(
+        "gate_whose_product_is_an_output",
+        f"{_X}, float[8,16] w",
+        f"{_GLU}{_SILU}\n y = Mul (o, u)",
+        ("Silu",),
+        output="float[B,T,8] y, float[B,T,16] z",
+        reason="is read elsewhere too",
+    ),
+    FusionCase(
+        "gate_that_lets_through_one_column",
+        f"{_X}, float[8,9] w",
+        "z = MatMul (x, w)\n n = Constant <value_ints = [8, 1]> ()\n"
+        f"q, u = Split <axis = -1> (z, n)\n {_SILU}\n y = Mul (o, u)",
+        ("Silu",),
+        output=_OUT,
+        reason="are not the halves of a product",
+    ),
+    FusionCase(
+        "gate_among_three_parts",
+        f"{_X}, float[8,24] w",
+        "z = MatMul (x, w)\n q, u, t = Split <axis = -1, num_outputs = 3> (z)\n"
+        f"{_SILU}\n y = Mul (o, t)",
+        ("Silu",),
+        output=_OUT,
+        reason="are not the halves of a product",
+    ),
+    FusionCase(
+        "gate_on_itself",
+        f"{_X}, float[8,16] w",
+        f"{_GLU}o = Tanh (q)\n y = Mul (o, q)",
+        output=_OUT,
+        reason="are not the halves of a product",
+    ),
+    FusionCase(
+        "gate_of_other_rows",
+        "float[B,6,8] x, float[8,16] w",
+        "z = MatMul (x, w)\n q, u = Split <axis = 1, num_outputs = 2> (z)\n"
+        "o = Sigmoid (q)\n y = Mul (o, u)",
+        output="float[B,3,16] y",
+        reason="along another axis",
+    ),
+    FusionCase(
+        "gate_and_up_of_one_column",
+        f"{_X}, float[8,8] w, float[8,1] w1",
+        "q = MatMul (x, w)\n u = MatMul (x, w1)\n o = Tanh (q)\n y = Mul (o, u)",
+        ("Gemm",),
+        output=_OUT,
+        reason="its two products differ in width",
+    ),
+    FusionCase(
+        "gate_and_up_with_a_computed_weight",
+        f"{_X}, float[8,8] w, float[8,8] w1",
+        "q = MatMul (x, w)\n u = MatMul (x, w1)\n o = Tanh (q)\n y = Mul (o, u)",
+        ("GemmTanh",),
+        fed=("x", "w1"),
+        output=_OUT,
+        reason="its weights are computed",
+    ),
+    FusionCase(
+        "gate_and_up_that_is_read_elsewhere",
+        f"{_X}, float[8,8] w, float[8,8] w1",
+        "q = MatMul (x, w)\n u = MatMul (x, w1)\n o = Tanh (q)\n t = Mul (o, u)\ny = Add (t, u)",
+        ("Gemm",),
+        output=_OUT,
+        reason="one of its two products is read elsewhere too",
+    ),
+    FusionCase(
+        "gate_and_up_with_a_bias_of_each_row",
+        "float[B,4,8] x, float[8,8] w, float[4,1] c, float[8,8] w1",
+        "m = MatMul (x, w)\n q = Add (m, c)\n u = MatMul (x, w1)\n o = Tanh (q)\ny = Mul (o, u)",
+        ("GemmTanh",),
+        output="float[B,4,8] y",
+        reason="the bias is not one number a column",
+    ),
+    FusionCase(
+        "gate_and_up_behind_norms_of_their_own",
+        f"{_X}, float[8] g, float[8] b, float[8] g1, float[8,8] w, float[8,8] w1",
+        "n = LayerNormalization (x, g, b)\n n1 = LayerNormalization (x, g1, b)\n"
+        "q = MatMul (n, w)\n u = MatMul (n1, w1)\n o = Tanh (q)\n y = Mul (o, u)",
+        ("LayerNormGemm", "LayerNormGemmTanh"),
+        output=_OUT,
+    ),
+    FusionCase(
+        "gate_behind_a_norm_that_is_read_elsewhere",
+        f"{_X}, {_AFFINE}, float[8,16] w",
+        "n = LayerNormalization (x, g, b)\n"
+        + _GLU.replace("(x,", "(n,")
+        + "o = Tanh (q)\n t = Mul (o, u)\n y = Add (t, n)",
+        ("LayerNormGemm_n",),
+        output=_OUT,
+        reason="its norm is read elsewhere too",
     ),
 )

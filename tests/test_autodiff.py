@@ -418,6 +418,30 @@ def test_gemm_gradients(prefix, activation):
     assert kept == [*OPS[FUSE, f"{prefix}Gemm{activation}"].saves]
 
 
+@pytest.mark.parametrize("place", ["GateFirst", "GateLast"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("prefix", NORM_INPUTS)
+def test_gated_products_have_the_gradient_of_their_parts(prefix, activation, place):
+    """By their body, and with training's parts, which have kernels for it."""
+    call = f"{prefix}{place}Gemm{activation} (x, {NORM_INPUTS[prefix]}w, c)"
+    affine = dict.fromkeys(NORM_INPUTS[prefix].replace(",", "").split(), (K,))
+    shapes = {"x": (2, 3, K), **affine, "w": (K, 2 * N), "c": (2 * N,)}
+    model, arrays = fused(call, **shapes)
+    against_body(model, arrays)
+    parts = model.clone()
+    passes.optimize(parts, training=True)
+    left = [n.op_type for n in parts.graph if n.domain == FUSE]
+    assert left[0] == f"{prefix}Gemm"
+    assert not any("Gate" in name for name in left)
+    found, plain = (autodiff.gradient(m, wrt=list(arrays)) for m in (parts, model))
+    (y,) = run(model, arrays).values()
+    feeds = {**arrays, "y.grad": rng(9).standard_normal(y.shape, "f")}
+    got, expected = run(found, feeds), run(plain, feeds)
+    for name, want in expected.items():
+        bound = 2e-5 * max(1, np.abs(want).max())
+        np.testing.assert_allclose(got[name], want, atol=bound, err_msg=name)
+
+
 @pytest.mark.parametrize("c", [(), (1,), (1, N), (1, 1, N), (3, 1), (2, 3, 1), (2, 1, N)], ids=str)
 def test_gemm_bias_of_any_shape(c):
     against_body(

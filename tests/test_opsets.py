@@ -294,15 +294,21 @@ g (float[N,4] x) => (float[N,4] y) <float[4] s = {1,2,3,4}, float[4] b = {0,1,0,
   float[4,4] w = {1,0,0,1,0,1,0,1,1,0,1,0,0,1,1,0}> {
   n = LayerNormalization (x, s, b)  p = MatMul (n, w)  q = Add (p, b)
   h = Div (q, r)  e = Erf (h)  a = Add (e, one)  m = Mul (q, a)  y = Mul (m, half) }"""
+GATED = (
+    FUSED.replace("y = Mul (m, half)", "t = Mul (m, half)  d = MatMul (n, v)  y = Mul (t, d)")
+).replace("> {", ", float[4,4] v = {1,0,2,1,0,1,3,1,1,0,1,0,0,2,1,0}> {")
 
 
-def test_a_fused_model_is_written_at_its_opset_and_read_again() -> None:
-    text = FUSED.replace("> {", ", float r = {1.4142135}, float one = {1}, float half = {0.5}> {")
+@pytest.mark.parametrize(
+    ("text", "name"), [(FUSED, "LayerNormGemmGelu"), (GATED, "LayerNormGateFirstGemmGelu")]
+)
+def test_a_fused_model_is_written_at_its_opset_and_read_again(text: str, name: str) -> None:
+    text = text.replace("> {", ", float r = {1.4142135}, float one = {1}, float half = {0.5}> {")
     proto = onnx.parser.parse_model(text)
     model = load(proto)
     passes.optimize(model)
     fused = [n.op_type for n in model.graph]
-    assert fused == ["LayerNormGemmGelu"]
+    assert fused == [name]
     x = RNG.standard_normal((3, 4)).astype(np.float32)
     (expected,) = run(proto.SerializeToString(), {"x": x})
     for opset in (17, 18, 21, 22):
@@ -311,7 +317,7 @@ def test_a_fused_model_is_written_at_its_opset_and_read_again() -> None:
         (y,) = run(written.SerializeToString(), {"x": x})
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
         assert [n.op_type for n in load(written).graph] == fused
-    with pytest.raises(ModelError, match=r"LayerNormGemmGelu: node .* needs opset 17"):
+    with pytest.raises(ModelError, match=rf"{name}: node .* needs opset 17"):
         at_opset(model, 15)
     plain = inline(model)
     passes.tidy_inlined(plain)

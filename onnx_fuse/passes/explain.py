@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.ops.fused.gated import NAME as GATED
 from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
 from onnx_fuse.ops.fused.layerscale import scale_of
 from onnx_fuse.ops.rewrite import (
@@ -252,8 +253,12 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"
     if _gates(node, source):
-        return "the gate of a gated unit: it, and its product with the other half, are one pass " \
-            "behind the product that makes both; no kernel has both in one epilogue"  # fmt: skip
+        gate = "the gate of a gated unit: it, and its product with the other half, are one pass"
+        if training:
+            return f"{gate} behind the product that makes both, as its gradient needs both"
+        if GATED in off:
+            return f"{gate}; --level 2 makes them part of the product ({GATED})"
+        return f"{gate} behind the product that makes both, which others read too"
     direct = x.producer() if x is not None else None
     if x is not None and (len(users(x)) > 1 or x.is_graph_output()):
         return f"what it reads, of {_names([source])}, has other readers"

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from onnx_fuse.ops.fused import activations, conv, gemm, groupnorm, layerscale, loss, norm, sdpa
+from onnx_fuse.ops.fused import (
+    activations,
+    conv,
+    gated,
+    gemm,
+    groupnorm,
+    layerscale,
+    loss,
+    norm,
+    sdpa,
+)
 from onnx_fuse.ops.rewrite import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -14,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     *loss.RULES,
     *sdpa.RULES,
     gemm.FUSE_GEMM,
+    gated.RULE,
     gemm.MERGE,
     gemm.KEEP,
     norm.SKIP,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -289,29 +290,39 @@ def _producer_below(value: ir.Value | None) -> ir.Node | None:
 # ---- merging ---------------------------------------------------------------------------------
 
 
-def _parts(node: ir.Node) -> tuple[str, str, Sequence[ir.Value], ir.Value, ir.Value | None] | None:
-    """(prologue, activation, prologue inputs with x first, w, c) of a fused Gemm or a MatMul."""
+class Parts(NamedTuple):
+    """A fused Gemm or a MatMul: its norm and activation by name, the norm's inputs with x first."""
+
+    prefix: str
+    activation: str
+    head: tuple[ir.Value, ...]
+    w: ir.Value
+    c: ir.Value | None
+
+
+def product_parts(node: ir.Node) -> Parts | None:
+    """What a fused Gemm or a MatMul is made of, None for any other node."""
     if node.op_type == "MatMul" and not node.domain:
         x, w = node.inputs[0], node.inputs[1]
-        return ("", "", [x], w, None) if x is not None and w is not None else None
+        return Parts("", "", (x,), w, None) if x is not None and w is not None else None
     prefix, found, act = node.op_type.partition("Gemm")
     if node.domain != FUSE or not found or prefix not in PROLOGUES or "_" in act:
         return None
     if act and act not in ACTIVATIONS:
         return None
     *head, w, c = [v for v in node.inputs if v is not None]
-    return prefix, act, head, w, c
+    return Parts(prefix, act, tuple(head), w, c)
 
 
 def _merge(rw: Rewriter, node: ir.Node) -> bool:
     """One wider product for all that read the same input through the same norm, then Split."""
-    parts = _parts(node)
+    parts = product_parts(node)
     if parts is None:
         return False
     norms = {k: v.value for k, v in node.attributes.items() if k in ("epsilon", "stash_type")}
 
     def mergeable(peer: ir.Node) -> bool:
-        theirs = _parts(peer)
+        theirs = product_parts(peer)
         if theirs is None or theirs[0] != parts[0] or peer.graph is not node.graph:
             return False
         same = all(a is b for a, b in zip(theirs[2], parts[2], strict=True))
@@ -326,10 +337,10 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         return False
     weights, biases, widths = [], [], []
     for peer in family:
-        theirs = _parts(peer)
+        theirs = product_parts(peer)
         assert theirs is not None
         w, c = theirs[3:]
-        if _packed_many(w) or (c is not None and _packed_many(c)):
+        if packed_many(w) or (c is not None and packed_many(c)):
             return False
         weights.append(w)
         biases.append(c)
@@ -352,7 +363,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         y = op.MatMul(parts[2][0], w, name=title)
         name = "MatMul"
     else:
-        c = _merged_bias(op, rw, biases, widths, weights[0], stem)
+        c = merged_bias(op, rw, biases, widths, weights[0], stem)
         name = f"{parts[0]}Gemm{act}"
         kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
         y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=kept)
@@ -360,7 +371,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
     pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
     results = []
     for peer, piece in zip(family, pieces, strict=True):
-        peer_act = (_parts(peer) or ("", ""))[1]
+        peer_act = (product_parts(peer) or ("", ""))[1]
         typed(piece, peer.outputs[0], peer.outputs[0].shape)
         if peer_act and not act:
             row = ACTIVATIONS[peer_act]
@@ -392,17 +403,17 @@ def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
             return False
         return other(reader, node.outputs[0]) in outputs
 
-    act = {n: (_parts(n) or ("", ""))[1] for n in family}
+    act = {n: (product_parts(n) or ("", ""))[1] for n in family}
     if len({(act[n], *((k, v.value) for k, v in n.attributes.items())) for n in family}) == 1:
         return family
     return [n for n in family if not act[n] or gates(n)]
 
 
-def _packed_many(value: ir.Value) -> bool:
+def packed_many(value: ir.Value) -> bool:
     return '"axis": null' not in value.metadata_props.get(PACKED, '"axis": null')
 
 
-def _merged_bias(
+def merged_bias(
     op: Builder,
     rw: Rewriter,
     biases: Sequence[ir.Value | None],
@@ -461,7 +472,7 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
 
 def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     """LN(x; gamma, beta)·W + c = LN(x; 1, 0)·(gamma ⊙ W) + (beta·W + c): rounds W once more."""
-    parts = _parts(node)
+    parts = product_parts(node)
     if parts is None or not parts[0] or parts[4] is None:
         return False
     _, _, head, w, c = parts

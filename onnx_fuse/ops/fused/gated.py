@@ -1,0 +1,348 @@
+"""Gated units (GLU, ReGLU, GEGLU, SwiGLU): one product, whose one half lets through the other.
+
+    y = act(z[..., :N]) * z[..., N:]   GateFirstGemm<Act>      z = norm(x) · w + c
+    y = z[..., :N] * act(z[..., N:])   GateLastGemm<Act>
+
+with x [..., K], w [K, 2N], c broadcastable to [..., 2N], and the norm the identity,
+LayerNormalization or RMSNormalization over the last axis. Exporters write them as two products of
+one x (Llama, T5), whose weights are put side by side, or as one whose result is split (diffusers).
+
+Training keeps the parts: their gradients have kernels, and an operator of a fused file that is to
+be trained becomes its parts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import (
+    ACTIVATION_OPS,
+    ACTIVATIONS,
+    Activation,
+    activation_of,
+    signature,
+)
+from onnx_fuse.ops.fused.gemm import PROLOGUES, Parts, merged_bias, packed_many, product_parts
+from onnx_fuse.ops.fused.norm import canonical_norm
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    adds_nothing,
+    attribute,
+    dim,
+    ints,
+    is_initializer,
+    only_use,
+    rank,
+    typed,
+    users,
+)
+
+NAME = "GatedGemm"
+PLACES = {"GateFirst": ("z, u", "g, u"), "GateLast": ("u, z", "u, g")}
+"""Which half is the gate -> the halves z (the gate's) and u of the product; their order in y."""
+
+
+def _define(prefix: str, place: str, activation: Activation) -> OpDef:
+    prologue = PROLOGUES[prefix]
+    name = f"{prefix}{place}Gemm{activation.name}"
+    inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
+    halves, factors = PLACES[place]
+    gate = activation.forward.replace("  y = ", "  g = ")
+    head = signature(*prologue.attributes, activation.attributes)
+    return OpDef(
+        name,
+        FUSE,
+        body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
+        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = Add (m, c)\n"
+        f"  {halves} = Split <axis: int = -1, num_outputs: int = 2> (both)\n"
+        f"{gate}  y = Mul ({factors})\n}}",
+    )
+
+
+OPS = {
+    f"{prefix}{place}Gemm{name}": (prefix, place, name)
+    for prefix in PROLOGUES
+    for place in PLACES
+    for name in ACTIVATIONS
+}
+"""Every gated product -> its norm, the place of its gate, its activation."""
+register(*(_define(prefix, place, ACTIVATIONS[name]) for prefix, place, name in OPS.values()))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A gated unit before it is one operator.
+
+    `products` are the one that makes both halves, or the gate's and the other's, each with whether
+    its weight is [columns, K].
+    """
+
+    products: tuple[tuple[Parts, bool], ...]
+    norm: dict[str, object]
+    place: str
+    activation: Activation
+    attributes: dict[str, float | int]
+    nodes: tuple[ir.Node, ...]
+
+
+def _gate_of(value: ir.Value | None) -> tuple[ir.Node, Activation, dict[str, float]] | None:
+    """The activation that `value` is the result of, by itself or of a fused product."""
+    node = value.producer() if value is not None else None
+    if node is None:
+        return None
+    found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
+    if found is not None:
+        return node, *found
+    parts = product_parts(node)
+    if parts is None or not parts.activation:
+        return None
+    row = ACTIVATIONS[parts.activation]
+    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
+    return node, row, kept
+
+
+def _recognize(rw: Rewriter, node: ir.Node) -> bool:
+    """Act on a Mul; or, in training, on an operator of this family."""
+    if node.domain == FUSE:
+        return rw.training and node.op_type in OPS and _apart(rw, node)
+    if rw.training or node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
+        return False
+    for gate, let in (node.inputs, reversed(node.inputs)):
+        found = _gate_of(gate)
+        if found is None or gate is None or let is None or gate is let:
+            continue
+        if product_parts(found[0]) is None:
+            unit = _of_halves(rw, node, *found, let)
+        else:
+            unit = _of_two_products(rw, node, *found, let)
+        if unit is not None:
+            return _fuse(rw, node, unit)
+    return False
+
+
+# ---- one product whose result is split -------------------------------------------------------
+
+
+def _of_halves(
+    rw: Rewriter,
+    node: ir.Node,
+    gate: ir.Node,
+    row: Activation,
+    attributes: dict[str, float],
+    let: ir.Value,
+) -> _Unit | None:
+    z = gate.inputs[0]
+    halves = [_piece(z), _piece(let)]
+    if z is None or None in halves:
+        return None
+    (whole, first, cut), (other, second, cut_too) = (half for half in halves if half is not None)
+    product = whole.producer()
+    plain = _plain(product)
+    if whole is not other or product is None or plain is None:
+        return None
+    nodes = (product, *dict.fromkeys((cut, cut_too)), gate, node)
+    width, size = dim(whole, -1), rank(whole)
+    axes = {_axis(piece, size) for piece in (cut, cut_too)}
+    if size is None or axes != {size - 1}:
+        return _refused(rw, nodes, "it is split along another axis than the product's columns")
+    if width is None or width % 2 or {first, second} != {0, width // 2}:
+        return _refused(rw, nodes, "what it is split in are not the halves of a product")
+    if any(dim(piece, -1) != width // 2 for piece in (z, let)):
+        return _refused(rw, nodes, "what it is split in are not the halves of a product")
+    readers = (
+        (whole, {cut, cut_too}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
+    )  # fmt: skip
+    if not _read_by(*readers):
+        return _refused(rw, nodes, "the product, or a half of it, is read elsewhere too")
+    place = "GateFirst" if first == 0 else "GateLast"
+    return _Unit((plain,), _norm_of(product), place, row, dict(attributes), nodes)
+
+
+def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | None:
+    """(whole, first element along the axis, node): what a Split or Slice takes `value` from."""
+    node = value.producer() if value is not None else None
+    whole = node.inputs[0] if node is not None and node.inputs else None
+    if node is None or whole is None or node.domain:
+        return None
+    if node.op_type == "Split":
+        before = node.outputs[: node.outputs.index(value)]
+        sizes = [dim(v, _axis(node, rank(whole)) or 0) for v in before]
+        return whole, None if None in sizes else sum(size or 0 for size in sizes), node
+    if node.op_type == "Slice":
+        starts, steps = ints(node.inputs[1]), None
+        if len(node.inputs) > 4 and node.inputs[4] is not None:
+            steps = ints(node.inputs[4])
+            if steps != [1]:
+                return None
+        if starts is None or len(starts) != 1 or starts[0] < 0:
+            return None
+        return whole, starts[0], node
+    return None
+
+
+def _axis(node: ir.Node, size: int | None) -> int | None:
+    """The one axis that a Split or Slice cuts, counted from the front."""
+    if size is None:
+        return None
+    if node.op_type == "Split":
+        axis = attribute(node, "axis", 0)
+        return axis % size if isinstance(axis, int) else None
+    axes = ints(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else [0]
+    return axes[0] % size if axes is not None and len(axes) == 1 else None
+
+
+def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
+    """A product without an activation, one of ONNX's Gemm too; whether its w is [columns, K]."""
+    if node is None:
+        return None
+    parts = product_parts(node)
+    if parts is not None:
+        return (parts, False) if not parts.activation and rank(parts.w) == 2 else None
+    x, w, *more = (*node.inputs, None, None)
+    scaled = attribute(node, "transA", 0) or any(
+        attribute(node, name, 1.0) != 1.0 for name in ("alpha", "beta")
+    )
+    if node.op_type != "Gemm" or node.domain or scaled or x is None or w is None:
+        return None
+    return Parts("", "", (x,), w, more[0]), bool(attribute(node, "transB", 0))
+
+
+def _read_by(*expected: tuple[ir.Value, set[ir.Node]]) -> bool:
+    """Whether each value is read by these nodes alone, and is no output of the graph."""
+    return all(
+        set(users(value)) == nodes and not value.is_graph_output() for value, nodes in expected
+    )
+
+
+def _refused(rw: Rewriter, nodes: Sequence[ir.Node], reason: str) -> _Unit | None:
+    rw.refuse(NAME, nodes, reason)
+    return None
+
+
+# ---- two products of one x -------------------------------------------------------------------
+
+
+def _of_two_products(
+    rw: Rewriter,
+    node: ir.Node,
+    gate: ir.Node,
+    row: Activation,
+    attributes: dict[str, float],
+    let: ir.Value,
+) -> _Unit | None:
+    up = let.producer()
+    first, plain = product_parts(gate), _plain(up)
+    if up is None or first is None or plain is None:
+        return None
+    second, turned = plain
+    same = len(first.head) == len(second.head) and all(
+        a is b for a, b in zip(first.head, second.head, strict=True)
+    )
+    if not same or first.prefix != second.prefix or _norm_of(gate) != _norm_of(up):
+        return None
+    nodes = (gate, up, node)
+    if gate.graph is not node.graph or up.graph is not node.graph:
+        return None
+    if not (is_initializer(first.w) and is_initializer(second.w)):
+        return _refused(rw, nodes, "its weights are computed")
+    if rank(first.w) != 2 or rank(second.w) != 2:
+        return None
+    widths = {dim(first.w, 1), dim(second.w, 0 if turned else 1)}
+    if len(widths) > 1 or None in widths:
+        return _refused(rw, nodes, "its two products differ in width")
+    if only_use(gate.outputs[0]) is not node or only_use(let) is not node:
+        return _refused(rw, nodes, "one of its two products is read elsewhere too")
+    for w, c in ((first.w, first.c), (second.w, second.c)):
+        row_of = c is None or adds_nothing(c) or (is_initializer(c) and rank(c) == 1)
+        if not row_of or (c is not None and rank(c) == 1 and dim(c, 0) not in widths):
+            return _refused(rw, nodes, "the bias is not one number a column")
+        if packed_many(w) or (c is not None and packed_many(c)):
+            return _refused(rw, nodes, "its weights are parts of a merged one")
+    if first.w is second.w:
+        return _refused(rw, nodes, "both products are with the same weight")
+    products = ((first, False), plain)
+    return _Unit(products, _norm_of(gate), "GateFirst", row, dict(attributes), nodes)
+
+
+def _norm_of(node: ir.Node) -> dict[str, object]:
+    return {k: a.value for k, a in node.attributes.items() if k in ("epsilon", "stash_type")}
+
+
+# ---- rewriting -------------------------------------------------------------------------------
+
+
+def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
+    parts = [part for part, _ in unit.products]
+    prefix, head = parts[0].prefix, parts[0].head
+    if prefix and any(
+        (norm := canonical_norm(peer)) is not None and (norm.x, *norm.affine) == head
+        for peer in users(head[0])
+    ):
+        # as a product by itself it gives the others the rows that it normalises
+        return rw.refuse(NAME, unit.nodes, "its norm is read elsewhere too")
+    op = Builder()
+    weights = [_upright(rw, op, part.w) if turned else part.w for part, turned in unit.products]
+    if len(parts) == 1:
+        (w,), c = weights, parts[0].c
+        c = c if c is not None else rw.zeros(node.outputs[0])
+    else:
+        stem = "+".join(str(w.name) for w in weights)
+        w = rw.pack(op, weights, None, 1, stem)
+        widths = [dim(v, 1) or 0 for v in weights]
+        c = merged_bias(op, rw, [part.c for part in parts], widths, weights[0], stem)
+    name = f"{prefix}{unit.place}Gemm{unit.activation.name}"
+    attributes = {**unit.norm, **unit.attributes}
+    y = op.node(name, [*head, w, c], domain=FUSE, attributes=attributes)
+    return rw.replace(node, op, [node.outputs[0]], [typed(y, node.outputs[0])])
+
+
+def _upright(rw: Rewriter, op: Builder, w: ir.Value) -> ir.Value:
+    """A weight [columns, K] as [K, columns]."""
+    if is_initializer(w):
+        return rw.pack(op, [w], [1, 0], None, f"{w.name}.T")
+    turned: ir.Value = op.Transpose(w)
+    return turned
+
+
+def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
+    """A gated product as what it was made of, but for its norm, by nodes of `op`.
+
+    `columns`: of its weight.
+    """
+    prefix, place, name = OPS[node.op_type]
+    row, y = ACTIVATIONS[name], node.outputs[0]
+    *head, w, c = node.inputs
+    shape = None if y.shape is None else [*y.shape[:-1], columns]
+    if not prefix and adds_nothing(c):
+        both = op.MatMul(*head, w)
+    else:
+        both = op.node(f"{prefix}Gemm", [*head, w, c], domain=FUSE, attributes=_norm_of(node))
+    widths = op.constant([columns // 2] * 2)
+    halves = list(op.Split(typed(both, y, shape), widths, axis=-1, outputs=2))
+    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
+    attributes = {**kept, **dict(row.fixed)}
+    at = 0 if place == "GateFirst" else 1
+    for half in halves:
+        typed(half, y, y.shape)
+    halves[at] = op.node(row.op_type, [halves[at]], domain=row.domain, attributes=attributes)
+    typed(halves[at], y, y.shape)
+    return typed(op.Mul(*halves), y)
+
+
+def _apart(rw: Rewriter, node: ir.Node) -> bool:
+    """What training takes."""
+    columns = dim(node.inputs[-2], 1)
+    if columns is None:
+        return False
+    op = Builder()
+    return rw.replace(node, op, [node.outputs[0]], [written_out(op, node, columns)])
+
+
+RULE = Rule(NAME, 2, ("Mul", *OPS), _recognize)
