@@ -39,7 +39,7 @@ from onnx_fuse.stages import stages
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
-    *("pointwise", "views", "indexing", "random", "linear", "leaf_norm"),
+    *("pointwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
     *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
 )
@@ -224,7 +224,8 @@ class Lowerer(Values):
         how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
         name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
         kept = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
-        value = self.model.graph.initializers[source.name].const_value
+        made = self.constants.get(w.buffer)  # weights that were packed before
+        value = self.model.graph.initializers[source.name].const_value if made is None else made
         # a clone that was given other weights still has this one's
         if name not in kept or kept[name][0] is not value:
             wide = weights.astype(np.float32)

@@ -179,9 +179,8 @@ class Problem(_Attrs):
             rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
             return packed // 8 + scales + rows
         operands = self.m * self.k + self.k * self.n
-        return self.batches * (
-            operands * ITEMSIZE[self.dtype] + self.m * self.n * ITEMSIZE[self.out]
-        )
+        results = self.m * self.n // (2 if self.attr("gate") else 1)
+        return self.batches * (operands * ITEMSIZE[self.dtype] + results * ITEMSIZE[self.out])
 
     def floor(self, hw: Hardware, moved: int = 0) -> float:
         """Seconds that no kernel beats: its products at the chip's rate, `moved` bytes at its own.

@@ -203,6 +203,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"y": a @ b}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
+    known |= {"gate", "rms", "act_alpha"}
     assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
@@ -212,6 +213,8 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if p.op == "LayerNormGemm":
         assert p.attr("folded")
         mean, square = a.mean(-1), a.var(-1) * p.k
+        if p.attr("rms"):
+            mean, square = np.zeros(p.m), (a**2).sum(-1)
         if p.attr("parts"):
             means, squares = np.moveaxis(read["part"], 2, 0)
             mean = means.mean(0)
@@ -220,8 +223,12 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         v = out["rstd"][:, None] * (v - np.outer(out["mean"], read["cs"])) + read["cv"]
     elif p.attr("bias"):
         v = v + read["col1"]
+    if p.attr("gate"):  # pairs of a gate and another, 8 to a block: the even columns of y first
+        blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
+        v, through = blocks[..., 0], blocks[..., 1]
     if p.attr("act"):
-        v = STEPS[{"gelu": "Gelu", "relu": "Relu"}[p.text("act")]](v)
+        v = STEPS[{"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}[p.text("act")]](v)
+    v = v * through if p.attr("gate") else v
     if p.attr("residual"):
         c = read["c"].reshape(p.m, p.n)
         if p.attr("residual") == "norm":

@@ -18,6 +18,7 @@ from cuda.bindings import driver
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit, refusals, select, tuning
+from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower import lower
@@ -78,6 +79,13 @@ PROBLEMS = (
     Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=1024, math="bf16x3", act="gelu"),
     Problem.of("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
+    Problem.of("Gemm", m=4096, n=5632, k=1024, bias=True, act="silu", gate=True, **BF16),
+    Problem.of("Gemm", m=8, n=768, k=768, act="gelu", gate=True, dtype="float16"),
+    Problem.of("Gemm", m=512, n=768, k=4096, act="gelu", gate=True, math="bf16x3"),
+    Problem.of("Gemm", m=256, n=512, k=512, bias=True, act="gelu_tanh", gate=True),
+    Problem.of("LayerNormGemm", m=128, n=4096, k=768, folded=True, act="silu", gate=True, **BF16),
+    Problem.of("LayerNormGemm", m=4096, n=4096, k=768, folded=True, act="gelu", gate=True, **BF16),
+    Problem.of("LayerNormGemm", m=40, n=768, k=768, rms=True, act="silu", gate=True, **BF16),
 )
 LIKELIEST = 3  # configurations of a kernel that every problem compiles, the first by cost
 
@@ -204,6 +212,38 @@ def test_the_gpu_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch, nam
         assert hw.bandwidth == pytest.approx(0.85 * 2e6 * 4096 * 250)
     else:
         assert (hw.rate("bfloat16"), hw.bandwidth) == (H200.rate("bfloat16"), H200.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((1, 28672, 4096), "cluster"), ((128, 4096, 768), "cluster"), ((4096, 5632, 1024), "wgmma")],
+)
+def test_a_gate_is_in_the_epilogue_of_the_kernel_for_the_product(
+    shape: tuple[int, int, int], kernel: str
+) -> None:
+    m, n, k = shape
+    problem = Problem.of("Gemm", m=m, n=n, k=k, act="silu", bias=True, gate=True, **BF16)
+    for hw, name in ((H200, kernel), (A100, "mma")):
+        choice = select("Gemm", problem.having(static_b=True), hw)
+        assert choice is not None
+        assert choice.kernel.name == name
+    # TMA stores 64 columns of y, so tiles are 128 columns of the product or 256
+    assert {how.integers("tile")[1] for how in Wgmma().configs(problem, H200)} == {128, 256}
+    apart = problem.having(gate=False)
+    assert problem.bytes == apart.bytes - m * n  # half of the columns, of two bytes each
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"n": 520}, {"trans_b": True}, {"save_z": True}, {"residual": True}, {"act": ""},
+     {"batch": (2,)}, {"accumulate": True}, {"dact": True}],
+    ids=str,
+)  # fmt: skip
+def test_no_kernel_serves_a_gate_with_what_its_epilogue_has_no_room_for(wrong: dict) -> None:
+    problem = Problem.of("Gemm", m=64, n=512, k=256, act="silu", gate=True, **BF16)
+    for hw in (A100, H200, B200):
+        assert select("Gemm", problem, hw) is not None
+        assert select("Gemm", problem.having(**wrong), hw) is None
 
 
 def test_there_is_always_a_last_legal_gemm() -> None:

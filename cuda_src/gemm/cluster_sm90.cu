@@ -40,7 +40,9 @@ constexpr int THREADS = 32 * (MMA_WARPS + (STATS ? 4 : 0) + 1), PRODUCER = THREA
 constexpr int LIVE = (ROWS + 15) / 16;             // multiplying warps whose rows exist
 constexpr int WIDTH = BN / SPLIT, GROUPS = WIDTH / 8;  // columns a CTA finishes, in groups of 8
 // groups of 8 columns that a quad's lanes exchange to store 4 WIDE bytes each
-constexpr int WIDE = sizeof(TO) > 2 || N_STEP < 8 ? 1 : GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1;
+constexpr int OUTS = GATE ? GROUPS / 2 : GROUPS;   // groups of y: GATE makes one of two
+constexpr int WIDE = sizeof(TO) > 2 || N_STEP < 8 ? 1 : OUTS % 4 == 0 ? 4 : OUTS % 2 == 0 ? 2 : 1;
+static_assert(!GATE || GROUPS % 2 == 0, "a gate and what it lets through are one CTA's");
 constexpr int READERS = NORM ? MMA_WARPS : (MMA_WARPS + (STATS ? 4 : 0)) * SHARE;  // warps that free a stage
 // sums pushed by the other CTAs: [SPLIT - 1][GROUPS][32 LIVE] float4
 constexpr int SUM_AT = RING_AT + STAGES * STAGE, SUM_BYTES = (SPLIT - 1) * GROUPS * LIVE * 512;
@@ -513,11 +515,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 }
             }
 #pragma unroll
-            for (int block = 0; block < GROUPS; block += WIDE) {
-                float2 k0[WIDE] = {}, k1[WIDE] = {};
+            for (int block = 0; block < OUTS; block += WIDE) {
+                constexpr int EACH = GATE ? 2 : 1;  // groups of the product to one of y
+                float2 k0[EACH * WIDE] = {}, k1[EACH * WIDE] = {};
 #pragma unroll
-                for (int j = 0; j < WIDE; j++) {
-                    const float* from = (const float*)(smem + COLUMN_AT) + (block + j) * 8 + lane % 4 * 2;
+                for (int j = 0; j < EACH * WIDE; j++) {
+                    const float* from = (const float*)(smem + COLUMN_AT) + (EACH * block + j) * 8 + lane % 4 * 2;
                     if (EPI_COLS > 0) k1[j] = *(const float2*)from;
                     if (EPI_COLS > 1) k0[j] = *(const float2*)(from + WIDTH);
                 }
@@ -527,6 +530,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
 #pragma unroll
                     for (int j = 0; j < WIDE; j++) {
                         int g = block + j;
+#if GATE
+                        float pair[2], unused = 0;
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const float* from = sum + (2 * g + e) * 4 + h * 2;
+                            const float2 c0 = k0[2 * j + e], c1 = k1[2 * j + e];
+                            float gate = before_act(from[0], rows[h], c0.x, c1.x, 0.0f, alpha, beta, unused);
+                            float through = before_act(from[1], rows[h], c0.y, c1.y, 0.0f, alpha, beta, unused);
+                            pair[e] = gated<float>(gate, through, act_alpha);
+                        }
+                        if (WIDE > 1) {
+                            out[j] = bits(make_float2(pair[0], pair[1]));
+                        } else if (m + h * 8 < M && n0 + part * WIDTH + g * 16 < N) {
+                            int at = (n0 + part * WIDTH) / 2 + g * 8 + lane % 4 * 2;
+                            Vec<TO, 2> both = {from_float<TO>(pair[0]), from_float<TO>(pair[1])};
+                            store<2>(y + (i64)(m + h * 8) * (N / 2) + at, both);
+                        }
+                        continue;
+#endif
                         float2 cc = {}, zz = {}, v = {sum[g * 4 + h * 2], sum[g * 4 + h * 2 + 1]};
                         if (EARLY) cc = two(cs[EARLY ? g : 0][h]);
                         else if (EPI_OPERAND) cc = two(load_c(g, h));
@@ -548,9 +570,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                     if (WIDE > 1) {
                         transpose(out);
                         if (SAVE_Z) transpose(out_z);
-                        int at = n0 + part * WIDTH + (block + lane % WIDE) * 8 + lane % 4 / WIDE * 4;
-                        if (m + h * 8 < M && at < N) {
-                            i64 to = (i64)(m + h * 8) * N + at;
+                        int at = (n0 + part * WIDTH) / EACH + (block + lane % WIDE) * 8 + lane % 4 / WIDE * 4;
+                        if (m + h * 8 < M && at < N / EACH) {
+                            i64 to = (i64)(m + h * 8) * (N / EACH) + at;
                             store<WIDE>((u32*)(y + to), *(Vec<u32, WIDE>*)out);
                             if (SAVE_Z) store<WIDE>((u32*)(z + to), *(Vec<u32, WIDE>*)out_z);
                         }

@@ -14,6 +14,7 @@
 //   EPI_RES  v = v + c                               after everything
 //   EPI_RES 2  v = v + (c - mean) rstd gamma         r0 = rstd, r1 = mean, col0 = gamma; beta is in the bias
 //   ACCUMULATE y = y + v                             v rounded to TO first; an element has one owner
+//   GATE     y = act(v[n]) v[n + 1]                  n even; column gate_column(n) of y [M, N / 2]; no c, no z
 #pragma once
 #include "common.cuh"
 #ifndef ALPHA
@@ -51,6 +52,9 @@
 #endif
 #ifndef ACCUMULATE
 #define ACCUMULATE 0
+#endif
+#ifndef GATE
+#define GATE 0
 #endif
 #define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : 0)
 #define EPI_R1 (EPI_ROWS > 1 && !EPI_RMS)
@@ -98,7 +102,7 @@ template <int N> DEVICE void activate_all(float (&v)[N], const float (&c)[N], fl
 // rounding's own 2.0e-4; normal_tail's terms as f16 has them, from the last to the first.
 template <class E> constexpr bool IS_F16 = false;
 template <> constexpr bool IS_F16<f16> = true;
-constexpr bool PACKED_ACT = ACT == GELU && IS_F16<TO> && !EPI_DACT && !EPI_DX && !EPI_DW && !EPI_RES;
+constexpr bool PACKED_ACT = ACT == GELU && IS_F16<TO> && !EPI_DACT && !EPI_DX && !EPI_DW && !EPI_RES && !GATE;
 DEVICE u32 gelu_f16x2(u32 x) {
     u32 y;
     asm("{\n.reg .b32 a, e, top;\nabs.f16x2 a, %1;\nmin.f16x2 a, a, %2;\n"  // at most 16
@@ -109,6 +113,12 @@ DEVICE u32 gelu_f16x2(u32 x) {
         : "r"(x), "r"(0x4c004c00), "r"(0x1b4f1b4f), "r"(0xa987a987), "r"(0xb77eb77e), "r"(0xbc98bc98),
           "r"(0xbc00bc00), "r"(0));
     return y;
+}
+// GATE: the columns of b come in blocks of 16, eight gates and the eight that they let through, in pairs;
+// the pairs' columns of y are 0 2 4 6 1 3 5 7, so that a lane's of two groups of 8 are neighbours there.
+DEVICE int gate_column(int n) { return n / 16 * 8 + n % 8 + n / 8 % 2; }
+template <class S> DEVICE S gated(S gate, S through, float act_alpha) {
+    return Activate<S>::value(gate, act_alpha) * through;
 }
 template <class S> DEVICE S after_act(S v, const Row& row, S col0, S col1, S c, S& z, Dots& dots) {
     if (EPI_DX) {

@@ -354,6 +354,12 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
             if (EPI_OPERAND && n + j < N) operand[j] = c[m * crow + (n + j) * ccol];
             v.at[j] = before_act(v.at[j], row, cols0[j], cols1[j], operand[j], alpha, beta, pre.at[j]);
         }
+#if GATE
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)  // N is a multiple of 16
+            y[(i64)m * (N / 2) + gate_column(n + j)] = gated<float>(v.at[j], v.at[j + 1], act_alpha);
+        continue;
+#endif
         activate_all(v.at, operand, act_alpha);
 #pragma unroll
         for (int j = 0; j < 4; j++) {

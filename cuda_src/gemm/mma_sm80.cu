@@ -170,7 +170,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
                     int n = n0 + wn + j * 8 + lane % 4 * 2 + q;
-                    if (n < N) GEMM_STORE(float, acc[i][j][h * 2 + q], m, n, row, dots)
+                    if (GATE) {
+                        if (q == 0 && n < N)
+                            GEMM_STORE_GATED(float, acc[i][j][h * 2], acc[i][j][h * 2 + 1], m, n, row)
+                    } else if (n < N) GEMM_STORE(float, acc[i][j][h * 2 + q], m, n, row, dots)
                 }
         }
 }

@@ -16,7 +16,7 @@
         a += i0 * a0 + i1 * a1 + i2 * a2;                                                          \
         b += i0 * b0 + i1 * b1 + i2 * b2;                                                          \
         if (EPI_OPERAND) c += i0 * c0 + i1 * c1 + i2 * c2;                                         \
-        y += (i64)blockIdx.z * M * N;                                                              \
+        y += (i64)blockIdx.z * M * (GATE ? N / 2 : N);                                             \
         if (SAVE_Z) z += (i64)blockIdx.z * M * N;                                                  \
     }
 
@@ -33,4 +33,14 @@
                            z_, dots);                                                              \
         if (SAVE_Z) z[(i64)(m)*N + (n)] = narrow<TO>(z_);                                          \
         y[(i64)(m)*N + (n)] = stored<S>(r_, y + (i64)(m)*N + (n));                                 \
+    }
+
+// GATE: finish the accumulators of a gate in column n and of what it lets through in n + 1.
+#define GEMM_STORE_GATED(S, gate, through, m, n, row)                                              \
+    {                                                                                              \
+        S z_ = 0, v_[2] = {gate, through};                                                         \
+        _Pragma("unroll") for (int e_ = 0; e_ < 2; e_++) v_[e_] =                                  \
+            before_act<S>(v_[e_], row, EPI_COLS > 1 ? (S)widen(col0[(n) + e_]) : (S)0,             \
+                          EPI_COLS > 0 ? (S)widen(col1[(n) + e_]) : (S)0, (S)0, alpha, beta, z_);  \
+        y[(i64)(m) * (N / 2) + gate_column(n)] = narrow<TO>(gated<S>(v_[0], v_[1], act_alpha));    \
     }

@@ -1,7 +1,7 @@
 // gemm/reduce.cu: y = epilogue(sum_s part[s]) after a GEMM whose k was split, the splits in order.
 // Idea     : a block 1024 columns of a row, so that its part of the row's sums has one owner.
 // Inputs   : partial [splits, M, N] f32; c [M,N] TO.   Outputs: y, z [M,N] TO; part [ceil(N / 1024), 2, M] f32 (EPI_DW).
-// Macros   : TO, TV; the epilogue's.   Launch: grid (M, ceil(N / 1024)), 256 threads.
+// Macros   : TO, TV; the epilogue's (GATE: y [M,N/2], N a multiple of 16).   Launch: grid (M, ceil(N / 1024)), 256 threads.
 // Bound    : bytes.
 #include "gemm/epilogue.cuh"
 
@@ -18,6 +18,24 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
                EPI_R2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f};
     Dots dots = {};
     int to = (blockIdx.y + 1) * 1024 < N ? (blockIdx.y + 1) * 1024 : N;
+#if GATE
+#pragma unroll
+    for (int n = blockIdx.y * 1024 + threadIdx.x * 2; n < to; n += 512) {
+        float2 v = {};
+        float zz = 0;
+#pragma unroll 8
+        for (int s = 0; s < splits; s++) {
+            float2 term = *(const float2*)(partial + ((i64)s * M + m) * N + n);
+            v.x += term.x, v.y += term.y;
+        }
+        v.x = before_act(v.x, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
+                         EPI_COLS > 0 ? to_float(col1[n]) : 0.0f, 0.0f, alpha, beta, zz);
+        v.y = before_act(v.y, row, EPI_COLS > 1 ? to_float(col0[n + 1]) : 0.0f,
+                         EPI_COLS > 0 ? to_float(col1[n + 1]) : 0.0f, 0.0f, alpha, beta, zz);
+        y[(i64)m * (N / 2) + gate_column(n)] = from_float<TO>(gated<float>(v.x, v.y, act_alpha));
+    }
+    return;
+#endif
 #pragma unroll
     for (int n = blockIdx.y * 1024 + threadIdx.x; n < to; n += 256) {
         i64 at = (i64)m * N + n;

@@ -99,7 +99,9 @@ extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (WIDE ? 2 : 3) : VEC >
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             int n = n0 + j / GN * (BN * GN / TN) + tx * GN + j % GN;
-            if (n < N) GEMM_STORE(S, acc[i][j], m, n, row, dots)
+            if (GATE) {
+                if (j % 2 == 0 && n < N) GEMM_STORE_GATED(S, acc[i][j], acc[i][j | 1], m, n, row)
+            } else if (n < N) GEMM_STORE(S, acc[i][j], m, n, row, dots)
         }
     }
 }

@@ -62,7 +62,8 @@ constexpr int BOX = 16 * 128;                      // a warp's store: 16 rows of
 #endif
 constexpr int OUT_BOXES = DIRECT ? 0 : BOXES_OUT;  // boxes a warp keeps in flight
 constexpr bool BOTH = SAVE_Z && SIDE != TILES;     // a box of y and one of z are stored together,
-constexpr bool PAIRED = !BOTH && OUT_BOXES == 4 && MI * FULL % 2 == 0;  // or two of y
+constexpr bool PAIRED = !BOTH && !GATE && OUT_BOXES == 4 && MI * FULL % 2 == 0;  // or two of y
+static_assert(!GATE || BN % 128 == 0, "64 columns of y are 128 of the product");
 constexpr int OUT_SLOTS = OUT_BOXES / (BOTH || PAIRED ? 2 : 1);
 constexpr int C_BOXES = !EPI_OPERAND || DIRECT ? 0 : MI * FULL > 1 ? 2 : 1;
 constexpr bool ALONE = SIDE == OWN || SIDE == OWN_RMS;  // a CTA has one tile, of 64 rows
@@ -487,8 +488,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 for (int j = 0; j < BOXES; j++) {
                     bool plain = DIRECT || j >= FULL;  // a narrow block goes by plain stores
                     if (C_BOXES && !plain) mbarrier_wait(cbar + c_slot * 8, c_phase);
-                    int half = PAIRED ? (i * FULL + j) % 2 : 0;
-                    u32 to = out + (out_slot * (BOTH || PAIRED ? 2 : 1) + half) * BOX, toz = to + BOX;
+                    int half = PAIRED ? (i * FULL + j) % 2 : GATE ? j % 2 : 0;  // of what is stored at once
+                    u32 to = out + (out_slot * (BOTH || PAIRED ? 2 : 1) + (PAIRED ? half : 0)) * BOX, toz = to + BOX;
+                    u32 kept[2];  // GATE: y of the 16 columns before
                     if (!plain && !half) {  // the store that last used this slot has read it
                         if (lane == 0) tma_store_wait_read<OUT_SLOTS - 1>();
                         __syncwarp();
@@ -548,6 +550,28 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         }
                         // before stmatrix, which no read of shared memory passes
                         if (q < 3 && j * 64 + q * 16 + 16 < BN) read_columns(q + 1);
+#if GATE
+                        float gate[4] = {vs[0], vs[2], vs[4], vs[6]};
+                        activate_all(gate, gate, act_alpha);
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            float2 v = {gate[h] * vs[h * 2 + 1], gate[h + 2] * vs[h * 2 + 5]};
+                            int gm = m + h * 8 + lane / 4, gn = (t.n + j * 64) / 2 + q * 8 + lane % 4 * 2;
+                            if (DIRECT && gm < M && gn < N / 2) {
+                                Vec<TO, 2> both = {from_float<TO>(v.x), from_float<TO>(v.y)};
+                                store<2>(y + (i64)gm * (N / 2) + gn, both);
+                            }
+#if !DIRECT
+                            packed[h] = pack2<TO>(v.x, v.y);
+#endif
+                        }
+                        if (!DIRECT && q % 2) {
+                            u32 where = brow * 128 + (((half * 4 + q - 1 + bchunk) ^ (brow & 7)) << 4);
+                            stmatrix_x4(to + where, kept[0], kept[1], packed[0], packed[1]);
+                        }
+                        kept[0] = packed[0], kept[1] = packed[1];
+                        continue;
+#endif
                         if (plain || !PACKED_ACT) activate_all(vs, slope, act_alpha);
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
@@ -597,7 +621,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                             packed_z[3]);
                         }
                     }
-                    if (!plain && (!PAIRED || half)) {
+                    if (!plain && (half || !(PAIRED || GATE))) {
                         fence_proxy_async();
                         __syncwarp();
                         if (lane == 0) {
@@ -605,9 +629,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                 if (ACCUMULATE && pass > 0) tma_add(map_y, from, n, m, t.batch);
                                 else tma_store(pass == 0 ? map_z : map_y, from, n, m, t.batch);
                             };
+                            if (GATE) give(to, (t.n + (j - 1) * 64) / 2, m);
+                            else {
                             if (PAIRED) give(to - BOX, t.n + (j ? j - 1 : FULL - 1) * 64, j ? m : m - 64);
                             give(to, t.n + j * 64, m);
                             if (SAVE_Z && !TWICE) tma_store(map_z, toz, t.n + j * 64, m, t.batch);
+                            }
                             tma_store_commit();
                         }
                         out_slot = (out_slot + 1) % OUT_SLOTS;

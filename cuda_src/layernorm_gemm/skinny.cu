@@ -21,6 +21,7 @@
 #define RMS 0
 #endif
 constexpr int ROWS = 16 * MT, COLS = 8 * NT * WN, WK = WARPS / WN, SHARE = WK * CLUSTER;
+constexpr int AT_ONCE = GATE ? 2 : 1;  // neighbours that a thread finishes together
 constexpr int HALVES = HALF ? 1 : 2 * MT;  // rows of x a lane holds
 
 struct Moments {  // count, mean and sum of squared deviations of some values
@@ -281,16 +282,22 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         cluster_sync();
     }
     constexpr int EACH = ROWS * COLS / CLUSTER;
-    for (int at = rank * EACH + threadIdx.x; at < (rank + 1) * EACH; at += 32 * WARPS) {
-        int r = at / COLS, col = at % COLS, m = m0 + r, n = n0 + col;
-        // where the mma put this column
-        int from = TRANS_B ? col : col / (8 * NT) * (8 * NT) + col % NT * 8 + col % (8 * NT) / NT;
+    // where the mma put a column of the block
+    auto place = [](int col) {
+        return TRANS_B ? col : col / (8 * NT) * (8 * NT) + col % NT * 8 + col % (8 * NT) / NT;
+    };
+    auto total = [&](int r, int from) {
         float v = 0;
         if (CLUSTER > 1)
             for (int i = 0; i < CLUSTER; i++) v += remote(&sums[r * COLS + from], i);
         else
 #pragma unroll
             for (int i = 0; i < WK; i++) v += sums[(i * ROWS + r) * COLS + from];
+        return v;
+    };
+    for (int at = rank * EACH + threadIdx.x * AT_ONCE; at < (rank + 1) * EACH; at += 32 * WARPS * AT_ONCE) {
+        int r = at / COLS, col = at % COLS, m = m0 + r, n = n0 + col;
+        float v = total(r, place(col)), through = GATE ? total(r, place(col + 1)) : 0.0f;
         if (m >= M || n >= N) continue;
         Row row = {};
         if (LN == 1) row.r0 = stats[1][r], row.r1 = stats[0][r];
@@ -301,6 +308,14 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
             if (EPI_ROWS > 3) row.r3 = to_float(row3[m]);
         }
         float zz = 0;
+#if GATE
+        v = before_act(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
+                       EPI_COLS > 0 ? to_float(col1[n]) : 0.0f, 0.0f, alpha, beta, zz);
+        through = before_act(through, row, EPI_COLS > 1 ? to_float(col0[n + 1]) : 0.0f,
+                             EPI_COLS > 0 ? to_float(col1[n + 1]) : 0.0f, 0.0f, alpha, beta, zz);
+        y[(i64)m * (N / 2) + gate_column(n)] = from_float<TO>(gated<float>(v, through, act_alpha));
+        continue;
+#endif
         Dots dots = {};
         i64 out = (i64)m * N + n;
         v = epilogue<float>(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,

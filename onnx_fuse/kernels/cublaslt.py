@@ -54,7 +54,18 @@ class CublasLt:
         if (problem.dtype, problem.out) == ("float64", "float32"):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its stored ReLU input a mask
-        own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts", "accumulate")
+        own = (
+            "layernorm",
+            "rows",
+            "save_z",
+            "dact",
+            "dx",
+            "dw",
+            "moments",
+            "parts",
+            "accumulate",
+            "gate",
+        )
         found = [name for name in own if problem.attr(name)]
         if found := [*found, *(["residual=norm"] if normed(problem) else [])]:
             return f"no such epilogue: {', '.join(found)}"

@@ -18,6 +18,8 @@ from onnx_fuse.kernels.linear import ACTIVATIONS
 from onnx_fuse.kernels.recurrent import recurrent
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.ops.fused.gated import OPS as GATED
+from onnx_fuse.ops.fused.gated import written_out
 from onnx_fuse.ops.recurrent import GATES
 
 MAX_TABLE = 1 << 24
@@ -69,6 +71,13 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
         kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
         y = op.node(row.op_type, [y], domain=row.domain, attributes=dict(row.fixed) | kept)
     return [y]
+
+
+def gated(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
+    """A gated product as the product, its halves and a pass over them."""
+    shape = shapes[-2]
+    assert shape is not None
+    return [written_out(op, node, shape[1])]
 
 
 def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
@@ -286,5 +295,6 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
         for norm in ("LayerNorm", "RMSNorm")
         for act in ACTIVATIONS
     },
+    **{(FUSE, name): gated for name in GATED},
     **{(FUSE, f"GroupNorm{act}"): group_norm for act in ("", *TABLE)},
 }

@@ -15,7 +15,7 @@ from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import ITEMSIZE, Num, Problem, Value
 from onnx_fuse.program.size import rough
 
-BARE = ("act", "beta", "dact", "residual", "save_z")
+BARE = ("act", "beta", "dact", "gate", "residual", "save_z")
 """What leaves no room for an operand in the epilogue of a Gemm."""
 ACTIVATIONS = {
     "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
@@ -123,7 +123,7 @@ def cast(calls: Calls, i: int, call: Call) -> None:
     at, product = source
     if problem.op not in ("Gemm", "LayerNormGemm"):
         return
-    if any(problem.attr(a) for a in ("accumulate", "beta", "dact", "residual", "save_z")):
+    if any(problem.attr(a) for a in ("accumulate", "beta", "dact", "gate", "residual", "save_z")):
         return
     if z.size >= LARGE or not whole(z.size, z, y) or y.dtype != "float32":
         return

@@ -23,6 +23,9 @@ The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order
                               rstd, "row1" mean, column "col0" gamma; columns are float32 then,
                               and beta is in the bias
   accumulate                  y += the result, which is rounded first; y holds what it is added to
+  gate                        with act: the columns of b, and what goes with them, are blocks of 16,
+                              8 gates and the 8 they let through in pairs (`interleaved`); y is
+                              [m, n / 2], act(gate) times the other
   moments                     wgmma: how many tiles n has; "part" [moments, m] takes (mean, sum of
                               squared deviations) of y's rows in each
   parts                       wgmma, with layernorm: how many moments of a row of a "part" holds;

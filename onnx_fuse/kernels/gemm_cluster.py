@@ -9,6 +9,7 @@ from onnx_fuse.kernels.gemm_portable import (
     ACTIVATIONS,
     as_defines,
     epilogue_defines,
+    gate_refusal,
     ld,
     operand,
     slope_seconds,
@@ -68,7 +69,7 @@ class Cluster:
             return f"n={problem.n}: more than two tiles an SM"
         if min(problem.m, problem.n, problem.k) < 1:
             return "empty"
-        return None
+        return gate_refusal(problem)
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
         wgm, bn, split, share, room = (
@@ -114,16 +115,23 @@ class Cluster:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Tiles, k shared by 1 to 8 CTAs, a's tile by 1 to 4, one or two CTAs an SM."""
         found = []
-        steps = ceil(problem.k / BK)
+        steps, whole = ceil(problem.k / BK), 16 if problem.attr("gate") else 8
         for wgm in (1,) if problem.m <= 64 else (1, 2):
             for bn in (32, 64, 96, 128, 192, 256) if problem.trans_b else (64, 128, 192, 256):
                 tiles_n = ceil(problem.n / bn)
                 for split in (1, 2, 4, 8):
                     per = ceil(steps / split)
-                    if bn // split % 8 or (split - 1) * per >= steps or bn >= 2 * problem.n + 64:
+                    if (
+                        bn // split % whole
+                        or (split - 1) * per >= steps
+                        or bn >= 2 * problem.n + 64
+                    ):
                         continue
                     # three warpgroups and the producer have 128 registers a thread
                     if self._stats(problem) and wgm * bn > 256:
+                        continue
+                    # of which a gate of 192 columns in one CTA would want two more
+                    if self._stats(problem) and whole == 16 and (bn, split) == (192, 1):
                         continue
                     for share in (1, 2, 4):
                         rows = self._rows(problem, wgm, share)

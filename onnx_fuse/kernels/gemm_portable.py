@@ -23,6 +23,19 @@ def operand(problem: Problem) -> bool:
     return any(problem.attr(name) for name in ("beta", "dact", "dx", "dw", "residual"))
 
 
+def gate_refusal(problem: Problem) -> str | None:
+    """Why no epilogue can make the gated product; None where it can, or where there is no gate."""
+    if not problem.attr("gate"):
+        return None
+    if problem.n % 16 or problem.trans_b:
+        return f"gates come in blocks of 8 columns, b's rows along k: n={problem.n}"
+    with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments")
+    other = [name for name in with_c if problem.attr(name)]
+    if problem.batch or other or not problem.text("act"):
+        return f"a gate has an activation and no {', '.join(other) or 'batches'}"
+    return None
+
+
 def normed(problem: Problem) -> bool:
     """Whether the residual is a LayerNormalization of c."""
     return problem.attr("residual") == "norm"
@@ -41,6 +54,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "EPI_DW": problem.attr("dw"),
         "EPI_RMS": problem.attr("rms") and (problem.attr("dx") or problem.attr("dw")),
         "ACCUMULATE": problem.attr("accumulate"),
+        "GATE": problem.attr("gate"),
     }
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
     if problem.attr("residual"):
@@ -160,7 +174,7 @@ class _Portable:
             return f"no activation {act!r}"
         if max(problem.m, problem.n, problem.k) >= 2**31:
             return "a dimension of 2^31 or more"
-        return None
+        return gate_refusal(problem)
 
 
 SIMT_TILES: dict[int, dict[str, int]] = {
@@ -379,6 +393,8 @@ class Mma(_Portable):
         if problem.math == "bf16x3" and problem.dtype == "float32":
             share *= 0.6
         seconds = tile_seconds(problem, bm, bn, hw.rate(kind) * share / hw.sm_count, hw, 0.4, 32)
+        # one row against 235 MB of weights at 0.69 of a copy's rate (H200, 2026-11)
+        seconds = max(seconds, problem.bytes / (0.7 * hw.bandwidth) + hw.launch_seconds)
         return seconds + slope_seconds(problem, wm * wn / 32)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -11,6 +11,7 @@ from onnx_fuse.kernels.gemm_portable import (
     aligned,
     as_defines,
     epilogue_defines,
+    gate_refusal,
     ld,
     slope_seconds,
     type_defines,
@@ -53,7 +54,7 @@ class Skinny:
         ):
             return "c is read as a dense [M, N]"
         act = problem.text("act")
-        return f"no activation {act!r}" if act and act not in ACTIVATIONS else None
+        return f"no activation {act!r}" if act and act not in ACTIVATIONS else gate_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""

@@ -10,6 +10,7 @@ from onnx_fuse.kernels.gemm_portable import (
     as_defines,
     batch_strides,
     epilogue_defines,
+    gate_refusal,
     ld,
     normed,
     operand,
@@ -102,7 +103,7 @@ class Wgmma:
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
         if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
             return "empty or too large"
-        return None
+        return gate_refusal(problem)
 
     def _own(self, problem: Problem, config: Config, hw: Hardware) -> bool:
         """Whether the statistics of rows come from the one tile that each CTA has."""
@@ -150,6 +151,8 @@ class Wgmma:
             tiles = tiles_m * tiles_n * problem.batches
             whole = problem.text("rows") == "tiles"  # a row's tiles are on the chip at once
             if problem.attr("moments") and problem.n != problem.integer("moments") * bn:
+                continue
+            if problem.attr("gate") and bn % 128:  # a TMA store has 64 columns of y
                 continue
             alone = whole or problem.attr("moments") or problem.attr("parts")
             if whole and (tiles_n > hw.sm_count or not pingpong):
@@ -266,11 +269,12 @@ class Wgmma:
         )
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
+        wide = n // 2 if problem.attr("gate") else n
 
         def stored(name: str, used: object) -> TensorMap:
             return TensorMap(
-                Ptr(name if used and not plain else "none"), problem.out, (n, m, batches),
-                (n * out_size, m * n * out_size), (64, 16, 1),
+                Ptr(name if used and not plain else "none"), problem.out, (wide, m, batches),
+                (wide * out_size, m * wide * out_size), (64, 16, 1),
             )  # fmt: skip
 
         vectors: tuple[Arg, ...] = (

@@ -1,8 +1,8 @@
 """LayerNormGemm candidates: y = act(LayerNormalization(x; gamma, beta, epsilon) op(w) + c).
 
 Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; attrs epsilon, act, act_alpha, save_z,
-residual, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given: made once by
-`rows.fold`), static_b (they are the same throughout a graph), stats (mean, rstd are given: their
+residual, gate, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given, made once
+by `rows.fold`), static_b (they are the same throughout a graph), stats (mean, rstd are given: their
 producer wrote them), parts (x's producer left as many "moments" of each row in "part").
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
@@ -25,7 +25,7 @@ from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
 
-KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype")
+KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype", "gate")
 
 
 def _pad(size: int) -> int:

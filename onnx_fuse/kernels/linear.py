@@ -239,31 +239,56 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     suffix = name.split("NormGemm")[1]
     if not set(exposed) <= {"mean", "rstd", "z"}:
         return f"no kernel gives {', '.join(exposed)}"
-    x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
     at = 2 if rms else 3
     w = ctx.view(node, at)
-    n = w.shape[1]
-    if len(x.shape) < 2 or (row := bias_row(ctx, node, at + 1, n)) is None:
+    if len(ctx.view(node, 0).shape) < 2 or (row := bias_row(ctx, node, at + 1, w.shape[1])) is None:
         return "x is a vector, or the bias is not one row"
-    rows, k = prod(x.shape[:-1]), x.shape[-1]
+    weights = node.inputs[at]
+    maker = weights.producer() if weights is not None else None
+    cast = maker is not None and maker.op_type == "Cast"
+    return norm_product(ctx, node, w, row, activation(ctx, node, suffix), exposed, cast=cast)
+
+
+def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object]) -> Problem:
+    """The LayerNormGemm of a node that begins with a norm, whose weight has n columns."""
+    x = ctx.view(node, 0)
+    return Problem.of(
+        "LayerNormGemm",
+        m=prod(x.shape[:-1]),
+        n=n,
+        k=x.shape[-1],
+        dtype=x.dtype,
+        math=ctx.math,
+        epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
+        **({"rms": True} if node.op_type.startswith("RMS") else {}),
+        **attrs,  # type: ignore[arg-type]
+    )
+
+
+def norm_product(
+    ctx: Context,
+    node: ir.Node,
+    w: Tensor,
+    row: Tensor,
+    attrs: Mapping[str, object],
+    exposed: Sequence[str] = (),
+    *,
+    cast: bool = False,
+) -> str | None:
+    """y = act(N(x) · w + row), the norm's x and parameters being the node's first inputs.
+
+    `cast`: w is a cast of its master in each run.
+    """
+    rms = node.op_type.startswith("RMS")
+    x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
+    n, k = w.shape[1], x.shape[-1]
     right = matrix(ctx, w)
     if right.ld != (k if right.trans else n):
         right = matrix(ctx, ctx.contiguous(w))
-    problem = Problem.of(
-        "LayerNormGemm",
-        m=rows,
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        trans_b=right.trans,
-        math=ctx.math,
-        bias=True,
-        epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
-        align=alignment(right.tensor),
-        **({"rms": True} if rms else {}),
-        **({"save_z": True} if "z" in exposed else {}),
-        **activation(ctx, node, suffix),  # type: ignore[arg-type]
-    )
+    how = {"bias": True, "trans_b": right.trans, "align": alignment(right.tensor)}
+    problem = norm_problem(ctx, node, n, {**how, **attrs})
+    if "z" in exposed:
+        problem = problem.having(save_z=True)
     if select("LayerNormGemm", problem, ctx.hw) is None:
         return f"no kernel serves {problem}"
     beta = None if rms else ctx.view(node, 2)
@@ -272,16 +297,15 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
         reads["beta"] = ctx.contiguous(beta)
-    weights = node.inputs[at]
-    maker = weights.producer() if weights is not None else None
-    asked = problem, maker is not None and maker.op_type == "Cast"
+    asked = problem, cast
     if exposed and asked not in ctx.fold_pays:
         ctx.fold_pays[asked] = _fold_pays(ctx, *asked)
     if exposed and ctx.fold_pays[asked]:
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
         problem, reads = made, {"x": x, **folded}
-    writes = {"y": ctx.output(node, 0, (*x.shape[:-1], n), x.dtype)}
+    columns = n // 2 if problem.attr("gate") else n
+    writes = {"y": ctx.output(node, 0, (*x.shape[:-1], columns), x.dtype)}
     stat = (*x.shape[:-1], 1)
     for i, extra in enumerate(exposed, 1):
         shape = (*x.shape[:-1], n) if extra == "z" else stat

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit
+from onnx_fuse.kernels.gated import interleaved
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
@@ -303,6 +304,62 @@ def test_an_activation_of_every_16_bit_value(
         if act != "relu":  # whose fmaxf takes NaN for 0
             assert np.isnan(got[np.isnan(wide(x))]).all(), name
     assert act in ("tanh", "sigmoid") or wide(memory.read("y"))[wide(x) == np.inf] == np.inf
+
+
+GATED = [
+    Problem.of(op, m=m, k=k, n=n, dtype=dtype, math=math, bias=True, act=act, gate=True)
+    for op in ("Gemm", "LayerNormGemm")
+    for dtype, math, act in (
+        ("bfloat16", "ieee", "silu"),
+        ("float16", "ieee", "gelu"),
+        ("float32", "ieee", "gelu_tanh"),
+        ("float32", "tf32", "sigmoid"),
+        ("float32", "bf16x3", "silu"),
+    )
+    # a few rows, ragged tiles; more tiles than a chip has multiprocessors, k shared out
+    for m, k, n in ((5, 264, 208), (200, 136, 560), (2100, 264, 2064), (100, 4096, 384))
+    if m * k < 1 << 18 or dtype == "bfloat16"
+]
+GATED += [
+    p.having(folded=True, static_b=True, rms=p.dtype == "bfloat16")
+    for p in GATED
+    if p.op == "LayerNormGemm" and p.dtype != "float32"
+]
+
+
+@pytest.mark.parametrize("problem", GATED, ids=str)
+def test_gated_gemm(problem: Problem, hw: Hardware) -> None:
+    m, k, n, dtype = problem.m, problem.k, problem.n, problem.dtype
+    rng = np.random.default_rng(11)
+    x = random(rng, dtype, m, k)
+    w, c = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype]), random(rng, dtype, n)
+    gamma, beta = random(rng, dtype, k), random(rng, dtype, k)
+    rows = wide(x)
+    if problem.op == "LayerNormGemm":
+        mean = rows.mean(-1, keepdims=True)
+        if problem.attr("rms"):
+            mean, beta = np.zeros_like(mean), np.zeros_like(beta)
+        rstd = 1 / np.sqrt(((rows - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+        rows = (rows - mean) * rstd * wide(gamma) + wide(beta)
+    gate, through = np.split(rows @ wide(w) + wide(c), 2, -1)
+    want = CURVES[problem.text("act")](gate)[0] * through
+    wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
+    given = {name: interleaved(array, "GateFirst")
+             for name, array in {"w": w, "c": c, "wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
+             "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}.items()}  # fmt: skip
+    given |= {"x": x, "a": x, "b": given["w"], "col1": given["c"], "gamma": gamma, "beta": beta}
+    # two factors, each of a bound of its own
+    bound = 2 * TOLERANCE[dtype if dtype != "float32" else problem.math]
+    for kernel, how in each(problem, hw):
+        bits = []
+        for _ in range(2):
+            blank = {"y": poison(problem.out, m, n // 2), "mean": poison("float32", m),
+                     "rstd": poison("float32", m)}  # fmt: skip
+            memory = Memory(given | blank)
+            memory.run(kernel, problem, how, hw)
+            bits.append(memory.read("y").tobytes())
+        assert error(memory.read("y"), want) <= bound, f"{kernel.name} {how}"
+        assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
 
 
 NORMS = [
