@@ -189,6 +189,34 @@ def test_an_op_without_a_newer_body_keeps_its_own_under_that_overload() -> None:
     assert_close(run(loaded, feeds), run(model, feeds))
 
 
+@pytest.mark.parametrize(("alpha", "act"), [("", "Silu"), ("<alpha = 1.5>", "QuickGelu")])
+def test_the_operator_of_opset_28_is_a_gated_unit(alpha: str, act: str) -> None:
+    """SwiGLU (a, b) = a sigmoid(alpha a) b, which no onnxruntime has yet."""
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 28]> g (float[B,6] x) => (float[B,8] y) '
+        f"{{ a = MatMul (x, w) b = MatMul (x, v) y = SwiGLU {alpha} (a, b) }}"
+    )
+    rng = np.random.default_rng(2)
+    model = text_model(text)
+    for value in [node.inputs[1] for node in model.graph if node.op_type == "MatMul"]:
+        value.const_value = ir.tensor(
+            rng.standard_normal((6, 8)).astype(np.float32), name=value.name
+        )
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([6, 8])
+        model.graph.register_initializer(value)
+    x = rng.standard_normal((3, 6)).astype(np.float32)
+    a, b = (x @ v.const_value.numpy() for v in model.graph.initializers.values())
+    model = load(model)
+    passes.optimize(model)
+    assert fused_ops(model) == [f"GateFirstGemm{act}"]
+    flat = inline(model)
+    flat.graph.opset_imports[""] = 21  # its operators are all older
+    got = run(flat, {"x": x})["y"]
+    np.testing.assert_allclose(
+        got, a / (1 + np.exp(-(1.5 if alpha else 1) * a)) * b, rtol=1e-5, atol=1e-6
+    )
+
+
 def test_skip_and_fuse_select_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
     model = load(case.model())

@@ -26,6 +26,7 @@ from onnx_fuse.ops.rewrite import (
     number,
     rank,
     scalar,
+    typed,
     users,
 )
 
@@ -528,10 +529,12 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     op = Builder()
     x = node.inputs[0]
     match node.domain, node.op_type:
-        case "", "Swish":
+        case "", "Swish" | "SwiGLU":
             alpha = attribute(node, "alpha", 1.0)
             silu = alpha == 1.0
             y = op.Silu(x, domain=FUSE) if silu else op.QuickGelu(x, domain=FUSE, alpha=alpha)
+            if node.op_type == "SwiGLU":
+                y = op.Mul(typed(y, x, x.shape if x is not None else None), node.inputs[1])
         case _:
             return False
     return rw.replace(node, op, [node.outputs[0]], [y])
@@ -555,6 +558,6 @@ def _one_slope(rw: Rewriter, node: ir.Node) -> bool:
 
 RULES = (
     Rule("Activation", 0, ("PRelu",), _one_slope, training=False),
-    Rule("Activation", 0, ("Swish",), _native),
+    Rule("Activation", 0, ("Swish", "SwiGLU"), _native),
     Rule("Activation", 0, tuple({f.anchor for f in FORMS}), _recognize),
 )
