@@ -279,6 +279,8 @@ def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]
             if p.attr(f"keep{end}"):
                 z = np.where(mask != 0, z, p.number(f"fill{end}"))
                 slope = np.where(mask != 0, slope, 0)
+            elif floor := p.number("floor", 0.0):  # far beyond the digits that a score has
+                z = np.float32(z) + np.float32(np.where(mask == -65504, floor, mask))
             else:
                 z = z + mask
         if p.attr("causal"):
@@ -309,7 +311,8 @@ def _evaluate(
                 result = np.arange(writes[0].size).reshape(writes[0].shape)
             else:
                 result = STEPS[step.name](*(values[a] for a in step.args))
-            values.append(np.asarray(result).astype(dtype_of(step.dtype)))
-    return [
-        np.broadcast_to(values[s], t.shape) for s, t in zip(expression.stores, writes, strict=True)
-    ]
+            # kernels compute what is stored in 16 bits in float
+            kind = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
+            values.append(np.asarray(result).astype(dtype_of(kind)))
+    stored = zip(expression.stores, writes, strict=True)
+    return [np.broadcast_to(values[s], t.shape).astype(dtype_of(t.dtype)) for s, t in stored]

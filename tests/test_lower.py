@@ -1042,7 +1042,7 @@ def test_an_encoder_layer_moves_nothing():
     names = ("input_ids", "attention_mask", "token_type_ids")
     program = program_of(model, {name: np.ones((1, 64), np.int64) for name in names})
     layer = ["LayerNormGemm", "SdpaMask", "Gemm", "LayerNormGemmGelu", "Gemm"]
-    kernels = [c.kernel for c in program.calls if c.kernel != "CastFloat16+Sub+Mul"]
+    kernels = [c.kernel for c in program.calls if not c.kernel.startswith("CastFloat16+Sub")]
     assert kernels[:11] == ["Gather+Gather+Add+Add", *layer, *layer]
     assert "Copy" not in kernels
 
