@@ -82,6 +82,8 @@ STEPS: dict[str, Any] = {
 
 
 BATCHED = {"align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
+BATCHED |= {"row_bias", "residual", "beta", "act", "act_alpha"}
+NAMES = {"gelu": "Gelu", "relu": "Relu"}
 """Attributes of a plain product of several matrices."""
 
 
@@ -200,9 +202,14 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         assert {name for name, v in p.attrs if v} <= BATCHED, p
         assert not p.trans_a | p.trans_b, p
         a, b = (read[name].reshape((*p.batch, *read[name].shape[-2:])) for name in "ab")
-        return {"y": a @ b}
+        v = a @ b + (read["row0"][:, None] if p.attr("row_bias") else 0)
+        c = read["c"].reshape(v.shape) if "c" in read else 0
+        v = v + (c if p.attr("beta") else 0)
+        v = STEPS[NAMES[p.text("act")]](v) if p.attr("act") else v
+        return {"y": v + (c if p.attr("residual") else 0)}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
+    known |= {"row_bias", "beta"}
     assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
@@ -220,8 +227,12 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         v = out["rstd"][:, None] * (v - np.outer(out["mean"], read["cs"])) + read["cv"]
     elif p.attr("bias"):
         v = v + read["col1"]
+    elif p.attr("row_bias"):
+        v = v + read["row0"][:, None]
+    if p.attr("beta"):
+        v = v + p.number("beta") * read["c"].reshape(p.m, p.n)
     if p.attr("act"):
-        v = STEPS[{"gelu": "Gelu", "relu": "Relu"}[p.text("act")]](v)
+        v = STEPS[NAMES[p.text("act")]](v)
     if p.attr("residual"):
         c = read["c"].reshape(p.m, p.n)
         if p.attr("residual") == "norm":

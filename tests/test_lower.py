@@ -360,6 +360,43 @@ def test_each_operator_of_the_families_is_one_call(family, act, dtype):
     assert dict(call.writes)["y"].shape == tuple(out)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("act", "bias"), [("", 1), ("Relu", 1), ("Gelu", 0), ("Tanh", 1)])
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+def test_a_filter_of_one_tap_is_a_product_with_all_that_follows(batch, act, bias, dtype):
+    """Its bias a row of the product, the residual and the activation in the same epilogue."""
+    z = "y" if not act else "z"
+    text = f"""agraph ({dtype}[{batch},24,7,8] x, {dtype}[32,24,1,1] w, {dtype}[32] b,
+                       {dtype}[{batch},32,7,8] r) => ({dtype}[{batch},32,7,8] y)
+    {{ c = Conv (x, w{", b" * bias}) {z} = Add (r, c) {f"y = {act} (z)" if act else ""} }}"""
+    kind = {"float": "float32"}.get(dtype, dtype)
+    shapes = {"x": (batch, 24, 7, 8), "w": (32, 24, 1, 1), "b": (32,), "r": (batch, 32, 7, 8)}
+    feeds = {n: a.astype(kind) for n, a in arrays(**shapes).items()}
+    model = text_model(text)
+    (expected,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    passes.optimize(model)
+    calls = program_of(model, feeds).calls
+    assert [c.problem.op for c in calls if c.problem is not None] == ["Gemm"]
+    assert len(calls) == 1
+    if act == "Tanh":  # the interpreter has none in an epilogue
+        return
+    (y,) = interpret(program_of(model, feeds), feeds, {}).values()
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol={"float16": 4e-2}.get(dtype, 1e-5))
+
+
+def test_a_residual_stays_apart_where_no_kernel_adds_it_before_the_activation_as_fast():
+    shapes = {"x": ((16, 4096), "float16"), "w": ((4096, 4096), "float16"),
+              "r": ((16, 4096), "float16")}  # fmt: skip
+    ends = ", ".join(f"float16[{a[0]},{a[1]}] {name}" for name, (a, _) in shapes.items())
+    model = text_model(
+        f"agraph ({ends}) => (float16[16,4096] y) {{ m = MatMul (x, w) s = Add (m, r) y = Relu (s) }}"
+    )
+    calls = lower.lower(model, shapes, H200).calls
+    product = next(c.problem for c in calls if c.problem is not None)
+    assert product.attr("residual") or product.attr("beta") == 1.0
+    assert (len(calls) == 1) == bool(product.attr("act"))
+
+
 def test_the_floor_of_a_convolution_counts_its_products():
     text = (
         "agraph (float[2,64,32,32] x, float[64,64,3,3] w) => (float[2,64,32,32] y) "

@@ -2,7 +2,7 @@
 // Row vectors r0..r3 [M] TR, column vectors col0, col1 [N], c: the element (m, n) of one more operand.
 //   ALPHA    v = alpha v
 //   EPI_LN   v = rstd (v - mean cs) + cv             r0 = rstd, r1 = mean, col0 = cs, col1 = cv
-//   EPI_BIAS v = v + bias                            col1 = bias
+//   EPI_BIAS v = v + bias                            col1 = bias, 2: r0 = bias, one number a row
 //   EPI_C    v = v + beta c                          ONNX Gemm's C, before the activation
 //   SAVE_Z   z = v                                   the pre-activation; with EPI_DX: (c - mean) rstd
 //   ACT      v = act(v)
@@ -52,10 +52,10 @@
 #ifndef ACCUMULATE
 #define ACCUMULATE 0
 #endif
-#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : 0)
+#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : EPI_BIAS == 2 ? 1 : 0)
 #define EPI_R1 (EPI_ROWS > 1 && !EPI_RMS)
 #define EPI_R2 (EPI_ROWS > 2 && !EPI_RMS)
-#define EPI_COLS (EPI_LN || EPI_RES == 2 ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
+#define EPI_COLS (EPI_LN || EPI_RES == 2 ? 2 : EPI_BIAS == 1 || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
 
 #ifndef TR
@@ -84,7 +84,7 @@ template <class S>
 DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float beta, S& z) {
     if (ALPHA) v *= alpha;
     if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;
-    if (EPI_BIAS) v += col1;
+    if (EPI_BIAS) v += EPI_BIAS == 2 ? (S)row.r0 : col1;
     if (EPI_C) v += beta * c;
     if (SAVE_Z && !EPI_DX) z = v;
     return v;

@@ -228,9 +228,11 @@ def _product(
     assert to is not None
     attrs: dict[str, object] = {}
     extra = {}
-    if "bias" in reads:
+    if "bias" in reads and y.dtype == "float64":  # whose digits a kernel's row has not
         extra["c"] = reads["bias"]
         attrs = {"beta": 1.0, "c_rows": 1, "c_cols": 0, "c_strides": (0,) * (batch > 1)}
+    elif "bias" in reads:
+        extra["row0"], attrs["row_bias"] = reads["bias"], True
     if act:
         attrs |= {"act": act, "act_alpha": alpha}
     return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)

@@ -90,22 +90,43 @@ def _norm_of(call: Call, total: Tensor) -> Call:
 
 
 def activate(calls: Calls, i: int, call: Call) -> None:
-    """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it."""
+    """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it.
+
+    Where z has a residual that comes before the activation as the epilogue's c, if that is faster:
+    not every kernel has it.
+    """
     steps = steps_of(call)
     if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    found = _product(calls.maker(z), ("act", "dact", "residual", "save_z"))
+    found = _product(calls.maker(z), ("act", "dact", "save_z"))
     if found is None or len(calls.writers[y.buffer]) != 1:
         return
-    at, product, problem = found
-    if product.writes[0][1] != z or not (y.dense and z.dense) or y.dtype != problem.out:
+    at, product, plain = found
+    if plain.attr("residual") and (plain.attr("beta") or plain.attr("residual") is not True):
+        return
+    problem, made = _summed_first(plain), product.writes[0][1]
+    # equal but for the strides of axes of one
+    same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
+    if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
     problem = problem.having(act=ACTIVATIONS[steps[0]])
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
         problem = problem.having(save_z=True)
+    if problem.attr("beta") and plain.attr("residual"):
+        apart = calls.hw.launch_seconds + 2 * y.nbytes / calls.hw.bandwidth
+        if calls.seconds(problem) > calls.seconds(plain) + apart:
+            return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
     calls.take(at, i, replace(product, problem=problem, writes=writes))
+
+
+def _summed_first(problem: Problem) -> Problem:
+    """The problem with its residual as Gemm's C, which is added before the activation."""
+    if not problem.attr("residual"):
+        return problem
+    rest = tuple(a for a in problem.attrs if a[0] != "residual")
+    return replace(problem, attrs=rest).having(beta=1.0)
 
 
 def cast(calls: Calls, i: int, call: Call) -> None:

@@ -49,6 +49,8 @@ class Cluster:
             return "no row sums of the result, none of parts"
         if problem.attr("accumulate"):
             return "y is written, not added to"
+        if problem.attr("row_bias"):
+            return "a bias is one number a column"
         extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"

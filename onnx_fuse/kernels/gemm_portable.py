@@ -33,7 +33,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
     flags = {
         "ALPHA": problem.attr("alpha", 1.0) != 1.0,
         "EPI_LN": problem.attr("layernorm"),
-        "EPI_BIAS": problem.attr("bias"),
+        "EPI_BIAS": problem.attr("bias") or problem.attr("row_bias"),
         "EPI_C": problem.attr("beta"),
         "SAVE_Z": problem.attr("save_z"),
         "EPI_DACT": problem.attr("dact"),
@@ -43,6 +43,8 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "ACCUMULATE": problem.attr("accumulate"),
     }
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
+    if problem.attr("row_bias"):
+        defines["EPI_BIAS"] = 2
     if problem.attr("residual"):
         defines["EPI_RES"] = 2 if normed(problem) else 1
     if act := problem.text("act"):
@@ -53,12 +55,11 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
 def type_defines(problem: Problem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
     fp32_columns = problem.attr("layernorm") or problem.attr("dw") or normed(problem)
-    column = "float32" if fp32_columns else problem.text("bias_dtype", problem.dtype)
-    return {
-        "T": C_TYPES[problem.dtype],
-        "TO": C_TYPES[problem.out],
-        "TV": C_TYPES[column],
-    } | ({"TR": C_TYPES[problem.out]} if problem.attr("dw") else {})
+    bias = problem.text("bias_dtype", problem.dtype)
+    types = {"T": problem.dtype, "TO": problem.out, "TV": "float32" if fp32_columns else bias}
+    if problem.attr("dw") or problem.attr("row_bias"):
+        types["TR"] = problem.out if problem.attr("dw") else bias
+    return {name: C_TYPES[kind] for name, kind in types.items()}
 
 
 def as_defines(*tables: Mapping[str, object]) -> Defines:
@@ -155,6 +156,9 @@ class _Portable:
             return f"{problem.batches} matrices (at most 65535 grid rows)"
         if sum(bool(problem.attr(x)) for x in ("beta", "dact", "dx", "residual")) > 1:
             return "the epilogue takes one extra operand"
+        rows = [x for x in ("bias", "layernorm", "dx", "dw") if problem.attr(x)]
+        if problem.attr("row_bias") and (rows or normed(problem) or problem.dtype == "float64"):
+            return f"a bias a row in float, and alone: not {rows or problem.dtype}"
         act = problem.text("act")
         if act and act not in ACTIVATIONS:
             return f"no activation {act!r}"
