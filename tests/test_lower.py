@@ -388,9 +388,8 @@ def test_a_residual_stays_apart_where_no_kernel_adds_it_before_the_activation_as
     shapes = {"x": ((16, 4096), "float16"), "w": ((4096, 4096), "float16"),
               "r": ((16, 4096), "float16")}  # fmt: skip
     ends = ", ".join(f"float16[{a[0]},{a[1]}] {name}" for name, (a, _) in shapes.items())
-    model = text_model(
-        f"agraph ({ends}) => (float16[16,4096] y) {{ m = MatMul (x, w) s = Add (m, r) y = Relu (s) }}"
-    )
+    body = "{ m = MatMul (x, w) s = Add (m, r) y = Relu (s) }"
+    model = text_model(f"agraph ({ends}) => (float16[16,4096] y) {body}")
     calls = lower.lower(model, shapes, H200).calls
     product = next(c.problem for c in calls if c.problem is not None)
     assert product.attr("residual") or product.attr("beta") == 1.0

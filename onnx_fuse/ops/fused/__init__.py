@@ -8,7 +8,7 @@ from onnx_fuse.ops.rewrite import Rule
 RULES: tuple[Rule, ...] = (
     *activations.RULES,
     *norm.CANONICAL,
-    layerscale.RULE,
+    *layerscale.RULES,
     *groupnorm.RULES,
     *conv.RULES,
     *loss.RULES,
