@@ -209,7 +209,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"y": v + (c if p.attr("residual") else 0)}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
-    known |= {"row_bias", "beta"}
+    known |= {"row_bias", "beta", "scale"}
     assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
@@ -233,6 +233,8 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         v = v + p.number("beta") * read["c"].reshape(p.m, p.n)
     if p.attr("act"):
         v = STEPS[NAMES[p.text("act")]](v)
+    if p.attr("scale"):
+        v = v * read["col0"]
     if p.attr("residual"):
         c = read["c"].reshape(p.m, p.n)
         if p.attr("residual") == "norm":

@@ -322,6 +322,7 @@ def _windows() -> Iterator[Case]:
     yield Case("Conv", ((8, 64, 64, 64), (200, 64, 1, 1)), note="128 tiles")
     for dtype in (F32, F16, BF16, F64):
         yield Case("Conv", ((3, 24, 12, 14), (40, 24, 1, 1), (40,)), {}, 1, dtype, note="one tap")
+        yield Case("Conv", ((3, 40, 7, 7), (72, 40, 1, 1), (72,)), {}, 1, dtype, note="odd rows")
     yield Case("Conv", ((1, 512, 7, 7), (65, 512, 3, 3)), {"pads": [1, 1, 1, 1]}, note="split")
     yield Case(
         "Conv", ((6, 4, 20, 20), (9, 4, 18, 18)), {"pads": [1, 1, 1, 1]}, note="weight gradient"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+from interpret import interpret
 from test_attention import session
 
 from onnx_fuse import passes
+from onnx_fuse.lower import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.problem import CHIPS
 
 K, N = 32, 8
 ONES = np.linspace(0.05, 3.0, N)
@@ -65,3 +68,56 @@ def test_layer_scale(row: str) -> None:
     with np.errstate(invalid="ignore"):
         largest = np.abs(np.where(np.isfinite(expected), expected, 0)).max()
     np.testing.assert_allclose(found, expected, atol=BOUND[dtype] * largest, equal_nan=True)
+
+
+AFTER = {
+    "residual": ("y = Add (r, t)", 1),
+    "residual first": ("y = Add (t, r)", 1),
+    "nothing": ("y = Identity (t)", 1),
+    "an activation": ("y = Relu (t)", 2),
+    "itself": ("y = Add (t, z)", 2),
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize(
+    ("dtype", "given"), [("float16", False), ("float", True), ("double", True), ("bfloat16", True)]
+)
+def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
+    dtype: str, given: bool, after: str, level: int
+) -> None:
+    """16-bit weights at any level; and a scale that is an input, as one that trains."""
+    tail, count = AFTER[after]
+    model = text_model(
+        f'<ir_version: 10, opset_import: ["" : 18]>\n'
+        f"agraph ({dtype}[4,6,{K}] x, {dtype}[4,6,{N}] r, {dtype}[{K},{N}] w, {dtype}[{N}] b, "
+        f"{dtype}[{N}] g) => ({dtype}[4,6,{N}] y) "
+        "{ m = MatMul (x, w) z = Add (b, m) t = Mul (g, z) " + tail + " }"
+    )
+    kind = ir.DataType[dtype.upper()]
+    rng, feeds = np.random.default_rng(1), {}
+    for value in list(model.graph.inputs):
+        assert value.shape is not None
+        feeds[str(value.name)] = rng.standard_normal([*value.shape]).astype(kind.numpy())
+        if value.name in "wb" or (value.name == "g" and not given):
+            value.const_value = ir.tensor(feeds.pop(str(value.name)), name=value.name)
+            model.graph.inputs.remove(value)
+            model.graph.register_initializer(value)
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    x, r, w, b, g = ((feeds | weights)[n].astype(np.float64) for n in "xrwbg")
+    z = x @ w + b
+    expected = {
+        "nothing": z * g, "an activation": np.maximum(z * g, 0), "itself": z * g + z
+    }.get(after, z * g + r)  # fmt: skip
+    passes.optimize(model, level=level)
+    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
+    program = lower(model, shapes, CHIPS["H200"])
+    assert len(program.calls) == count
+    scaled = [bool(c.problem.attr("scale")) for c in program.calls if c.problem is not None]
+    assert scaled == [after != "itself"]
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    found = interpret(program, feeds, weights)["y"].astype(np.float64)
+    # stored results are rounded to 16 bits
+    atol = {"float16": 2e-2, "bfloat16": 2e-1}.get(dtype, 1e-5)
+    np.testing.assert_allclose(found, expected, atol=atol)

@@ -235,6 +235,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             v = v * slope
         elif act:
             v = ACT[act](t, v, a)
+        if problem.attr("scale"):
+            v = v * k0
         if problem.attr("dx"):
             v = r0 * (v - r2 - (c - r1) * r0 * r3)
         if problem.attr("dw"):

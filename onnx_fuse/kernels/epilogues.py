@@ -15,7 +15,8 @@ from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import ITEMSIZE, Num, Problem, Value
 from onnx_fuse.program.size import rough
 
-BARE = ("act", "beta", "dact", "residual", "save_z")
+_SUMS = ("beta", "dact", "residual", "save_z")
+BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
 ACTIVATIONS = {
     "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
@@ -74,6 +75,33 @@ def add(calls: Calls, i: int, call: Call) -> None:
             return
 
 
+def scale(calls: Calls, i: int, call: Call) -> None:
+    """z = act(a · b + c), y = z g for a row g: the product writes y if nothing else reads z.
+
+    Layer scale, where it is not folded into the weights. A residual may follow.
+    """
+    if steps_of(call) != ["Mul"] or len(call.reads) != 2 or len(call.writes) != 1:
+        return
+    (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
+    for z, g in ((first, second), (second, first)):
+        found = _product(calls.made_for(i, z), (*_SUMS, "layernorm", "scale"))
+        if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
+            continue
+        at, product, problem = found
+        made = product.writes[0][1]
+        same = made.dense and (made.offset, made.size) == (z.offset, z.size) and y.size == z.size
+        types = {t.dtype for t in (made, z, g, y)} | {problem.dtype, problem.out}
+        if not same or not problem.attr("bias") or problem.attr("bias_dtype") or len(types) > 1:
+            continue
+        if any(w >= at for w in calls.writers[g.buffer]) or not calls.may_write(at, i, y):
+            continue
+        g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
+        reads = (*product.reads, ("col0", g))
+        wanted = replace(product, problem=problem.having(scale=True), reads=reads)
+        if calls.take(at, i, replace(wanted, writes=(("y", y),))):
+            return
+
+
 def _norm_of(call: Call, total: Tensor) -> Call:
     """The LayerNormalization of a SkipLayerNorm whose sum stands elsewhere."""
     (launch,) = call.launches
@@ -99,7 +127,7 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    found = _product(calls.maker(z), ("act", "dact", "save_z"))
+    found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
     if found is None or len(calls.writers[y.buffer]) != 1:
         return
     at, product, plain = found
@@ -161,7 +189,8 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     activation's gradient, of which the sums for dbias are left.
     """
     problem, given, how, hw = call.problem, dict(call.reads), _slope(call), calls.hw
-    found = _product(calls.made_for(i, given["dy"]), BARE) if how is not None else None
+    plain_only = (*BARE, "scale")
+    found = _product(calls.made_for(i, given["dy"]), plain_only) if how is not None else None
     if how is None or found is None:
         return
     at, product, plain = found
@@ -316,6 +345,6 @@ def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, st
     return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
 
 
-BEFORE_CHAINS = (add, activate, slope, add_to_gradient)
+BEFORE_CHAINS = (add, scale, add, activate, slope, add_to_gradient)
 BEHIND_CHAINS = (suffix, cast)
 """In order: each sees what the one before has made."""

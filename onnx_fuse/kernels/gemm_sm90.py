@@ -44,7 +44,7 @@ SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    if problem.attr("layernorm") or normed(problem):
+    if problem.attr("layernorm") or normed(problem) or problem.attr("scale"):
         return 2
     return int(bool(problem.attr("bias") or problem.attr("dw")))
 

@@ -148,6 +148,12 @@ GEMMS = (
         Problem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
         Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
     ]
+    + [  # layer scale
+        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, bias=True, scale=True, **attrs)
+        for m, n, k in ((5, 264, 128), (200, 384, 264), (1000, 768, 1032), (61, 77, 33))
+        for dtype, math in (("bfloat16", {}), ("float16", {"trans_b": True}), ("float32", {}))
+        for attrs in ({"residual": True, **math}, {"act": "gelu", **math})
+    ]
     + [  # a bias a row, as a convolution's; what is added before the activation
         Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **batch, **attrs)
         for m, n in ((136, 392), (60, 49))
@@ -175,7 +181,7 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     full = problem.attr("residual") or problem.attr("dact") or by_row
     bias = random(rng, dtype, n)
     c = random(rng, dtype, *((*problem.batch, m, n) if full else (n,)))
-    gamma = bias
+    gamma = random(rng, dtype, n)
     want = wide(a) @ wide(b) * problem.number("alpha", 1.0)
     if problem.attr("bias") and problem.attr("residual") != "norm":
         want = want + wide(bias)
@@ -187,6 +193,8 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
         want = z * gelu(wide(c))[1]
     elif problem.text("act") == "gelu":
         want = gelu(z)[0]
+    if problem.attr("scale"):
+        want = want * wide(gamma)
     if problem.attr("residual") == "norm":
         bias, gamma = (random(rng, "float32", n) for _ in range(2))
         want = z + wide(bias) + (wide(c) - wide(row1)[:, None]) * wide(row0)[:, None] * wide(gamma)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -139,7 +138,7 @@ def _scaled(array: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray | Non
     with np.errstate(all="ignore"):
         exact = array.astype(np.float64) * scale.astype(np.float64).reshape(shape)
         product: np.ndarray = exact.astype(array.dtype)
-        smallest = float(ml_dtypes.finfo(array.dtype).tiny)
+        smallest = float(ir.DataType.from_numpy(array.dtype).tiny)
         # also by a scale of 0, which may give a -0 that a sum of zeros does not
         lost = (np.abs(product.astype(np.float64)) < smallest) & (array != 0)
     return product if np.isfinite(product).all() and not lost.any() else None
