@@ -83,6 +83,7 @@ STEPS: dict[str, Any] = {
 
 BATCHED = {"align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
 BATCHED |= {"row_bias", "residual", "beta", "act", "act_alpha"}
+NORMS = ("LayerNormalization", "RMSNormalization")
 NAMES = {"gelu": "Gelu", "relu": "Relu"}
 """Attributes of a plain product of several matrices."""
 
@@ -143,7 +144,7 @@ def interpret(
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
-        elif call.problem is not None or call.kernel == "LayerNormalization":
+        elif call.problem is not None or call.kernel in NORMS:
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
             if call.problem is None:
                 found = {"y": _norm(read)}
@@ -189,6 +190,8 @@ def _range(x: np.ndarray) -> list[np.ndarray]:
 
 def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:
     x = read["x"]
+    if "bias" not in read:  # RMSNormalization
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * read["scale"]
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * read["scale"] + read["bias"]
 

@@ -25,12 +25,16 @@ ACTIVATIONS = {
 """Pointwise step -> the epilogue's activation."""
 
 
+_BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
+"""Product -> its operand that is a bias of columns."""
+
+
 def _product(
-    source: tuple[int, Call] | None, without: tuple[str, ...]
+    source: tuple[int, Call] | None, without: tuple[str, ...], ops: tuple[str, ...] = ("Gemm",)
 ) -> tuple[int, Call, Problem] | None:
-    """The Gemm of one result there, if it has none of these attributes."""
+    """The product of one result there, if it has none of these attributes."""
     problem = source[1].problem if source is not None else None
-    if source is None or problem is None or problem.op != "Gemm" or len(source[1].writes) != 1:
+    if source is None or problem is None or problem.op not in ops or len(source[1].writes) != 1:
         return None
     return None if any(problem.attr(name) for name in without) else (*source, problem)
 
@@ -54,11 +58,13 @@ def add(calls: Calls, i: int, call: Call) -> None:
     reads, total = dict(call.reads), dict(call.writes).get("sum", call.writes[0][1])
     first, second = (reads["x"], reads["residual"]) if norm else reads.values()
     for y, r in ((first, second), (second, first)):
-        found = _product(calls.made_for(i, y), BARE)
+        found = _product(calls.made_for(i, y), BARE, ("Gemm", "MatMulNBits"))
         if found is None or not y.dense or r.offset or y.size != total.size:
             continue
         at, product, problem = found
         bias = not r.dense
+        if problem.op != "Gemm" and not bias:  # of 4-bit weights, whose kernels take no residual
+            continue
         if {y.dtype, r.dtype, total.dtype} != {problem.out}:
             continue
         if bias and (norm or problem.attr("bias") or r.dtype not in FLOATS):
@@ -68,7 +74,7 @@ def add(calls: Calls, i: int, call: Call) -> None:
         made = replace(
             product,
             problem=problem.having(**{"bias" if bias else "residual": True}),
-            reads=(*product.reads, ("col1" if bias else "c", r)),
+            reads=(*product.reads, (_BIAS[problem.op] if bias else "c", r)),
             writes=(("y", total),),
         )
         if calls.take(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
