@@ -224,8 +224,9 @@ class Lowerer(Values):
         how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
         name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
         kept = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
-        made = self.constants.get(w.buffer)  # weights that were packed before
-        value = self.model.graph.initializers[source.name].const_value if made is None else made
+        given = self.model.graph.initializers.get(source.name)
+        # an initializer's number, or what was made of one for this program and the next
+        value = given.const_value if given is not None else self.constants[w.buffer]
         # a clone that was given other weights still has this one's
         if name not in kept or kept[name][0] is not value:
             wide = weights.astype(np.float32)

@@ -427,18 +427,11 @@ FUSION_CASES = (
     FusionCase("norm_and_activation", _IN, _LN + _LINEAR + "y = Gelu (z)", ("LayerNormGemmGelu",)),
     # --- layer scale ------------------------------------------------------------------------------
     FusionCase(
-        "scale_stays_at_level_2",
-        f"{_X}, {_LIN}, float[24] s",
-        _PLAIN + "y = Mul (s, z)",
-        ("Gemm",),
-        reason="--level 3 folds it into the weight",
-    ),
-    FusionCase(
         "scale_of_columns",
         f"{_X}, {_LIN}, float[24] s",
         _PLAIN + "y0 = Mul (s, z)\n y = Relu (y0)",
         ("GemmRelu",),
-        level=3,
+        level=1,
         gone=("Mul",),
     ),
     FusionCase(

@@ -82,6 +82,9 @@ STEPS: dict[str, Any] = {
 
 
 BATCHED = {"align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
+BATCHED |= {"row_bias", "residual", "beta", "act", "act_alpha"}
+NORMS = ("LayerNormalization", "RMSNormalization")
+NAMES = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
 """Attributes of a plain product of several matrices."""
 
 
@@ -141,7 +144,7 @@ def interpret(
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
-        elif call.problem is not None or call.kernel == "LayerNormalization":
+        elif call.problem is not None or call.kernel in NORMS:
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
             if call.problem is None:
                 found = {"y": _norm(read)}
@@ -187,6 +190,8 @@ def _range(x: np.ndarray) -> list[np.ndarray]:
 
 def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:
     x = read["x"]
+    if "bias" not in read:  # RMSNormalization
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * read["scale"]
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * read["scale"] + read["bias"]
 
@@ -200,10 +205,14 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         assert {name for name, v in p.attrs if v} <= BATCHED, p
         assert not p.trans_a | p.trans_b, p
         a, b = (read[name].reshape((*p.batch, *read[name].shape[-2:])) for name in "ab")
-        return {"y": a @ b}
+        v = a @ b + (read["row0"][:, None] if p.attr("row_bias") else 0)
+        c = read["c"].reshape(v.shape) if "c" in read else 0
+        v = v + (c if p.attr("beta") else 0)
+        v = STEPS[NAMES[p.text("act")]](v) if p.attr("act") else v
+        return {"y": v + (c if p.attr("residual") else 0)}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
-    known |= {"gate", "rms", "act_alpha"}
+    known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "scale"}
     assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
@@ -223,12 +232,18 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         v = out["rstd"][:, None] * (v - np.outer(out["mean"], read["cs"])) + read["cv"]
     elif p.attr("bias"):
         v = v + read["col1"]
+    elif p.attr("row_bias"):
+        v = v + read["row0"][:, None]
+    if p.attr("beta"):
+        v = v + p.number("beta") * read["c"].reshape(p.m, p.n)
     if p.attr("gate"):  # pairs of a gate and another, 8 to a block: the even columns of y first
         blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
         v, through = blocks[..., 0], blocks[..., 1]
     if p.attr("act"):
-        v = STEPS[{"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}[p.text("act")]](v)
+        v = STEPS[NAMES[p.text("act")]](v)
     v = v * through if p.attr("gate") else v
+    if p.attr("scale"):
+        v = v * read["col0"]
     if p.attr("residual"):
         c = read["c"].reshape(p.m, p.n)
         if p.attr("residual") == "norm":
@@ -286,6 +301,8 @@ def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]
             if p.attr(f"keep{end}"):
                 z = np.where(mask != 0, z, p.number(f"fill{end}"))
                 slope = np.where(mask != 0, slope, 0)
+            elif floor := p.number("floor", 0.0):  # far beyond the digits that a score has
+                z = np.float32(z) + np.float32(np.where(mask == -65504, floor, mask))
             else:
                 z = z + mask
         if p.attr("causal"):
@@ -316,7 +333,8 @@ def _evaluate(
                 result = np.arange(writes[0].size).reshape(writes[0].shape)
             else:
                 result = STEPS[step.name](*(values[a] for a in step.args))
-            values.append(np.asarray(result).astype(dtype_of(step.dtype)))
-    return [
-        np.broadcast_to(values[s], t.shape) for s, t in zip(expression.stores, writes, strict=True)
-    ]
+            # kernels compute what is stored in 16 bits in float
+            kind = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
+            values.append(np.asarray(result).astype(dtype_of(kind)))
+    stored = zip(expression.stores, writes, strict=True)
+    return [np.broadcast_to(values[s], t.shape).astype(dtype_of(t.dtype)) for s, t in stored]

@@ -320,6 +320,9 @@ def _windows() -> Iterator[Case]:
     yield Case("Conv", ((2, 32, 9, 9), (64, 16, 3, 3)), {"group": 2, "pads": [1, 0, 2, 1]})
     yield Case("Conv", ((4, 70, 33, 34), (130, 70, 3, 3), (130,)), {"strides": [2, 2]})
     yield Case("Conv", ((8, 64, 64, 64), (200, 64, 1, 1)), note="128 tiles")
+    for dtype in (F32, F16, BF16, F64):
+        yield Case("Conv", ((3, 24, 12, 14), (40, 24, 1, 1), (40,)), {}, 1, dtype, note="one tap")
+        yield Case("Conv", ((3, 40, 7, 7), (72, 40, 1, 1), (72,)), {}, 1, dtype, note="odd rows")
     yield Case("Conv", ((1, 512, 7, 7), (65, 512, 3, 3)), {"pads": [1, 1, 1, 1]}, note="split")
     yield Case(
         "Conv", ((6, 4, 20, 20), (9, 4, 18, 18)), {"pads": [1, 1, 1, 1]}, note="weight gradient"

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from cases import FUSION_CASES, NEWEST_OPSET, FusionCase, RealCase, real_cases
+from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import UsageError
@@ -353,6 +354,32 @@ def test_the_report_counts_fused_ops_by_name() -> None:
     report = passes.optimize(model)
     assert report.fusions == {"LayerNormGemm": 1}
     assert any("kept as a second output" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("body", "gone"),
+    [
+        # a mask as torch.zeros and assignments to parts of it write it
+        ("t = Transpose (z) m = ScatterND (t, at, row) y = Add (x, m)", True),
+        # the same number over and over is made when it runs
+        ("t = Unsqueeze (z, zero) m = Squeeze (t, zero) y = Add (x, m)", False),
+        ("y = Add (x, z)", False),
+    ],
+)
+def test_what_is_worked_out_of_a_filled_tensor_is_folded(body: str, gone: bool) -> None:
+    row = ", ".join(map(str, range(20)))
+    model = text_model(f"""agraph (float[20,20] x) => (float[20,20] y)
+    <int64[2] sizes = {{20, 20}}, int64[1,1] at = {{3}}, int64[1] zero = {{0}},
+     float[1,20] row = {{{row}}}>
+    {{ z = ConstantOfShape <value = float[1] {{2}}> (sizes) {body} }}""")
+    expected = ReferenceEvaluator(to_proto(model)).run(None, {"x": np.ones((20, 20), np.float32)})
+    passes.optimize(model)
+    kinds = [n.op_type for n in model.graph]
+    assert kinds == (["Add"] if gone else ["ConstantOfShape", *kinds[1:-1], "Add"])
+    held = [v.const_value.size for v in model.graph.initializers.values()]
+    assert max(held) == (400 if gone else 2)
+    found = ReferenceEvaluator(to_proto(model)).run(None, {"x": np.ones((20, 20), np.float32)})
+    np.testing.assert_array_equal(found[0], expected[0])
 
 
 def test_padding_that_depends_on_the_padding_before_is_folded() -> None:

@@ -34,8 +34,9 @@ H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 # Exceptions to "no spills", in bytes. 192 accumulators a thread leave 40 registers: a few values
 # are parked around the main loop. The SIMT tile has 128 registers, so that two blocks share an SM:
 # addresses are parked; at its worst (gelu, z kept, sm_80) the loop reads 18 back beside 1024 FMAs.
+# The smaller tile parks one address where a column's scale and a residual follow.
 # dw in float32 has 128 accumulators and the row sums of four columns: three values are parked.
-PARKED = {"(2, 192, 1)": 256, "simt tile=128": 176, "dw_tile=(2, 128, 1)": 12}
+PARKED = {"(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 12}
 
 BF16 = {"dtype": "bfloat16"}
 # op problem: what of the code it reaches
@@ -50,6 +51,21 @@ PROBLEMS = (
     Problem.of("Gemm", m=4096, n=768, k=768, bias=True, residual="norm", moments=4, **BF16),
     Problem.of("LayerNormGemm", m=4096, n=2304, k=768, bias=True, folded=True, parts=4, **BF16),
     Problem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
+    Problem.of(
+        "Gemm",
+        m=256,
+        n=784,
+        k=64,
+        row_bias=True,
+        beta=1.0,
+        act="relu",
+        batch=(8,),
+        a_strides=(0,),
+        dtype="float16",
+    ),
+    Problem.of("Gemm", m=256, n=784, k=64, row_bias=True, residual=True, math="bf16x3"),
+    Problem.of("Gemm", m=4096, n=384, k=1536, bias=True, scale=True, residual=True, **BF16),
+    Problem.of("Gemm", m=64, n=384, k=1536, bias=True, scale=True, trans_b=True, **BF16),
     Problem.of("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
     Problem.of("Gemm", m=256, n=512, k=512, trans_b=True, bias=True, act="gelu", save_z=True),
     Problem.of("Gemm", m=512, n=784, k=256, trans_a=True),

@@ -4,7 +4,8 @@
 
 Counted are the cases whose ends are tensors of float32, float16, bfloat16, int64, int32 or bool
 (no strings, sequences, optionals, ai.onnx.ml). A case passes where every output has its dtype,
-shape and values (rtol 1e-3, atol 1e-7, or the case's own) and nothing ran on onnxruntime.
+shape and values (rtol 1e-3, atol 1e-7, or the case's own) and nothing ran on onnxruntime. A case
+whose own values are wrong (WRONG_IN_SUITE says why) is held against the right ones.
 """
 
 from __future__ import annotations
@@ -29,6 +30,18 @@ TYPES = {
     *(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16),
     *(TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL),
 }
+
+
+def _inverse_dft(inputs: list[Any]) -> list[Any]:
+    x = inputs[0].astype(np.float64)
+    y = np.fft.ifft(x[..., 0] + 1j * x[..., 1], axis=1)
+    return [np.stack([y.real, y.imag], -1).astype(np.float32)]
+
+
+# Case -> the right outputs. These two transforms are taken by NumPy, from 2.0 on in float32: the
+# imaginary part of row 5 of 10, which is that of a sum of reals with signs in turn and so 0, is
+# 1.9e-7 there, beyond the limit of 1e-7.
+WRONG_IN_SUITE = {"test_dft_inverse": _inverse_dft, "test_dft_inverse_opset19": _inverse_dft}
 
 
 def cases() -> list[Any]:
@@ -85,6 +98,8 @@ def outcome(case: Any) -> tuple[str, str]:
     if loaded is None or not counted(loaded[0]):
         return "uncounted", ""
     model, inputs, outputs = loaded
+    if case.name in WRONG_IN_SUITE:
+        outputs = WRONG_IN_SUITE[case.name](inputs)
     try:
         graph = load(model)
         expand_training_ops(graph)  # as a session does

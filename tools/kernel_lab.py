@@ -201,7 +201,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
     given, outputs = {"a": stored_x, "b": stored_w}, {"y": y}
     f32 = t.float32
     for name in ("row0", "row1", "row2", "row3"):
-        given[name] = normal(m, dtype=dt if problem.attr("dw") else f32)
+        given[name] = normal(m, dtype=dt if problem.attr("dw") or problem.attr("row_bias") else f32)
     normed = problem.attr("residual") == "norm"
     bias_dtype = f32 if problem.attr("layernorm") or problem.attr("dw") or normed else dt
     given |= {"col0": normal(n, dtype=bias_dtype), "col1": normal(n, dtype=bias_dtype)}
@@ -222,6 +222,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             v = r0 * (v - r1 * k0) + k1
         if problem.attr("bias"):
             v = v + k1
+        if problem.attr("row_bias"):
+            v = v + r0
         if beta := problem.number("beta"):
             v = v + beta * c
         if problem.attr("save_z"):
@@ -233,6 +235,8 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             v = v * slope
         elif act:
             v = ACT[act](t, v, a)
+        if problem.attr("scale"):
+            v = v * k0
         if problem.attr("dx"):
             v = r0 * (v - r2 - (c - r1) * r0 * r3)
         if problem.attr("dw"):

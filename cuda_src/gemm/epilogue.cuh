@@ -2,10 +2,11 @@
 // Row vectors r0..r3 [M] TR, column vectors col0, col1 [N], c: the element (m, n) of one more operand.
 //   ALPHA    v = alpha v
 //   EPI_LN   v = rstd (v - mean cs) + cv             r0 = rstd, r1 = mean, col0 = cs, col1 = cv
-//   EPI_BIAS v = v + bias                            col1 = bias
+//   EPI_BIAS v = v + bias                            col1 = bias, 2: r0 = bias, one number a row
 //   EPI_C    v = v + beta c                          ONNX Gemm's C, before the activation
 //   SAVE_Z   z = v                                   the pre-activation; with EPI_DX: (c - mean) rstd
 //   ACT      v = act(v)
+//   EPI_SCALE v = v scale                            col0 = scale, with a bias (of columns)
 //   EPI_DACT v = v act'(c)                           c = z
 //   EPI_DX   v = rstd (v - c1 - (c - mean) rstd c2)  r0 = rstd, r1 = mean, r2 = c1, r3 = c2, c = x
 //   EPI_DW   v = gamma v + beta dbias               r0 = gamma, r1 = beta, col1 = dbias, c = W
@@ -25,6 +26,9 @@
 #endif
 #ifndef EPI_BIAS
 #define EPI_BIAS 0
+#endif
+#ifndef EPI_SCALE
+#define EPI_SCALE 0
 #endif
 #ifndef EPI_C
 #define EPI_C 0
@@ -56,10 +60,10 @@
 #ifndef GATE
 #define GATE 0
 #endif
-#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : 0)
+#define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : EPI_BIAS == 2 ? 1 : 0)
 #define EPI_R1 (EPI_ROWS > 1 && !EPI_RMS)
 #define EPI_R2 (EPI_ROWS > 2 && !EPI_RMS)
-#define EPI_COLS (EPI_LN || EPI_RES == 2 ? 2 : EPI_BIAS || EPI_DW ? 1 : 0)
+#define EPI_COLS (EPI_LN || EPI_RES == 2 || EPI_SCALE ? 2 : EPI_BIAS == 1 || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
 
 #ifndef TR
@@ -88,7 +92,7 @@ template <class S>
 DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float beta, S& z) {
     if (ALPHA) v *= alpha;
     if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;
-    if (EPI_BIAS) v += col1;
+    if (EPI_BIAS) v += EPI_BIAS == 2 ? (S)row.r0 : col1;
     if (EPI_C) v += beta * c;
     if (SAVE_Z && !EPI_DX) z = v;
     return v;
@@ -102,7 +106,8 @@ template <int N> DEVICE void activate_all(float (&v)[N], const float (&c)[N], fl
 // rounding's own 2.0e-4; normal_tail's terms as f16 has them, from the last to the first.
 template <class E> constexpr bool IS_F16 = false;
 template <> constexpr bool IS_F16<f16> = true;
-constexpr bool PACKED_ACT = ACT == GELU && IS_F16<TO> && !EPI_DACT && !EPI_DX && !EPI_DW && !EPI_RES && !GATE;
+constexpr bool PACKED_ACT =
+    ACT == GELU && IS_F16<TO> && !EPI_DACT && !EPI_DX && !EPI_DW && !EPI_RES && !EPI_SCALE && !GATE;
 DEVICE u32 gelu_f16x2(u32 x) {
     u32 y;
     asm("{\n.reg .b32 a, e, top;\nabs.f16x2 a, %1;\nmin.f16x2 a, a, %2;\n"  // at most 16
@@ -131,6 +136,7 @@ template <class S> DEVICE S after_act(S v, const Row& row, S col0, S col1, S c, 
         dots.beta += c * col1;
         v = row.r0 * v + row.r1 * col1;
     }
+    if (EPI_SCALE) v *= col0;
     if (EPI_RES == 1) v += c;
     if (EPI_RES == 2) v += (c * row.r0 - row.r1 * row.r0) * col0;
     return v;

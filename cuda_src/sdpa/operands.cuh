@@ -5,7 +5,8 @@
 //            delta [B, H, S], gradients [B, H, S or T, D or DV].
 // Macros   : T element, D, DV head sizes; MASK, MASK2 (not 0: there is one), KEEP, KEEP2 (it does not
 //            add: where it is 0, the logit is `fill`), applied in this order; SOFTCAP (before them
-//            z = softcap tanh(z)); CAUSAL (key j <= query i); GUARD 1: rows all -inf give 0;
+//            z = softcap tanh(z)); FLOOR (T is f16: an added -65504 stands for `floor`, a number beyond
+//            its range); CAUSAL (key j <= query i); GUARD 1: rows all -inf give 0;
 //            2: weights that are NaN are 0.
 #pragma once
 #include "common.cuh"
@@ -17,7 +18,7 @@ struct Operands {
     Strides qs, ks, vs;
     Mask mask, mask2;
     int heads, group, queries, keys;
-    float scale, softcap;
+    float scale, softcap, floor;
     double fill, fill2;
 };
 // As kernel parameters (the host passes scalars, no structs), and gathered again inside.
@@ -25,11 +26,11 @@ struct Operands {
     const T *q_, const T *k_, const T *v_, const T *mask_, const T *mask2_, i64 qb_, i64 qh_,      \
         i64 qr_, i64 kb_, i64 kh_, i64 kr_, i64 vb_, i64 vh_, i64 vr_, i64 mb_, i64 mh_, i64 mr_,  \
         i64 mc_, i64 nb_, i64 nh_, i64 nr_, i64 nc_, int heads_, int group_, int queries_,         \
-        int keys_, float scale_, float softcap_, double fill_, double fill2_
+        int keys_, float scale_, float softcap_, float floor_, double fill_, double fill2_
 #define GATHER                                                                                     \
     const Operands o = {q_, k_, v_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_},             \
                         {mask_, mb_, mh_, mr_, mc_}, {mask2_, nb_, nh_, nr_, nc_}, heads_, group_, \
-                        queries_, keys_, scale_, softcap_, fill_, fill2_};
+                        queries_, keys_, scale_, softcap_, floor_, fill_, fill2_};
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 #define LOG2E 1.4426950408889634f
@@ -39,12 +40,14 @@ struct Operands {
 // tanh with an absolute error of 1e-7, in half the instructions.
 DEVICE float squash(float x) { return 1 - __fdividef(2.0f, __expf(2 * x) + 1); }
 DEVICE double squash(double x) { return tanh(x); }
+// What an added element of a mask stands for.
+template <class S> DEVICE S meant(S m, float floor) { return FLOOR && m == (S)-65504 ? (S)floor : m; }
 // A logit from a product: scaled, under the tanh, and through the masks' elements m and m2.
 template <class S> DEVICE S logit(const Operands& o, S dot, S m, S m2) {
     S z = dot * (S)o.scale;
     if (SOFTCAP) z = (S)o.softcap * squash(z);
-    if (MASK) z = KEEP ? (m != 0 ? z : (S)o.fill) : z + m;
-    if (MASK2) z = KEEP2 ? (m2 != 0 ? z : (S)o.fill2) : z + m2;
+    if (MASK) z = KEEP ? (m != 0 ? z : (S)o.fill) : z + meant(m, o.floor);
+    if (MASK2) z = KEEP2 ? (m2 != 0 ? z : (S)o.fill2) : z + meant(m2, o.floor);
     return z;
 }
 // d logit / d (scale dot): what a fill replaced has none.

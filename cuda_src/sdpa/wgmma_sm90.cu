@@ -53,8 +53,8 @@ DEVICE void gather(float (&acc)[VD * 32], const u32 (&p)[TILE / 4], u32 v, int a
     wgmma_commit();
 }
 // What a row mask's tile holds for a key: what is added, or +inf where a logit is kept, else what it is.
-DEVICE float row_entry(float m, float fill) {
-    if (!KEEP) return m;
+DEVICE float row_entry(float m, float fill, float floor) {
+    if (!KEEP) return meant(m, floor);
     return m != 0 ? -NEGATIVE_INFINITY : fill == -NEGATIVE_INFINITY ? NOT_A_NUMBER : fill;
 }
 // One logit from its product and mask; MASK 2: from a row's entry.
@@ -67,7 +67,7 @@ DEVICE float one_logit(float s, float m, float scale, float softcap, float fill)
     return m != 0 ? s : fill;
 }
 // Logits from products and the mask's tile; not NATURAL: products as they are.
-DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float softcap, float fill) {
+DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float softcap, float fill, float floor) {
     const int lane = threadIdx.x % 32;
 #if MASK == 1
     const u32 from = smem_address(mask) + threadIdx.x / 32 % 4 * 2048 + lane % 16 * 128;
@@ -77,7 +77,8 @@ DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float s
         ldmatrix_x4(r, from + q / 4 * BOX + ((q % 4 * 2 + lane / 16 ^ lane % 8) << 4));
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float2 by = unpack2<T>(r[e]);
+            float2 by = unpack2<T>(r[e]);
+            by = make_float2(meant(by.x, floor), meant(by.y, floor));
             s[8 * q + 2 * e] = one_logit(s[8 * q + 2 * e], by.x, scale, softcap, fill);
             s[8 * q + 2 * e + 1] = one_logit(s[8 * q + 2 * e + 1], by.y, scale, softcap, fill);
         }
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
     i64 mask_column, const T* v, i64 v_batch, i64 v_head, i64 v_row, float* lse, int group, int queries, int keys,
-    float scale, float softcap, double fill) {
+    float scale, float softcap, float floor, double fill) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
     const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
@@ -204,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
 #pragma unroll
         for (int i = 0; i < TILE / 32; i++)
             *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
-                j * TILE + i * 32 + lane < keys ? row_entry(to_float(row_mask[i]), (float)fill) : NEGATIVE_INFINITY;
+                j * TILE + i * 32 + lane < keys ? row_entry(to_float(row_mask[i]), (float)fill, floor) : NEGATIVE_INFINITY;
         mbarrier_arrive(k_full + s * 8);
     };
     if (loader) {
@@ -251,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             auto probabilities = [&](int j, int stage) {
                 wgmma_hold(s);
                 const u8* from = smem + MASK_AT + stage * MASK_BYTES + (MASK == 1 ? tile * TILE * 128 : 0);
-                to_logits(s, from, scale, softcap, (float)fill);
+                to_logits(s, from, scale, softcap, (float)fill, floor);
                 __syncwarp();
                 if (!ONE && lane == 0) mbarrier_arrive(k_empty + stage * 8);
                 const int key = j * TILE;

@@ -54,18 +54,8 @@ class CublasLt:
         if (problem.dtype, problem.out) == ("float64", "float32"):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its stored ReLU input a mask
-        own = (
-            "layernorm",
-            "rows",
-            "save_z",
-            "dact",
-            "dx",
-            "dw",
-            "moments",
-            "parts",
-            "accumulate",
-            "gate",
-        )
+        own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts", "accumulate",
+               "row_bias", "scale", "gate")  # fmt: skip
         found = [name for name in own if problem.attr(name)]
         if found := [*found, *(["residual=norm"] if normed(problem) else [])]:
             return f"no such epilogue: {', '.join(found)}"

@@ -36,6 +36,21 @@ def _attr(node: ir.Node, name: str, default: Any) -> Any:
     return default if attribute is None else attribute.value
 
 
+def four_bits(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Gemm<Act> of dequantized 4-bit weights as MatMul, which takes them packed, and the rest."""
+    name, *exposed = node.op_type.split("_")
+    x, w, c = node.inputs
+    source = w.producer() if w is not None else None
+    if source is None or source.op_type != "DequantizeLinear" or exposed not in ([], ["z"]):
+        return None
+    z = y = op.Add(op.MatMul(x, w), c)
+    if name != "Gemm":
+        row = TABLE[name.removeprefix("Gemm")]
+        kept = {k: a.value for k, a in node.attributes.items()} | dict(row.fixed)
+        y = op.node(row.op_type, [z], domain=row.domain, attributes=kept)
+    return [y, z][: 1 + len(exposed)]
+
+
 def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
     name, *exposed = node.op_type.split("_")
@@ -296,5 +311,6 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
         for act in ACTIVATIONS
     },
     **{(FUSE, name): gated for name in GATED},
+    **{(FUSE, f"Gemm{act}"): four_bits for act in ("", *TABLE)},
     **{(FUSE, f"GroupNorm{act}"): group_norm for act in ("", *TABLE)},
 }

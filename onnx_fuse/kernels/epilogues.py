@@ -15,7 +15,8 @@ from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import ITEMSIZE, Num, Problem, Value
 from onnx_fuse.program.size import rough
 
-BARE = ("act", "beta", "dact", "gate", "residual", "save_z")
+_SUMS = ("beta", "dact", "gate", "residual", "save_z")
+BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
 ACTIVATIONS = {
     "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
@@ -24,12 +25,16 @@ ACTIVATIONS = {
 """Pointwise step -> the epilogue's activation."""
 
 
+_BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
+"""Product -> its operand that is a bias of columns."""
+
+
 def _product(
-    source: tuple[int, Call] | None, without: tuple[str, ...]
+    source: tuple[int, Call] | None, without: tuple[str, ...], ops: tuple[str, ...] = ("Gemm",)
 ) -> tuple[int, Call, Problem] | None:
-    """The Gemm of one result there, if it has none of these attributes."""
+    """The product of one result there, if it has none of these attributes."""
     problem = source[1].problem if source is not None else None
-    if source is None or problem is None or problem.op != "Gemm" or len(source[1].writes) != 1:
+    if source is None or problem is None or problem.op not in ops or len(source[1].writes) != 1:
         return None
     return None if any(problem.attr(name) for name in without) else (*source, problem)
 
@@ -53,11 +58,13 @@ def add(calls: Calls, i: int, call: Call) -> None:
     reads, total = dict(call.reads), dict(call.writes).get("sum", call.writes[0][1])
     first, second = (reads["x"], reads["residual"]) if norm else reads.values()
     for y, r in ((first, second), (second, first)):
-        found = _product(calls.made_for(i, y), BARE)
+        found = _product(calls.made_for(i, y), BARE, ("Gemm", "MatMulNBits"))
         if found is None or not y.dense or r.offset or y.size != total.size:
             continue
         at, product, problem = found
         bias = not r.dense
+        if problem.op != "Gemm" and not bias:  # of 4-bit weights, whose kernels take no residual
+            continue
         if {y.dtype, r.dtype, total.dtype} != {problem.out}:
             continue
         if bias and (norm or problem.attr("bias") or r.dtype not in FLOATS):
@@ -67,10 +74,37 @@ def add(calls: Calls, i: int, call: Call) -> None:
         made = replace(
             product,
             problem=problem.having(**{"bias" if bias else "residual": True}),
-            reads=(*product.reads, ("col1" if bias else "c", r)),
+            reads=(*product.reads, (_BIAS[problem.op] if bias else "c", r)),
             writes=(("y", total),),
         )
         if calls.take(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
+            return
+
+
+def scale(calls: Calls, i: int, call: Call) -> None:
+    """z = act(a · b + c), y = z g for a row g: the product writes y if nothing else reads z.
+
+    Layer scale, where it is not folded into the weights. A residual may follow.
+    """
+    if steps_of(call) != ["Mul"] or len(call.reads) != 2 or len(call.writes) != 1:
+        return
+    (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
+    for z, g in ((first, second), (second, first)):
+        found = _product(calls.made_for(i, z), (*_SUMS, "layernorm", "scale"))
+        if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
+            continue
+        at, product, problem = found
+        made = product.writes[0][1]
+        same = made.dense and (made.offset, made.size) == (z.offset, z.size) and y.size == z.size
+        types = {t.dtype for t in (made, z, g, y)} | {problem.dtype, problem.out}
+        if not same or not problem.attr("bias") or problem.attr("bias_dtype") or len(types) > 1:
+            continue
+        if any(w >= at for w in calls.writers[g.buffer]) or not calls.may_write(at, i, y):
+            continue
+        g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
+        reads = (*product.reads, ("col0", g))
+        wanted = replace(product, problem=problem.having(scale=True), reads=reads)
+        if calls.take(at, i, replace(wanted, writes=(("y", y),))):
             return
 
 
@@ -90,22 +124,43 @@ def _norm_of(call: Call, total: Tensor) -> Call:
 
 
 def activate(calls: Calls, i: int, call: Call) -> None:
-    """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it."""
+    """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it.
+
+    Where z has a residual that comes before the activation as the epilogue's c, if that is faster:
+    not every kernel has it.
+    """
     steps = steps_of(call)
     if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    found = _product(calls.maker(z), ("act", "dact", "residual", "save_z"))
+    found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
     if found is None or len(calls.writers[y.buffer]) != 1:
         return
-    at, product, problem = found
-    if product.writes[0][1] != z or not (y.dense and z.dense) or y.dtype != problem.out:
+    at, product, plain = found
+    if plain.attr("residual") and (plain.attr("beta") or plain.attr("residual") is not True):
+        return
+    problem, made = _summed_first(plain), product.writes[0][1]
+    # equal but for the strides of axes of one
+    same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
+    if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
     problem = problem.having(act=ACTIVATIONS[steps[0]])
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
         problem = problem.having(save_z=True)
+    if problem.attr("beta") and plain.attr("residual"):
+        apart = calls.hw.launch_seconds + 2 * y.nbytes / calls.hw.bandwidth
+        if calls.seconds(problem) > calls.seconds(plain) + apart:
+            return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
     calls.take(at, i, replace(product, problem=problem, writes=writes))
+
+
+def _summed_first(problem: Problem) -> Problem:
+    """The problem with its residual as Gemm's C, which is added before the activation."""
+    if not problem.attr("residual"):
+        return problem
+    rest = tuple(a for a in problem.attrs if a[0] != "residual")
+    return replace(problem, attrs=rest).having(beta=1.0)
 
 
 def cast(calls: Calls, i: int, call: Call) -> None:
@@ -140,7 +195,8 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     activation's gradient, of which the sums for dbias are left.
     """
     problem, given, how, hw = call.problem, dict(call.reads), _slope(call), calls.hw
-    found = _product(calls.made_for(i, given["dy"]), BARE) if how is not None else None
+    plain_only = (*BARE, "scale")
+    found = _product(calls.made_for(i, given["dy"]), plain_only) if how is not None else None
     if how is None or found is None:
         return
     at, product, plain = found
@@ -295,6 +351,6 @@ def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, st
     return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
 
 
-BEFORE_CHAINS = (add, activate, slope, add_to_gradient)
+BEFORE_CHAINS = (add, scale, add, activate, slope, add_to_gradient)
 BEHIND_CHAINS = (suffix, cast)
 """In order: each sees what the one before has made."""

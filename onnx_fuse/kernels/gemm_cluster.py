@@ -50,6 +50,8 @@ class Cluster:
             return "no row sums of the result, none of parts"
         if problem.attr("accumulate"):
             return "y is written, not added to"
+        if problem.attr("row_bias"):
+            return "a bias is one number a column"
         extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
@@ -129,9 +131,6 @@ class Cluster:
                         continue
                     # three warpgroups and the producer have 128 registers a thread
                     if self._stats(problem) and wgm * bn > 256:
-                        continue
-                    # of which a gate of 192 columns in one CTA would want two more
-                    if self._stats(problem) and whole == 16 and (bn, split) == (192, 1):
                         continue
                     for share in (1, 2, 4):
                         rows = self._rows(problem, wgm, share)

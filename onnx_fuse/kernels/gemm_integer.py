@@ -7,7 +7,8 @@ y[batch, m, n] = Σ_k (a[batch, m, k] - za) (b[batch, n, k] - zb), modulo 2^32. 
   lda, ldb                    bytes between rows, multiples of 16; k is contiguous
   a_strides, b_strides        bytes between batches, one a batch dim (two at most, 0 broadcasts)
 Pointers: a b za zb y. What is quantized again, y = saturate(round(sum * scale) + zero), is a
-pointwise call behind the product. A convolution is a product of the filter with the windows of x.
+pointwise call behind the product. A convolution is a product of the filter with the windows of x,
+which are copied for it: as many times x's bytes as the filter has taps over its strides.
 """
 
 from __future__ import annotations

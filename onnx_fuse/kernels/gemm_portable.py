@@ -46,7 +46,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
     flags = {
         "ALPHA": problem.attr("alpha", 1.0) != 1.0,
         "EPI_LN": problem.attr("layernorm"),
-        "EPI_BIAS": problem.attr("bias"),
+        "EPI_BIAS": problem.attr("bias") or problem.attr("row_bias"),
         "EPI_C": problem.attr("beta"),
         "SAVE_Z": problem.attr("save_z"),
         "EPI_DACT": problem.attr("dact"),
@@ -57,6 +57,10 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "GATE": problem.attr("gate"),
     }
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
+    if problem.attr("row_bias"):
+        defines["EPI_BIAS"] = 2
+    if problem.attr("scale"):
+        defines["EPI_SCALE"] = 1
     if problem.attr("residual"):
         defines["EPI_RES"] = 2 if normed(problem) else 1
     if act := problem.text("act"):
@@ -67,12 +71,11 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
 def type_defines(problem: Problem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
     fp32_columns = problem.attr("layernorm") or problem.attr("dw") or normed(problem)
-    column = "float32" if fp32_columns else problem.text("bias_dtype", problem.dtype)
-    return {
-        "T": C_TYPES[problem.dtype],
-        "TO": C_TYPES[problem.out],
-        "TV": C_TYPES[column],
-    } | ({"TR": C_TYPES[problem.out]} if problem.attr("dw") else {})
+    bias = problem.text("bias_dtype", problem.dtype)
+    types = {"T": problem.dtype, "TO": problem.out, "TV": "float32" if fp32_columns else bias}
+    if problem.attr("dw") or problem.attr("row_bias"):
+        types["TR"] = problem.out if problem.attr("dw") else bias
+    return {name: C_TYPES[kind] for name, kind in types.items()}
 
 
 def as_defines(*tables: Mapping[str, object]) -> Defines:
@@ -169,6 +172,9 @@ class _Portable:
             return f"{problem.batches} matrices (at most 65535 grid rows)"
         if sum(bool(problem.attr(x)) for x in ("beta", "dact", "dx", "residual")) > 1:
             return "the epilogue takes one extra operand"
+        rows = [x for x in ("bias", "layernorm", "dx", "dw") if problem.attr(x)]
+        if problem.attr("row_bias") and (rows or normed(problem) or problem.dtype == "float64"):
+            return f"a bias a row in float, and alone: not {rows or problem.dtype}"
         act = problem.text("act")
         if act and act not in ACTIVATIONS:
             return f"no activation {act!r}"
@@ -395,6 +401,14 @@ class Mma(_Portable):
         seconds = tile_seconds(problem, bm, bn, hw.rate(kind) * share / hw.sm_count, hw, 0.4, 32)
         # one row against 235 MB of weights at 0.69 of a copy's rate (H200, 2026-11)
         seconds = max(seconds, problem.bytes / (0.7 * hw.bandwidth) + hw.launch_seconds)
+        # results leave one by one, and so do operands come whose lines are not aligned: 5 us a wave
+        # of 128 x 128 and 2.2 for 32 of k (H200, 16 bits, 2026-11)
+        tiles = ceil(problem.m / bm) * ceil(problem.n / bn) * problem.batches
+        waves = ceil(tiles / hw.sm_count)
+        if waves > 1:
+            seconds += waves * 5e-6 * bm * bn / 128**2
+        if problem.dtype != "float32" and not aligned(problem):
+            seconds += waves * ceil(problem.k / 32) * 2.2e-6 * (bm + bn) / 256
         return seconds + slope_seconds(problem, wm * wn / 32)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -45,6 +45,8 @@ class Skinny:
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
         if problem.attr("dw") or problem.attr("moments") or problem.attr("parts"):
             return "no row sums of the result, none of parts"
+        if problem.attr("row_bias"):
+            return "a bias is one number a column"
         extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"

@@ -45,7 +45,7 @@ SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    if problem.attr("layernorm") or normed(problem):
+    if problem.attr("layernorm") or normed(problem) or problem.attr("scale"):
         return 2
     return int(bool(problem.attr("bias") or problem.attr("dw")))
 
@@ -82,6 +82,9 @@ class Wgmma:
         extra = [x for x in ("beta", "dact", "dx", "dw", "residual") if problem.attr(x)]
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
+        rows = [x for x in ("bias", "layernorm", "dx", "dw") if problem.attr(x)]
+        if problem.attr("row_bias") and (rows or normed(problem)):
+            return f"a bias a row comes alone, not with {rows}"
         dense_c = (problem.integer("c_rows", problem.n), problem.integer("c_cols", 1))
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
@@ -373,7 +376,7 @@ class SplitWgmma:
     def _gemm(self, problem: Problem) -> Problem:
         own = {"lda", "ldb", "static_b"}  # the planes are made just before
         attrs = {name: value for name, value in problem.attrs if name not in own}
-        if problem.attr("bias"):
+        if problem.attr("bias") or problem.attr("row_bias"):
             attrs["bias_dtype"] = problem.text("bias_dtype", problem.dtype)
         return Problem.of(
             "Gemm", m=problem.m, n=problem.n, k=problem.k, dtype="bfloat16",

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.pointwise import FLOATS
+from onnx_fuse.kernels.quant import stays_packed
 from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.kernels.views import reshaped
 from onnx_fuse.llir import Context, Lowering, Tensor, reshape_strides
@@ -20,6 +21,8 @@ from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.problem import ITEMSIZE, Hardware, Problem, Value
 from onnx_fuse.program import size as sizes
 
+PACKED = "its weight stays in 4 bits"
+"""Why a fused product is lowered in parts (`decompose.four_bits`)."""
 MAX_BATCH = 3
 TILE_ROWS = 128
 """Of a product in a batch: a copy of rows that stand apart costs less than many with fewer."""
@@ -213,6 +216,8 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
     name, *exposed = node.op_type.split("_")
     if exposed not in ([], ["z"]):
         return f"no kernel gives {', '.join(exposed)}"
+    if stays_packed(ctx, node.inputs[1]):
+        return PACKED
     x, w = ctx.view(node, 0), ctx.view(node, 1)
     n = w.shape[1]
     if (row := bias_row(ctx, node, 2, n)) is None:
@@ -240,6 +245,8 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     if not set(exposed) <= {"mean", "rstd", "z"}:
         return f"no kernel gives {', '.join(exposed)}"
     at = 2 if rms else 3
+    if stays_packed(ctx, node.inputs[at]):
+        return PACKED
     w = ctx.view(node, at)
     if len(ctx.view(node, 0).shape) < 2 or (row := bias_row(ctx, node, at + 1, w.shape[1])) is None:
         return "x is a vector, or the bias is not one row"

@@ -27,6 +27,7 @@ from onnx_fuse.kernels.pointwise import (
     rounded,
 )
 from onnx_fuse.llir import Context, Lowering, Tensor
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.problem import Launch, Num, Ptr
 
 RANGES = {
@@ -220,6 +221,22 @@ def _once(
     return ctx.packed(q, f"dequantized {digest.hexdigest()[:16]}", make)
 
 
+def stays_packed(ctx: Context, weight: ir.Value | None) -> bool:
+    """Whether a product's weight is dequantized from 4 bits, which MatMulNBits multiplies."""
+    source = weight.producer() if weight is not None else None
+    known = source is not None and (source.domain, source.op_type) == ("", "DequantizeLinear")
+    return source is not None and known and four_bit_weights(ctx, source)
+
+
+def _is_weight(node: ir.Node, index: int) -> bool:
+    """Whether a product's input is its right operand, alone or in a fused operator."""
+    if node.domain == FUSE:
+        name = node.op_type.removeprefix("LayerNorm").removeprefix("RMSNorm")
+        grad = node.op_type.split("_")[0].endswith("Grad")
+        return name.startswith("Gemm") and not grad and index == len(node.inputs) - 2
+    return (node.op_type, node.domain, index) == ("MatMul", "", 1)
+
+
 def four_bit_weights(ctx: Context, node: ir.Node) -> bool:
     """Whether a DequantizeLinear is of 4-bit weights [k, n] that products alone read, in blocks
     along k: MatMulNBits multiplies those as they are.
@@ -232,12 +249,12 @@ def four_bit_weights(ctx: Context, node: ir.Node) -> bool:
     blocked = (
         (axis == 0 and size % 16 == 0) if size else (axis == 1 and scale.shape == (q.shape[1],))
     )
-    uses = [(use.node.op_type, use.node.domain, use.idx) for use in value.uses()]
+    uses = value.uses()
     held = [ctx.known(ctx.view(node, i)) for i in range(3) if ctx.has(node, i)]
     plain = ctx.attr(node, "output_dtype", 0) == 0 and scale.dtype in FLOATS
     return (
         bool(blocked and plain and uses)
-        and all(use == ("MatMul", "", 1) for use in uses)
+        and all(_is_weight(use.node, use.idx) for use in uses)
         and not value.is_graph_output()
         and all(array is not None for array in held)
         and (size or q.shape[0] % 16 == 0)

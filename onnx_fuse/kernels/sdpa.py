@@ -2,6 +2,7 @@
 
 The Problem: m queries, n keys, k head size, batch (B, H); attrs `dv` value head size, `group` query
 heads a key head, `causal`, `guard` (1: rows all -inf give 0, 2: weights that are NaN are 0),
+`floor` (float16: what an added -65504 stands for, see `passes.beyond`; none: itself),
 `scale`, `softcap` (0: none), strides `q_strides`, `k_strides`, `v_strides` (batch, head, row) and
 `mask`, `mask2` (batch, head, row, column; empty: none); `keep`, `keep2`: that one selects, and what
 it drops becomes `fill`, `fill2`; `y_strides`, `dy_strides` where those are not [B, H, S, D] in
@@ -24,7 +25,7 @@ from onnx_fuse.kernels.pointwise import Code, cast_step, emit
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor, dense_strides
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.sdpa.kinds import KINDS
+from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.problem import (
     FEW,
     ITEMSIZE,
@@ -52,7 +53,7 @@ def _operands(p: Problem) -> tuple[Arg, ...]:
         *(Num("i32", n) for n in (p.batch[1], p.integer("group", 1), p.m, p.n)),
         *(
             Num("f32", p.number(name, default))
-            for name, default in (("scale", 1.0), ("softcap", 0.0))
+            for name, default in (("scale", 1.0), ("softcap", 0.0), ("floor", 0.0))
         ),
         *(Num("f64", p.number(name, 0.0)) for name in ("fill", "fill2")),
     )
@@ -70,7 +71,7 @@ def _macros(p: Problem) -> dict[str, object]:
         "MASK": bool(p.attr("mask", ())), "MASK2": bool(p.attr("mask2", ())),
         "KEEP": bool(p.attr("keep")), "KEEP2": bool(p.attr("keep2")),
         "SOFTCAP": p.number("softcap", 0.0) != 0, "CAUSAL": bool(p.attr("causal")),
-        "GUARD": p.integer("guard", 0),
+        "GUARD": p.integer("guard", 0), "FLOOR": p.number("floor", 0.0) != 0,
     }  # fmt: skip
 
 
@@ -363,7 +364,7 @@ class Wgmma:
             Ptr("v"), *(Num("i64", s) for s in p.integers("v_strides")),
             Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
             Num("f32", p.number("scale", 1.0)), Num("f32", p.number("softcap", 0.0)),
-            Num("f64", p.number("fill", 0.0)),
+            Num("f32", p.number("floor", 0.0)), Num("f64", p.number("fill", 0.0)),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
         macros = defines(**{**_macros(p), "MASK": mask, "ONE": one, **how})
@@ -462,6 +463,8 @@ def _problem(
     if kind is not None:
         more["causal"], more["guard"] = kind.causal, ("", "Guard", "NanGuard").index(kind.guard)
         more |= {"softcap": float(ctx.attr(node, "softcap", 1.0))} if kind.softcap else {}
+        floor = float(ctx.attr(node, FLOOR, 0.0)) if kind.added else 0.0
+        more |= {FLOOR: floor} if floor else {}
     return Problem.of(
         op, m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
         group=heads // k.shape[1], scale=float(scale), q_strides=q.strides[:3],

@@ -20,6 +20,7 @@ from onnx_fuse.passes.canonicalize import MISFITS, canonicalize, clean, shape_of
 from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
 from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
 from onnx_fuse.passes.explain import Leftover, explain
+from onnx_fuse.passes.gather_rows import GATHER_ROWS, gather_rows
 
 LEVELS = {
     0: "canonicalize: constants folded, norms and activations in one form",
@@ -27,7 +28,8 @@ LEVELS = {
     2: "and merged products, tidy layout (default)",
     3: "and rewrites that round differently",
 }
-FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1} | {rule.name: rule.level for rule in RULES}
+FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2}
+FUSIONS |= {rule.name: rule.level for rule in RULES}
 """Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
 
 
@@ -129,6 +131,11 @@ def optimize(
                     taken |= {region for node, region in before if node.graph is None}
             operators = {node.op_type for node in all_nodes(model.graph)}
         tidied = level >= 2 and tidy_layout(model)
+        if tidied and not training:
+            infer_shapes(model)
+        if not training and wanted(GATHER_ROWS, 2) and (gathered := gather_rows(model.graph)):
+            rw.fusions[GATHER_ROWS] = gathered
+            tidied = True
         clean(model)
         if tidied:
             infer_shapes(model)

@@ -17,7 +17,8 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
 from onnx_fuse.ops.fused.gated import NAME as GATED
 from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
-from onnx_fuse.ops.fused.layerscale import scale_of
+from onnx_fuse.ops.fused.layerscale import NAME_16 as LAYER_SCALE_16
+from onnx_fuse.ops.fused.layerscale import WIDE, scale_of
 from onnx_fuse.ops.rewrite import (
     Refusal,
     attribute,
@@ -291,8 +292,9 @@ def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
 def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
     if training:
         return "layer scale: its parameter is trained, so it is not folded into the weight"
-    if LAYER_SCALE in off:
-        return "layer scale: --level 3 folds it into the weight, which rounds differently"
+    if (LAYER_SCALE if node.outputs[0].dtype in WIDE else LAYER_SCALE_16) in off:
+        asked = "another --level" if node.outputs[0].dtype in WIDE else "--level 3"
+        return f"layer scale: {asked} folds it into the weight, which rounds differently"
     return "layer scale that cannot be folded: the product before it has other readers"
 
 

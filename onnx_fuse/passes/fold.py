@@ -109,6 +109,7 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
     inside: set[ir.Value] = set()
     chosen: list[ir.Node] = []
     plain: set[ir.Value] = set()  # what no weight entered
+    filled: set[ir.Value] = set()  # what one number over and over entered
     for node in _nodes(model):
         if node.domain or node.op_type not in _EVALUATED or not _settled(node) or not wanted(node):
             continue
@@ -118,6 +119,8 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
             continue
         chosen.append(node)
         inside.update(node.outputs)
+        if node.op_type == "ConstantOfShape" or any(v in filled for v in node.inputs if v):
+            filled.update(node.outputs)
         for value in node.inputs:
             if value is not None and value not in inside and value not in known:
                 array = const_array(value)
@@ -126,10 +129,18 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
         if all(v is None or v in plain or CONSTANT in v.metadata_props for v in node.inputs):
             plain.update(node.outputs)
     found = evaluate(chosen, known, model.graph.opset_imports) if chosen else {}
+    replaced = False
     for value, array in found.items():
-        if value.uses():
+        # one number over and over is no gain as a constant, but what is worked out of it may be
+        same = value in filled and array.size > _SMALL and _uniform(array)
+        if value.uses() and not same:
             _replace(model, value, array, constant=value in plain)
-    return bool(found)
+            replaced = True
+    return replaced
+
+
+def _uniform(array: np.ndarray) -> bool:
+    return array.tobytes() == array.reshape(-1)[:1].tobytes() * array.size
 
 
 def _settled(node: ir.Node) -> bool:
@@ -154,7 +165,7 @@ def _small(node: ir.Node, inside: set[ir.Value]) -> bool:
     if given > LIMIT:
         return False
     if node.op_type == "ConstantOfShape" and (shape := const_array(node.inputs[0])) is not None:
-        return math.prod(int(d) for d in shape.reshape(-1)) <= _SMALL
+        return math.prod(int(d) for d in shape.reshape(-1)) <= LIMIT
     if node.op_type in _BOUNDED:
         return True
     made = [_elements(v) for v in node.outputs if v.name]

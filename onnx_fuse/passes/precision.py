@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.save import inline
+from onnx_fuse.passes.beyond import Beyond, beyond, narrowed, set_floor
 from onnx_fuse.problem import PRECISIONS
 
 F32 = ir.DataType.FLOAT
@@ -36,7 +37,8 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
 
     With `masters` the initializers stay float32 and are cast where they are read, so that training
     updates them in full precision. Constants beyond `dtype`'s range become its largest numbers: a
-    mask of float32's lowest stays finite, and (1 - keep) lowest is not 0 inf. With `masters` an
+    mask of float32's lowest stays finite; what is summed or multiplied with one beyond float16's
+    stays float32, and attention is told what its mask's lowest number means. With `masters` an
     operator that the model's opset has in other types only stays float32 between Casts: its
     gradient could not be typed.
     """
@@ -60,6 +62,13 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
                 wide[maker] = None
                 keep((*maker.outputs, *maker.inputs))
 
+    far = beyond(graph, training=masters) if dtype == ir.DataType.FLOAT16 else Beyond()
+    wide |= far.nodes
+    keep(far.values, sources=False)
+    for node in far.nodes:
+        keep(node.outputs, sources=False)
+    for node, _, number in far.masks:
+        set_floor(node, number)
     for node in graph:
         at = KEPT_INPUTS.get(node.op_type, ())
         keep(v for i, v in enumerate(node.inputs) if i in at)
@@ -80,17 +89,16 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         uses = [(n, i) for n, i in uses if n not in wide]
         maker = value.producer()
         here = op if maker is None else Builder()
-        cast = _to(here, value, dtype) if uses else value
+        if value not in far.values or not uses:
+            cast = _to(here, value, dtype) if uses else value
+        elif value.const_value is not None and (maker is not None or not masters):
+            cast = here.constant(_cast(value.const_value.numpy(), dtype))
+        else:
+            cast = narrowed(here, value)
         for node, i in uses:
             node.replace_input_with(i, cast)
         if maker is not None:
             graph.insert_after(maker, here.nodes)
-    for node in wide:
-        here = Builder()
-        for i, read in enumerate(node.inputs):
-            if read is not None and read.dtype == dtype:
-                node.replace_input_with(i, _to(here, read, F32))
-        graph.insert_before(node, here.nodes)
     for value in weights:
         assert value.const_value is not None
         array = value.const_value.numpy()
@@ -99,6 +107,12 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             value.type = ir.TensorType(dtype)
         elif (near := _near(array, dtype)) is not array:
             value.const_value = ir.tensor(near, name=value.name)
+    for node in wide:
+        here = Builder()
+        for i, read in enumerate(node.inputs):
+            if read is not None and read.dtype == dtype:
+                node.replace_input_with(i, _to(here, read, F32))
+        graph.insert_before(node, here.nodes)
     if op.nodes:
         first = next(iter(graph), None)
         if first is None:

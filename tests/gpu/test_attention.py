@@ -11,12 +11,17 @@ import pytest
 
 from onnx_fuse import passes
 from onnx_fuse.onnx.load import load
+from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.validate.compare import COMPUTED
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from math_cases import only
 from test_attention import CASES, GRAPHS, GUARD, REST, feeds_of, model_of, session
+from test_beyond import GRAPHS as BEYOND
+from test_beyond import feeds_of as beyond_feeds
+from test_beyond import model_of as beyond_model
 
 from onnx_fuse.kernels import Choice, candidates
 from onnx_fuse.lower import lower
@@ -58,3 +63,23 @@ def test_hostile_values(graph: str, guarded: bool, kind: str) -> None:
                 finite = np.isfinite(expected)
                 bound = TOLERANCE[kind] * max(1.0, np.abs(expected[finite]).max(initial=0))
                 np.testing.assert_allclose(got[finite], expected[finite], atol=bound, err_msg=note)
+
+
+@pytest.mark.parametrize("graph", [g for g, (_, _, floor) in BEYOND.items() if floor is not None])
+def test_float32_masks_in_float16(graph: str) -> None:
+    """A graph of float32 computed in float16, by each kernel: rows masked whole attend as there."""
+    model = beyond_model(graph)
+    feeds = beyond_feeds(model)
+    expected = session(model)(feeds)
+    passes.optimize(model)
+    model, _ = in_precision(model, "fp16")
+    hw = Hardware.detect()
+    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)
+    (problem,) = [call.problem for call in program.calls if call.problem]
+    limit = COMPUTED["fp16"]
+    for kernel in [k for k in candidates("Sdpa") if k.supports(problem, hw) is None]:
+        for config in kernel.configs(problem, hw):
+            with only(Choice(kernel, config, 0.0, "each")):
+                got = Executable(model).run(None, feeds)[0]
+            atol = limit.atol + limit.rtol * np.abs(expected).max()
+            np.testing.assert_allclose(got, expected, atol=atol, err_msg=f"{kernel.name} {config}")

@@ -149,6 +149,19 @@ GEMMS = (
         Problem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
         Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
     ]
+    + [  # layer scale
+        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, bias=True, scale=True, **attrs)
+        for m, n, k in ((5, 264, 128), (200, 384, 264), (1000, 768, 1032), (61, 77, 33))
+        for dtype, math in (("bfloat16", {}), ("float16", {"trans_b": True}), ("float32", {}))
+        for attrs in ({"residual": True, **math}, {"act": "gelu", **math})
+    ]
+    + [  # a bias a row, as a convolution's; what is added before the activation
+        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **batch, **attrs)
+        for m, n in ((136, 392), (60, 49))
+        for dtype, math in (("bfloat16", {}), ("float16", {}), ("float32", {"math": "bf16x3"}))
+        for batch in (math, {"batch": (3,), "a_strides": (0,), **math})
+        for attrs in ({"residual": True}, {"beta": 1.0, "act": "gelu"})
+    ]
 )
 
 
@@ -165,19 +178,24 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     a, b = random(rng, dtype, *problem.batch, m, k), random(rng, dtype, *problem.batch, k, n)
     if problem.integers("a_strides")[:1] == (0,):
         a[1:] = a[:1]
-    full = problem.attr("residual") or problem.attr("dact")
-    bias, c = random(rng, dtype, n), random(rng, dtype, *((m, n) if full else (n,)))
-    gamma = bias
+    by_row = bool(problem.attr("row_bias"))
+    full = problem.attr("residual") or problem.attr("dact") or by_row
+    bias = random(rng, dtype, n)
+    c = random(rng, dtype, *((*problem.batch, m, n) if full else (n,)))
+    gamma = random(rng, dtype, n)
     want = wide(a) @ wide(b) * problem.number("alpha", 1.0)
     if problem.attr("bias") and problem.attr("residual") != "norm":
         want = want + wide(bias)
+    row0, row1 = (random(rng, dtype if by_row else "float32", m) for _ in range(2))
+    want = want + (wide(row0)[:, None] if by_row else 0)
     want = want + problem.number("beta") * wide(c) * bool(problem.attr("beta"))
     z = want
     if problem.attr("dact"):
         want = z * gelu(wide(c))[1]
     elif problem.text("act") == "gelu":
         want = gelu(z)[0]
-    row0, row1 = (random(rng, "float32", m) for _ in range(2))
+    if problem.attr("scale"):
+        want = want * wide(gamma)
     if problem.attr("residual") == "norm":
         bias, gamma = (random(rng, "float32", n) for _ in range(2))
         want = z + wide(bias) + (wide(c) - wide(row1)[:, None]) * wide(row0)[:, None] * wide(gamma)

@@ -18,7 +18,7 @@ from onnx_fuse.ops.rewrite import Rule
 RULES: tuple[Rule, ...] = (
     *activations.RULES,
     *norm.CANONICAL,
-    layerscale.RULE,
+    *layerscale.RULES,
     *groupnorm.RULES,
     *conv.RULES,
     *loss.RULES,

@@ -1,10 +1,14 @@
 """Layer scale: (x · W + c) ⊙ g, g a constant of each column, is x · (W ⊙ g) + c ⊙ g.
 
-It rounds W once more where the graph rounds the product, so it is of level 3; and it loses the
-parameter, so it is not for training. Between the two may be views that keep the columns one axis.
+It rounds W once more where the graph rounds the product. That is admitted as the fold of a
+BatchNormalization is: in float and double at every level, if each weight stays a finite number of
+full precision; in 16 bits, whose digits show it, at level 3. It loses the parameter, so it is not
+for training. Between the two may be views that keep the columns one axis.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +26,8 @@ from onnx_fuse.ops.rewrite import (
     row_axis,
 )
 
-NAME = "LayerScale"
+NAME, NAME_16 = "LayerScale", "LayerScale16"
+WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _STEPS = 16
 """Views and sums between a product and its scale that are looked over at most."""
 
@@ -78,7 +83,9 @@ def product_below(value: ir.Value, axis: int) -> tuple[ir.Node, ir.Node | None] 
     return None
 
 
-def _fold(rw: Rewriter, node: ir.Node) -> bool:
+def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
+    if (node.outputs[0].dtype in WIDE) != (name == NAME):
+        return False
     found = scale_of(node)
     below = product_below(found[0], found[2]) if found is not None else None
     if found is None or below is None or node.outputs[0].is_graph_output():
@@ -87,11 +94,11 @@ def _fold(rw: Rewriter, node: ir.Node) -> bool:
     product, add = below
     nodes = [node, product]
     if any(attribute(product, k, 1.0) != 1.0 for k in ("alpha", "beta")):
-        return rw.refuse(NAME, nodes, "alpha or beta other than 1")
+        return rw.refuse(name, nodes, "alpha or beta other than 1")
     w, columns = product.inputs[1], len(scale)
     weight = const_array(w)
     if w is None or weight is None:
-        return rw.refuse(NAME, nodes, "the weight is computed")
+        return rw.refuse(name, nodes, "the weight is computed")
     first = product.op_type == "Conv" or attribute(product, "transB", 0) != 0
     axis = 0 if first else weight.ndim - 1
     if weight.shape[axis] != columns:
@@ -99,32 +106,45 @@ def _fold(rw: Rewriter, node: ir.Node) -> bool:
     sums = [(add, add.inputs.index(c), c) for c in add.inputs if is_constant(c)] if add else []
     if product.op_type != "MatMul" and len(product.inputs) > 2 and product.inputs[2] is not None:
         sums.append((product, 2, product.inputs[2]))
-    folded = [_scaled(weight, scale, axis)]
+    parts = [(weight, axis)]
     for owner, _, c in sums:
         array = const_array(c)
         if array is None:
-            return rw.refuse(NAME, nodes, "the bias is computed")
+            return rw.refuse(name, nodes, "the bias is computed")
         at = int(np.argmax([d == columns for d in array.shape])) if array.ndim else 0
         by_row = owner is product and array.shape[-1:] != (columns,)
         if array.size != columns or by_row:
-            return rw.refuse(NAME, nodes, "the bias is not one number a column")
-        folded.append(_scaled(array, scale, at))
-    if not all(np.isfinite(a).all() for a in folded):
-        return rw.refuse(NAME, nodes, "scale and weight multiplied are not finite")
-    for (owner, index, value), array in zip([(product, 1, w), *sums], folded, strict=True):
-        name = f"{value.name if value is not None else ''} times {label(node)}"
-        owner.replace_input_with(index, rw.initializer(name, array))
+            return rw.refuse(name, nodes, "the bias is not one number a column")
+        parts.append((array, at))
+    made = []
+    for (owner, index, value), (part, at) in zip([(product, 1, w), *sums], parts, strict=True):
+        array = _scaled(part, scale, at)
+        if array is None:
+            reason = "scale and weight multiplied are not finite, or too small to keep their digits"
+            return rw.refuse(name, nodes, reason)
+        stem = f"{value.name if value is not None else ''} times {label(node)}"
+        made.append((owner, index, rw.initializer(stem, array)))
+    for owner, index, value in made:
+        owner.replace_input_with(index, value)
     node.outputs[0].replace_all_uses_with(x)
-    rw.fusions[NAME] += 1
+    rw.fusions[name] += 1
     return True
 
 
-def _scaled(array: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray:
+def _scaled(array: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray | None:
+    """The product, rounded once; None where a number is not finite or loses digits by it."""
     shape = [1] * array.ndim
     shape[axis] = -1
-    with np.errstate(over="ignore", invalid="ignore"):
-        product = array.astype(np.float64) * scale.astype(np.float64).reshape(shape)
-        return product.astype(array.dtype)
+    with np.errstate(all="ignore"):
+        exact = array.astype(np.float64) * scale.astype(np.float64).reshape(shape)
+        product: np.ndarray = exact.astype(array.dtype)
+        smallest = float(ir.DataType.from_numpy(array.dtype).tiny)
+        # also by a scale of 0, which may give a -0 that a sum of zeros does not
+        lost = (np.abs(product.astype(np.float64)) < smallest) & (array != 0)
+    return product if np.isfinite(product).all() and not lost.any() else None
 
 
-RULE = Rule(NAME, 3, ("Mul",), _fold, training=False)
+RULES = (
+    Rule(NAME, 1, ("Mul",), partial(_fold, NAME), training=False),
+    Rule(NAME_16, 3, ("Mul",), partial(_fold, NAME_16), training=False),
+)

@@ -87,6 +87,10 @@ def _kinds() -> Iterator[Kind]:
         yield Kind(grouped, wide, softcap, True, ("Mask",), "Guard")
 
 
+FLOOR = "floor"
+"""An attribute that kernels read and no body has: the number beyond float16's range for which its
+lowest stands in an added mask. A graph made narrower has it; the body takes -65504 as it is."""
+
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _kinds()}
 """Every attention operator by its name."""
 

@@ -1,0 +1,107 @@
+"""Weights of 4 bits stay packed, whatever is fused around their product."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from interpret import interpret
+from onnx import numpy_helper
+
+from onnx_fuse import passes
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.problem import CHIPS
+from onnx_fuse.runtime import ort
+
+K, N, BLOCK = 64, 48, 32
+NORMS = {
+    "": "",
+    "LayerNormalization": "h = LayerNormalization (x, g, b)",
+    "RMSNormalization": "h = RMSNormalization (x, g)",
+}
+
+
+def model_of(norm: str, tail: str, dtype: str, contrib: bool, k: int = K, n: int = N) -> ir.Model:
+    """Norm, product of 4-bit weights and what `tail` makes of it."""
+    rng = np.random.default_rng(0)
+    product = "m = MatMul (x, w)" if not norm else "m = MatMul (h, w)"
+    kind = {"float32": "float"}.get(dtype, dtype)
+    lines = [NORMS[norm], "w = DequantizeLinear <axis = 0, block_size = 32> (q, s)", product]
+    if contrib:
+        how = f"<K = {k}, N = {n}, bits = 4, block_size = {BLOCK}>"
+        lines[1:] = [f"m = com.microsoft.MatMulNBits {how} ({'h' if norm else 'x'}, q, s)"]
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>\n'
+        f"agraph ({kind}[2,3,{k}] x) => ({kind}[2,3,{n}] y) {{ {' '.join(lines)} {tail} }}"
+    )
+    arrays = {"g": rng.random(k) + 0.5, "b": rng.random(k), "c": rng.standard_normal(n)}
+    arrays["s"] = rng.random((n, k // BLOCK) if contrib else (k // BLOCK, n)) / 4
+    weights = rng.integers(-8, 8, (k, n))
+    q = weights.astype(ml_dtypes.int4)
+    if contrib:
+        q = rng.integers(0, 256, (n, k // BLOCK, BLOCK // 2)).astype(np.uint8)
+    tensors = [numpy_helper.from_array(a.astype(dtype), name) for name, a in arrays.items()]
+    proto.graph.initializer.extend([*tensors, numpy_helper.from_array(q, "q")])
+    return load(proto)
+
+
+def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """What onnxruntime makes of it as it is: its optimizations multiply in 8 bits."""
+    return ort.run(ort.session(to_proto(model).SerializeToString(), as_written=True), feeds)[0]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "tail",
+    ["y = Identity (m)", "y = Add (m, c)", "z = Add (c, m) y = Gelu (z)", "y = Relu (m)"],
+    ids=["", "bias", "bias and gelu", "relu"],
+)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("contrib", [False, True], ids=["dequantized", "MatMulNBits"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_weights_of_a_product_stay_in_four_bits(
+    dtype: str, contrib: bool, norm: str, tail: str, level: int
+) -> None:
+    model = model_of(norm, tail, dtype, contrib)
+    feeds = {"x": np.random.default_rng(2).standard_normal((2, 3, K)).astype(dtype)}
+    expected = run(model, feeds)
+    passes.optimize(model, level=level, own_kernels=True)
+    program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
+    (product,) = [call.problem for call in program.calls if call.problem is not None]
+    assert product.op == "MatMulNBits"
+    held = [b.nbytes for b in program.buffers if b.kind in ("weight", "constant")]
+    assert max(held) <= K * N // 2
+    assert bool(product.attr("bias")) == ("c" in tail)
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    found = interpret(program, feeds, weights)["y"]
+    limit = {"float32": 1e-5, "float16": 1e-2}[dtype] * np.abs(expected.astype(np.float64)).max()
+    np.testing.assert_allclose(found, expected, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_weight_made_of_eight_bits_folds_with_the_norm(dtype: str) -> None:
+    """It is made once, for the program; the norm's scale goes into it as into any other."""
+    k, n = 256, 512  # smaller ones are constants of the program
+    model = model_of("LayerNormalization", "y = Add (m, c)", dtype, False, k, n)
+    proto = ir.serde.serialize_model(model)
+    wide = np.random.default_rng(1).integers(-128, 128, (k, n)).astype(np.int8)
+    kept = [t for t in proto.graph.initializer if t.name != "q"]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend([*kept, numpy_helper.from_array(wide, "q")])
+    model = load(proto)
+    feeds = {"x": np.random.default_rng(2).standard_normal((2, 3, k)).astype(dtype)}
+    expected = run(model, feeds)
+    passes.optimize(model)
+    assert [n.op_type for n in model.graph] == ["DequantizeLinear", "LayerNormGemm"]
+    for _ in range(2):  # another shape finds what the first has made
+        program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
+        assert [c.problem.op for c in program.calls if c.problem is not None] == ["LayerNormGemm"]
+    if dtype == "float16":
+        weights = {v.name: v.const_value.numpy() for v in model.graph.initializers.values()}
+        found = interpret(program, feeds, weights)["y"]
+        limit = 1e-2 * np.abs(expected.astype(np.float64)).max()
+        np.testing.assert_allclose(found, expected, atol=limit)

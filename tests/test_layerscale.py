@@ -1,0 +1,123 @@
+"""Layer scale folded into a product's weight: where it may be, and what it rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from interpret import interpret
+from test_attention import session
+
+from onnx_fuse import passes
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.problem import CHIPS
+
+K, N = 32, 8
+ONES = np.linspace(0.05, 3.0, N)
+# scale, dtype, level, whether it is folded
+ROWS = {
+    "float": (ONES, "float", 1, True),
+    "double": (ONES, "double", 1, True),
+    "float, nothing asked for": (ONES, "float", 0, False),
+    "float16": (ONES, "float16", 2, False),
+    "float16 at level 3": (ONES, "float16", 3, True),
+    "as it begins": (np.full(N, 1e-6), "float", 1, True),
+    "of both signs": (ONES * np.tile([1, -1], N // 2), "float", 1, True),
+    "a zero": (ONES * (np.arange(N) != 3), "float", 1, False),
+    "digits lost": (np.full(N, 1e-37), "float", 1, False),
+    "digits lost in 16 bits": (np.full(N, 1e-5), "float16", 3, False),
+    "beyond the range": (np.full(N, 3e38), "float", 1, False),
+    "infinite": (np.where(np.arange(N) == 3, np.inf, ONES), "float", 1, False),
+    "not a number": (np.where(np.arange(N) == 3, np.nan, ONES), "float", 1, False),
+}
+# of the largest magnitude in a row: a weight rounded once more, and another order of summation
+BOUND = {"float": 1e-5, "double": 1e-13, "float16": 8e-3}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_layer_scale(row: str) -> None:
+    scale, dtype, level, folds = ROWS[row]
+    model = text_model(
+        f'<ir_version: 10, opset_import: ["" : 18]>\n'
+        f"agraph ({dtype}[M,{K}] x, {dtype}[M,{N}] r, {dtype}[{K},{N}] w, {dtype}[{N}] b, "
+        f"{dtype}[{N}] g) => ({dtype}[M,{N}] y) "
+        "{ m = MatMul (x, w) z = Add (m, b) t = Mul (z, g) y = Add (r, t) }"
+    )
+    rng = np.random.default_rng(1)
+    kind = {"float": "float32", "double": "float64"}.get(dtype, dtype)
+    shapes = {"w": (K, N), "b": (N,), "g": (N,)}
+    for value in list(model.graph.inputs)[2:]:
+        array = scale if value.name == "g" else rng.standard_normal(shapes[str(value.name)])
+        with np.errstate(over="ignore"):
+            value.const_value = ir.tensor(array.astype(kind), name=value.name)
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+    x, residual = (rng.standard_normal((6, n)).astype(kind) for n in (K, N))
+    x[0], x[1, 3], x[2, 3], x[3, 3] = 0, np.nan, np.inf, -np.inf
+    x[4] *= 2.0**-10
+    feeds = {"x": x, "r": residual}
+    expected = session(model)(feeds)
+    report = passes.optimize(model, level=level)
+    assert any(n.op_type == "Mul" for n in model.graph) != folds
+    if not folds and level:
+        said = [str(left) for left in report.not_fused if "scale" in str(left)]
+        assert said, report.not_fused
+    found = session(model)(feeds)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    with np.errstate(invalid="ignore"):
+        largest = np.abs(np.where(np.isfinite(expected), expected, 0)).max()
+    np.testing.assert_allclose(found, expected, atol=BOUND[dtype] * largest, equal_nan=True)
+
+
+AFTER = {
+    "residual": ("y = Add (r, t)", 1),
+    "residual first": ("y = Add (t, r)", 1),
+    "nothing": ("y = Identity (t)", 1),
+    "an activation": ("y = Relu (t)", 2),
+    "itself": ("y = Add (t, z)", 2),
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize(
+    ("dtype", "given"), [("float16", False), ("float", True), ("double", True), ("bfloat16", True)]
+)
+def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
+    dtype: str, given: bool, after: str, level: int
+) -> None:
+    """16-bit weights at any level; and a scale that is an input, as one that trains."""
+    tail, count = AFTER[after]
+    model = text_model(
+        f'<ir_version: 10, opset_import: ["" : 18]>\n'
+        f"agraph ({dtype}[4,6,{K}] x, {dtype}[4,6,{N}] r, {dtype}[{K},{N}] w, {dtype}[{N}] b, "
+        f"{dtype}[{N}] g) => ({dtype}[4,6,{N}] y) "
+        "{ m = MatMul (x, w) z = Add (b, m) t = Mul (g, z) " + tail + " }"
+    )
+    kind = ir.DataType[dtype.upper()]
+    rng, feeds = np.random.default_rng(1), {}
+    for value in list(model.graph.inputs):
+        assert value.shape is not None
+        feeds[str(value.name)] = rng.standard_normal([*value.shape]).astype(kind.numpy())
+        if value.name in "wb" or (value.name == "g" and not given):
+            value.const_value = ir.tensor(feeds.pop(str(value.name)), name=value.name)
+            model.graph.inputs.remove(value)
+            model.graph.register_initializer(value)
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    x, r, w, b, g = ((feeds | weights)[n].astype(np.float64) for n in "xrwbg")
+    z = x @ w + b
+    expected = {
+        "nothing": z * g, "an activation": np.maximum(z * g, 0), "itself": z * g + z
+    }.get(after, z * g + r)  # fmt: skip
+    passes.optimize(model, level=level)
+    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
+    program = lower(model, shapes, CHIPS["H200"])
+    assert len(program.calls) == count
+    scaled = [bool(c.problem.attr("scale")) for c in program.calls if c.problem is not None]
+    assert scaled == [after != "itself"]
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    found = interpret(program, feeds, weights)["y"].astype(np.float64)
+    # stored results are rounded to 16 bits
+    atol = {"float16": 2e-2, "bfloat16": 2e-1}.get(dtype, 1e-5)
+    np.testing.assert_allclose(found, expected, atol=atol)
