@@ -121,8 +121,7 @@ def _stage(
         [onnx.ValueInfoProto(name=name) for name in wanted],
     )
     for name, array in known.items():
-        tensor = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(array), name=name))
-        tensor.dims[:] = array.shape  # a scalar stays one
+        tensor = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C"), name=name))
         graph.initializer.append(tensor)
     imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)

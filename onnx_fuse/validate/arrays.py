@@ -84,7 +84,7 @@ def make(
         array = rng.integers(0, top, shape)
     else:
         array = rng.standard_normal(shape)
-    return np.ascontiguousarray(np.asarray(array).astype(role.dtype.numpy()))
+    return np.asarray(np.asarray(array).astype(role.dtype.numpy()), order="C")
 
 
 def _right_padded(shape: Sequence[int]) -> Array:
