@@ -402,6 +402,29 @@ def test_right_gradients_pass(text: str, x: Array) -> None:
     assert check.ok, check.failed
 
 
+ABSORBING = text_model(
+    "g (float[3,2] x) => (float[3,3] y) <float[2,3] w = {0.3, -0.7, 0.5, 0.2, 0.9, -0.4},"
+    " float[3,3] mask = {0, -3.4e38, 0, -3.4e38, -3.4e38, -3.4e38, 0, 0, -3.4e38}>"
+    " { s = MatMul (x, w)  m = Add (s, mask)  y = Softmax (m) }"
+)
+
+
+def test_a_mask_that_absorbs_a_whole_row_of_scores_is_no_wrong_gradient() -> None:
+    check = check_gradients(ABSORBING, feeds={"x": np.float32([[1, 2], [-1, 0.5], [0.3, -2]])})
+    assert check.ok, check.failed
+    assert "the slopes of 1 tensors are compared with masks of -100000" in check.notes[0]
+
+
+def test_behind_a_mask_that_absorbs_a_wrong_gradient_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    softmax = ops.OPS["", "Softmax"]
+    wrong = dataclasses.replace(softmax, grad=lambda op, node, dys: [op.Mul(dys[0], dys[0])])
+    monkeypatch.setitem(ops.OPS, ("", "Softmax"), wrong)
+    check = check_gradients(ABSORBING, feeds={"x": np.float32([[1, 2], [-1, 0.5], [0.3, -2]])})
+    assert [e.tensor for e in check.failed] == ["w"]
+
+
 def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Poor:
         def run(self, names: None, feeds: Feeds) -> list[Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ _FLOAT_LIMIT = {np.dtype(np.float64): 1e-4, np.dtype(np.float32): 1e-4, np.dtype
 rounds each value by up to 5e-4, and sums of terms that cancel lose some bits more.
 """
 _GRAD = ".grad"
+_ABSORBS, _SOFT = 1e6, 1e5
+"""Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
 _ZERO = 1e-6
 """Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
 
@@ -131,6 +133,10 @@ def check_gradients(
     lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
     check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
     _compare(check, rng, forward, inputs, parameters, cotangents, single, double)
+    if not check.ok and (soft := _softened(forward)) and (behind := _softened(inline(backward))):
+        again, double = GradientCheck(), _evaluator(behind, wanted)(_doubles(seeds))
+        _compare(again, rng, soft, inputs, parameters, cotangents, double, double)
+        _accept(check, again)
     return check
 
 
@@ -236,6 +242,41 @@ def _compare(
                 where=f32.where,
                 ok=worst[3] and f32.ok,
             )
+        )
+
+
+def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
+    """A copy in which no finite constant absorbs what it is added to; None where none does.
+
+    Where -3.4e38 is added to every score of a row, a Softmax does not see the scores any more, not
+    even in float64; its gradient is that of the sum, and the difference of two losses is zero.
+    """
+    found = False
+    model = model.clone()
+    for value in model.graph.initializers.values():
+        array = const_array(value)
+        if array is None or not DataType.from_numpy(array.dtype).is_floating_point():
+            continue
+        absorbs = np.isfinite(array) & (np.abs(array) > _ABSORBS)
+        if absorbs.any():
+            found = True
+            soft = np.where(absorbs, np.sign(array) * _SOFT, array).astype(array.dtype)
+            value.const_value = onnx_ir.tensor(soft, name=value.name)
+    return model if found else None
+
+
+def _accept(check: GradientCheck, softened: GradientCheck) -> None:
+    """Take the slopes of `softened` where those of `check` are wrong and its floats are right."""
+    found = {e.tensor: e for e in softened.errors if e.ok}
+    accepted = 0
+    for i, e in enumerate(check.errors):
+        if not e.ok and e.max_abs <= e.limit and (soft := found.get(e.tensor)) is not None:
+            check.errors[i] = replace(soft, max_abs=e.max_abs, limit=e.limit, where=e.where)
+            accepted += 1
+    if accepted:
+        check.notes.append(
+            f"the slopes of {accepted} tensors are compared with masks of -{_SOFT:.0f}: the "
+            "graph's own absorb the scores of a row of which they hide everything"
         )
 
 
