@@ -20,6 +20,7 @@ from onnx_fuse.llir import Program, Tensor
 from onnx_fuse.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.stages import run_loop
 
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
@@ -172,7 +173,17 @@ def interpret(
             continue
         model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
         constants = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-        made |= interpret(lowered(model, inputs), inputs, constants, lowered)
+        if stage.loop is None:
+            made |= interpret(lowered(model, inputs), inputs, constants, lowered)
+            continue
+        read, outputs = [v.name for v in model.graph.inputs], stage.loop.outputs
+
+        def once(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+            own = {name: given[name] for name in read}  # noqa: B023 - called before the next stage
+            found = interpret(lowered(model, own), own, constants, lowered)  # noqa: B023
+            return [found[name] for name in outputs]  # noqa: B023
+
+        made |= zip(stage.outputs, run_loop(stage.loop, inputs, once, np.stack), strict=True)
     return known | {name: made[name] for name, value in program.outputs if value is None}
 
 

@@ -82,6 +82,43 @@ GRAPHS = {
         "else_branch = b () => (float[3,5,4] q) { q = Abs (x) }> }",
         {"x": np.nan_to_num(X)},
     ),
+    "a loop that ends by what it computes": (
+        "(float[3,5,4] x, int64 n) => (float[3,5,4] y, float[N,3,5,4] z, int64[N] k) "
+        "{ yes = Constant <value_int = 1> () c = Cast <to = 9> (yes) "
+        "y, z, k = Loop (n, c, x) <body = b (int64 i, bool t, float[3,5,4] s) => "
+        "(bool more, float[3,5,4] so, float[3,5,4] r, int64 j) { so = Add (s, x) "
+        "r = Mul (s, so) j = Add (i, i) m = ReduceMax <keepdims = 0> (so) "
+        "six = Constant <value = float {6}> () more = Less (m, six) }> }",
+        {"x": np.nan_to_num(X), "n": np.array(10**9)},
+    ),
+    "a loop of no trip count that grows what it hands on, and a node behind it": (
+        "(float[3,5,4] x) => (float[N] y) "
+        "{ flat = Constant <value_ints = [-1]> () v = Reshape (x, flat) a = Abs (v) "
+        "t = ReduceSum <keepdims = 0> (a) f = Constant <value = float {3.5}> () e = Mul (t, f) "
+        "l = Loop (, , a) <body = b (int64 i, bool g, float[K] s) => (bool more, float[M] so) "
+        "{ so = Concat <axis = 0> (s, a) n = ReduceSum <keepdims = 0> (so) "
+        "more = Less (n, e) }>  y = Neg (l) }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "a loop whose condition is false before its first pass": (
+        "(float[3,5,4] x) => (float[3,5,4] y, float[N,3,4] z) "
+        "{ m = ReduceMax <keepdims = 0> (x) big = Constant <value = float {99}> () "
+        "c = Greater (m, big) y, z = Loop (, c, x) <body = b (int64 i, bool t, float[3,5,4] s) "
+        "=> (bool t, float[3,5,4] s, float[3,4] r) { one = Constant <value_ints = [1]> () "
+        "r = ReduceSum <keepdims = 0> (s, one) }> }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "a loop whose body hands on what it was given, in a loop": (
+        "(float[3,5,4] x, int64 n) => (float[3,5,4] y, float[3,5,4] w) "
+        "{ s = ReduceMax <keepdims = 0> (x) y, w = Loop (n, , x, x) "
+        "<body = b (int64 i, bool t, float[3,5,4] p, float[3,5,4] q) => "
+        "(bool more, float[3,5,4] po, float[3,5,4] p) { hundred = Constant <value = float {100}> ()"
+        " po = Loop (, , p) <body = d (int64 k, bool u, float[3,5,4] e) => "
+        "(bool f, float[3,5,4] eo) { eo = Add (e, s) g = ReduceMax <keepdims = 0> (eo) "
+        "five = Constant <value = float {5}> () f = Less (g, five) }> "
+        "h = ReduceMax <keepdims = 0> (po) more = Less (h, hundred) }> }",
+        {"x": np.nan_to_num(X), "n": np.array(3)},
+    ),
     "sequences of what a stage makes, and of shapes": (
         "(float[3,5,4] x, bool[15] c) => (float[N,4] y) "
         "{ s = SplitToSequence <axis = 1, keepdims = 0> (x) "
