@@ -153,6 +153,10 @@ def interpret(
             results = [found[name].reshape(t.shape) for name, t in call.writes]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
+        elif call.kernel == "SortedRows":
+            rows = memory.view(call.reads[0][1])
+            order = np.lexsort(rows.T[::-1])
+            results = [order if name == "indices" else 0 for name, _ in call.writes]
         else:
             assert call.host, f"no interpreter for {call.kernel}"
             session = onnxruntime.InferenceSession(call.host)

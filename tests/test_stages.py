@@ -11,9 +11,10 @@ import pytest
 from interpret import interpret
 
 from onnx_fuse import lower
-from onnx_fuse.kernels import merge, pointwise, views
+from onnx_fuse.kernels import merge, pointwise, scan, views
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.problem import CHIPS
 
@@ -22,6 +23,9 @@ RNG = np.random.default_rng(0)
 X = RNG.integers(-1, 2, (3, 5, 4)).astype(np.float32)
 X[0, 0, :2] = np.nan, -0.0
 ROWS = RNG.integers(0, 2, (9, 3)).astype(np.float32)
+LONG_ROWS = RNG.integers(0, 2, (40, 9)).astype(np.float32)
+LONG_ROWS[:, 2:] = 0
+LONG_ROWS[3::7, 5] = -0.0
 KEPT = np.array([True, False, True, False, False])
 
 # text of a graph and its feeds: one row a way in which data decides about sizes
@@ -61,6 +65,16 @@ GRAPHS = {
         "(float[9,3] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) "
         "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
         {"x": ROWS},
+    ),
+    "unique rows of many numbers": (
+        "(float[40,9] x) => (float[N,9] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ y, i, j, k = Unique <axis = 0> (x) }",
+        {"x": LONG_ROWS},
+    ),
+    "unique columns of many numbers as they come": (
+        "(float[9,40] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
+        {"x": LONG_ROWS.T.copy()},
     ),
     "a stage behind a stage": (
         "(float[3,5,4] x) => (int64[2,M] y) { n = NonZero (x) t = Transpose (n) "
@@ -137,8 +151,9 @@ GRAPHS = {
 
 @pytest.fixture(autouse=True)
 def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pointwise operators and views are kernels, every other node a host call."""
-    monkeypatch.setattr(lower, "lowerings", lambda: {**pointwise.LOWERINGS, **views.LOWERINGS})
+    """Pointwise operators, views and the sort of rows are kernels, other nodes host calls."""
+    kernels = {**pointwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
+    monkeypatch.setattr(lower, "lowerings", lambda: kernels)
     monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
     monkeypatch.setattr(merge, "batch", list)
 
