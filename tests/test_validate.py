@@ -26,6 +26,7 @@ from onnx_fuse.validate.check import validate
 from onnx_fuse.validate.compare import TOLERANCES, difference, random_outputs, tolerance_of
 from onnx_fuse.validate.gradients import check_gradients, to_double
 from onnx_fuse.validate.inputs import Feeds, generate
+from onnx_fuse.validate.reference import reference_evaluator
 from onnx_fuse.validate.values import values_of
 
 Model = onnx_ir.Model
@@ -443,6 +444,52 @@ def test_statistics_in_float32_bound_what_a_float64_graph_keeps(stash: int, limi
         f"{{ y = LayerNormalization <stash_type = {stash}> (x, s) }}"
     )
     assert tolerance_of(model).rtol == limit
+
+
+REFERENCE = {
+    "groups": (
+        "Conv <group = 4, pads = [1,2], strides = [2]> (x, w, b)",
+        [(2, 4, 9), (8, 1, 3), (8,)],
+    ),
+    "dilations": ("Conv <group = 2, dilations = [2,1]> (x, w)", [(1, 6, 9, 8), (4, 3, 3, 2)]),
+    "padded like upper": (
+        'Conv <auto_pad = "SAME_UPPER", strides = [2,3]> (x, w, b)',
+        [(1, 6, 9, 8), (4, 6, 3, 2), (4,)],
+    ),
+    "padded like lower": ('Conv <auto_pad = "SAME_LOWER"> (x, w)', [(1, 6, 9, 8), (4, 6, 3, 2)]),
+    "volumes": (
+        "Conv <pads = [0,1,1,1,0,0]> (x, w, b)",
+        [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)],
+    ),
+    "turned": (
+        "ConvTranspose <group = 2, pads = [1,0,1,1], strides = [2,3], output_padding = [1,0]>"
+        " (x, w, b)",
+        [(2, 4, 5, 6), (4, 2, 3, 2), (4,)],
+    ),
+    "turned dilations": ("ConvTranspose <dilations = [2]> (x, w)", [(1, 3, 7), (3, 2, 3)]),
+    "scan backwards": (
+        "Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],"
+        " scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)"
+        " => (float[3] t, float[3] u) { t = Add (s, r)  u = Mul (t, r) }> (b, x)",
+        [(3, 5), (1,), (3,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
+    node, shapes = REFERENCE[name]
+    results = "last, y" if "Scan" in node else "y"
+    given = ", ".join(
+        f"float[{','.join(map(str, shape))}] {k}" for k, shape in zip("xwb", shapes, strict=False)
+    )
+    model = text_model(f"g ({given}) => (float y) {{ {results} = {node} }}")
+    rng = np.random.default_rng(0)
+    feeds = {k: rng.standard_normal(s).astype(np.float32) for k, s in zip("xwb", shapes)}  # noqa: B905
+    model.graph.outputs[0].shape = None
+    [want] = ort.run(ort.session(model), feeds)
+    [got] = reference_evaluator(model).run(None, feeds)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_wide_floats_compute_wide() -> None:

@@ -14,7 +14,7 @@ from onnx_ir import DataType, Value
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import const_array, feeds_of
 from onnx_fuse.onnx.common import Model, one_line
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.passes.precision import widened
 from onnx_fuse.runtime import ort
@@ -22,6 +22,7 @@ from onnx_fuse.session import load
 from onnx_fuse.validate.arrays import Array
 from onnx_fuse.validate.compare import Tolerance, difference
 from onnx_fuse.validate.inputs import Feeds, reference_pairs
+from onnx_fuse.validate.reference import reference_evaluator
 from onnx_fuse.validate.values import by_name, values_of
 
 # Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
@@ -346,47 +347,6 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
         return dict(zip(names, found, strict=True))
 
     return evaluate
-
-
-def reference_evaluator(model: onnx_ir.Model) -> Any:
-    """ONNX's own evaluator, but for what it does otherwise (onnx 1.23): its Erf rounds to float32,
-    its GatherElements takes no negative axis, its Pad no negative pads.
-    """
-    from onnx.reference import ReferenceEvaluator
-    from onnx.reference.op_run import OpRun
-
-    erf = np.vectorize(math.erf, otypes=[np.float64])
-
-    class Erf(OpRun):
-        def _run(self, x: Array) -> tuple[Array]:
-            return (erf(x) if x.size else x,)
-
-    class Gelu(OpRun):
-        def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
-            if approximate == "tanh":
-                return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
-            return (0.5 * x * (1 + erf(x / math.sqrt(2))) if x.size else x,)
-
-    class GatherElements(OpRun):
-        def _run(self, x: Array, indices: Array, axis: int = 0) -> tuple[Array]:
-            ahead = (slice(None) if k == axis % x.ndim else slice(n)
-                     for k, n in enumerate(indices.shape))  # fmt: skip
-            return (np.take_along_axis(x[tuple(ahead)], indices, axis),)
-
-    class Pad(OpRun):
-        def _run(
-            self, x: Array, pads: Array, value: Array | None = None, axes: Array | None = None,
-            mode: str = "constant",
-        ) -> tuple[Array]:  # fmt: skip
-            along = range(x.ndim) if axes is None else (int(a) % x.ndim for a in axes)
-            each = dict(zip(along, pads.reshape(2, -1).T, strict=True))
-            more = [tuple(int(max(p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
-            less = [tuple(int(max(-p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
-            fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
-            y = np.pad(x, more, mode=mode, **fill)  # type: ignore[call-overload]
-            return (y[tuple(slice(a, n - b) for (a, b), n in zip(less, y.shape, strict=True))],)
-
-    return ReferenceEvaluator(to_proto(model), new_ops=[Erf, Gelu, GatherElements, Pad])
 
 
 def _inputs(model: onnx_ir.Model) -> list[str]:
