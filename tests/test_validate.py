@@ -426,6 +426,34 @@ def test_behind_a_mask_that_absorbs_a_wrong_gradient_is_found(
     assert [e.tensor for e in check.failed] == ["w"]
 
 
+def test_a_gradient_behind_16_bits_has_their_limit() -> None:
+    """A float32 weight that float16 values are multiplied by, and GELU's constants in bfloat16."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 8)).astype(np.float16)
+    text = (
+        "g (float16[N,8] x) => (float[N,3] y) <float16[8] s = {1, 3, 2, 5, 6, 7, 1, 1}, "
+        f"float[8,3] w = {{{', '.join(['0.3', '-0.2', '0.7'] * 8)}}}> {{ "
+        'h = Mul (x, s)  g = Gelu <approximate = "tanh"> (h)  f = Cast <to = 1> (g)'
+        "  y = MatMul (f, w) }"
+    )
+    for kind, array in (("float16", x), ("bfloat16", x.astype(onnx_ir.DataType.BFLOAT16.numpy()))):
+        check = check_gradients(text_model(text.replace("float16", kind)), feeds={"x": array})
+        assert {e.tensor for e in check.errors} == {"s", "w"}
+        assert check.ok, check.failed
+
+
+def test_empty_outputs_are_said_to_compare_nothing(cli: Cli, saved: Callable[..., Path]) -> None:
+    path = saved(
+        "g (float[3,4] x) => (float[N] y) { big = Constant <value_float = 99.0> ()"
+        "  c = Greater (x, big)  flat = Constant <value_ints = [-1]> ()  f = Reshape (c, flat)"
+        "  y = Compress (x, f) }"
+    )
+    result = cli("validate", path)
+    assert result.code == 0
+    assert "leave y empty: nothing of their values is compared" in " ".join(result.out.split())
+    assert cli("run", path).code == 0
+
+
 def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Poor:
         def run(self, names: None, feeds: Feeds) -> list[Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir
@@ -28,12 +28,22 @@ from onnx_fuse.validate.values import by_name, values_of
 # Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
 # truncation 1e-14, rounding 1e-9.
 _STEPS = (1e-5, 1e-7)
-_SLOPE_LIMIT = 1e-5
-"""Of |gradient| |direction|, in float64: what curvature and rounding leave of the difference."""
-_FLOAT_LIMIT = {np.dtype(np.float64): 1e-4, np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""Of the largest entry: the gradient in its own type against the same graph in float64. float16
-rounds each value by up to 5e-4, and sums of terms that cancel lose some bits more.
-"""
+
+
+class _Limits(NamedTuple):
+    """Of the slopes in float64, and of a gradient in its own type against float64.
+
+    `slope`, of |gradient| |direction|: what curvature and rounding leave of the difference, and
+    constants of 16 bits (GELU's in its gradient). `own`, of the largest entry: float16 rounds each
+    value by up to 5e-4, sums of terms that cancel lose some bits more; bfloat16 has 3 bits less.
+    """
+
+    slope: float
+    own: float
+
+
+_SINGLE = _Limits(1e-5, 1e-4)
+_NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8e-3, 1.5e-1)}
 _GRAD = ".grad"
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
@@ -113,7 +123,7 @@ def check_gradients(
     cotangents = {
         name: np.asarray(rng.standard_normal(y.shape), y.dtype)
         for name, y in zip(names, outputs, strict=True)
-        if isinstance(y, np.ndarray) and y.dtype.kind == "f"
+        if isinstance(y, np.ndarray) and DataType.from_numpy(y.dtype).is_floating_point()
     }
     fused = plain.clone()
     passes.optimize(fused, training=True)
@@ -211,6 +221,7 @@ def _compare(
         values = evaluate(_doubles(inputs) | parameters | changed)
         return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
 
+    limits = _coarsest(forward)
     for node, w in _by_reader(forward, parameters):
         g, array = double[f"{w}{_GRAD}"], parameters[w]
         size = max(float(np.sqrt(np.mean(array**2))) if array.size else 0.0, 1e-3)
@@ -218,7 +229,7 @@ def _compare(
         for _ in range(2):
             d = rng.standard_normal(array.shape)
             along, length = float((g * d).sum()), float(np.linalg.norm(d))
-            limit = (_SLOPE_LIMIT * float(np.linalg.norm(g)) + floor) * length
+            limit = (limits.slope * float(np.linalg.norm(g)) + floor) * length
             for step in _STEPS:
                 h = step * size
                 slope = (loss({w: array + h * d}) - loss({w: array - h * d})) / (2 * h)
@@ -228,8 +239,7 @@ def _compare(
             worst = max(
                 worst, (error, along, slope, error <= limit), key=lambda t: (not t[3], t[0])
             )
-        narrow = _FLOAT_LIMIT[single[f"{w}{_GRAD}"].dtype]
-        tolerance = Tolerance(narrow, floor, "its own type against float64")
+        tolerance = Tolerance(limits.own, floor, "its own type against float64")
         f32 = difference(w, g, single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
         check.errors.append(
             GradientError(
@@ -244,6 +254,14 @@ def _compare(
                 ok=worst[3] and f32.ok,
             )
         )
+
+
+def _coarsest(model: onnx_ir.Model) -> _Limits:
+    """By the narrowest type of any value."""
+    nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
+    values = [*model.graph.inputs, *(v for node in nodes for v in (*node.inputs, *node.outputs))]
+    found = {v.dtype for v in values if v is not None and v.dtype is not None}
+    return max(_NARROWER.get(dtype, _SINGLE) for dtype in (*found, DataType.FLOAT))
 
 
 def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
