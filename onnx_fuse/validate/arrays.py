@@ -90,11 +90,8 @@ def make(
 def _is_flags(value: Value) -> bool:
     """Whether integers are read as true and false, or counted: positions are a mask's sums."""
     readers = [use.node for use in value.uses()]
-    truth = DataType.BOOL.value
-    return any(
-        node.op_type == "CumSum" or (node.op_type == "Cast" and node.attributes["to"].value == truth)
-        for node in readers
-    )
+    kinds = [node.attributes["to"].value for node in readers if node.op_type == "Cast"]
+    return DataType.BOOL.value in kinds or any(node.op_type == "CumSum" for node in readers)
 
 
 def _right_padded(shape: Sequence[int]) -> Array:
