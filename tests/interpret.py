@@ -32,6 +32,10 @@ def _trunc_div(a: Any, b: Any) -> Any:
 
 
 STEPS: dict[str, Any] = {
+    "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
+    "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
+    "LeakyRelu": lambda x, a: np.where(x < 0, a * x, x),
+    "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),
     "Identity": lambda x: x,
     "Cast": lambda x: x,
     "CastFloat16": lambda x: np.asarray(x).astype(np.float16),

@@ -1,7 +1,7 @@
 """RNN, GRU and LSTM: one product for all inputs, then all steps of a direction in one launch.
 
 The steps and their gradients are operators of ours (`ops/steps.py`) with a kernel each. A node with
-peepholes, clipped gates or other activations is written out over its steps instead.
+peepholes, clipped or coupled gates or other activations is written out over its steps instead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Num, Ptr
 MAX_STEPS = 1024
 """Steps that are written out at most."""
 DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
-PLAIN = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")  # activations without a parameter
+TAKES: dict[str, tuple[float | None, ...]] = {
+    **dict.fromkeys(("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh"), ()),
+    **{"Elu": (1.0,), "LeakyRelu": (0.01,), "ThresholdedRelu": (None,)},
+    **{"HardSigmoid": (0.2, 0.5), "Affine": (None, None), "ScaledTanh": (None, None)},
+}
+"""alpha and beta where they are not given; None: onnxruntime's three operators differ."""
+Activation = tuple[str, tuple[float, ...]]
 
 
 class Cell:
     """One direction of a node: `step` is its formula, from the ONNX specification."""
 
-    def __init__(self, op: Any, node: ir.Node, direction: int, names: Sequence[str]) -> None:
-        self.op, self.kind, self.names = op, node.op_type, names
+    def __init__(self, op: Any, node: ir.Node, direction: int, acts: Sequence[Activation]) -> None:
+        self.op, self.kind, self.acts = op, node.op_type, acts
         self.clip = node.attributes.get_float("clip", 0.0)
+        self.coupled = bool(node.attributes.get_int("input_forget", 0))
         self.linear = bool(node.attributes.get_int("linear_before_reset", 0))
         self.at = op.constant(np.int64(direction))
         x, w, r, *rest = node.inputs
@@ -56,7 +63,20 @@ class Cell:
         if self.clip:
             ends = (self.op.constant(v, self.dtype) for v in (-self.clip, self.clip))
             value = self.op.Clip(value, *ends)
-        found: ir.Value = self.op.node(self.names[which], [value])
+        return self.activation(which, value)
+
+    def activation(self, which: int, value: ir.Value) -> ir.Value:
+        op, (name, numbers) = self.op, self.acts[which]
+        found: ir.Value
+        if name in ("Affine", "ScaledTanh"):
+            alpha, beta = (op.constant(v, self.dtype) for v in numbers)
+            found = (
+                op.Add(op.Mul(value, alpha), beta)
+                if name == "Affine"
+                else op.Mul(op.Tanh(op.Mul(value, beta)), alpha)
+            )
+        else:
+            found = op.node(name, [value], **dict(zip(("alpha", "beta"), numbers, strict=False)))
         return found
 
     def products(self, x: ir.Value) -> ir.Value:
@@ -78,11 +98,13 @@ class Cell:
         i, o, f, c = op.Split(total, num_outputs=4, axis=-1, outputs=4)
         if self.p:
             i, f = op.Add(i, op.Mul(self.p[0], self.c)), op.Add(f, op.Mul(self.p[2], self.c))
-        kept = op.Mul(self.act(0, f), self.c)
-        new = op.Add(kept, op.Mul(self.act(0, i), self.act(1, c)))
+        entered = self.act(0, i)
+        one = op.constant(1.0, self.dtype)
+        left = op.Sub(one, entered) if self.coupled else self.act(0, f)
+        new = op.Add(op.Mul(left, self.c), op.Mul(entered, self.act(1, c)))
         if self.p:
             o = op.Add(o, op.Mul(self.p[1], new))
-        return op.Mul(self.act(0, o), op.node(self.names[2], [new])), new
+        return op.Mul(self.act(0, o), self.activation(2, new)), new
 
     def _gru(self, row: ir.Value, own: ir.Value) -> ir.Value:
         """z and r gate; the candidate reads r ⊙ h, or r ⊙ (h Rᵀ + b) if linear_before_reset."""
@@ -107,6 +129,26 @@ class Cell:
         return found
 
 
+def activations(node: ir.Node, directions: int) -> list[Activation] | None:
+    """The node's activations with their numbers; None where onnxruntime's reading is not plain."""
+    default = DEFAULT[node.op_type] * directions
+    names = list(node.attributes.get_strings("activations", default))
+    if len(names) != len(default) or any(name not in TAKES for name in names):
+        return None
+    numbers: list[list[float]] = [[] for _ in names]
+    for k, attribute in enumerate(("activation_alpha", "activation_beta")):
+        takers = [i for i, name in enumerate(names) if len(TAKES[name]) > k]
+        given = list(node.attributes.get_floats(attribute, ()))
+        if given and (len(given) != len(takers) or (node.op_type == "RNN" and len(names) > 1)):
+            return None
+        usual = [TAKES[names[i]][k] for i in takers]
+        for i, number in zip(takers, given or usual, strict=True):
+            if number is None:
+                return None
+            numbers[i].append(number)
+    return [(name, tuple(n)) for name, n in zip(names, numbers, strict=True)]
+
+
 def recurrent(
     op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...] | None], known: Any
 ) -> Sequence[ir.Value | None] | None:
@@ -125,12 +167,8 @@ def recurrent(
     kinds, reason = steps_kind(node)
     if steps > 0 and batch > 0 and not reason:
         return _in_steps(op, node, kinds, steps, batch, hidden)
-    names = list(attributes.get_strings("activations", DEFAULT[kind] * directions))
-    each = len(DEFAULT[kind])
-    listed = any(a in attributes for a in ("activation_alpha", "activation_beta"))
-    if not 0 < steps <= MAX_STEPS or listed or attributes.get_int("input_forget", 0) == 1:
-        return None
-    if len(names) != each * directions or any(n not in PLAIN for n in names):
+    acts, each = activations(node, directions), len(DEFAULT[kind])
+    if not 0 < steps <= MAX_STEPS or acts is None:
         return None
     lengths = node.inputs[4] if len(node.inputs) > 4 else None
     if lengths is not None:
@@ -139,7 +177,7 @@ def recurrent(
     zeros = op.constant(np.zeros((batch, hidden), (x.dtype or ir.DataType.FLOAT).numpy()))
     ys, hs, cs = [], [], []
     for d in range(directions):
-        cell = Cell(op, node, d, names[d * each : (d + 1) * each])
+        cell = Cell(op, node, d, acts[d * each : (d + 1) * each])
         pair = []
         for given in (cell.h0, cell.c0):
             if given is not None and layout:
