@@ -184,7 +184,6 @@ def test_an_operator_without_rule_goes_through_its_body():
                 ["node 's' (RNN)", why],
             )
             for call, why in (
-                ("clip = 1.0", "its gates are clipped"),
                 ('activations = ["Affine"]', "its activations are affine, not tanh"),
             )
         ),

@@ -1165,6 +1165,19 @@ RECURRENT = [
     ),
 ]
 
+OTHER_RECURRENT = [
+    recurrent(f"{name}, {ways}", kind, **{**WAYS[ways], "call": ", ".join(
+        filter(None, [WAYS[ways].get("call"), call]))})
+    for kind, name, call in (
+        ("LSTM", "clipped far off", "clip = 9.0"),
+        ("LSTM", "coupled", "input_forget = 1"),
+        ("GRU", "sigmoids", 'activations = ["Sigmoid", "Sigmoid"]'),
+        ("RNN", "scaled", 'activations = ["Affine"], activation_alpha = [0.5], '
+         "activation_beta = [0.1]"),
+    )
+    for ways in ("states", "plain", "reverse, lengths")
+]  # fmt: skip
+
 STEP_OF_RNN = (
     "body = step (double[2, 3] h, double[2, 3] xt) => (double[2, 3] n, double[2, 3] yt) "
     "{ p = MatMul (h, w) s = Add (p, xt) n = Tanh (s) yt = Mul (n, xt) }"
@@ -1254,6 +1267,7 @@ LOOPS = [
 ROWS = [
     *(*UNARY, *BINARY, *MATMUL, *REDUCE, *SHAPE, *INDEXING, *NORM),
     *(*CONV, *POOL, *RESIZE, *GRID, *ATTENTION, *QUANTIZED, *LOSS, *RECURRENT, *LOOPS),
+    *OTHER_RECURRENT,
 ]
 
 
