@@ -169,7 +169,7 @@ class Values:
             if array is not None and host.is_open(array) and self._plain:
                 array = host.closed(array)
             if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
-                data[name] = ir.serde.serialize_tensor(ir.tensor(np.ascontiguousarray(array)))
+                data[name] = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C")))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
         half = "bfloat16" in {self._type_name(v) for v in node.inputs if v is not None}
         while True:

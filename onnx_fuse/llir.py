@@ -316,17 +316,39 @@ Lowering = Callable[[Context, ir.Node], "str | None"]
 
 
 @dataclass(frozen=True)
+class Loop:
+    """Of a stage whose model is one pass of a Loop: what goes in, and what comes of it.
+
+    The model's first inputs are `inputs`: the pass's number, a condition and the states, and its
+    outputs the condition, the states and what is stacked. `trips`, `condition` ("" where there is
+    none) and `start`, the states before the first pass, are inputs of the stage or `known`.
+    `results` are those of (states, stacks) that are the stage's outputs; `empty` is a stack after
+    no pass.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    trips: str
+    condition: str
+    start: tuple[str, ...]
+    known: Mapping[str, np.ndarray] = field(repr=False)
+    results: tuple[int, ...]
+    empty: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
 class Stage:
     """A model to run after the calls, over their results: some of its sizes depend on data.
 
     `inputs` are where its inputs stand on the device; None: an earlier stage makes them.
-    onnxruntime runs it if `host`, else it is lowered in its turn.
+    onnxruntime runs it if `host`, else it is lowered in its turn; as often as `loop` says.
     """
 
     model: bytes = field(repr=False)
     inputs: tuple[tuple[str, Tensor | None], ...]
     outputs: tuple[str, ...]
     host: bool
+    loop: Loop | None = None
 
 
 class NeedsValues(Exception):

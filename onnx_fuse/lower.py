@@ -35,7 +35,7 @@ from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.sequences import followed, sequence
-from onnx_fuse.stages import stages
+from onnx_fuse.stages import beyond_tensors, by_passes, stages
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
@@ -803,6 +803,10 @@ class Lowerer(Values):
     def _fallback(self, node: ir.Node, reason: str) -> None:
         """onnxruntime, with copies, or a later stage where shapes depend on data."""
         if self._learns(node, reason):  # a decomposition asked for a value
+            self._defer(node)
+            return
+        if by_passes(node) and not beyond_tensors(node, self.slots):
+            self.stuck.add(node)
             self._defer(node)
             return
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"

@@ -883,6 +883,20 @@ FUSION_CASES = (
         output="float[B,S,32] y",
         opset=23,
     ),
+    *(
+        FusionCase(
+            f"attention_node_past_{name}_causal",
+            f"float[B,4,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,3,8] pk, "
+            f"float[B,2,3,8] pv, {name}[B,1,S,3] m0, {name}[B,1,S,S] m1",
+            "m = Concat <axis = -1> (m0, m1)\n"
+            "y, kk, vv = Attention <is_causal = 1> (q, k, v, m, pk, pv)",
+            ("GroupedSdpaMaskGuard",),
+            fed=("q", "k", "v", "pk", "pv", "m0", "m1"),
+            output="float[B,4,S,8] y",
+            opset=23,
+        )
+        for name in ("float", "bool")
+    ),
     FusionCase(
         "attention_where_then_mask",
         f"{_QKV}, float[B,1,S,T] mask, bool[S,T] keep",

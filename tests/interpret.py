@@ -20,6 +20,7 @@ from onnx_fuse.llir import Program, Tensor
 from onnx_fuse.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.stages import run_loop
 
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
@@ -31,6 +32,10 @@ def _trunc_div(a: Any, b: Any) -> Any:
 
 
 STEPS: dict[str, Any] = {
+    "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
+    "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
+    "LeakyRelu": lambda x, a: np.where(x < 0, a * x, x),
+    "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),
     "Identity": lambda x: x,
     "Cast": lambda x: x,
     "CastFloat16": lambda x: np.asarray(x).astype(np.float16),
@@ -155,6 +160,10 @@ def interpret(
             results = [found[name].reshape(t.shape) for name, t in call.writes]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
+        elif call.kernel == "SortedRows":
+            rows = memory.view(call.reads[0][1])
+            order = np.lexsort(rows.T[::-1])
+            results = [order if name == "indices" else 0 for name, _ in call.writes]
         else:
             assert call.host, f"no interpreter for {call.kernel}"
             session = onnxruntime.InferenceSession(call.host)
@@ -175,7 +184,17 @@ def interpret(
             continue
         model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
         constants = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-        made |= interpret(lowered(model, inputs), inputs, constants, lowered)
+        if stage.loop is None:
+            made |= interpret(lowered(model, inputs), inputs, constants, lowered)
+            continue
+        read, outputs = [v.name for v in model.graph.inputs], stage.loop.outputs
+
+        def once(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+            own = {name: given[name] for name in read}  # noqa: B023 - called before the next stage
+            found = interpret(lowered(model, own), own, constants, lowered)  # noqa: B023
+            return [found[name] for name in outputs]  # noqa: B023
+
+        made |= zip(stage.outputs, run_loop(stage.loop, inputs, once, np.stack), strict=True)
     return known | {name: made[name] for name, value in program.outputs if value is None}
 
 

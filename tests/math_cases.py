@@ -451,6 +451,13 @@ def _scans() -> Iterator[Case]:
             yield Case("TopK", (shape, i64(k)), {"axis": axis, "largest": largest}, 2, note=f"k{k}")
     yield Case("TopK", ((3, 50), i64(50)), {}, 2, "int64", note="ties")
     yield Case("TopK", ((3, 50), i64(7)), {}, 2, F16)
+    zeros = np.float32([[0, -0.0, 1, -0.0, 0, -1], [-0.0, 0, -0.0, -0.0, -2, -3]])
+    for largest in (0, 1):
+        attrs = {"largest": largest}
+        yield Case("TopK", (zeros, i64(4)), attrs, 2, note=f"zeros of both signs {largest}")
+        for shape, k in (((2, 20000), 15000), ((2, 4097, 3), 4097)):  # sorted whole
+            yield Case("TopK", (shape, i64(k)), {"axis": 1, **attrs}, 2, note=f"k{k}")
+    yield Case("TopK", ((2, 9000), i64(8999)), {}, 2, "int64", note="ties of long rows")
 
 
 def _indexing() -> Iterator[Case]:

@@ -350,6 +350,7 @@ SUMMED = (
     "attention_heads_known_at_run_time",
     "attention_in_shifted_windows",
     "attention_grouped_heads_turned_in_the_batch",
+    "attention_node_past_float_causal",
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,91 +16,12 @@ import onnx_ir as ir
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
 import pytest
+from contrib_rows import Array, Row, formulas, further_rows, random, run, whole
 
 from onnx_fuse import passes
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
-
-Array = np.ndarray[Any, Any]
-
-
-def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
-    rng = np.random.default_rng([seed, *shape])
-    return rng.standard_normal(shape).astype(dtype)
-
-
-def whole(*shape: int, high: int, low: int = 0, dtype: Any = np.int32, seed: int = 0) -> Array:
-    return np.random.default_rng([seed, *shape]).integers(low, high, shape).astype(dtype)
-
-
-@dataclass(frozen=True)
-class Row:
-    """`weights` are the operands that are initializers; an output named "" is not asked for.
-
-    `limit` bounds the difference over 1 + |value|: sums in another order, in float32. `steps`
-    bounds that of integers.
-    """
-
-    op: str
-    operands: tuple[Array | None, ...]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ("y",)
-    weights: tuple[int, ...] = ()
-    domain: str = "com.microsoft"
-    name: str = ""
-    limit: float = 3e-6
-    steps: int = 0
-    fixed: bool = False  # the operands' last axes have a size, as hidden sizes do
-
-    def __str__(self) -> str:
-        return f"{self.op}-{self.name}" if self.name else self.op
-
-    def model(self) -> ir.Model:
-        inputs, constants, values = [], [], []
-        for i, array in enumerate(self.operands):
-            if array is None:
-                values.append(None)
-                continue
-            last = array.ndim - 1 if self.fixed and array.ndim > 2 else -1
-            dims = [d if k == last else f"d{i}_{k}" for k, d in enumerate(array.shape)]
-            held = ir.tensor(array, name=f"w{i}") if i in self.weights else None
-            value = ir.Value(
-                name=f"w{i}" if held else f"x{i}",
-                shape=ir.Shape(array.shape if held else dims),
-                type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-                const_value=held,
-            )
-            (constants if held else inputs).append(value)
-            values.append(value)
-        node = ir.node(
-            self.op, values, self.attributes, domain=self.domain, num_outputs=len(self.outputs)
-        )
-        for value, name in zip(node.outputs, self.outputs, strict=True):
-            value.name = name
-        graph = ir.Graph(
-            inputs,
-            [v for v in node.outputs if v.name],
-            nodes=[node],
-            initializers=constants,
-            opset_imports={"": 21, "com.microsoft": 1},
-            name="g",
-        )
-        return ir.Model(graph, ir_version=10)
-
-    def feeds(self) -> dict[str, Array]:
-        given = enumerate(self.operands)
-        return {f"x{i}": a for i, a in given if a is not None and i not in self.weights}
-
-
-def run(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
-    return list(session.run(None, dict(feeds)))
-
 
 # float16: onnxruntime's kernels keep float32 inside where a body rounds between its nodes
 HALF = 4e-3
@@ -485,7 +405,7 @@ def _form_rows() -> list[Row]:
 ROWS = [
     *(*_quantized_rows(), *_few_bits_rows(), *_form_rows()),
     *(*_norm_rows(), *_activation_rows(), *_product_rows()),
-    *(*_attention_rows(), *_rotary_rows(), *_grouped_rows()),
+    *(*_attention_rows(), *_rotary_rows(), *_grouped_rows(), *further_rows()),
 ]
 
 
@@ -565,6 +485,7 @@ _IMAGE, _C = random(2, 3, 4, 8), (random(8), random(8, seed=1))
 _QKV, _KV, _Q = random(2, 5, 4, 3, 8), random(2, 6, 4, 2, 8), random(2, 5, 32)
 _NORM = {"groups": 4, "activation": 1}
 BY_HAND = [
+    *formulas(),
     (Row("BiasAdd", (_IMAGE, _C[0], _IMAGE)), _IMAGE * 2 + _C[0]),
     (
         Row("BiasSplitGelu", (_IMAGE, _C[0]), fixed=True),

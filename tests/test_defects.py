@@ -97,6 +97,9 @@ FOLDED = {
     "IntegerOverflow": "i = Mul (big, big)  f = Cast <to = 1> (i)  c = Add (k, f)",
     "ShapeArithmetic": "s = Shape (k)  g = Gather (s, zero)  n = Neg (g)  i = Div (n, three64)"
     "  f = Cast <to = 1> (i)  c = Add (k, f)",
+    "ScalarTranspose": "t = Transpose (zero)  g = Gather (k, t)  u = Unsqueeze (g, zero1)"
+    "  c = Add (k, u)",
+    "ScalarExpand": "t = Expand (half, none)  u = Unsqueeze (t, zero1)  c = Add (k, u)",
     "Slice": "s = Slice (k, minus2, far, zero1, minus1)  t = ReduceSum (s)  c = Add (k, t)",
 }
 
@@ -108,7 +111,8 @@ def test_a_folded_constant_is_what_onnxruntime_computes(name: str) -> None:
         "float minus = {-1}, int64 zero = {0}, int64[1] eight = {8}, int64[4] square = {1,1,2,4}, "
         "float[4] scales = {1,1,1.7,1.7}, int32[1] seven = {-7}, int32[1] three = {3}, "
         "int32[1] big = {1000003}, int64[1] three64 = {3}, int64[1] minus2 = {-2}, "
-        "int64[1] far = {-9223372036854775807}, int64[1] zero1 = {0}, int64[1] minus1 = {-1}"
+        "int64[1] far = {-9223372036854775807}, int64[1] zero1 = {0}, int64[1] minus1 = {-1}, "
+        "int64[0] none = {}"
     )
     proto = parsed(
         f"g (float[8] x) => (float[8] y) <{constants}> {{ {FOLDED[name]}  y = Add (x, c) }}"
@@ -443,6 +447,11 @@ REFUSED = {
         "g (float[3,8] x, float[8] s) => (float[3,8] y)"
         " { [n] y = LayerNormalization <stash_type = 99> (x, s) }",
         "node 'n' (LayerNormalization): stash_type is 99, which is no element type",
+    ),
+    "stash_type_of_no_number": (
+        "g (float[3,8] x, float[8] s) => (float[3,8] y)"
+        " { [n] y = LayerNormalization <stash_type = 2> (x, s) }",
+        "node 'n' (LayerNormalization): stash_type is 2 (uint8), which is no floating-point type",
     ),
     "cast": (
         "g (float[3] x) => (float[3] y) { [n] y = Cast <to = 65536> (x) }",

@@ -1165,6 +1165,19 @@ RECURRENT = [
     ),
 ]
 
+OTHER_RECURRENT = [
+    recurrent(f"{name}, {ways}", kind, **{**WAYS[ways], "call": ", ".join(
+        filter(None, [WAYS[ways].get("call"), call]))})
+    for kind, name, call in (
+        ("LSTM", "clipped far off", "clip = 9.0"),
+        ("LSTM", "coupled", "input_forget = 1"),
+        ("GRU", "sigmoids", 'activations = ["Sigmoid", "Sigmoid"]'),
+        ("RNN", "scaled", 'activations = ["Affine"], activation_alpha = [0.5], '
+         "activation_beta = [0.1]"),
+    )
+    for ways in ("states", "plain", "reverse, lengths")
+]  # fmt: skip
+
 STEP_OF_RNN = (
     "body = step (double[2, 3] h, double[2, 3] xt) => (double[2, 3] n, double[2, 3] yt) "
     "{ p = MatMul (h, w) s = Add (p, xt) n = Tanh (s) yt = Mul (n, xt) }"
@@ -1254,6 +1267,7 @@ LOOPS = [
 ROWS = [
     *(*UNARY, *BINARY, *MATMUL, *REDUCE, *SHAPE, *INDEXING, *NORM),
     *(*CONV, *POOL, *RESIZE, *GRID, *ATTENTION, *QUANTIZED, *LOSS, *RECURRENT, *LOOPS),
+    *OTHER_RECURRENT,
 ]
 
 
@@ -1409,3 +1423,18 @@ def test_sums_of_rows_in_16_bits_run_on_the_cpu():
     expected = np.array([[3, 4], [0, 0], [0, 0], [6, 8]], np.float16)
     for got in (dw, dv.T, du):
         np.testing.assert_array_equal(got, expected, strict=True)
+
+
+def test_a_clamp_in_float16_keeps_the_gradient():
+    """onnxruntime computes the sum in float32 and rounds it for one of its readers alone."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float16[64] a, float16[64] b) '
+        "=> (float16[64] y) { low = Constant <value_float = -9.0> ()"
+        "  high = Constant <value_float = 9.0> ()  l = CastLike (low, a)  h = CastLike (high, a)"
+        "  s = Add (a, b)  m = Max (s, l)  y = Min (m, h) }"
+    )
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.uniform(-1, 1, 64).astype(np.float16) for name in "ab"}
+    backward = session(autodiff.gradient(model, wrt=["a"]))
+    [found] = backward.run(["a.grad"], feeds | {"y.grad": np.ones(64, np.float16)})
+    np.testing.assert_array_equal(found, 1)

@@ -179,6 +179,12 @@ ROLES = [
     ("int64[B,S] ids", "y = Gather (table, ids)", "ids"),
     ("int64[B,S] position_ids", "y = Gather (table, position_ids)", "positions"),
     ("int64[B,S] attention_mask", "y = Cast <to = 1> (attention_mask)", "mask"),
+    (
+        "int64[B,S] a",
+        "axis = Constant <value_int = 1> ()  n = CumSum (a, axis)"
+        "  y = Gather (table, n)  b = Cast <to = 9> (a)",
+        "mask",
+    ),
     ("bool[B,S,S] keep", "y = Cast <to = 1> (keep)", "mask"),
     ("uint8[B,S] image", "y = Cast <to = 1> (image)", "pixels"),
     ("float[B,S] x", "y = Relu (x)", "plain"),

@@ -253,6 +253,28 @@ GRAPHS = {
         'linear_before_reset=1, clip=0.7, activations=["Tanh", "Relu"]>(x, w, r, b) }',
         {"x": X} | arrays(w=(1, 15, 6), r=(1, 15, 5), b=(1, 30)),
     ),
+    **{
+        f"LSTM of activations with numbers, {name}": (
+            "agraph (float[3,4,6] x, float[1,20,6] w, float[1,20,5] r, float[1,40] b, "
+            "float[1,15] p) => (float[3,1,4,5] y, float[1,4,5] yh, float[1,4,5] yc) "
+            f"{{ y, yh, yc = LSTM<hidden_size=5, {how}>(x, w, r, b, , , , p) }}",
+            {"x": X} | arrays(w=(1, 20, 6), r=(1, 20, 5), b=(1, 40), p=(1, 15)),
+        )
+        for name, how in (
+            ("defaults", 'activations=["HardSigmoid", "Tanh", "Elu"], clip=2.0'),
+            (
+                "given",
+                'activations=["HardSigmoid", "LeakyRelu", "Tanh"], '
+                "activation_alpha=[0.3, 0.2], activation_beta=[0.4]",
+            ),
+            (
+                "both",
+                'activations=["Affine", "ScaledTanh", "ThresholdedRelu"], '
+                "activation_alpha=[0.3, 0.7, 0.1], activation_beta=[0.4, 1.2]",
+            ),
+            ("coupled", "input_forget=1"),
+        )
+    },
     "RNN": (
         "agraph (float[3,4,6] x, float[1,5,6] w, float[1,5,5] r) => (float[1,4,5] yh) "
         "{ y, yh = RNN<hidden_size=5>(x, w, r) }",

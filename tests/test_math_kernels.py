@@ -18,7 +18,9 @@ from onnx_fuse.kernels.pool import taps
 from onnx_fuse.kernels.reduce import passes, pieces, team, vector
 from onnx_fuse.kernels.softmax import softmax_launch
 from onnx_fuse.llir import Program
-from onnx_fuse.problem import CHIPS, Problem, Ptr
+from onnx_fuse.lower import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.problem import CHIPS, Num, Problem, Ptr
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +298,56 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
     for batch, tokens, width in ((32, 128, 64), (8, 128, 64), (8, 512, 64), (4, 2048, 128)):
         problem = attention("Sdpa", width, "float16").having(batch=(batch, 12), m=tokens, n=tokens)
         assert select("Sdpa", problem, H200).kernel.name == "wgmma"
+
+
+# ---- sorting -------------------------------------------------------------------------------------
+
+WIDE_ROWS = "agraph (float[9000,6] x) => (float[N,6] y) { y = Unique <axis = 0> (x) }"
+
+
+def test_the_launches_of_a_sort_are_a_sorting_network():
+    """What scan/sort.cu does with the numbers it is given, by NumPy."""
+    program = lower(text_model(WIDE_ROWS), {"x": ((9000, 6), "float32")}, H200)
+    [call] = [c for c in program.calls if c.kernel == "SortedRows"]
+    *sort, order = call.launches
+    values = np.random.default_rng(0).integers(0, 3000, 9000)
+    at: np.ndarray = np.zeros(0)
+
+    def exchange(size: int, step: int) -> None:
+        """Pairs `step` apart, each ascending where its index lacks the bit of `size`."""
+        i = np.arange(len(at)).reshape(-1, 2, step)
+        low, high = i[:, 0].reshape(-1), i[:, 1].reshape(-1)
+        key = np.append(values, [values.max() + 1])[np.minimum(at, 9000)] * 2**15 + at
+        swap = (key[low] > key[high]) == ((low & size) == 0)
+        at[low], at[high] = np.where(swap, at[high], at[low]), np.where(swap, at[low], at[high])
+
+    for launch in sort:
+        length, inner, stride, width, padded, *more = [
+            int(a.value) for a in launch.args if isinstance(a, Num)
+        ]
+        assert (length, inner, stride, width) == (9000, 1, 6, 6)
+        chunk = int(dict(launch.defines)["SIZE"])
+        assert launch.grid[0] * chunk == padded
+        if launch.entry == "sort_chunks":
+            at = np.arange(padded)
+            sizes = [(2**k, 2**k // 2) for k in range(1, chunk.bit_length())]
+        elif launch.entry == "sort_merge":
+            sizes = [(more[0], chunk // 2)]
+        else:
+            exchange(*more)
+            sizes = []
+        for size, step in sizes:
+            while step:
+                exchange(size, step)
+                step //= 2
+    assert order.entry == "sort_order"
+    np.testing.assert_array_equal(at[:9000], np.argsort(values, kind="stable"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_a_sort_of_wide_rows_compiles(arch):
+    program = lower(text_model(WIDE_ROWS), {"x": ((9000, 6), "float32")}, H200)
+    launches = [x for c in program.calls for x in c.launches if x.source == "scan/sort.cu"]
+    for defines in {x.defines for x in launches}:
+        for name, entry in jit.resources("scan/sort.cu", defines, arch).items():
+            assert entry.clean, (name, entry)

@@ -375,3 +375,25 @@ def test_a_bad_model_is_a_model_error(name: str, tmp_path: Path) -> None:
     for source in (tmp_path / "none.onnx", b"nonsense", onnx.ModelProto()):
         with pytest.raises(of.ModelError):
             getattr(of, name)(source)
+
+
+def test_where_names_clash_onnxruntimes_optimizations_are_left_out(monkeypatch) -> None:
+    """As in files of its transformers package: one clash ends the making of a session."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import Fail
+
+    from onnx_fuse.runtime import ort as runtime
+
+    off = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    made = runtime._session
+
+    def clashing(model, options):
+        if options.graph_optimization_level != off:
+            raise Fail("AddInitializedOrtValue Attempt to replace the existing tensor")
+        return made(model, options)
+
+    monkeypatch.setattr(runtime, "_session", clashing)
+    model = text_model("g (float[2] x) => (float[2] y) { y = Relu (x) }")
+    with pytest.warns(UserWarning, match="it runs without them"):
+        found = runtime.session(model)
+    [y] = runtime.run(found, {"x": np.array([-1, 2], np.float32)})
+    np.testing.assert_array_equal(y, [0, 2])

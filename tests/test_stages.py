@@ -11,9 +11,10 @@ import pytest
 from interpret import interpret
 
 from onnx_fuse import lower
-from onnx_fuse.kernels import merge, pointwise, views
+from onnx_fuse.kernels import merge, pointwise, scan, views
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.problem import CHIPS
 
@@ -22,6 +23,9 @@ RNG = np.random.default_rng(0)
 X = RNG.integers(-1, 2, (3, 5, 4)).astype(np.float32)
 X[0, 0, :2] = np.nan, -0.0
 ROWS = RNG.integers(0, 2, (9, 3)).astype(np.float32)
+LONG_ROWS = RNG.integers(0, 2, (40, 9)).astype(np.float32)
+LONG_ROWS[:, 2:] = 0
+LONG_ROWS[3::7, 5] = -0.0
 KEPT = np.array([True, False, True, False, False])
 
 # text of a graph and its feeds: one row a way in which data decides about sizes
@@ -62,6 +66,16 @@ GRAPHS = {
         "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
         {"x": ROWS},
     ),
+    "unique rows of many numbers": (
+        "(float[40,9] x) => (float[N,9] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ y, i, j, k = Unique <axis = 0> (x) }",
+        {"x": LONG_ROWS},
+    ),
+    "unique columns of many numbers as they come": (
+        "(float[9,40] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) "
+        "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
+        {"x": LONG_ROWS.T.copy()},
+    ),
     "a stage behind a stage": (
         "(float[3,5,4] x) => (int64[2,M] y) { n = NonZero (x) t = Transpose (n) "
         "two = Constant <value_ints = [1]> () r = GatherND (x, t) z = Add (r, r) "
@@ -82,6 +96,43 @@ GRAPHS = {
         "else_branch = b () => (float[3,5,4] q) { q = Abs (x) }> }",
         {"x": np.nan_to_num(X)},
     ),
+    "a loop that ends by what it computes": (
+        "(float[3,5,4] x, int64 n) => (float[3,5,4] y, float[N,3,5,4] z, int64[N] k) "
+        "{ yes = Constant <value_int = 1> () c = Cast <to = 9> (yes) "
+        "y, z, k = Loop (n, c, x) <body = b (int64 i, bool t, float[3,5,4] s) => "
+        "(bool more, float[3,5,4] so, float[3,5,4] r, int64 j) { so = Add (s, x) "
+        "r = Mul (s, so) j = Add (i, i) m = ReduceMax <keepdims = 0> (so) "
+        "six = Constant <value = float {6}> () more = Less (m, six) }> }",
+        {"x": np.nan_to_num(X), "n": np.array(10**9)},
+    ),
+    "a loop of no trip count that grows what it hands on, and a node behind it": (
+        "(float[3,5,4] x) => (float[N] y) "
+        "{ flat = Constant <value_ints = [-1]> () v = Reshape (x, flat) a = Abs (v) "
+        "t = ReduceSum <keepdims = 0> (a) f = Constant <value = float {3.5}> () e = Mul (t, f) "
+        "l = Loop (, , a) <body = b (int64 i, bool g, float[K] s) => (bool more, float[M] so) "
+        "{ so = Concat <axis = 0> (s, a) n = ReduceSum <keepdims = 0> (so) "
+        "more = Less (n, e) }>  y = Neg (l) }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "a loop whose condition is false before its first pass": (
+        "(float[3,5,4] x) => (float[3,5,4] y, float[N,3,4] z) "
+        "{ m = ReduceMax <keepdims = 0> (x) big = Constant <value = float {99}> () "
+        "c = Greater (m, big) y, z = Loop (, c, x) <body = b (int64 i, bool t, float[3,5,4] s) "
+        "=> (bool t, float[3,5,4] s, float[3,4] r) { one = Constant <value_ints = [1]> () "
+        "r = ReduceSum <keepdims = 0> (s, one) }> }",
+        {"x": np.nan_to_num(X)},
+    ),
+    "a loop whose body hands on what it was given, in a loop": (
+        "(float[3,5,4] x, int64 n) => (float[3,5,4] y, float[3,5,4] w) "
+        "{ s = ReduceMax <keepdims = 0> (x) y, w = Loop (n, , x, x) "
+        "<body = b (int64 i, bool t, float[3,5,4] p, float[3,5,4] q) => "
+        "(bool more, float[3,5,4] po, float[3,5,4] p) { hundred = Constant <value = float {100}> ()"
+        " po = Loop (, , p) <body = d (int64 k, bool u, float[3,5,4] e) => "
+        "(bool f, float[3,5,4] eo) { eo = Add (e, s) g = ReduceMax <keepdims = 0> (eo) "
+        "five = Constant <value = float {5}> () f = Less (g, five) }> "
+        "h = ReduceMax <keepdims = 0> (po) more = Less (h, hundred) }> }",
+        {"x": np.nan_to_num(X), "n": np.array(3)},
+    ),
     "sequences of what a stage makes, and of shapes": (
         "(float[3,5,4] x, bool[15] c) => (float[N,4] y) "
         "{ s = SplitToSequence <axis = 1, keepdims = 0> (x) "
@@ -100,8 +151,9 @@ GRAPHS = {
 
 @pytest.fixture(autouse=True)
 def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pointwise operators and views are kernels, every other node a host call."""
-    monkeypatch.setattr(lower, "lowerings", lambda: {**pointwise.LOWERINGS, **views.LOWERINGS})
+    """Pointwise operators, views and the sort of rows are kernels, other nodes host calls."""
+    kernels = {**pointwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
+    monkeypatch.setattr(lower, "lowerings", lambda: kernels)
     monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
     monkeypatch.setattr(merge, "batch", list)
 

@@ -26,6 +26,7 @@ from onnx_fuse.validate.check import validate
 from onnx_fuse.validate.compare import TOLERANCES, difference, random_outputs, tolerance_of
 from onnx_fuse.validate.gradients import check_gradients, to_double
 from onnx_fuse.validate.inputs import Feeds, generate
+from onnx_fuse.validate.reference import reference_evaluator
 from onnx_fuse.validate.values import values_of
 
 Model = onnx_ir.Model
@@ -402,6 +403,57 @@ def test_right_gradients_pass(text: str, x: Array) -> None:
     assert check.ok, check.failed
 
 
+ABSORBING = text_model(
+    "g (float[3,2] x) => (float[3,3] y) <float[2,3] w = {0.3, -0.7, 0.5, 0.2, 0.9, -0.4},"
+    " float[3,3] mask = {0, -3.4e38, 0, -3.4e38, -3.4e38, -3.4e38, 0, 0, -3.4e38}>"
+    " { s = MatMul (x, w)  m = Add (s, mask)  y = Softmax (m) }"
+)
+
+
+def test_a_mask_that_absorbs_a_whole_row_of_scores_is_no_wrong_gradient() -> None:
+    check = check_gradients(ABSORBING, feeds={"x": np.float32([[1, 2], [-1, 0.5], [0.3, -2]])})
+    assert check.ok, check.failed
+    assert "the slopes of 1 tensors are compared with masks of -100000" in check.notes[0]
+
+
+def test_behind_a_mask_that_absorbs_a_wrong_gradient_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    softmax = ops.OPS["", "Softmax"]
+    wrong = dataclasses.replace(softmax, grad=lambda op, node, dys: [op.Mul(dys[0], dys[0])])
+    monkeypatch.setitem(ops.OPS, ("", "Softmax"), wrong)
+    check = check_gradients(ABSORBING, feeds={"x": np.float32([[1, 2], [-1, 0.5], [0.3, -2]])})
+    assert [e.tensor for e in check.failed] == ["w"]
+
+
+def test_a_gradient_behind_16_bits_has_their_limit() -> None:
+    """A float32 weight that float16 values are multiplied by, and GELU's constants in bfloat16."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 8)).astype(np.float16)
+    text = (
+        "g (float16[N,8] x) => (float[N,3] y) <float16[8] s = {1, 3, 2, 5, 6, 7, 1, 1}, "
+        f"float[8,3] w = {{{', '.join(['0.3', '-0.2', '0.7'] * 8)}}}> {{ "
+        'h = Mul (x, s)  g = Gelu <approximate = "tanh"> (h)  f = Cast <to = 1> (g)'
+        "  y = MatMul (f, w) }"
+    )
+    for kind, array in (("float16", x), ("bfloat16", x.astype(onnx_ir.DataType.BFLOAT16.numpy()))):
+        check = check_gradients(text_model(text.replace("float16", kind)), feeds={"x": array})
+        assert {e.tensor for e in check.errors} == {"s", "w"}
+        assert check.ok, check.failed
+
+
+def test_empty_outputs_are_said_to_compare_nothing(cli: Cli, saved: Callable[..., Path]) -> None:
+    path = saved(
+        "g (float[3,4] x) => (float[N] y) { big = Constant <value_float = 99.0> ()"
+        "  c = Greater (x, big)  flat = Constant <value_ints = [-1]> ()  f = Reshape (c, flat)"
+        "  y = Compress (x, f) }"
+    )
+    result = cli("validate", path)
+    assert result.code == 0
+    assert "leave y empty: nothing of their values is compared" in " ".join(result.out.split())
+    assert cli("run", path).code == 0
+
+
 def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Poor:
         def run(self, names: None, feeds: Feeds) -> list[Array]:
@@ -420,6 +472,52 @@ def test_statistics_in_float32_bound_what_a_float64_graph_keeps(stash: int, limi
         f"{{ y = LayerNormalization <stash_type = {stash}> (x, s) }}"
     )
     assert tolerance_of(model).rtol == limit
+
+
+REFERENCE = {
+    "groups": (
+        "Conv <group = 4, pads = [1,2], strides = [2]> (x, w, b)",
+        [(2, 4, 9), (8, 1, 3), (8,)],
+    ),
+    "dilations": ("Conv <group = 2, dilations = [2,1]> (x, w)", [(1, 6, 9, 8), (4, 3, 3, 2)]),
+    "padded like upper": (
+        'Conv <auto_pad = "SAME_UPPER", strides = [2,3]> (x, w, b)',
+        [(1, 6, 9, 8), (4, 6, 3, 2), (4,)],
+    ),
+    "padded like lower": ('Conv <auto_pad = "SAME_LOWER"> (x, w)', [(1, 6, 9, 8), (4, 6, 3, 2)]),
+    "volumes": (
+        "Conv <pads = [0,1,1,1,0,0]> (x, w, b)",
+        [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)],
+    ),
+    "turned": (
+        "ConvTranspose <group = 2, pads = [1,0,1,1], strides = [2,3], output_padding = [1,0]>"
+        " (x, w, b)",
+        [(2, 4, 5, 6), (4, 2, 3, 2), (4,)],
+    ),
+    "turned dilations": ("ConvTranspose <dilations = [2]> (x, w)", [(1, 3, 7), (3, 2, 3)]),
+    "scan backwards": (
+        "Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],"
+        " scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)"
+        " => (float[3] t, float[3] u) { t = Add (s, r)  u = Mul (t, r) }> (b, x)",
+        [(3, 5), (1,), (3,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
+    node, shapes = REFERENCE[name]
+    results = "last, y" if "Scan" in node else "y"
+    given = ", ".join(
+        f"float[{','.join(map(str, shape))}] {k}" for k, shape in zip("xwb", shapes, strict=False)
+    )
+    model = text_model(f"g ({given}) => (float y) {{ {results} = {node} }}")
+    rng = np.random.default_rng(0)
+    feeds = {k: rng.standard_normal(s).astype(np.float32) for k, s in zip("xwb", shapes)}  # noqa: B905
+    model.graph.outputs[0].shape = None
+    [want] = ort.run(ort.session(model), feeds)
+    [got] = reference_evaluator(model).run(None, feeds)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_wide_floats_compute_wide() -> None:

@@ -34,8 +34,9 @@ onnxruntime runs.
 
 The gradient of an If is an If of its branches' gradients; that of a Loop or a Scan is one over the
 same steps backwards, which computes each step again from the states that the forward node then
-returns, whatever ends the Loop. A state must keep its shape. LSTM, GRU and RNN have gradients with
-the standard's default activations (RNN also with Relu), without peepholes, clip and input_forget.
+returns, whatever ends the Loop. A state must keep its shape. LSTM, GRU and RNN with the
+standard's default activations (RNN also with Relu) have gradients of their own; with others, with
+peepholes, clip or input_forget they become a Scan of their steps.
 Operators that are not listed here have none.
 """
 

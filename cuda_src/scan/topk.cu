@@ -3,20 +3,9 @@
 //            (key, index) pairs and are sorted (bitonic) whenever SIZE would overflow.
 // Inputs   : x T; values T and indices i64 [outer, k, inner]; length <= SIZE, or k + 2 BLOCK <= SIZE.
 // Macros   : T SIZE (power of two) BLOCK LARGEST.
-// Numerics : keys order as the numbers do, NaN above all; equal keys by index, the lower first.
+// Numerics : keys order as the numbers do, NaN above all, -0 as 0; equal keys by index, the lower first.
 // Bound    : reading x where few elements qualify; each sort is SIZE log2(SIZE)^2 / 4 exchanges.
-#include "common.cuh"
-
-DEVICE u64 ordered(float x) { const u32 b = __float_as_uint(x); return b >> 31 ? ~b : b | 0x80000000u; }
-DEVICE u64 ordered(double x) {
-    const u64 b = __double_as_longlong(x);
-    return b >> 63 ? ~b : b | 1ull << 63;
-}
-DEVICE u64 ordered(bf16 x) { return ordered(to_float(x)); }
-DEVICE u64 ordered(f16 x) { return ordered(to_float(x)); }
-template <class E> DEVICE u64 ordered(E x) {
-    return (E)-1 < (E)0 ? (u64)(i64)x ^ 1ull << 63 : (u64)x;
-}
+#include "scan/order.cuh"
 
 // bitonic sort of SIZE pairs, ascending
 DEVICE void sort(u64* key, u32* at) {

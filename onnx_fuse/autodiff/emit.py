@@ -14,7 +14,9 @@ from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.types import element_type
-from onnx_fuse.ops.derive import fail, is_float
+from onnx_fuse.ops.cells import Written, activations
+from onnx_fuse.ops.derive import fail, is_float, text
+from onnx_fuse.ops.recurrent import GATES
 
 Whole: TypeAlias = Callable[[ir.Node], bool]
 """Whether kernels serve the gradients of a fused float32 node better than those of its parts."""
@@ -174,6 +176,8 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     """
     if contrib.lookup(node) is not None:
         return _write_out(graph, op, node)
+    if node.op_type in GATES and not node.domain:
+        return _as_scans(graph, op, node)
     function = _body(node, op.opset)
     if function is None:
         return None
@@ -227,6 +231,47 @@ def _write_out(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
         new.type, new.shape = new.type or old.type, old.shape or new.shape
     old_values, new_values = [o for o, _ in pairs], [n for _, n in pairs]
     ir.convenience.replace_nodes_and_values(graph, node, [node], made, old_values, new_values)
+    return made
+
+
+def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
+    """Replace a recurrent node by Scans of its steps; None where its activations are not plain."""
+    count = 2 if text(node, "direction", "forward") == "bidirectional" else 1
+    acts = activations(node, count)
+    if acts is None:
+        return None
+    op.stem = node.name or node.op_type
+    written = Written(node, acts)
+    for inner in written.op.nodes:
+        inner.metadata_props.update(node.metadata_props)
+        if inner.op_type != "Scan":
+            op.adopt(inner)
+            continue
+        body = inner.attributes["body"].as_graph()
+        states = len(inner.inputs) - inner.attributes["num_scan_inputs"].as_int()
+        for i, (formal, given) in enumerate(zip(body.inputs, inner.inputs, strict=True)):
+            assert given is not None
+            formal.name = op.fresh(f"{op.stem}/step")
+            formal.type = given.type
+            if given.shape is not None:
+                formal.shape = ir.Shape(given.shape[1:]) if i >= states else given.shape
+        for each in body:
+            op.adopt(each)
+        for i, (value, end) in enumerate(zip(inner.outputs, body.outputs, strict=True)):
+            value.type = end.type
+            if i < states:  # a state keeps its shape
+                value.shape = end.shape = body.inputs[i].shape
+            elif end.shape is not None:
+                source = inner.inputs[states]
+                steps = None if source is None or source.shape is None else source.shape[0]
+                value.shape = ir.Shape([steps, *end.shape])
+        op.adopt(inner)
+    pairs = list(zip(node.outputs, written.results, strict=False))
+    for old, new in pairs:
+        new.type, new.shape = new.type or old.type, old.shape or new.shape
+    made = written.op.nodes
+    olds, news = [o for o, _ in pairs], [n for _, n in pairs]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, olds, news)
     return made
 
 

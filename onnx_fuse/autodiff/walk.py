@@ -16,6 +16,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
+from onnx_fuse.ops.recurrent import GATES, steps_kind
 from onnx_fuse.passes.leaf_norm import without_rows
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
@@ -113,7 +114,7 @@ def _mark(
         if isinstance(rule, NoGrad):
             stops.append((node, rule.reason))
             continue
-        apart = rule is None or (op.fused and _split(op, node, active))
+        apart = rule is None or (op.fused and _split(op, node, active)) or _by_steps(node)
         try:
             made = expand(graph, op, node) if apart and not captures(node) else None
         except contrib.Unwritable as error:
@@ -142,6 +143,11 @@ def _split(op: Emitter, node: ir.Node, active: set[ir.Value]) -> bool:
     if not product or x is None or x.dtype != ir.DataType.FLOAT:
         return False
     return op.whole is None or x not in active or not op.whole(node)
+
+
+def _by_steps(node: ir.Node) -> bool:
+    """Whether a recurrent node has gates or activations that no gradient of ours knows."""
+    return node.op_type in GATES and not node.domain and bool(steps_kind(node)[1])
 
 
 def _expose(op: Emitter, node: ir.Node, definition: OpDef, exposed: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """RNN, GRU and LSTM: one product for all inputs, then all steps of a direction in one launch.
 
 The steps and their gradients are operators of ours (`ops/steps.py`) with a kernel each. A node with
-peepholes, clipped gates or other activations is written out over its steps instead.
+peepholes, clipped or coupled gates or other activations is written out over its steps instead.
 """
 
 from __future__ import annotations
@@ -16,95 +16,12 @@ from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
 from onnx_fuse.llir import Context, Lowering, Tensor
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.cells import DEFAULT, Cell, activations
 from onnx_fuse.ops.recurrent import steps_kind, ways
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Num, Ptr
 
 MAX_STEPS = 1024
 """Steps that are written out at most."""
-DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
-PLAIN = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")  # activations without a parameter
-
-
-class Cell:
-    """One direction of a node: `step` is its formula, from the ONNX specification."""
-
-    def __init__(self, op: Any, node: ir.Node, direction: int, names: Sequence[str]) -> None:
-        self.op, self.kind, self.names = op, node.op_type, names
-        self.clip = node.attributes.get_float("clip", 0.0)
-        self.linear = bool(node.attributes.get_int("linear_before_reset", 0))
-        self.at = op.constant(np.int64(direction))
-        x, w, r, *rest = node.inputs
-        assert x is not None
-        assert w is not None
-        assert r is not None
-        self.dtype = x.dtype or ir.DataType.FLOAT
-        rest += [None] * (5 - len(rest))
-        b, _, self.h0, self.c0, p = rest
-        self.w, self.r = (op.Transpose(self.mine(v), perm=[1, 0]) for v in (w, r))
-        self.b = [] if b is None else op.Split(self.mine(b), num_outputs=2, axis=0, outputs=2)
-        self.p = [] if p is None else op.Split(self.mine(p), num_outputs=3, axis=0, outputs=3)
-        self.h: ir.Value
-        self.c: ir.Value | None = None
-
-    def mine(self, value: ir.Value) -> ir.Value:
-        """This direction's part."""
-        found: ir.Value = self.op.Gather(value, self.at, axis=0)
-        return found
-
-    def act(self, which: int, value: ir.Value) -> ir.Value:
-        """Activation `which` of the clipped value."""
-        if self.clip:
-            ends = (self.op.constant(v, self.dtype) for v in (-self.clip, self.clip))
-            value = self.op.Clip(value, *ends)
-        found: ir.Value = self.op.node(self.names[which], [value])
-        return found
-
-    def products(self, x: ir.Value) -> ir.Value:
-        """x Wᵀ + b of all steps: [T, B, gates H]."""
-        y: ir.Value = self.op.MatMul(x, self.w)
-        return self.op.Add(y, self.b[0]) if self.b else y
-
-    def step(self, row: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """The next h and c from a row of `products`."""
-        op = self.op
-        own = op.MatMul(self.h, self.r)
-        if self.kind == "GRU":
-            return self._gru(row, own), None
-        total = op.Add(row, own)
-        if self.b:
-            total = op.Add(total, self.b[1])
-        if self.kind == "RNN":
-            return self.act(0, total), None
-        i, o, f, c = op.Split(total, num_outputs=4, axis=-1, outputs=4)
-        if self.p:
-            i, f = op.Add(i, op.Mul(self.p[0], self.c)), op.Add(f, op.Mul(self.p[2], self.c))
-        kept = op.Mul(self.act(0, f), self.c)
-        new = op.Add(kept, op.Mul(self.act(0, i), self.act(1, c)))
-        if self.p:
-            o = op.Add(o, op.Mul(self.p[1], new))
-        return op.Mul(self.act(0, o), op.node(self.names[2], [new])), new
-
-    def _gru(self, row: ir.Value, own: ir.Value) -> ir.Value:
-        """z and r gate; the candidate reads r ⊙ h, or r ⊙ (h Rᵀ + b) if linear_before_reset."""
-        op = self.op
-        thirds = [op.Split(v, num_outputs=3, axis=-1, outputs=3) for v in (row, own)]
-        (xz, xr, xh), (hz, hr, hh) = thirds
-        bz, br, bh = (
-            op.Split(self.b[1], num_outputs=3, axis=-1, outputs=3) if self.b else [None] * 3
-        )
-
-        def plus(a: ir.Value, b: ir.Value | None) -> ir.Value:
-            return a if b is None else op.Add(a, b)
-
-        z, r = self.act(0, plus(op.Add(xz, hz), bz)), self.act(0, plus(op.Add(xr, hr), br))
-        if self.linear:
-            candidate = op.Add(xh, op.Mul(r, plus(hh, bh)))
-        else:
-            recurrent = op.Split(self.r, num_outputs=3, axis=-1, outputs=3)[2]
-            candidate = plus(op.Add(xh, op.MatMul(op.Mul(r, self.h), recurrent)), bh)
-        new = self.act(1, candidate)
-        found: ir.Value = op.Add(new, op.Mul(z, op.Sub(self.h, new)))
-        return found
 
 
 def recurrent(
@@ -125,12 +42,8 @@ def recurrent(
     kinds, reason = steps_kind(node)
     if steps > 0 and batch > 0 and not reason:
         return _in_steps(op, node, kinds, steps, batch, hidden)
-    names = list(attributes.get_strings("activations", DEFAULT[kind] * directions))
-    each = len(DEFAULT[kind])
-    listed = any(a in attributes for a in ("activation_alpha", "activation_beta"))
-    if not 0 < steps <= MAX_STEPS or listed or attributes.get_int("input_forget", 0) == 1:
-        return None
-    if len(names) != each * directions or any(n not in PLAIN for n in names):
+    acts, each = activations(node, directions), len(DEFAULT[kind])
+    if not 0 < steps <= MAX_STEPS or acts is None:
         return None
     lengths = node.inputs[4] if len(node.inputs) > 4 else None
     if lengths is not None:
@@ -139,7 +52,7 @@ def recurrent(
     zeros = op.constant(np.zeros((batch, hidden), (x.dtype or ir.DataType.FLOAT).numpy()))
     ys, hs, cs = [], [], []
     for d in range(directions):
-        cell = Cell(op, node, d, names[d * each : (d + 1) * each])
+        cell = Cell(op, node, d, acts[d * each : (d + 1) * each])
         pair = []
         for given in (cell.h0, cell.c0):
             if given is not None and layout:

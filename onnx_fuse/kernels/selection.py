@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
 
-MAX_COLUMNS = 512
-"""Elements of a slice up to which Unique sorts slices, one pass an element."""
+MAX_COLUMNS = 4
+"""Elements of a slice up to which Unique sorts slices in one pass an element."""
 
 Shapes = Sequence["tuple[int, ...] | None"]
 Known = Callable[[int], "np.ndarray | None"]
@@ -83,6 +83,19 @@ def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[i
     return [op.Gather(x, _positions(op, keep, length), axis=axis)]
 
 
+def _order(op: Any, rows: Any, count: int, width: int) -> Any:
+    """int64 [count]: the rows in order, equal ones as they stand."""
+    if width > MAX_COLUMNS:
+        return op.SortedRows(rows, domain=FUSE)
+    order = None
+    for k in reversed(range(width)):  # the last column first: each pass keeps the one before
+        column = op.Reshape(op.Gather(rows, [k], axis=1), [count])
+        ordered = column if order is None else op.Gather(column, order)
+        _, by = op.TopK(ordered, [count], axis=0, largest=0, sorted=1, outputs=2)
+        order = by if order is None else op.Gather(order, by)
+    return order
+
+
 def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any] | None:
     """The different elements or slices, where each first stands, which each is, how often each is.
 
@@ -101,15 +114,10 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
         rows = op.Reshape(op.Transpose(x, perm=moved), [shape[axis], -1])
     count = int(np.prod(shape)) if whole else shape[axis]
     width = int(np.prod(shape)) // count if count else 0
-    if not count or not 0 < width <= MAX_COLUMNS:
+    if not count or not width:
         return None
     rows.dtype = x.dtype
-    columns = [op.Reshape(op.Gather(rows, [k], axis=1), [count]) for k in range(width)]
-    order = None
-    for column in reversed(columns):  # the last column first: each pass keeps the one before
-        ordered = column if order is None else op.Gather(column, order)
-        _, by = op.TopK(ordered, [count], axis=0, largest=0, sorted=1, outputs=2)
-        order = by if order is None else op.Gather(order, by)
+    order = _order(op, rows, count, width)
     arranged = op.Gather(rows, order)
     pair = op.Slice(arranged, [0], [count - 1], [0]), op.Slice(arranged, [1], [count], [0])
     unlike = op.Not(op.Equal(*pair))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -150,3 +151,29 @@ def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.
     """The arrays that the model's inputs name."""
     names = [v.name for v in model.graph.inputs if v.name is not None]
     return {name: arrays[name] for name in names if name in arrays}
+
+
+@contextlib.contextmanager
+def outputs_kept(model: ir.Model) -> Iterator[None]:
+    """Within the block a pass may drop unused outputs, but for those that decide what a node does.
+
+    onnx-ir's RemoveUnusedNodesPass takes training_mode away from BatchNormalizations whose running
+    statistics nobody reads, and with it their result. onnxruntime runs an Attention that has a past
+    only where the node has outputs for the present (1.32).
+    """
+    held: dict[ir.Node, tuple[list[str | None], ir.Attr | None]] = {}
+    for node in all_nodes(model.graph):
+        if node.op_type == "BatchNormalization" and "training_mode" in node.attributes:
+            held[node] = [o.name for o in node.outputs], node.attributes["training_mode"]
+        elif node.op_type == "Attention" and not node.domain and any(node.inputs[4:6]):
+            held[node] = [o.name for o in node.outputs[:3]], None
+    yield
+    for node, (names, mode) in held.items():
+        if node.graph is None:
+            continue
+        if mode is not None:
+            node.attributes["training_mode"] = mode
+        elif len(node.outputs) < len(names):
+            node.resize_outputs(len(names))
+        for value, name in zip(node.outputs, names, strict=False):
+            value.name = name

@@ -217,7 +217,7 @@ def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 @_exactly("Transpose")
 def _transpose(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     order = node.attributes.get_ints("perm")
-    return np.ascontiguousarray(np.transpose(arrays[0], None if order is None else list(order)))
+    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)), order="C")
 
 
 @_exactly("Squeeze")
@@ -282,7 +282,7 @@ def _size(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 def _expand(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     x, shape = arrays
     wide = np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))
-    return np.ascontiguousarray(np.broadcast_to(x, wide))
+    return np.asarray(np.broadcast_to(x, wide), order="C")
 
 
 @_exactly("ConstantOfShape")

@@ -314,6 +314,12 @@ def _check_attributes(node: ir.Node, what: str) -> None:
             raise ModelError(
                 f"{what} ({node.op_type}): {name} is {attribute.value}, which is no element type"
             )
+        kind = ir.DataType(attribute.value)
+        if name == "stash_type" and not kind.is_floating_point():
+            raise ModelError(
+                f"{what} ({node.op_type}): stash_type is {kind.value} ({kind.name.lower()}), which "
+                "is no floating-point type"
+            )
 
 
 def _checked_late(model: ir.Model) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
@@ -145,24 +142,3 @@ def _constant_weights(model: ir.Model) -> None:
             value.meta[DEFAULT] = value.const_value
             value.const_value = None
             del graph.initializers[value.name]
-
-
-@contextlib.contextmanager
-def training_mode_kept(model: ir.Model) -> Iterator[None]:
-    """Within the block a pass may drop unused outputs; BatchNormalizations that train still train.
-
-    onnx-ir 1.0's RemoveUnusedNodesPass takes training_mode away from those whose running statistics
-    nobody reads, and with it their result.
-    """
-    held = {
-        node.outputs[0].name: ([o.name for o in node.outputs], node.attributes["training_mode"])
-        for node in model.graph
-        if node.op_type == "BatchNormalization" and "training_mode" in node.attributes
-    }
-    yield
-    for node in model.graph if held else ():
-        if node.op_type == "BatchNormalization" and node.outputs[0].name in held:
-            names, mode = held[node.outputs[0].name]
-            node.attributes["training_mode"] = mode
-            for value, name in zip(node.outputs, names, strict=False):
-                value.name = name

@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common_passes
 from onnx_fuse import files
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.build import all_nodes, outputs_kept
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
 from onnx_fuse.onnx.downgrade import downgrade
 from onnx_fuse.onnx.upgrade import upgrade
@@ -166,7 +166,8 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
     else:
         downgrade(model.graph, version, opset)
     model.graph.opset_imports[""] = opset
-    common_passes.RemoveUnusedNodesPass()(model)
+    with outputs_kept(model):
+        common_passes.RemoveUnusedNodesPass()(model)
     with functions_attached(model):  # whose bodies have to be written in it, too
         return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import onnx_ir as ir
@@ -203,11 +204,20 @@ def _mod(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
-    """Ties share the gradient evenly."""
+    """Ties share the gradient evenly.
+
+    Operands are held against each other, not against the result: in float16 onnxruntime may have
+    rounded one of the two, so that no operand would equal it.
+    """
     dy, y = dys[0], node.outputs[0]
     if len(node.inputs) == 1:
         return [dy]
-    return share(op, dy, [to_like(op, op.Equal(x, y), y) for x in node.inputs])
+    ahead = "GreaterOrEqual" if node.op_type == "Max" else "LessOrEqual"
+    masks = []
+    for i, x in enumerate(node.inputs):
+        others = [op.node(ahead, [x, v]) for k, v in enumerate(node.inputs) if k != i]
+        masks.append(to_like(op, reduce(op.And, others), y))
+    return share(op, dy, masks)
 
 
 def _mean(op: Any, node: ir.Node, dys: Values) -> Values:

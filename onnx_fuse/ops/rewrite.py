@@ -177,7 +177,7 @@ class Rewriter:
         for value in self.graph.initializers.values():
             if value.metadata_props.get(PACKED) == record:
                 return value
-        packed = np.ascontiguousarray(arrays[0]) if axis is None else np.concatenate(arrays, axis)
+        packed = np.asarray(arrays[0], order="C") if axis is None else np.concatenate(arrays, axis)
         # Always a new one: sharing equal bytes of another origin would tie them in training.
         value = self._register(unique_name(self.graph, f"const.{stem}"), packed)
         value.metadata_props[PACKED] = record

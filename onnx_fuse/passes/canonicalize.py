@@ -10,9 +10,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, outputs_kept
 from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
-from onnx_fuse.onnx.opsets import training_mode_kept
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
     CONSTANT,
@@ -34,7 +33,7 @@ _ROUNDS = 12
 
 def clean(model: ir.Model) -> None:
     """Dead and repeated nodes and unused initializers go; the rest in topological order."""
-    with training_mode_kept(model):
+    with outputs_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     nodes = all_nodes(model.graph)

@@ -67,7 +67,7 @@ def pack(value: ir.Value, originals: Mapping[str, np.ndarray]) -> np.ndarray:
     pieces = [
         originals[p.name] if p.perm is None else originals[p.name].transpose(p.perm) for p in found
     ]
-    return np.ascontiguousarray(pieces[0]) if axis is None else np.concatenate(pieces, axis)
+    return np.asarray(pieces[0], order="C") if axis is None else np.concatenate(pieces, axis)
 
 
 def unpack_values(op: Builder, value: ir.Value, packed: ir.Value) -> dict[str, ir.Value]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnx_fuse.llir import Stage, Tensor
+from onnx_fuse.llir import Loop, Stage, Tensor
 from onnx_fuse.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.schedule import Segment
-from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.stages import run_loop
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.executable import Executable
@@ -77,6 +78,10 @@ class Stages:
             feeds = {n: made[n] if t is None else instance.tensor(t) for n, t in stage.inputs}
             if stage.host:
                 found = self._on_host(k, stage, feeds)
+            elif stage.loop is not None:
+                found = self._passes(k, stage.loop, feeds)
+                if not on_device:
+                    found = [np.asarray(value) for value in found]
             else:
                 found = self._on_device(k, stage, feeds, on_device)
             made |= zip(stage.outputs, found, strict=True)
@@ -93,16 +98,49 @@ class Stages:
         found: list[Any] = self._made[k].run(list(stage.outputs), arrays)
         return found
 
-    def _on_device(
-        self, k: int, stage: Stage, feeds: Mapping[str, Any], on_device: bool
-    ) -> list[Any]:
+    def _executable(self, k: int) -> Executable:
         if self._made[k] is None:
             import onnx
             import onnx_ir as ir
 
-            model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
-            self._made[k] = self._instance.owner.inner(model)
-        results: list[Any] = self._made[k].run_in_place(
-            list(stage.outputs), feeds, on_device=on_device
-        )
-        return results
+            proto = onnx.ModelProto.FromString(self._instance.program.stages[k].model)
+            self._made[k] = self._instance.owner.inner(ir.serde.deserialize_model(proto))
+        made: Executable = self._made[k]
+        return made
+
+    def _on_device(
+        self, k: int, stage: Stage, feeds: Mapping[str, Any], on_device: bool
+    ) -> list[Any]:
+        return self._executable(k).run_in_place(list(stage.outputs), feeds, on_device=on_device)
+
+    def _passes(self, k: int, loop: Loop, feeds: Mapping[str, Any]) -> list[Any]:
+        """A Loop's results, those of passes on the device: the host reads a condition a pass."""
+        inner = self._executable(k)
+        read = {v.name for v in inner.model.graph.inputs}
+        self._instance.owner.stream.wait("before a Loop")
+
+        def once(given: Mapping[str, Any]) -> list[Any]:
+            own = {name: value for name, value in given.items() if name in read}
+            return inner.run_in_place(loop.outputs, own, on_device=True)
+
+        results = run_loop(loop, feeds, once, self._stacked)
+        given = [id(value) for value in feeds.values()]  # memory that the next run writes
+        return [self._joined([r], r.shape) if id(r) in given else r for r in results]
+
+    def _stacked(self, rows: Sequence[Any]) -> Any:
+        if all(isinstance(row, np.ndarray) for row in rows):
+            return np.stack(rows)  # lowering knew them
+        return self._joined(rows, (len(rows), *rows[0].shape))
+
+    def _joined(self, rows: Sequence[Any], shape: Sequence[int]) -> DeviceTensor:
+        """A tensor of these rows, which have one size, in memory of its own."""
+        owner, size = self._instance.owner, rows[0].nbytes
+        memory = device.Memory(size * len(rows), "what a Loop gives")
+        for i, row in enumerate(rows if size else ()):
+            if isinstance(row, DeviceTensor):
+                owner.stream.move(memory.address + i * size, row.address, size)
+            else:
+                dense = np.asarray(row, order="C")
+                owner.stream.upload(memory.address + i * size, dense.ctypes.data, size)
+        owner.stream.wait("the results of a Loop")
+        return DeviceTensor(memory.address, shape, rows[0].dtype.name, owner.device_id, memory)

@@ -25,6 +25,9 @@ from onnx_fuse.passes.precision import widened
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
+_NAMES_CLASH = "Attempt to replace the existing tensor"
+"""onnxruntime (1.32) says so where a name that its optimizations choose is taken, as in files that
+its transformers package has optimized."""
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
 
@@ -61,9 +64,14 @@ def session(
         if not is_fault(error):
             raise
         graph = _graph(model)
-        if not any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
+        if any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
+            return Widened(graph, options)
+        if _NAMES_CLASH not in str(error) or as_written:
             raise
-        return Widened(graph, options)
+        warnings.warn(
+            "onnxruntime's own optimizations fail on this graph: it runs without them", stacklevel=3
+        )
+        return session(model, options, as_written=True)
     # Its Python API has no arrays of this type.
     ends = [*found.get_inputs(), *found.get_outputs()]
     return Widened(_graph(model), options) if any(e.type == _BFLOAT16 for e in ends) else found

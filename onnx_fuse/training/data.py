@@ -83,7 +83,7 @@ def fit(
                 f".astype('{dtype}')"
             )
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
-        fitted[name] = np.ascontiguousarray(array, dtype) if batch else array
+        fitted[name] = np.asarray(array, dtype, order="C") if batch else array
     return fitted
 
 

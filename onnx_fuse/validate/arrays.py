@@ -39,7 +39,7 @@ def role_of(value: Value) -> Role:
         raise ModelError(f"input '{value.name}' holds strings: give inputs (--inputs FILE.npz)")
     bound = index_bound(value)
     whole = dtype.is_integer() or dtype == DataType.BOOL
-    named = "mask" in name
+    named = "mask" in name or (whole and _is_flags(value))
     rank = len(value.shape) if value.shape is not None else 2
     if "position" in name and whole and rank:
         kind = "positions"
@@ -84,7 +84,14 @@ def make(
         array = rng.integers(0, top, shape)
     else:
         array = rng.standard_normal(shape)
-    return np.ascontiguousarray(np.asarray(array).astype(role.dtype.numpy()))
+    return np.asarray(np.asarray(array).astype(role.dtype.numpy()), order="C")
+
+
+def _is_flags(value: Value) -> bool:
+    """Whether integers are read as true and false, or counted: positions are a mask's sums."""
+    readers = [use.node for use in value.uses()]
+    kinds = [node.attributes["to"].value for node in readers if node.op_type == "Cast"]
+    return DataType.BOOL.value in kinds or any(node.op_type == "CumSum" for node in readers)
 
 
 def _right_padded(shape: Sequence[int]) -> Array:

@@ -67,6 +67,7 @@ def generate(
     seen: dict[str, set[int]] = {}
     done: set[tuple[bool | int, ...]] = set()
     tried: list[Choice] = []
+    empty: list[tuple[Feeds, list[Any]]] = []  # what the graph ran and found nothing in
     first_error: Exception | None = None
     for choice in choices(model):
         way = tuple(choice.branches.values())
@@ -98,10 +99,20 @@ def generate(
                 done.add(way)
                 for symbol, size in choice.sizes.items():
                     seen.setdefault(symbol, set()).add(size)
+            else:
+                empty.append((feed, outputs))
             break
+    if not accepted and empty:
+        accepted = empty[:1]
+        if notes is not None:
+            names = [v.name for v, y in zip(model.graph.outputs, empty[0][1], strict=True)
+                     if not np.size(y)]  # fmt: skip
+            notes.append(f"generated inputs leave {', '.join(map(str, names))} empty: nothing of "
+                         "their values is compared (--inputs FILE.npz gives others)")  # fmt: skip
     if not accepted:
-        reason = ort.plain(first_error) if first_error else "its outputs are empty"
-        sizes = "; ".join(map(str, tried[:_SHOWN]))
+        assert first_error is not None
+        reason = ort.plain(first_error)
+        sizes = "; ".join(dict.fromkeys(map(str, tried[:_SHOWN])))
         raise ModelError(
             f"onnxruntime runs the original on none of the generated inputs ({reason}; tried "
             f"{sizes}): give inputs (--inputs FILE.npz) or sizes (--dim SYMBOL=N, --input-shapes)"

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from onnx_fuse.onnx.contrib import (  # noqa: F401
     attention,
+    experts,
     forms,
     grouped,
     norms,
+    others,
     products,
     quantized,
 )

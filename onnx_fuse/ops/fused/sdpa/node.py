@@ -37,7 +37,6 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
             for side in ("left", "right")
         ),
         "its scores are an output that is used": any(used[3:]),
-        "it has a past, a mask and is_causal together": bool(past_k and mask and causal),
         "inputs of unknown or mixed rank": len({rank(t) for t in bound}) != 1 or rank(q) is None,
         "softmax_precision": attribute(node, "softmax_precision") not in (None, 1),
         "the mask's size is not known": mask is not None and not rank(mask),
@@ -62,11 +61,10 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     if past_k is not None and past_v is not None:
         k, v = (_joined(op, past, new) for past, new in ((past_k, k), (past_v, v)))
     present = [k, v]
+    if causal and past_k is not None:
+        mask, causal = _with_past(op, rw, mask, _seen(op, q, k, past_k), q), False
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
-    if causal and past_k is not None:
-        mask = _added(op, rw, _seen(op, q, k, past_k), q)
-        causal = False
     capped = isinstance(softcap, float) and softcap != 0.0
     q, k, v, grouped = grouping(q, k, v)
     steps, guard = (("Mask",), "Guard") if mask is not None else ((), "")
@@ -108,10 +106,25 @@ def _joined(op: Builder, past: ir.Value, new: ir.Value) -> ir.Value:
     return typed(y, new)
 
 
+def _with_past(
+    op: Builder, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, q: ir.Value
+) -> ir.Value:
+    """The mask, of either kind, that also hides what `seen` does."""
+    if mask is None:
+        return seen
+    if mask.dtype == ir.DataType.BOOL:
+        return typed(op.And(mask, seen), mask)
+    return typed(op.Where(seen, mask, _minus_infinity(rw, q)), mask)
+
+
+def _minus_infinity(rw: Rewriter, q: ir.Value) -> ir.Value:
+    dtype = (q.dtype or ir.DataType.FLOAT).numpy()
+    return rw.initializer(f"minus_inf{np.dtype(dtype).name}", np.asarray(-np.inf, dtype))
+
+
 def _added(op: Builder, rw: Rewriter, keep: ir.Value, q: ir.Value) -> ir.Value:
     """The mask that is -inf where `keep` is False."""
-    dtype = (q.dtype or ir.DataType.FLOAT).numpy()
-    low = rw.initializer(f"minus_inf{np.dtype(dtype).name}", np.asarray(-np.inf, dtype))
+    low = _minus_infinity(rw, q)
     return typed(op.Where(keep, rw.zeros(q), low), q, keep.shape)
 
 

@@ -1,0 +1,219 @@
+"""One step of RNN, GRU and LSTM in standard ONNX, for nodes that no step operator of ours serves.
+
+Those with peepholes, clipped or coupled gates or other activations are written out over their
+steps on a GPU (`kernels/recurrent.py`), and as Scans where they are differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder
+
+DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
+TAKES: dict[str, tuple[float | None, ...]] = {
+    **dict.fromkeys(("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh"), ()),
+    **{"Elu": (1.0,), "LeakyRelu": (0.01,), "ThresholdedRelu": (None,)},
+    **{"HardSigmoid": (0.2, 0.5), "Affine": (None, None), "ScaledTanh": (None, None)},
+}
+"""alpha and beta where they are not given; None: onnxruntime's three operators differ."""
+Activation = tuple[str, tuple[float, ...]]
+
+
+class Cell:
+    """One direction of a node: `step` is its formula, from the ONNX specification."""
+
+    def __init__(self, op: Any, node: ir.Node, direction: int, acts: Sequence[Activation]) -> None:
+        self.op, self.kind, self.acts = op, node.op_type, acts
+        self.clip = node.attributes.get_float("clip", 0.0)
+        self.coupled = bool(node.attributes.get_int("input_forget", 0))
+        self.linear = bool(node.attributes.get_int("linear_before_reset", 0))
+        self.at = op.constant(np.int64(direction))
+        x, w, r, *rest = node.inputs
+        assert x is not None
+        assert w is not None
+        assert r is not None
+        self.dtype = x.dtype or ir.DataType.FLOAT
+        rest += [None] * (5 - len(rest))
+        b, _, self.h0, self.c0, p = rest
+        self.w, self.r = (op.Transpose(self.mine(v), perm=[1, 0]) for v in (w, r))
+        self.b = [] if b is None else op.Split(self.mine(b), num_outputs=2, axis=0, outputs=2)
+        self.p = [] if p is None else op.Split(self.mine(p), num_outputs=3, axis=0, outputs=3)
+        self.h: ir.Value
+        self.c: ir.Value | None = None
+
+    def mine(self, value: ir.Value) -> ir.Value:
+        """This direction's part."""
+        found: ir.Value = self.op.Gather(value, self.at, axis=0)
+        return found
+
+    def act(self, which: int, value: ir.Value) -> ir.Value:
+        """Activation `which` of the clipped value."""
+        if self.clip:
+            ends = (self.op.constant(v, self.dtype) for v in (-self.clip, self.clip))
+            value = self.op.Clip(value, *ends)
+        return self.activation(which, value)
+
+    def activation(self, which: int, value: ir.Value) -> ir.Value:
+        op, (name, numbers) = self.op, self.acts[which]
+        found: ir.Value
+        if name in ("Affine", "ScaledTanh"):
+            alpha, beta = (op.constant(v, self.dtype) for v in numbers)
+            found = (
+                op.Add(op.Mul(value, alpha), beta)
+                if name == "Affine"
+                else op.Mul(op.Tanh(op.Mul(value, beta)), alpha)
+            )
+        else:
+            found = op.node(name, [value], **dict(zip(("alpha", "beta"), numbers, strict=False)))
+        return found
+
+    def products(self, x: ir.Value) -> ir.Value:
+        """x Wᵀ + b of all steps: [T, B, gates H]."""
+        y: ir.Value = self.op.MatMul(x, self.w)
+        return self.op.Add(y, self.b[0]) if self.b else y
+
+    def step(self, row: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+        """The next h and c from a row of `products`."""
+        op = self.op
+        own = op.MatMul(self.h, self.r)
+        if self.kind == "GRU":
+            return self._gru(row, own), None
+        total = op.Add(row, own)
+        if self.b:
+            total = op.Add(total, self.b[1])
+        if self.kind == "RNN":
+            return self.act(0, total), None
+        i, o, f, c = op.Split(total, num_outputs=4, axis=-1, outputs=4)
+        if self.p:
+            i, f = op.Add(i, op.Mul(self.p[0], self.c)), op.Add(f, op.Mul(self.p[2], self.c))
+        entered = self.act(0, i)
+        one = op.constant(1.0, self.dtype)
+        left = op.Sub(one, entered) if self.coupled else self.act(0, f)
+        new = op.Add(op.Mul(left, self.c), op.Mul(entered, self.act(1, c)))
+        if self.p:
+            o = op.Add(o, op.Mul(self.p[1], new))
+        return op.Mul(self.act(0, o), self.activation(2, new)), new
+
+    def _gru(self, row: ir.Value, own: ir.Value) -> ir.Value:
+        """z and r gate; the candidate reads r ⊙ h, or r ⊙ (h Rᵀ + b) if linear_before_reset."""
+        op = self.op
+        thirds = [op.Split(v, num_outputs=3, axis=-1, outputs=3) for v in (row, own)]
+        (xz, xr, xh), (hz, hr, hh) = thirds
+        bz, br, bh = (
+            op.Split(self.b[1], num_outputs=3, axis=-1, outputs=3) if self.b else [None] * 3
+        )
+
+        def plus(a: ir.Value, b: ir.Value | None) -> ir.Value:
+            return a if b is None else op.Add(a, b)
+
+        z, r = self.act(0, plus(op.Add(xz, hz), bz)), self.act(0, plus(op.Add(xr, hr), br))
+        if self.linear:
+            candidate = op.Add(xh, op.Mul(r, plus(hh, bh)))
+        else:
+            recurrent = op.Split(self.r, num_outputs=3, axis=-1, outputs=3)[2]
+            candidate = plus(op.Add(xh, op.MatMul(op.Mul(r, self.h), recurrent)), bh)
+        new = self.act(1, candidate)
+        found: ir.Value = op.Add(new, op.Mul(z, op.Sub(self.h, new)))
+        return found
+
+
+def activations(node: ir.Node, directions: int) -> list[Activation] | None:
+    """The node's activations with their numbers; None where onnxruntime's reading is not plain."""
+    default = DEFAULT[node.op_type] * directions
+    names = list(node.attributes.get_strings("activations", default))
+    if len(names) != len(default) or any(name not in TAKES for name in names):
+        return None
+    numbers: list[list[float]] = [[] for _ in names]
+    for k, attribute in enumerate(("activation_alpha", "activation_beta")):
+        takers = [i for i, name in enumerate(names) if len(TAKES[name]) > k]
+        given = list(node.attributes.get_floats(attribute, ()))
+        if given and (len(given) != len(takers) or (node.op_type == "RNN" and len(names) > 1)):
+            return None
+        usual = [TAKES[names[i]][k] for i in takers]
+        for i, number in zip(takers, given or usual, strict=True):
+            if number is None:
+                return None
+            numbers[i].append(number)
+    return [(name, tuple(n)) for name, n in zip(names, numbers, strict=True)]
+
+
+class Written:
+    """A node as Scans, one a direction: the nodes of `op`, and `results` for its outputs."""
+
+    def __init__(self, node: ir.Node, acts: Sequence[Activation]) -> None:
+        self.op, self.node = Builder(), node
+        attributes = node.attributes
+        way = attributes.get_string("direction", "forward")
+        self.layout = attributes.get_int("layout", 0) == 1
+        count, each = 2 if way == "bidirectional" else 1, len(DEFAULT[node.op_type])
+        op, x = self.op, node.inputs[0]
+        self.lengths = node.inputs[4] if len(node.inputs) > 4 else None
+        if self.lengths is not None:
+            self.lengths = op.Unsqueeze(self.lengths, op.constant([1]))
+        assert x is not None
+        self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
+        found = [
+            self._direction(i, acts[i * each : (i + 1) * each], bool(i) or way == "reverse")
+            for i in range(count)
+        ]
+        self.results = []
+        for i, parts in enumerate(zip(*found, strict=True)):
+            value = op.Concat(*parts, axis=1 if i == 0 else 0)
+            if self.layout:
+                value = op.Transpose(value, perm=[2, 0, 1, 3] if i == 0 else [1, 0, 2])
+            self.results.append(value)
+
+    def _direction(self, i: int, acts: Sequence[Activation], reverse: bool) -> list[ir.Value]:
+        """Y [T, 1, B, H], Y_h and Y_c [1, B, H]."""
+        op, first = self.op, self.op.constant([0])
+        cell = Cell(op, self.node, i, acts)
+        products = cell.products(self.rows)
+        lstm = self.node.op_type == "LSTM"
+        start = [self._start(cell, cell.h0, products)]
+        start += [self._start(cell, cell.c0, products)] if lstm else []
+        scanned = [products]
+        if self.lengths is not None:
+            length = op.Squeeze(op.Shape(products, start=0, end=1), op.constant([0]))
+            every = op.Range(op.constant(0), length, op.constant(1))
+            scanned.append(op.Cast(every, to=ir.DataType.INT32))
+        inner = Builder()
+        given = [ir.Value(name="") for _ in (*start, *scanned)]
+        cell.op, cell.h, cell.c = inner, given[0], given[1] if lstm else None
+        new = [v for v in cell.step(given[len(start)]) if v is not None]
+        row = new[0]
+        if self.lengths is not None:
+            alive = inner.Less(given[-1], self.lengths)
+            zero = inner.constant(np.zeros((), cell.dtype.numpy()))
+            row = inner.Where(alive, row, zero)
+            new = [inner.Where(alive, v, old) for v, old in zip(new, given, strict=False)]
+        ends = [*new, row]
+        ends = [v if ends.index(v) == k else inner.Identity(v) for k, v in enumerate(ends)]
+        body = ir.Graph(given, ends, nodes=inner.nodes, name=f"step {i}")
+        way = {"scan_input_directions": [1] * len(scanned), "scan_output_directions": [1]}
+        made = op.node(
+            "Scan",
+            [*start, *scanned],
+            outputs=len(start) + 1,
+            attributes={"body": body, "num_scan_inputs": len(scanned), **(way if reverse else {})},
+        )
+        return [
+            op.Unsqueeze(made[-1], op.constant([1])),
+            *(op.Unsqueeze(v, first) for v in made[:-1]),
+        ]
+
+    def _start(self, cell: Cell, given: ir.Value | None, products: ir.Value) -> ir.Value:
+        """The state [B, H] before the first step."""
+        op = self.op
+        if given is not None:
+            given = op.Transpose(given, perm=[1, 0, 2]) if self.layout else given
+            return cell.mine(given)
+        batch = op.Shape(products, start=1, end=2)
+        hidden = op.Shape(cell.r, start=0, end=1)
+        zero = op.constant(np.zeros((), cell.dtype.numpy()))
+        found: ir.Value = op.Expand(zero, op.Concat(batch, hidden, axis=0))
+        return found

@@ -1,0 +1,172 @@
+"""ONNX's own evaluator, which runs in float64 what onnxruntime has no kernels for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from numpy.lib.stride_tricks import sliding_window_view
+from onnx import NodeProto
+
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.validate.arrays import Array
+
+
+def reference_evaluator(model: onnx_ir.Model) -> Any:
+    """ONNX's own evaluator, but for what it does otherwise (onnx 1.23).
+
+    Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
+    its Scan no directions and no axes but 0; its convolutions of groups raise, and all are slow.
+    """
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+    from onnx.reference.ops import op_scan
+
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+
+    class Erf(OpRun):
+        def _run(self, x: Array) -> tuple[Array]:
+            return (erf(x) if x.size else x,)
+
+    class Gelu(OpRun):
+        def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
+            if approximate == "tanh":
+                return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
+            return (0.5 * x * (1 + erf(x / math.sqrt(2))) if x.size else x,)
+
+    class GatherElements(OpRun):
+        def _run(self, x: Array, indices: Array, axis: int = 0) -> tuple[Array]:
+            ahead = (slice(None) if k == axis % x.ndim else slice(n)
+                     for k, n in enumerate(indices.shape))  # fmt: skip
+            return (np.take_along_axis(x[tuple(ahead)], indices, axis),)
+
+    class Pad(OpRun):
+        def _run(
+            self, x: Array, pads: Array, value: Array | None = None, axes: Array | None = None,
+            mode: str = "constant",
+        ) -> tuple[Array]:  # fmt: skip
+            along = range(x.ndim) if axes is None else (int(a) % x.ndim for a in axes)
+            each = dict(zip(along, pads.reshape(2, -1).T, strict=True))
+            more = [tuple(int(max(p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
+            less = [tuple(int(max(-p, 0)) for p in each.get(a, (0, 0))) for a in range(x.ndim)]
+            fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
+            y = np.pad(x, more, mode=mode, **fill)  # type: ignore[call-overload]
+            return (y[tuple(slice(a, n - b) for (a, b), n in zip(less, y.shape, strict=True))],)
+
+    class Conv(OpRun):
+        def _run(
+            self, x: Array, w: Array, b: Array | None = None, auto_pad: str = "NOTSET",
+            dilations: Sequence[int] | None = None, group: int = 1,
+            kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+            strides: Sequence[int] | None = None,
+        ) -> tuple[Array]:  # fmt: skip
+            return (_conv(x, w, b, auto_pad, dilations, group or 1, pads, strides),)
+
+    class ConvTranspose(OpRun):
+        def _run(
+            self, x: Array, w: Array, b: Array | None = None, auto_pad: str = "NOTSET",
+            dilations: Sequence[int] | None = None, group: int = 1,
+            kernel_shape: Sequence[int] | None = None, output_padding: Sequence[int] | None = None,
+            output_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+            strides: Sequence[int] | None = None,
+        ) -> tuple[Array]:  # fmt: skip
+            if auto_pad != "NOTSET" or output_shape:
+                raise RuntimeError("ConvTranspose with auto_pad or output_shape")
+            return (_turned_conv(x, w, b, dilations, group or 1, pads, strides, output_padding),)
+
+    forward: Any = op_scan.Scan
+
+    class Scan(forward):  # type: ignore[misc]
+        def __init__(self, node: NodeProto, run_params: Any) -> None:
+            plain = NodeProto.FromString(node.SerializeToString())
+            held = {a.name: list(a.ints) for a in node.attribute if a.name.startswith("scan_")}
+            for attribute in [a for a in plain.attribute if a.name in held]:
+                plain.attribute.remove(attribute)
+            super().__init__(plain, run_params)
+            self._held = held
+
+        def _run(self, *args: Any, **more: Any) -> tuple[Any, ...]:
+            states = len(args) - self.num_scan_inputs
+            given = [*args[:states], *self._turned(args[states:], "input")]
+            made = super()._run(*given, **more)
+            return (*made[:states], *self._turned(made[states:], "output", back=True))
+
+        def _turned(self, arrays: Sequence[Array], side: str, back: bool = False) -> list[Array]:
+            axes = self._held.get(f"scan_{side}_axes", [0] * len(arrays))
+            ways = self._held.get(f"scan_{side}_directions", [0] * len(arrays))
+            ends = [(0, a) if back else (a, 0) for a in axes]
+            found = [np.flip(x, 0 if back else a) if w else x
+                     for x, a, w in zip(arrays, axes, ways, strict=True)]  # fmt: skip
+            return [np.moveaxis(x, *end) for x, end in zip(found, ends, strict=True)]
+
+    own: list[Any] = [Erf, Gelu, GatherElements, Pad, Conv, ConvTranspose, Scan]
+    return ReferenceEvaluator(to_proto(model), new_ops=own)
+
+
+def _conv(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    auto_pad: str,
+    dilations: Sequence[int] | None,
+    group: int,
+    pads: Sequence[int] | None,
+    strides: Sequence[int] | None,
+) -> Array:
+    """ONNX's Conv of any rank, as a product over windows."""
+    rank = x.ndim - 2
+    kernel, steps, every = w.shape[2:], strides or [1] * rank, dilations or [1] * rank
+    spans = [(k - 1) * d + 1 for k, d in zip(kernel, every, strict=True)]
+    ends = list(pads or [0] * (2 * rank))
+    if auto_pad.startswith("SAME"):
+        sizes = zip(x.shape[2:], spans, steps, strict=True)
+        wanted = [max((-(-n // s) - 1) * s + span - n, 0) for n, span, s in sizes]
+        less, more = [p // 2 for p in wanted], [p - p // 2 for p in wanted]
+        ends = more + less if auto_pad == "SAME_LOWER" else less + more
+    wide = np.pad(x, [(0, 0), (0, 0), *zip(ends[:rank], ends[rank:], strict=True)])
+    windows: Any = sliding_window_view(wide, spans, tuple(range(2, 2 + rank)))
+    windows = windows[(..., *(slice(None, None, d) for d in every))]
+    windows = windows[(slice(None), slice(None), *(slice(None, None, s) for s in steps))]
+    outer = windows.shape[2 : 2 + rank]
+    perm = [0, *range(2, 2 + rank), 1, *range(2 + rank, 2 + 2 * rank)]
+    inner = w[0].size
+    columns = windows.transpose(perm).reshape(x.shape[0], math.prod(outer), group, inner)
+    filters = w.reshape(group, w.shape[0] // group, inner)
+    y: Array = np.moveaxis(columns, 2, 1) @ filters.transpose(0, 2, 1)
+    y = np.swapaxes(y, 2, 3).reshape(x.shape[0], w.shape[0], *outer)
+    return y if b is None else y + b.reshape(-1, *[1] * rank)
+
+
+def _turned_conv(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    dilations: Sequence[int] | None,
+    group: int,
+    pads: Sequence[int] | None,
+    strides: Sequence[int] | None,
+    output_padding: Sequence[int] | None,
+) -> Array:
+    """ONNX's ConvTranspose of any rank: each place of the kernel adds a grid of products."""
+    rank = x.ndim - 2
+    kernel, steps, every = w.shape[2:], strides or [1] * rank, dilations or [1] * rank
+    ends, more = list(pads or [0] * (2 * rank)), output_padding or [0] * rank
+    each, filters = x.shape[2:], w.shape[1]
+    rows = x.reshape(x.shape[0], group, x.shape[1] // group, -1)
+    taps: Any = w.reshape(group, x.shape[1] // group, filters, *kernel)
+    whole = [(n - 1) * s + (k - 1) * d + 1 + p
+             for n, s, k, d, p in zip(each, steps, kernel, every, more, strict=True)]  # fmt: skip
+    y: Any = np.zeros((x.shape[0], group * filters, *whole), x.dtype)
+    for at in product(*map(range, kernel)):
+        tap = taps[(..., *at)].transpose(0, 2, 1)
+        part = (tap @ rows).reshape(x.shape[0], group * filters, *each)
+        grid = zip(at, every, steps, each, strict=True)
+        y[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, s, n in grid))] += part
+    inside = zip(ends[:rank], ends[rank:], whole, strict=True)
+    y = y[(..., *(slice(a, n - e) for a, e, n in inside))]
+    result: Array = y if b is None else y + b.reshape(-1, *[1] * rank)
+    return result
