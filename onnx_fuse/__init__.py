@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import sys
-from types import ModuleType
 
 TYPE_CHECKING = False  # typing's own would take a third of this import
 if TYPE_CHECKING:
@@ -39,41 +36,14 @@ _NAMES = {
     "load": "api",
     "optimize": "api",
 }
-_MODULES = {"backend": "backend", "optim": "training.optim", "validate": "validate"}
+_MODULES = {
+    "backend": "backend",
+    "deploy": "deploy",
+    "optim": "training.optim",
+    "validate": "validate",
+}
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]
-
-
-_TABLE = frozenset(("Max", "Min", "Mod", "floor", "sqrt"))
-"""Functions that onnx_ir puts into a table when it is imported."""
-
-
-class _Sympy(ModuleType):
-    """sympy until something of it is used: then the real one takes its place.
-
-    onnx_ir imports it for arithmetic on symbolic sizes, which no pass here does: 0.3 s of a cold
-    start. importlib's LazyLoader does not serve: a second import statement ends its laziness.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        caller = sys._getframe(1)
-        module = str(caller.f_globals.get("__name__"))
-        at_import = caller.f_code.co_name == "<module>" and module.startswith("onnx_ir.")
-        if at_import and name in _TABLE:  # they need sympy when called
-            return lambda *args: getattr(self, name)(*args)
-        if sys.modules.get("sympy") is self:
-            del sys.modules["sympy"]
-        return getattr(importlib.import_module("sympy"), name)
-
-
-def _defer_sympy() -> None:
-    spec = importlib.machinery.PathFinder.find_spec("sympy")
-    if spec is not None and not {"sympy", "onnx_ir"} & set(sys.modules):
-        module = sys.modules["sympy"] = _Sympy("sympy")
-        module.__spec__, module.__file__ = spec, spec.origin
-
-
-_defer_sympy()
 
 
 def __getattr__(name: str) -> Any:

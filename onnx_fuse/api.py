@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
-
-import onnx
-import onnx_ir
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnx_fuse import session
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.save import attach_functions, to_proto
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir
 
 Result: TypeAlias = "onnx.ModelProto | bytes | onnx_ir.Model"
 
@@ -57,6 +58,8 @@ def gradient(
 
 
 def _in_kind(source: Model, result: onnx_ir.Model) -> Result:
+    import onnx_ir
+
     if isinstance(source, onnx_ir.Model):
         attach_functions(result)
         return result

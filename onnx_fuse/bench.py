@@ -183,9 +183,13 @@ def run_once(
     device: str = "cpu",
     precision: str = "fp32",
     profile: bool = False,
+    compiled: Path | None = None,
 ) -> RunResult:
-    """Run the fusion of `graph`; `profile` adds the time by operator, or by kernel on "cuda"."""
-    session = InferenceSession(graph, device=device, precision=precision)
+    """Run the fusion of `graph`; `profile` adds the time by operator, or by kernel on "cuda".
+
+    `compiled` is a file of `deploy.compile` that has the graph and runs in its place.
+    """
+    session = InferenceSession(compiled or graph, device=device, precision=precision)
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     started = time.perf_counter()
     outputs = session.run(None, feeds)

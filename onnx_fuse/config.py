@@ -80,7 +80,12 @@ AHEAD = Variable(
     True,
     "0 leaves programs and kernels for sizes that have not come yet until they come",
 )
-CACHE_DIR = Variable("ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, tuning records")
+CACHE_DIR = Variable(
+    "ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, optimized graphs, tuning records"
+)
+CACHE_MB = Variable(
+    "ONNX_FUSE_CACHE_MB", int, 4096, "MB that optimized graphs may hold in the cache; 0 keeps none"
+)
 
 VARIABLES: tuple[Variable[object], ...] = (
     DEBUG,
@@ -91,4 +96,5 @@ VARIABLES: tuple[Variable[object], ...] = (
     ARENA,
     AHEAD,
     CACHE_DIR,
+    CACHE_MB,
 )  # type: ignore[assignment]

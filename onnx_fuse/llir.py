@@ -32,14 +32,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
-import onnx_ir as ir
 
 from onnx_fuse.problem import ITEMSIZE, Hardware, Launch, Problem
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from onnx_fuse.kernels.pointwise import Expression
 
 ModelBytes = bytes  # a serialized ModelProto
@@ -312,7 +313,7 @@ class Context(Protocol):
         """Append the best candidate of registry op `problem.op`; the reason where there is none."""
 
 
-Lowering = Callable[[Context, ir.Node], "str | None"]
+Lowering: TypeAlias = "Callable[[Context, ir.Node], str | None]"
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir
 
+from onnx_fuse import config
+from onnx_fuse.container import digest_of_file, is_container, stamp
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import defaults, required
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.load import load as load_model
 from onnx_fuse.problem import PRECISIONS
-from onnx_fuse.runtime import ort
-from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.runtime.deployed import Deployed
+from onnx_fuse.runtime.tensor import Argument, DeviceTensor, dtype_of
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+    from onnx_fuse.onnx.common import Model
+    from onnx_fuse.runtime.executable import Executable
 
 DEVICES = ("cpu", "cuda")
 
@@ -30,9 +39,11 @@ class InferenceSession:
     graph, `device="cuda"` this project's own kernels.
     `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`, and
     `providers=[("CUDAExecutionProvider", {"device_id": 1})]` the second GPU. Whatever else an
-    onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too. Raises
-    ModelError for a bad model, DeviceError without a usable GPU, and onnxruntime's own errors from
-    `run`.
+    onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too.
+    A file of `onnx-fuse compile` runs on "cuda" as it was compiled, in the shapes and the precision
+    it was compiled for, without NVRTC and without any ONNX library; with `recompile` the graph that
+    is in it is compiled here, as any other model's. Raises ModelError for a bad model, DeviceError
+    without a usable GPU, and onnxruntime's own errors from `run`.
     """
 
     def __init__(
@@ -45,6 +56,7 @@ class InferenceSession:
         optimize: bool = True,
         level: int = 2,
         precision: str = "fp32",
+        recompile: bool = False,
     ) -> None:
         self.device = _device(device, providers)
         if precision not in (PRECISIONS if self.device == "cuda" else ("fp32",)):
@@ -55,21 +67,62 @@ class InferenceSession:
         gpu = _gpu(providers)
         if self.device == "cuda":
             _begin(gpu)
-        graph = load(model)
-        if optimize:
-            from onnx_fuse import passes
+        self._source, self._options = model, sess_options
+        self._level: int | None = None
+        self._executable: Executable | None = None
+        self._checked: set[tuple[Any, ...]] = set()  # shapes of feeds that were found good
+        if self.device == "cuda" and not recompile and _is_compiled(model):
+            from onnx_fuse.runtime import executable
 
-            passes.optimize(graph, level=level, own_kernels=self.device == "cuda")
-        self.model: onnx_ir.Model = graph
-        """The graph that runs."""
-        self._options = sess_options
+            compiled = Deployed(model)  # type: ignore[arg-type]
+            compiled.check_precision(precision)
+            self._interface = _Interface.of_compiled(compiled)
+            self._executable = executable.Executable(compiled, device_id=gpu)
+            self._executable.check()
+            return
+        _require_graphs()
+        self._level = level if optimize else None
         if self.device == "cpu":
             self._session  # noqa: B018 - what onnxruntime refuses, it refuses now
-        self._executable = _executable(graph, precision, gpu) if self.device == "cuda" else None
+        else:
+            self._executable = self._on_gpu(precision, gpu)
+
+    def _on_gpu(self, precision: str, gpu: int) -> Executable:
+        """The graph's Executable; what optimizing and `precision` make of it may be kept."""
+        digest = _digest(self._source) if self._level is not None else None
+        from onnx_fuse import cache  # while the file is read
+
+        kept = None
+        if digest is not None and (found := digest.result()):
+            options = {"level": self._level, "precision": precision}
+            kept = cache.Entry(Path(self._source), *found, options)  # type: ignore[arg-type]
+        graph = kept.load() if kept else None
+        self._interface = _Interface.of_graph(self.model if graph is None else graph)
+        if graph is None:
+            made = _executable(self.model, precision, gpu)
+            if kept and cache.keepable(self.model):
+                made.on_lowered = kept.store
+            return made
+        if PRECISIONS[precision][0] == "float32":
+            self.model = graph
+            return _executable(graph, precision, gpu)
+        return _executable(graph, "fp32", gpu)  # its weights are of `precision` already
+
+    @cached_property
+    def model(self) -> onnx_ir.Model:
+        """The graph that runs; of a compiled file, the one that its programs were made of."""
+        graph = load(self._source)
+        if self._level is not None:
+            from onnx_fuse import passes
+
+            passes.optimize(graph, level=self._level, own_kernels=self.device == "cuda")
+        return graph
 
     @cached_property
     def _session(self) -> Any:
         """onnxruntime on the same graph; on "cuda" made when something else of it is asked for."""
+        from onnx_fuse.runtime import ort
+
         made = ort.session(self.model, self._options)
         if isinstance(made, ort.Widened):
             warnings.warn(made.note, stacklevel=3)
@@ -79,20 +132,19 @@ class InferenceSession:
         """The model's inputs: name, type, shape."""
         if self._executable is None:
             return list(self._session.get_inputs())
-        return [_argument(v) for v in required(self.model)]
+        return list(self._interface.inputs)
 
     def get_overridable_initializers(self) -> list[Any]:
         """The inputs that feeds may leave out, since the model has a default for them."""
         if self._executable is None:
             return list(self._session.get_overridable_initializers())
-        names = self._defaults
-        return [_argument(v) for v in self.model.graph.inputs if v.name in names]
+        return list(self._interface.overridable)
 
     def get_outputs(self) -> list[Any]:
         """The model's outputs: name, type, shape."""
         if self._executable is None:
             return list(self._session.get_outputs())
-        return [_argument(v) for v in self.model.graph.outputs]
+        return list(self._interface.outputs)
 
     def run(
         self,
@@ -170,12 +222,8 @@ class InferenceSession:
         return self._executable
 
     @cached_property
-    def _defaults(self) -> dict[str, Any]:
-        return defaults(self.model)
-
-    @cached_property
     def _output_names(self) -> list[str]:
-        return [v.name or "" for v in self.model.graph.outputs]
+        return [end.name for end in self._interface.outputs]
 
     @cached_property
     def _ends(self) -> list[End]:
@@ -193,7 +241,7 @@ class InferenceSession:
             name: self._on_cuda().adopt(value) if _on_gpu(value) else _host(value)
             for name, value in input_feed.items()
         }
-        return checked_feeds(self._ends, {**self._defaults, **feeds})
+        return checked_feeds(self._ends, {**self._interface.defaults, **feeds})
 
     def get_providers(self) -> list[str]:
         if self.device == "cuda":
@@ -206,13 +254,79 @@ class InferenceSession:
         return getattr(self._session, name)
 
 
-def _argument(value: onnx_ir.Value) -> ort.Argument:
+@dataclass(frozen=True)
+class _Interface:
+    """The inputs that must be fed, those that may be, with their defaults, and the outputs."""
+
+    inputs: list[Argument]
+    overridable: list[Argument]
+    outputs: list[Argument]
+    defaults: dict[str, np.ndarray[Any, Any]]
+
+    @classmethod
+    def of_graph(cls, model: onnx_ir.Model) -> _Interface:
+        from onnx_fuse.onnx.build import defaults, required
+
+        given = defaults(model)
+        overridable = [argument(v) for v in model.graph.inputs if v.name in given]
+        inputs = [argument(v) for v in required(model)]
+        return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], given)
+
+    @classmethod
+    def of_compiled(cls, compiled: Deployed) -> _Interface:
+        given = compiled.defaults
+        inputs = [end for end in compiled.inputs if end.name not in given]
+        overridable = [end for end in compiled.inputs if end.name in given]
+        return cls(inputs, overridable, compiled.outputs, given)
+
+
+def _require_graphs() -> None:
+    """Raise UsageError in an installation of onnx-fuse-runtime, which lacks what reads ONNX."""
+    if find_spec("onnx_fuse.onnx") is None:
+        raise UsageError(
+            "onnx-fuse-runtime runs files of onnx-fuse compile on device 'cuda', as they were "
+            "compiled: pip install onnx-fuse for ONNX models, recompile=True and device 'cpu'"
+        )
+
+
+def _is_compiled(model: object) -> bool:
+    return isinstance(model, str | os.PathLike) and is_container(model)
+
+
+_KEPT = 1 << 16
+"""Bytes of a file from which its optimized graph is kept: a smaller one is optimized as fast."""
+
+
+def _digest(model: object) -> Future[tuple[str, tuple[int, int]] | None] | None:
+    """The digest of the file at a path, which a thread takes, and the file's stamp before.
+
+    None for what the cache does not keep.
+    """
+    if not isinstance(model, str | os.PathLike) or config.CACHE_MB.value <= 0:
+        return None
+    path = Path(model)
+
+    def work() -> tuple[str, tuple[int, int]] | None:
+        try:
+            before = stamp(path)
+            return None if before[0] < _KEPT else (digest_of_file(path), before)
+        except OSError:
+            return None  # what is wrong with it is said where it is read
+
+    pool = ThreadPoolExecutor(1)
+    digest = pool.submit(work)
+    pool.shutdown(wait=False)
+    return digest
+
+
+def argument(value: onnx_ir.Value) -> Argument:
+    """An input or output of a graph as onnxruntime describes it."""
     name = value.dtype.name.lower() if value.dtype is not None else ""
     shape = [
         d if isinstance(d, int) else d.value
         for d in (value.shape if value.shape is not None else ())
     ]
-    return ort.Argument(value.name or "", f"tensor({name})", shape)
+    return Argument(value.name or "", f"tensor({name})", shape)
 
 
 def _device(device: str | None, providers: Sequence[Any] | None) -> str:
@@ -237,7 +351,7 @@ def _begin(gpu: int) -> None:
     device.begin(gpu)
 
 
-def _executable(model: onnx_ir.Model, precision: str, gpu: int) -> Any:
+def _executable(model: onnx_ir.Model, precision: str, gpu: int) -> Executable:
     from onnx_fuse.passes.precision import in_precision
     from onnx_fuse.runtime.executable import Executable
 
@@ -345,8 +459,10 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _invalid(text: str) -> Exception:
-    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
-
+    try:
+        from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+    except ImportError:  # onnx-fuse-runtime does without
+        return UsageError(text)
     error: Exception = InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
     return error
 
@@ -357,6 +473,7 @@ def load(model: Model) -> onnx_ir.Model:
     Local functions are inlined; this project's fused ops stay nodes; the standard's training
     operators (Gradient, Adam, Adagrad, Momentum) are written out. Raises ModelError.
     """
+    from onnx_fuse.onnx.load import load as load_model
     from onnx_fuse.ops.update import PREVIEW
 
     graph = load_model(model)

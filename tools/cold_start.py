@@ -1,10 +1,12 @@
-"""Cold start: seconds from a new process to the first result of LayerNormalization -> Gemm.
+"""Cold start: seconds from a new process to the first result of a model.
 
-    python tools/cold_start.py [--device cuda] [--repeat 5]
+    python tools/cold_start.py [--device cuda] [--repeat 5] [--precision fp16] [--bert] [--no-parts]
 
-Every measurement is a whole new Python process on a file of the model (fp32, x [128, 768], w
-[768, 1024]): interpreter, imports, optimizing, compiling, the first run, the copy back. "empty" has
-an empty kernel cache, "warm" one that the process before it filled. The byte code of the installed
+Every measurement is a whole new Python process on a file of the model: interpreter, imports,
+optimizing, compiling, the first run, the copy back. The model is LayerNormalization -> Gemm (fp32,
+x [128, 768], w [768, 1024]), or with --bert a BERT-base encoder of 110M weights in fp32 on 128
+tokens. "empty" has an empty cache folder, "warm" one that the process before it filled, "compiled"
+is a file of onnx-fuse compile. The files are in the page cache. The byte code of the installed
 packages is made beforehand, as pip does at installation. The parts are of further processes, which
 also lower once more; a second thread makes the CUDA context all the while, and "waiting" is what is
 left of that when the kernels are compiled.
@@ -25,9 +27,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 M, K, N = 128, 768, 1024
+IDS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def child(model: str, device: str, in_parts: bool) -> None:
+def child(model: str, device: str, precision: str, in_parts: bool) -> None:
     """One cold start; prints when its parts ended as JSON."""
     begun = time.time()
     marks: list[tuple[str, float]] = []
@@ -38,27 +41,34 @@ def child(model: str, device: str, in_parts: bool) -> None:
     from onnx_fuse import InferenceSession
 
     mark("import")
-    session = InferenceSession(model, device=device)
+    session = InferenceSession(model, device=device, precision=precision)
     mark("session")
     import numpy as np
 
-    feeds = {"x": np.random.default_rng(0).standard_normal((M, K), np.float32)}
+    if session.get_inputs()[0].name == "x":
+        feeds = {"x": np.random.default_rng(0).standard_normal((M, K), np.float32)}
+    else:
+        feeds = {name: np.ones((1, M), np.int64) for name in IDS}
     if device == "cuda" and in_parts:
         from onnx_fuse.kernels import jit
         from onnx_fuse.runtime import device as gpu
 
-        program = session._executable.program({"x": ((M, K), "float32")})
+        program = session._executable.program(
+            {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
+        )
         mark("lower")
         jit.compile_all((x for c in program.calls for x in c.launches), session._executable.hw.arch)
         mark("compile")
         gpu.start()
         mark("waiting")
-    [y] = session.run(None, feeds)
+    y = session.run(None, feeds)[0]
     mark("first run")
     print(json.dumps({"ok": abs(float(y.std()) - 1) < 0.5, "began": begun, "parts": marks}))
 
 
-def measure(model: Path, device: str, cache: Path, *options: str) -> dict[str, float]:
+def measure(
+    model: Path, device: str, precision: str, cache: Path, *options: str
+) -> dict[str, float]:
     """Seconds by part of one process, from its start to its end."""
     environment = {
         **os.environ,
@@ -66,6 +76,7 @@ def measure(model: Path, device: str, cache: Path, *options: str) -> dict[str, f
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, __file__, "--child", str(model), "--device", device, *options]
+    command += ["--precision", precision]
     started = time.time()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     total = time.time() - started
@@ -107,40 +118,71 @@ def write_model(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
 
 
+def write_bert(path: Path) -> None:
+    """A BERT-base encoder with random weights, as models/encoder.py writes it."""
+    command = [sys.executable, str(ROOT / "models" / "encoder.py"), "-o", str(path)]
+    subprocess.run([*command, "--size", "bert-base"], check=True, stdout=subprocess.DEVNULL)
+
+
+def write_compiled(model: Path, precision: str, path: Path) -> None:
+    """What onnx-fuse compile makes of it for this GPU."""
+    sys.path.insert(0, str(ROOT))
+    from onnx_fuse import deploy
+    from onnx_fuse.problem import Hardware
+
+    bert = dict.fromkeys(IDS, (1, M))
+    shapes = bert if model.name == "bert.onnx" else {"x": (M, K)}
+    targets = {"cuda": Hardware.detect()}
+    deploy.compile(model, path, targets=targets, shapes=[shapes], precision=precision)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--precision", default="fp32", help="on cuda")
+    parser.add_argument("--bert", action="store_true", help="BERT-base, not one LayerNorm and Gemm")
+    parser.add_argument("--no-parts", action="store_true", help="whole processes alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--parts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.device, args.parts)
+        child(args.child, args.device, args.precision, args.parts)
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     compileall.compile_dir(ROOT / "onnx_fuse", quiet=2)
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model.onnx"
-        write_model(model)
-        measure(model, args.device, Path(folder) / "first")  # files of the packages into memory
-        whole: dict[str, list[float]] = {"empty": [], "warm": []}
-        parts: dict[str, list[dict[str, float]]] = {"empty": [], "warm": []}
+        model = Path(folder) / ("bert.onnx" if args.bert else "model.onnx")
+        (write_bert if args.bert else write_model)(model)
+        compiled = Path(folder) / "model.fused"
+        how = (args.device, args.precision)
+        if args.device == "cuda":
+            write_compiled(model, args.precision, compiled)
+        measure(model, *how, Path(folder) / "first")  # files of the packages into memory
+        kinds = {"empty": model, "warm": model}
+        if args.device == "cuda":
+            kinds["compiled"] = compiled
+        whole: dict[str, list[float]] = {kind: [] for kind in kinds}
+        parts: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for i in range(args.repeat):
-            for kind in whole:
+            for kind, file in kinds.items():
                 cache = Path(folder) / f"whole{i}"
-                whole[kind].append(measure(model, args.device, cache)["first result"])
-                cache = Path(folder) / f"parts{i}"
-                parts[kind].append(measure(model, args.device, cache, "--parts"))
+                whole[kind].append(measure(file, *how, cache)["first result"])
+                if not args.no_parts:
+                    cache = Path(folder) / f"parts{i}"
+                    parts[kind].append(measure(file, *how, cache, "--parts"))
     print(f"seconds to the first result on {args.device}, {args.repeat} processes each")
-    print(f"{'kernel cache':14s}{'median':>10s}{'least':>10s}{'most':>10s}")
+    print(f"{'':14s}{'median':>10s}{'least':>10s}{'most':>10s}")
     for kind, times in whole.items():
         print(f"{kind:14s}" + "".join(f"{f(times):10.3f}" for f in (statistics.median, min, max)))
+    if args.no_parts:
+        return
     names = [name for name in parts["empty"][0] if name != "first result"]
     print("\nparts, medians")
-    print(f"{'':8s}" + "".join(f"{name:>13s}" for name in names))
+    print(f"{'':9s}" + "".join(f"{name:>13s}" for name in names))
     for kind, runs in parts.items():
         medians = [statistics.median(run[name] for run in runs) for name in names]
-        print(f"{kind:8s}" + "".join(f"{value:13.3f}" for value in medians))
+        print(f"{kind:9s}" + "".join(f"{value:13.3f}" for value in medians))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tools/installed_size.py            # ".[cuda13]"
     python tools/installed_size.py cublaslt   # of another extra
+    python tools/installed_size.py --runtime  # of onnx-fuse-runtime
 
 MB are 10^6 bytes; pip itself is left out.
 """
@@ -18,10 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main(extra: str) -> None:
+def main(package: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
-        pip = [f"{folder}/bin/python", "-m", "pip", "install", "-q", f"{ROOT}[{extra}]"]
+        pip = [f"{folder}/bin/python", "-m", "pip", "install", "-q", package]
         subprocess.run(pip, check=True)
         rows = {}
         for site in Path(folder).glob("lib*/python*/site-packages"):
@@ -40,4 +41,6 @@ def main(extra: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("extra", nargs="?", default="cuda13")
-    main(parser.parse_args().extra)
+    parser.add_argument("--runtime", action="store_true", help="what runs compiled files alone")
+    args = parser.parse_args()
+    main(str(ROOT / "runtime_dist") if args.runtime else f"{ROOT}[{args.extra}]")

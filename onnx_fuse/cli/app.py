@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from onnx_fuse import __version__
-from onnx_fuse.cli import bench, doctor, gradient, inspect, optimize, run, train, validate
+from onnx_fuse.cli import (
+    bench,
+    compile,
+    doctor,
+    gradient,
+    inspect,
+    optimize,
+    run,
+    train,
+    validate,
+)
 from onnx_fuse.errors import OnnxFuseError, printable
 
 app = typer.Typer(
@@ -36,6 +46,7 @@ def root(
 
 # In the order of --help.
 app.command()(optimize.optimize)
+app.command()(compile.compile)
 app.command()(validate.validate)
 app.command()(run.run)
 app.command()(gradient.gradient)
@@ -48,7 +59,7 @@ app.command()(doctor.doctor)
 # Options that take several values, and what each looks like.
 _SEVERAL = {
     "--input-shapes": re.compile(r".+:-?\d+(,-?\d+)*"),
-    "--dim": re.compile(r".+=\d+"),
+    "--dim": re.compile(r".+=\d+([.,:\d]*\d)?"),
 }
 
 

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import is_stream
 
+T = TypeVar("T")
 Paths: TypeAlias = "Mapping[str, Path | Sequence[Path] | None]"
 
 
@@ -20,10 +21,16 @@ def load(model: Any, name: str) -> Any:
     """`session.load`, with the file's name in the error also where the model is parsed already."""
     from onnx_fuse import session
 
+    return named(name, lambda: session.load(model))
+
+
+def named(name: str, work: Callable[[], T]) -> T:
+    """What `work` gives; a ModelError of it that names no file names this one."""
     try:
-        return session.load(model)
+        return work()
     except ModelError as error:
-        raise ModelError(str(error).replace("model: ", f"{name}: ", 1)) from error
+        text = str(error).removeprefix("model: ")
+        raise ModelError(text if name in text else f"{name}: {text}") from error
 
 
 def beside(model: Path, suffix: str) -> Path:

@@ -93,3 +93,61 @@ def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
             raise UsageError(f"--dim {value}: expected SYMBOL=8, one size a symbol")
         sizes[symbol] = int(number)
     return sizes
+
+
+_MOST_PROGRAMS = 1024
+
+
+def shape_sets(
+    model: Any, shapes: Sequence[str] | None, dims: Sequence[str] | None
+) -> list[dict[str, list[int]]]:
+    """Shapes of inputs, one set a program: an input named again in `shapes` begins another set.
+
+    Each set is taken with every combination of the sizes in `dims`: `SYMBOL=8`, `SYMBOL=1,8`,
+    `SYMBOL=16..128:16`. Raises UsageError.
+    """
+    from itertools import product
+
+    from onnx_fuse.onnx.shapes import fix_shapes
+
+    given: list[list[str]] = [[]]
+    for value in shapes or ():
+        if value.rpartition(":")[0] in parse_shapes(given[-1]):
+            given.append([])
+        given[-1].append(value)
+    choices: dict[str, list[int]] = {}
+    for value in dims or ():
+        symbol, _, sizes = value.rpartition("=")
+        try:
+            choices.setdefault(symbol, []).extend(
+                s for part in sizes.split(",") for s in _run(part)
+            )
+        except ValueError as error:
+            raise UsageError(f"--dim {value}: expected SYMBOL=8, =1,8 or =16..128:16") from error
+    count = len(given)
+    for sizes_of in choices.values():
+        count *= len(sizes_of)
+    if not count or count > _MOST_PROGRAMS:
+        raise UsageError(f"--dim asks for {count:,} programs ({_MOST_PROGRAMS} at most)")
+    sets = []
+    for named in given:
+        for combined in product(*choices.values()):
+            closed = model.clone()
+            fix_shapes(closed, parse_shapes(named), dict(zip(choices, combined, strict=True)))
+            sets.append(
+                {
+                    v.name: [d if isinstance(d, int) else -1 for d in v.shape]
+                    for v in closed.graph.inputs
+                    if v.shape is not None
+                }
+            )
+    return sets
+
+
+def _run(text: str) -> range:
+    """`8`, or `16..128`, or `16..128:16`, ends included."""
+    low, dots, rest = text.partition("..")
+    high, colon, step = rest.partition(":")
+    if not dots:
+        return range(int(low), int(low) + 1)
+    return range(int(low), int(high) + 1, int(step) if colon else 1)

@@ -41,6 +41,12 @@ def run(
         bool,
         typer.Option("--profile", help="Time by operator (as onnxruntime sees it), or by kernel."),
     ] = False,
+    recompile: Annotated[
+        bool,
+        typer.Option(
+            "--recompile", help="Of a compiled file take the graph, not the programs, on cuda."
+        ),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="On cuda: each kernel, its time and why it runs.")
     ] = False,
@@ -55,8 +61,10 @@ def run(
     import numpy as np
 
     from onnx_fuse import bench
+    from onnx_fuse.container import is_container
     from onnx_fuse.files import written
     from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.runtime.deployed import first_shapes
     from onnx_fuse.validate.inputs import read_feeds
 
     printer = show.printer()
@@ -66,9 +74,19 @@ def run(
         raise UsageError("--explain needs --device cuda; without a GPU: optimize --target h200")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
+    compiled = device == "cuda" and not recompile and is_container(model)
+    if compiled and not (feeds or input_shapes or dim):
+        fix_shapes(graph, first_shapes(model))
     fix_shapes(graph, parse_shapes(input_shapes), parse_dims(dim))
     result = checking.guarded(
-        lambda: bench.run_once(graph, feeds, device=device, precision=precision, profile=profile),
+        lambda: bench.run_once(
+            graph,
+            feeds,
+            device=device,
+            precision=precision,
+            profile=profile,
+            compiled=model if compiled else None,
+        ),
         str(model),
         device,
     )

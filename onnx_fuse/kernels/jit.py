@@ -72,9 +72,25 @@ def without_bounds(text: str) -> str:
     return head
 
 
+_GIVEN: dict[tuple[str, Defines, str], bytes | memoryview] = {}  # compiled elsewhere
+_GIVEN_WAITS: dict[str, tuple[bool, bool]] = {}
+
+
+def give(
+    source: str, defines: Defines, arch: str, cubin: bytes | memoryview, waiting: tuple[bool, bool]
+) -> None:
+    """Take `cubin` for what `source` compiles to; `waiting` is (waits, waits_first) of it.
+
+    `source` is then a name alone, which must tell the text apart from any other.
+    """
+    _GIVEN[source, defines, arch], _GIVEN_WAITS[source] = cubin, waiting
+
+
 @cache
 def waits(source: str) -> bool:
     """Whether its kernels wait for the launch before by themselves, so may start while it runs."""
+    if source in _GIVEN_WAITS:
+        return _GIVEN_WAITS[source][0]
     kernels = source_text(source).split("__global__")[1:]
     return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", k) for k in kernels)
 
@@ -82,6 +98,8 @@ def waits(source: str) -> bool:
 @cache
 def waits_first(source: str) -> bool:
     """Whether its kernels do nothing before they wait, and so may follow any launches early."""
+    if source in _GIVEN_WAITS:
+        return _GIVEN_WAITS[source][1]
     kernels = source_text(source).split("__global__")[1:]
     heads = [";".join(k.partition("{")[2].split(";")[:2]) for k in kernels]
     return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", h) for h in heads)
@@ -190,7 +208,9 @@ def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
 
 
 def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
-    """Cubin of a source for `arch`, from the disk cache when it is there and whole."""
+    """Cubin of a source for `arch`: given, or from the disk cache where it is there and whole."""
+    if given := _GIVEN.get((source, defines, arch)):
+        return bytes(given)
     text = source_text(source)
     key = hashlib.sha256(repr((text, defines, arch, _compiler())).encode()).hexdigest()
     path = config.CACHE_DIR.value / "cubin" / key[:2] / key

@@ -20,13 +20,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
+from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, MAP_TYPE, Model, body_of, one_line
-from onnx_fuse.onnx.opsets import canonical
+from onnx_fuse.onnx.opsets import canonical, constant_weights
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.shapes import without_weights
+from onnx_fuse.onnx.weights import PLACE, InContainer, Weights, parts
 
 _READ = "onnx_fuse.read"
 """meta key of what `read` gave back: a command that loads it next need not check it again."""
@@ -48,6 +50,15 @@ def load(source: Model) -> ir.Model:
         return model
 
 
+def reread(data: bytes, weights: Weights) -> ir.Model:
+    """What `save.outlined` made of a model that `load` gave: checked then, and not again."""
+    model = ir.serde.deserialize_model(onnx.ModelProto.FromString(data))
+    model.functions.clear()  # our own bodies
+    _map_external(model, None, weights)
+    constant_weights(model)
+    return model
+
+
 def read(source: Model) -> ir.Model:
     """Parse and check `source` and leave it as it is: its functions, its opset, its weights' order.
 
@@ -59,15 +70,21 @@ def read(source: Model) -> ir.Model:
             if model.meta.pop(_READ, False):
                 return model
         else:
-            folder = None
+            folder: Path | None = None
+            weights: Weights | None = None
             if isinstance(source, onnx.ModelProto):
                 proto = _checked(source)
             elif isinstance(source, bytes):
                 proto = _checked(_parse(source))
+            elif is_container(source):
+                container = Container(source)
+                proto = _checked(_parse(bytes(container.member(GRAPH))))
+                weights = InContainer(container)
             else:
                 folder = Path(source).parent
-                proto = _checked(_parse(Path(source).read_bytes()))
-            _check_tensors(proto, folder)
+                data, weights = parts(Path(source))
+                proto = _checked(_parse(data))
+            _check_tensors(proto, folder, weights)
             _free_negative_sizes(proto.graph)
             maps = _without_maps(proto.graph)
             model = ir.serde.deserialize_model(proto)
@@ -75,8 +92,8 @@ def read(source: Model) -> ir.Model:
                 if value.name in maps:
                     value.meta[MAP_TYPE] = maps[value.name]
             model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
-            if folder is not None:
-                _map_external(model, folder)
+            if folder is not None or weights is not None:
+                _map_external(model, folder, weights)
         _check_graph(model)
     model.meta[_READ] = True
     return model
@@ -143,7 +160,9 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _check_tensors(proto: onnx.ModelProto, folder: Path | None) -> None:
+def _check_tensors(
+    proto: onnx.ModelProto, folder: Path | None, weights: Weights | None = None
+) -> None:
     """Sizes and locations of all stored tensors, before any is allocated or opened."""
     nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
     for tensor in itertools.chain(_tensors(proto.graph), _node_tensors(nodes)):
@@ -160,7 +179,7 @@ def _check_tensors(proto: onnx.ModelProto, folder: Path | None) -> None:
         if nbytes >= 2**48:
             raise ModelError(f"{where} has shape {list(tensor.dims)}: its size overflows")
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            _check_external(tensor, nbytes, folder, where)
+            _check_external(tensor, nbytes, folder, weights, where)
         elif bits and tensor.HasField("raw_data") and len(tensor.raw_data) != nbytes:
             raise ModelError(
                 f"{where} holds {len(tensor.raw_data)} bytes, but its shape needs {nbytes}"
@@ -185,9 +204,21 @@ def _entries(tensor: onnx.TensorProto, count: int, bits: int) -> int:
     return -(-count * bits // 8) if 0 < bits < 8 else count
 
 
-def _check_external(tensor: onnx.TensorProto, nbytes: int, folder: Path | None, where: str) -> None:
+def _check_external(
+    tensor: onnx.TensorProto,
+    nbytes: int,
+    folder: Path | None,
+    weights: Weights | None,
+    where: str,
+) -> None:
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "")
+    if weights is not None and location == weights.location:
+        if weights.nbytes(tensor) != nbytes:
+            raise ModelError(
+                f"{where} holds {weights.nbytes(tensor)} bytes, but its shape needs {nbytes}"
+            )
+        return
     if folder is None:
         raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
     root = folder.resolve()
@@ -248,24 +279,34 @@ def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]
                 yield from _tensors(sub)
 
 
-def _map_external(model: ir.Model, folder: Path) -> None:
-    """Replace external tensors by arrays over the mapped file."""
-    ir.external_data.set_base_dir(model.graph, folder)
+def _map_external(model: ir.Model, folder: Path | None, weights: Weights | None) -> None:
+    """Replace external tensors by arrays: over the mapped file, or those that are in memory."""
+    if folder is not None:
+        ir.external_data.set_base_dir(model.graph, folder)
     graphs = [model.graph, *(f.graph for f in model.functions.values())]
     for graph in itertools.chain.from_iterable((g, *g.subgraphs()) for g in graphs):
         for value in getattr(graph, "initializers", {}).values():
-            value.const_value = _mapped(value.const_value)
+            value.const_value = _mapped(value.const_value, weights)
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                    node.attributes[name] = ir.AttrTensor(name, _mapped(attribute.as_tensor()))
+                    node.attributes[name] = ir.AttrTensor(
+                        name, _mapped(attribute.as_tensor(), weights)
+                    )
 
 
-def _mapped(tensor: Any) -> Any:
+def _mapped(tensor: Any, weights: Weights | None) -> Any:
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor
+    if weights is not None and tensor.location == weights.location:
+        array = weights.array(tensor).view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+        held = ir.Tensor(array, tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+        if (place := weights.place(tensor)) is not None:
+            held.meta[PLACE] = place
+        return held
     mapped = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
     mapped.meta["external"] = tensor.location  # what saves the same model again may want to know
+    mapped.meta[PLACE] = (tensor.location, tensor.offset or 0, stamp(Path(tensor.path)))
     return mapped
 
 

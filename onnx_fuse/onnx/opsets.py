@@ -33,7 +33,7 @@ def canonical(model: ir.Model) -> ir.Model:
         _upgrade(model.graph, target)
     _import_domains(model)
     inline_functions(model)
-    _constant_weights(model)
+    constant_weights(model)
     if graph.opset_imports.get("", 1) < target:
         if _types_matter(graph):
             infer_shapes(model)
@@ -129,7 +129,7 @@ def _import_domains(model: ir.Model) -> None:
                 )
 
 
-def _constant_weights(model: ir.Model) -> None:
+def constant_weights(model: ir.Model) -> None:
     """Before ir_version 4 every weight had to be listed as an input: those are constants.
 
     From 4 on an initializer that is an input too is a default, which a caller may override.

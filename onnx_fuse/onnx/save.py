@@ -13,6 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse import files
+from onnx_fuse.container import WEIGHTS
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, outputs_kept
@@ -81,6 +82,40 @@ def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
     """
     with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
         return serialized(model)
+
+
+_OUTSIDE = 1 << 10  # bytes from which a weight of an outlined model stands outside its protobuf
+
+
+def stands_outside(tensor: ir.TensorProtocol | None) -> bool:
+    """Whether `outlined` leaves the initializer out: a large one of whole bytes."""
+    return (
+        tensor is not None
+        and tensor.dtype != ir.DataType.STRING
+        and tensor.dtype.bitwidth >= 8
+        and tensor.nbytes >= _OUTSIDE
+    )
+
+
+def outlined(model: ir.Model) -> bytes:
+    """The model as a protobuf whose large weights are named, for a container to hold them."""
+    graph = model.graph
+    held = {
+        n: v.const_value for n, v in graph.initializers.items() if stands_outside(v.const_value)
+    }
+    try:
+        for name, tensor in held.items():
+            assert tensor is not None
+            graph.initializers[name].const_value = ir.ExternalTensor(
+                *(WEIGHTS, 0, tensor.nbytes, tensor.dtype),
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+            )
+        data: bytes = to_proto(model).SerializeToString()
+        return data
+    finally:
+        for name, tensor in held.items():
+            graph.initializers[name].const_value = tensor
 
 
 def serialized(model: ir.Model) -> onnx.ModelProto:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx
@@ -99,20 +101,21 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             node.replace_input_with(i, cast)
         if maker is not None:
             graph.insert_after(maker, here.nodes)
-    for value in weights:
-        assert value.const_value is not None
-        array = value.const_value.numpy()
-        if not masters:
-            value.const_value = ir.tensor(_cast(array, dtype), name=value.name)
-            value.type = ir.TensorType(dtype)
-        elif (near := _near(array, dtype)) is not array:
-            value.const_value = ir.tensor(near, name=value.name)
     for node in wide:
         here = Builder()
         for i, read in enumerate(node.inputs):
             if read is not None and read.dtype == dtype:
                 node.replace_input_with(i, _to(here, read, F32))
         graph.insert_before(node, here.nodes)
+    arrays = [value.const_value.numpy() for value in weights if value.const_value is not None]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NumPy lets other threads run
+        made = pool.map(_near if masters else _cast, arrays, [dtype] * len(arrays))
+        for value, array, new in zip(weights, arrays, made, strict=True):
+            if not masters:
+                value.const_value = ir.tensor(new, name=value.name)
+                value.type = ir.TensorType(dtype)
+            elif new is not array:
+                value.const_value = ir.tensor(new, name=value.name)
     if op.nodes:
         first = next(iter(graph), None)
         if first is None:

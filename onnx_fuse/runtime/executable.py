@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,11 @@ from onnx_fuse.llir import NeedsValues, Program, Tensor
 from onnx_fuse.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
+from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.hosts import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.memory import Arena, Constants
+from onnx_fuse.runtime.plan import Made, plan
 from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
 from onnx_fuse.runtime.turns import Turns
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from onnx_fuse.program.open import Open
     from onnx_fuse.runtime.ahead import Ahead
-    from onnx_fuse.runtime.specialize import Made, Specializer
+    from onnx_fuse.runtime.specialize import Specializer
 
 INSTANCES = 64
 """Shape keys kept; the least recently used goes first."""
@@ -80,6 +82,7 @@ class Prepared:
 class Executable:
     """A model on one GPU: lowered, planned and bound for each set of input shapes it meets.
 
+    A `Deployed` model has its programs already; nothing of ONNX or NVRTC is imported for it.
     `state` maps outputs to the inputs or initializers they replace in place: those stay on the
     device (`weights` reaches them) and are not fed. `home` is an Executable whose such
     tensors, and whose stream, this one shares and which must outlive it. Any number of threads may
@@ -88,7 +91,7 @@ class Executable:
 
     def __init__(
         self,
-        model: ir.Model,
+        model: ir.Model | Deployed,
         *,
         math: str = "ieee",
         prefs: Mapping[str, str] | None = None,
@@ -97,10 +100,11 @@ class Executable:
         home: Executable | None = None,
         seed: int = 0,
     ) -> None:
-        from onnx_fuse.ops.update import expand_standard_updates
-
         device.probe(device_id)
-        expand_standard_updates(model)
+        if not isinstance(model, Deployed):
+            from onnx_fuse.ops.update import expand_standard_updates
+
+            expand_standard_updates(model)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         self.hw = Hardware.detect(device_id)
@@ -110,7 +114,9 @@ class Executable:
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._names = sorted(v.name or "" for v in model.graph.inputs)
+        self._names = sorted(v.name or "" for v in self._ends(model).inputs)
+        self.on_lowered: Callable[[ir.Model], None] | None = None
+        """Told of the graph once it is first lowered, what that made of weights included."""
         self._deciding: list[str] = []  # feeds whose values decide about shapes
         self._once: dict[Open | None, Shape] = {}  # shapes that have come once, by their source
 
@@ -119,6 +125,7 @@ class Executable:
         """Its programs by shape."""
         from onnx_fuse.runtime.specialize import Specializer
 
+        assert not isinstance(self.model, Deployed), "it has its programs"
         return Specializer(self.model, self.hw, math=self.math, prefs=self.prefs, state=self.state)
 
     @cached_property
@@ -160,6 +167,28 @@ class Executable:
     def constants(self) -> Constants:
         """What lowering knew."""
         return Constants(self.pool, self.stream)
+
+    @staticmethod
+    def _ends(model: ir.Model | Deployed) -> ir.Graph | Deployed:
+        """What has the inputs and outputs of a model."""
+        return model if isinstance(model, Deployed) else model.graph
+
+    def check(self) -> None:
+        """Raise DeviceError where programs that are compiled already are for another GPU."""
+        if isinstance(self.model, Deployed):
+            self.model.target(self.hw)
+
+    def weight(self, name: str) -> np.ndarray:
+        """A weight of the model as the file has it."""
+        if isinstance(self.model, Deployed):
+            return self.model.weight(name)
+        value = self.model.graph.initializers[name].const_value
+        assert value is not None
+        return value.numpy()
+
+    def has_weights(self, program: Program) -> bool:
+        """Whether those of the program are on the device; asks nothing of it."""
+        return "weights" in vars(self) and self.weights.have(program)
 
     def inner(self, model: ir.Model) -> Executable:
         """An Executable of a part of this one's work."""
@@ -328,7 +357,7 @@ class Executable:
 
     def io_binding(self) -> Binding:
         """What `run_with_iobinding` takes."""
-        return Binding([v.name or "" for v in self.model.graph.outputs], self.device_id)
+        return Binding([v.name or "" for v in self._ends(self.model).outputs], self.device_id)
 
     def run_with_iobinding(
         self,
@@ -560,8 +589,16 @@ class Executable:
         shapes: Mapping[str, tuple[tuple[int, ...], str]],
         values: Mapping[str, np.ndarray] | None = None,
     ) -> Made:
-        known = {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
+        if isinstance(self.model, Deployed):
+            program = self.model.program(shapes, self.hw)
+            return Made(program, plan(program))
+        known = {}
+        if self._home is not None or "weights" in vars(self):  # else it would wait for the GPU
+            known = {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
         made = self.specializer.of({**known, **shapes}, values)
+        if self.on_lowered is not None:
+            self.on_lowered(self.model)
+            self.on_lowered = None
         for fallback in made.program.fallbacks:
             if fallback not in self._warned:
                 self._warned.add(fallback)

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,11 @@ from onnx_fuse.kernels import jit
 from onnx_fuse.llir import Call, Tensor
 from onnx_fuse.problem import ITEMSIZE
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.direct import Direct
 from onnx_fuse.runtime.hosts import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
-from onnx_fuse.runtime.plan import aligned
+from onnx_fuse.runtime.plan import Made, aligned
 from onnx_fuse.runtime.schedule import segments
 from onnx_fuse.runtime.staging import Array, Pending, Room
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from onnx_fuse.runtime.executable import Executable
-    from onnx_fuse.runtime.specialize import Made
 
 ALIGNED = 16
 """Bytes that an address must be a multiple of, to be read or written in place."""
@@ -91,9 +92,17 @@ class Instance:
         self._say()
         # until here nothing needs the context, which another thread may still be making
         calls = (*program.setup, *program.calls)
-        jit.compile_all((x for c in calls for x in c.launches), owner.hw.arch)
-        device.start(owner.device_id)
-        self.address = owner.weights.of(program, owner.model)
+        wanted = [x for c in calls for x in c.launches]
+        if owner.has_weights(program):
+            jit.compile_all(wanted, owner.hw.arch)
+            device.start(owner.device_id)
+            self.address = owner.weights.of(program, owner.weight)
+        else:  # which need no kernels
+            with ThreadPoolExecutor(1) as pool:
+                compiling = pool.submit(jit.compile_all, wanted, owner.hw.arch)
+                device.start(owner.device_id)
+                self.address = owner.weights.of(program, owner.weight)
+                compiling.result()
         self.movable = tuple(
             b.id for b in program.buffers
             if b.kind == "output" or (b.kind == "input" and b.id not in self.address)
@@ -541,11 +550,12 @@ def _overlapping(used: list[tuple[int, int, str]]) -> set[str]:
 _NUMBERS = itertools.count(1)
 
 
-def dump(folder: Path, model: ir.Model, program: str) -> None:
+def dump(folder: Path, model: ir.Model | Deployed, program: str) -> None:
     """The fused model and the program of one shape, under the next free number."""
-    from onnx_fuse.onnx.save import save
-
     folder.mkdir(parents=True, exist_ok=True)
     number = next(n for n in _NUMBERS if not (folder / f"{n:02d}.program.txt").exists())
-    save(model, folder / f"{number:02d}.model.onnx")
+    if not isinstance(model, Deployed):
+        from onnx_fuse.onnx.save import save
+
+        save(model, folder / f"{number:02d}.model.onnx")
     (folder / f"{number:02d}.program.txt").write_text(program)

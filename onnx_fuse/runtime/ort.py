@@ -12,16 +12,18 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
+from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import fits_protobuf, save, to_proto
 from onnx_fuse.passes.precision import widened
+from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -29,14 +31,6 @@ _NAMES_CLASH = "Attempt to replace the existing tensor"
 """onnxruntime (1.32) says so where a name that its optimizations choose is taken, as in files that
 its transformers package has optimized."""
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
-
-
-class Argument(NamedTuple):
-    """An end of the model as onnxruntime describes it: unnamed open sizes are None."""
-
-    name: str
-    type: str
-    shape: list[int | str | None]
 
 
 def session(
@@ -53,6 +47,8 @@ def session(
     """
     import onnxruntime as ort
 
+    if isinstance(model, str | os.PathLike) and is_container(model):
+        model = read(model)
     if options is None:
         options = ort.SessionOptions()
         options.log_severity_level = FATAL

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from onnx_fuse.llir import Call, Program, Tensor
 from onnx_fuse.runtime.schedule import Order, by_data, in_line
+
+if TYPE_CHECKING:
+    from onnx_fuse.program.open import Open
 
 ALIGN = 256
 SIDE_BY_SIDE = 64 << 20
@@ -126,3 +130,14 @@ def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
         return False
     others = [t for _, t in call.reads if t.buffer == x.buffer and t.strides != x.strides]
     return not others and not any(t.buffer == x.buffer for _, t in call.writes)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A Program for one shape, its layout in memory, and the open program it comes from, if any."""
+
+    program: Program
+    plan: Plan
+    source: Open | None = None
+    room: Mapping[int, int] = field(default_factory=dict)
+    """Bytes that `plan` leaves for a buffer, where they are more than it has."""

@@ -13,7 +13,6 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from onnx_fuse.lower import Shapes, lower
 from onnx_fuse.problem import Hardware
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.size import Trace, class_of
-from onnx_fuse.runtime.plan import Plan, plan
+from onnx_fuse.runtime.plan import Made, plan
 
 LARGE = 256 << 20
 """Bytes from which a program that needs less than half of what its class may need has a layout of
@@ -35,17 +34,6 @@ KEPT = 128
 
 Symbols = tuple[tuple[str, int, str], ...]
 """(input, axis, symbol) of each open dimension."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A Program for one shape, its layout in memory, and the open program it comes from, if any."""
-
-    program: Program
-    plan: Plan
-    source: Open | None = None
-    room: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that `plan` leaves for a buffer, where they are more than it has."""
 
 
 class Interrupted(Exception):

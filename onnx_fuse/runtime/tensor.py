@@ -6,13 +6,21 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.llir import dense_strides
 from onnx_fuse.runtime import device
+
+
+class Argument(NamedTuple):
+    """An end of the model as onnxruntime describes it: unnamed open sizes are None."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
 
 
 @cache
@@ -121,8 +129,13 @@ def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
         return np.asarray(value)
-    from cuda.core.utils import StridedMemoryView
-
+    try:
+        from cuda.core.utils import StridedMemoryView
+    except ImportError as error:
+        raise DeviceError(
+            f"feeding a GPU tensor of another library needs cuda-core ({error}): "
+            "pip install cuda-core"
+        ) from error
     view = StridedMemoryView.from_any_interface(value, stream_ptr=stream)
     shape = tuple(int(d) for d in view.shape)
     strides = view.strides

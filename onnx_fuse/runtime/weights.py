@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -12,9 +11,6 @@ from onnx_fuse.llir import Program, Tensor, dense_strides
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import dtype_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 RANDOM = "random"
 """Where the random generator's state stands."""
@@ -36,8 +32,15 @@ class Weights:
         """Bytes that this one has put on the device."""
         return sum(block.nbytes for block in self._blocks)
 
-    def of(self, program: Program, model: ir.Model) -> dict[int, int]:
-        """Buffer -> address of the program's weights and states, which are put there if need be."""
+    def have(self, program: Program) -> bool:
+        """Whether all weights of the program are on the device."""
+        return all(b.name in self.resident for b in program.buffers if b.kind == "weight")
+
+    def of(self, program: Program, weight: Callable[[str], np.ndarray]) -> dict[int, int]:
+        """Buffer -> address of the program's weights and states, which are put there if need be.
+
+        `weight` gives one of the model's by its name.
+        """
         arrays = {}
         for b in program.buffers:
             if b.name in self.resident:
@@ -45,9 +48,7 @@ class Weights:
             if b.kind == "weight" and b.id in program.constants:  # made of others at lowering
                 arrays[b.name] = program.constants[b.id]
             elif b.kind == "weight":
-                value = model.graph.initializers[b.name].const_value
-                assert value is not None
-                arrays[b.name] = value.numpy()
+                arrays[b.name] = weight(b.name)
             elif b.kind == "random":
                 arrays[b.name] = np.array([self._seed, 0], np.uint64)
         if arrays:

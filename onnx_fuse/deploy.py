@@ -1,0 +1,252 @@
+"""`onnx-fuse compile`: a model as one file that runs without NVRTC and without ONNX libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse import __version__, passes, session
+from onnx_fuse.container import GRAPH, digest_of, write
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.files import written
+from onnx_fuse.kernels import cublaslt, jit
+from onnx_fuse.llir import Call, NeedsValues, Program
+from onnx_fuse.onnx.build import defaults
+from onnx_fuse.onnx.common import DEFAULT, Model
+from onnx_fuse.onnx.save import outlined, stands_outside
+from onnx_fuse.ops.update import expand_standard_updates
+from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.problem import Hardware, Launch
+from onnx_fuse.runtime.encoding import FORMAT, encode
+from onnx_fuse.runtime.specialize import Specializer
+
+Shapes = Mapping[str, Sequence[int]]
+Closed = dict[str, tuple[tuple[int, ...], str]]
+"""(shape, dtype) of every input, by name."""
+
+
+Module = tuple[str, tuple[tuple[str, str], ...]]
+"""(source, defines) of a launch."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What `compile` wrote: shapes, programs by target, modules, bytes of weights and of all."""
+
+    shapes: list[dict[str, tuple[int, ...]]]
+    programs: dict[str, list[Program]]
+    modules: int
+    weight_bytes: int
+    file_bytes: int
+
+
+def compile(
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    targets: Mapping[str, Hardware],
+    shapes: Sequence[Shapes] = ({},),
+    precision: str = "fp32",
+    level: int = 2,
+) -> Compiled:
+    """Write `path`: `model` fused, lowered and compiled for `targets`, which need not be here.
+
+    `targets` maps a name for messages to the GPU. Each of `shapes` maps inputs to the shapes of one
+    program; an input whose shape the model fixes may be left out, and one that has a default takes
+    the default's. Raises UsageError where an input's shape stays open, ModelError for what cannot
+    run without onnxruntime, and whose sizes depend on data; DeviceError without NVRTC.
+    """
+    graph = session.load(model)
+    passes.optimize(graph, level=level, own_kernels=True)
+    graph, math = in_precision(graph, precision)
+    expand_standard_updates(graph)
+    wanted = [_closed(graph, given) for given in shapes]
+    wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
+    with cublaslt.left_out():
+        made = []
+        for target, hw in targets.items():
+            programs = Specializer(graph, hw, math=math)  # what a session has for a shape
+            made += [_Made(target, hw, closed, _lowered(programs, closed)) for closed in wanted]
+    members: dict[str, bytes] = {}
+    names, table = _modules(made, members)
+    modules = list(dict.fromkeys(names.values()))
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+
+    def store(array: np.ndarray[Any, Any]) -> str:
+        dense = np.ascontiguousarray(array)
+        name = f"constant {digest_of([repr((array.dtype.name, array.shape)).encode(), dense])}"
+        tensors.setdefault(name, array)
+        return name
+
+    entries = []
+    for i, one in enumerate(made):
+        _weights(graph, one.program, tensors)
+        data = encode(_renamed(_without_weights(one.program), names), modules, store)
+        member = f"programs/{i}.json"
+        members[member] = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+        inputs = {name: [list(shape), dtype] for name, (shape, dtype) in one.shapes.items()}
+        entries.append({"target": one.target, "inputs": inputs, "member": member})
+    given = defaults(graph)
+    kept = [[name, store(a), [list(a.shape), a.dtype.name]] for name, a in given.items()]
+    members[GRAPH] = outlined(graph)
+    for name, value in graph.graph.initializers.items():
+        if name not in tensors and stands_outside(value.const_value):
+            assert value.const_value is not None
+            tensors[name] = value.const_value.numpy()
+    limits = ("arch", "sm_count", "smem_per_block")
+    manifest = {
+        "format": FORMAT,
+        "version": __version__,
+        "precision": precision,
+        "compiler": f"NVRTC {jit.check_compiler()}",
+        "inputs": [list(session.argument(v)) for v in graph.graph.inputs],
+        "outputs": [list(session.argument(v)) for v in graph.graph.outputs],
+        "defaults": kept,
+        "targets": {name: {k: getattr(hw, k) for k in limits} for name, hw in targets.items()},
+        "modules": table,
+        "programs": entries,
+    }
+    with written(path) as draft:
+        write(draft, manifest, members, tensors)
+        nbytes = draft.stat().st_size
+    return Compiled(
+        [{name: shape for name, (shape, _) in s.items()} for s in wanted],
+        {name: [one.program for one in made if one.target == name] for name in targets},
+        len(modules),
+        sum(a.nbytes for a in tensors.values()),
+        nbytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A program for one target and one set of shapes."""
+
+    target: str
+    hw: Hardware
+    shapes: Closed
+    program: Program
+
+
+def _modules(
+    made: Sequence[_Made], members: dict[str, bytes]
+) -> tuple[dict[Module, Module], list[dict[str, Any]]]:
+    """Compile all kernels into `members`: modules by what the file calls them, and their table."""
+    wanted: dict[str, dict[Module, Launch]] = {}
+    for one in made:
+        calls = (*one.program.setup, *one.program.calls)
+        launches = (x for c in calls for x in c.launches)
+        wanted.setdefault(one.hw.arch, {}).update(((x.source, x.defines), x) for x in launches)
+    for arch, launches_of in wanted.items():
+        jit.compile_all(launches_of.values(), arch, workers=os.cpu_count() or 1)
+    names: dict[Module, Module] = {}
+    table = []
+    for source, defines in dict.fromkeys(module for found in wanted.values() for module in found):
+        cubins = {}
+        for arch, found in wanted.items():
+            if (source, defines) in found:
+                cubin = jit.compile(source, defines, arch)
+                cubins[arch] = f"cubins/{digest_of([cubin])}.{arch}.cubin"
+                members[cubins[arch]] = cubin
+        names[source, defines] = (_unique(source), defines)
+        waiting = [jit.waits(source), jit.waits_first(source)]
+        entry = {"source": _unique(source), "defines": defines, "waits": waiting, "cubins": cubins}
+        table.append(entry)
+    return names, table
+
+
+def _closed(graph: ir.Model, given: Shapes) -> Closed:
+    """(shape, dtype) of every input. Raises UsageError where one stays open."""
+    known = {v.name or "": v for v in graph.graph.inputs}
+    found = {}
+    for name in given:
+        if name not in known:
+            raise UsageError(f"the model has no input '{name}' (it has {list(known)})")
+    for name, value in known.items():
+        default = value.meta.get(DEFAULT)
+        own = value.shape if default is None else default.shape
+        rank = list(own) if own is not None else None
+        shape = list(given.get(name, rank or []))
+        if rank is None and name not in given:
+            raise UsageError(f"the shape of input '{name}' is open: --input-shapes {name}:...")
+        if rank is not None and len(shape) != len(rank):
+            raise UsageError(f"input '{name}' has {len(rank)} dimensions, not {len(shape)}")
+        for axis, (dim, size) in enumerate(zip(rank or shape, shape, strict=True)):
+            if not isinstance(size, int) or size < 0:
+                symbol = getattr(dim, "value", None)
+                raise UsageError(
+                    f"input '{name}': the size of axis {axis} is open: give it by --input-shapes"
+                    + (f" or by --dim {symbol}=8" if symbol else "")
+                )
+            if isinstance(dim, int) and dim != size:
+                raise UsageError(f"input '{name}': axis {axis} is {dim}, not {size}")
+        assert value.dtype is not None
+        found[name] = tuple(int(d) for d in shape), value.dtype.numpy().name
+    return found
+
+
+def _lowered(programs: Specializer, shapes: Closed) -> Program:
+    """The program for one set of shapes. Raises ModelError for what a file cannot hold."""
+    try:
+        program = programs.of(shapes).program
+    except NeedsValues as needs:
+        raise ModelError(
+            f"the values of input {', '.join(needs.names)} decide about sizes, so there is no one "
+            "program for it: make a constant of it"
+        ) from needs
+    if program.fallbacks:
+        raise ModelError(
+            f"{program.fallbacks[0]}, so it would run on onnxruntime, which a compiled file does "
+            "without"
+        )
+    if program.stages:
+        first = next(name for name, value in program.outputs if value is None)
+        raise ModelError(f"the sizes of what computes '{first}' depend on data")
+    if any(b.kind == "random" for b in program.buffers):
+        raise ModelError("it draws random numbers, whose state no compiled file has")
+    return program
+
+
+def _unique(source: str) -> str:
+    """A module's name in the file: where its text came from, and what the text is."""
+    path = "generated" if "\n" in source else source
+    return f"{path}@{jit.source_hash(source)}"
+
+
+def _renamed(program: Program, names: Mapping[Any, Any]) -> Program:
+    """The program whose launches name modules as the file does."""
+
+    def launch(x: Launch) -> Launch:
+        source, defines = names[x.source, x.defines]
+        return replace(x, source=source, defines=defines)
+
+    def renamed(calls: Sequence[Call]) -> tuple[Call, ...]:
+        return tuple(replace(c, launches=tuple(map(launch, c.launches))) for c in calls)
+
+    return replace(program, calls=renamed(program.calls), setup=renamed(program.setup))
+
+
+def _without_weights(program: Program) -> Program:
+    """The program whose folded and packed weights are weights as any other, by name."""
+    weights = {b.id for b in program.buffers if b.kind == "weight"}
+    constants = {k: v for k, v in program.constants.items() if k not in weights}
+    return replace(program, constants=constants)
+
+
+def _weights(graph: ir.Model, program: Program, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Add the weights that the program reads to `tensors`."""
+    for b in program.buffers:
+        if b.kind != "weight" or b.name in tensors:
+            continue
+        if b.id in program.constants:
+            tensors[b.name] = program.constants[b.id]
+        else:
+            value = graph.graph.initializers[b.name].const_value
+            assert value is not None
+            tensors[b.name] = value.numpy()

@@ -1,0 +1,210 @@
+"""A model that `onnx-fuse compile` has made: programs, cubins and weights, without their ONNX.
+
+What is needed to run one is NumPy, cuda.bindings and the part of this package that this module
+imports. The fused ONNX graph is in the file as well: `onnx.load.read` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.container import Container
+from onnx_fuse.errors import DeviceError, ModelError, UsageError
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Program
+from onnx_fuse.problem import ITEMSIZE, Hardware
+from onnx_fuse.runtime.encoding import FORMAT, Modules, decode
+from onnx_fuse.runtime.tensor import Argument, dtype_of
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+RECOMPILE = "recompile=True (--recompile) compiles the ONNX model inside anew, with NVRTC"
+"""What helps where the programs in a file do not."""
+
+
+class Deployed:
+    """The file at `path`, checked: its ends, and for one GPU its programs, kernels and weights.
+
+    Raises ModelError for a damaged or foreign file and for one of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.container = Container(path)
+        manifest = self.container.manifest
+        if manifest.get("format") != FORMAT:
+            made = f"of format {str(manifest.get('format'))[:20]}, written by onnx-fuse "
+            made += str(manifest.get("version"))[:20]
+            raise self._fault(f"{made}; this version reads format {FORMAT}: {RECOMPILE}")
+        try:
+            self.precision = str(manifest["precision"])
+            self.inputs = [_end(e) for e in manifest["inputs"]]
+            self.outputs = [_end(e) for e in manifest["outputs"]]
+            self.targets = {str(k): _hardware(str(k), v) for k, v in manifest["targets"].items()}
+            modules = [_module(m) for m in manifest["modules"]]
+            self._modules: Modules = [module for module, _, _ in modules]
+            self._compiled = [(cubins, waits) for _, cubins, waits in modules]
+            self._programs = [
+                (str(p["target"]), _shapes(p["inputs"]), str(p["member"]))
+                for p in manifest["programs"]
+            ]
+            self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise self._fault("damaged: its manifest lacks what a program needs") from error
+        self._read: dict[str, Program] = {}
+        self._given: set[str] = set()
+
+    def _fault(self, what: str) -> ModelError:
+        return self.container.fault(what)
+
+    @property
+    def defaults(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The values of inputs that a caller may leave out."""
+        found = {}
+        for name, (stored, (shape, dtype)) in self._defaults.items():
+            found[name] = self.container.tensor(stored).view(dtype_of(dtype)).reshape(shape)
+        return found
+
+    def shapes(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """(shape, dtype) of each input, of every program, in the order they were compiled in."""
+        return [
+            shapes for i, (_, shapes, _) in enumerate(self._programs)
+            if shapes not in [s for _, s, _ in self._programs[:i]]
+        ]  # fmt: skip
+
+    def check_precision(self, precision: str) -> None:
+        """Raise UsageError where the caller asks for another precision; "fp32" may be no wish."""
+        if precision not in ("fp32", self.precision):
+            raise UsageError(
+                f"{self.container.path}: compiled for precision {self.precision}, not {precision}: "
+                f"{RECOMPILE}"
+            )
+
+    def target(self, hw: Hardware) -> str:
+        """The target whose programs this GPU runs. Raises DeviceError where there is none.
+
+        A program counts on the multiprocessors and the shared memory of the chip it is made for.
+        """
+        found = [
+            (made.sm_count, name)
+            for name, made in self.targets.items()
+            if made.arch == hw.arch
+            and made.sm_count <= hw.sm_count
+            and made.smem_per_block <= hw.smem_per_block
+        ]
+        if not found:
+            listing = ", ".join(
+                f"{name} ({made.arch}, {made.sm_count} multiprocessors)"
+                for name, made in self.targets.items()
+            )
+            raise DeviceError(
+                f"{self.container.path}: compiled for {listing}, but this GPU is {hw.name} "
+                f"({hw.arch}, {hw.sm_count}): {RECOMPILE}"
+            )
+        return max(found)[1]
+
+    def program(self, shapes: Shapes, hw: Hardware) -> Program:
+        """The program for inputs of these shapes. Raises UsageError where the file has none."""
+        target = self.target(hw)
+        wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        for name, known, member in self._programs:
+            if name == target and known == wanted:
+                if member not in self._read:
+                    self._give(hw.arch)
+                    try:
+                        self._read[member] = self._checked(
+                            decode(
+                                self.container.json(member), self._modules, self.container.tensor
+                            ),
+                            known,
+                        )
+                    except ModelError as error:
+                        own = str(error).startswith(str(self.container.path))
+                        raise error if own else self._fault(str(error)) from error
+                return self._read[member]
+        given = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in shapes.items())
+        raise UsageError(
+            f"{self.container.path}: there is no program for {given}; there are those for "
+            f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
+        )
+
+    def _listing(self, target: str) -> str:
+        """The first of the shapes that can be run."""
+        all_shapes = [shapes for name, shapes, _ in self._programs if name == target]
+        lines = [
+            ", ".join(f"{name} {list(shape)}" for name, (shape, _) in shapes.items())
+            for shapes in all_shapes
+        ]
+        rest = len(lines) - _SHOWN
+        return "; ".join(lines[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+
+    def _checked(self, program: Program, shapes: Shapes) -> Program:
+        """Inputs and outputs are the model's, and each weight is there whole."""
+        if {n: (t.shape, t.dtype) for n, t in program.inputs} != shapes:
+            raise self._fault("damaged: a program takes other inputs than its entry says")
+        if [n for n, _ in program.outputs] != [e.name for e in self.outputs]:
+            raise self._fault("damaged: a program has other outputs than the model")
+        for b in program.buffers:
+            if b.kind == "weight" and self.container.tensor_place(b.name)[1] != b.nbytes:
+                raise self._fault(f"damaged: weight {b.name[:80]!r} does not fit its program")
+        return program
+
+    def weight(self, name: str) -> np.ndarray[Any, Any]:
+        """The bytes of a weight, over the mapped file."""
+        return self.container.tensor(name)
+
+    def _give(self, arch: str) -> None:
+        """Hand the cubins for `arch` over to the loader of kernels."""
+        if arch in self._given:
+            return
+        self._given.add(arch)
+        for (source, defines), (cubins, waits) in zip(self._modules, self._compiled, strict=True):
+            if arch in cubins:
+                jit.give(source, defines, arch, self.container.member(cubins[arch]), waits)
+
+
+def first_shapes(path: str | os.PathLike[str]) -> dict[str, list[int]]:
+    """The shape of each input in the first program of a compiled file."""
+    return {name: list(shape) for name, (shape, _) in Deployed(path).shapes()[0].items()}
+
+
+_SHOWN = 8  # shapes that an error names
+
+
+def _module(
+    data: Any,
+) -> tuple[tuple[str, tuple[tuple[str, str], ...]], dict[str, str], tuple[bool, bool]]:
+    """(source, defines), the members of its cubins by architecture, and how it waits."""
+    first, second = data["waits"]
+    cubins = {str(arch): str(name) for arch, name in data["cubins"].items()}
+    defines = tuple((str(k), str(v)) for k, v in data["defines"])
+    return (str(data["source"]), defines), cubins, (bool(first), bool(second))
+
+
+def _end(data: Any) -> Argument:
+    name, kind, shape = data
+    if not isinstance(name, str) or not isinstance(kind, str):
+        raise ValueError("an end's name")
+    if any(not (d is None or isinstance(d, str) or (type(d) is int and d >= 0)) for d in shape):
+        raise ValueError("an end's shape")
+    return Argument(name, kind, list(shape))
+
+
+def _shape(data: Any) -> tuple[tuple[int, ...], str]:
+    shape, dtype = data
+    if dtype not in ITEMSIZE or any(type(d) is not int or d < 0 for d in shape):
+        raise ValueError("a shape")
+    return tuple(shape), dtype
+
+
+def _shapes(data: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {str(name): _shape(value) for name, value in data.items()}
+
+
+def _hardware(name: str, data: Any) -> Hardware:
+    arch, sm_count, smem = str(data["arch"]), data["sm_count"], data["smem_per_block"]
+    if type(sm_count) is not int or type(smem) is not int:
+        raise ValueError("a target")
+    return Hardware(name, arch, sm_count, smem, 0, 1.0, (("float32", 1.0),))

@@ -1,0 +1,226 @@
+"""Optimized graphs that a later session takes from the cache: the same programs, or none."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import test_lower
+from support import ENCODER
+
+from onnx_fuse import InferenceSession, cache, passes, session
+from onnx_fuse.container import stamp
+from onnx_fuse.errors import ModelError
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Program
+from onnx_fuse.onnx import weights
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save
+from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.problem import CHIPS, Hardware
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.executable import Executable
+
+H200 = CHIPS["H200"]
+IDS = ("input_ids", "attention_mask", "token_type_ids")
+SHAPES = dict.fromkeys(IDS, ((2, 16), "int64"))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Sessions as on an H200, up to the first launch, and a cache of their own."""
+    monkeypatch.setattr(device, "begin", lambda device_id=0: None)
+    monkeypatch.setattr(device, "probe", lambda device_id=0: None)
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, device_id=0: H200))
+    monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(Executable, "weights", SimpleNamespace(resident={}), raising=False)
+    monkeypatch.setattr(session, "_KEPT", 0)
+    monkeypatch.setattr(weights, "_SMALL_FILE", 0)  # weights stay in the model's file
+    monkeypatch.setattr(weights, "LARGE", 1 << 11)
+    return tmp_path
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often a graph was optimized."""
+    count = [0]
+    whole = passes.optimize
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(passes, "optimize", counted)
+    return count
+
+
+def program(path: Path, shapes: Any = SHAPES, **options: Any) -> Program:
+    """What a new session runs; what it keeps is there when this returns."""
+    opened = InferenceSession(path, device="cuda", **options)
+    made: Program = opened._executable.program(shapes)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    return made
+
+
+def described(p: Program, path: Path, **options: Any) -> tuple[Any, ...]:
+    """All of a program, the bytes of its weights and constants included."""
+    opened = InferenceSession(path, device="cuda", **options)
+    weights = {
+        b.name: (p.constants[b.id] if b.id in p.constants else opened._executable.weight(b.name))
+        for b in p.buffers
+        if b.kind == "weight"
+    }
+    constants = {k: (v.dtype, v.shape, v.tobytes()) for k, v in p.constants.items()}
+    made = (p.setup, p.calls)
+    return made, p.buffers, p.inputs, constants, {k: v.tobytes() for k, v in weights.items()}
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "graphs").glob("*.graph"))
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_second_session_runs_the_same_program(
+    precision: str, external: bool, gpu: Path, optimized: list[int]
+) -> None:
+    path = gpu / "m.onnx"
+    save(session.load(ENCODER), path, external=external)
+    options = {"precision": precision}
+    first = program(path, **options)
+    assert (len(entries(gpu)), optimized) == (1, [1])
+    second = program(path, **options)
+    assert optimized == [1]
+    assert described(first, path, **options) == described(second, path, **options)
+    assert program(path, **options, level=1).calls != first.calls
+    assert (len(entries(gpu)), optimized) == (2, [2])
+    model = InferenceSession(path, device="cuda", **options).model  # in float32, as optimized
+    assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
+    assert optimized == [2 if precision == "fp32" else 3]
+
+
+@pytest.mark.parametrize("name", [n for n in test_lower.GRAPHS if "depends on data" not in n])
+def test_every_small_graph_lowers_the_same(name: str, gpu: Path, optimized: list[int]) -> None:
+    text, feeds = test_lower.GRAPHS[name]
+    path = gpu / "m.onnx"
+    save(text_model(text), path)
+    shapes = {key: (np.shape(a), np.asarray(a).dtype.name) for key, a in feeds.items()}
+    first = described(program(path, shapes), path)
+    assert described(program(path, shapes), path) == first
+    assert optimized == [1]
+
+
+@pytest.mark.parametrize("change", ["file", "weights", "damage", "truncation", "off"])
+def test_what_has_changed_is_optimized_anew(
+    change: str, gpu: Path, optimized: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gpu / "m.onnx"
+    model = session.load(ENCODER)
+    save(model, path, external=True)
+    before = described(program(path), path)
+    kept = entries(gpu)[0]
+    if change == "file":
+        model.graph.name = "another"
+        save(model, path, external=True)
+    elif change == "weights":
+        data = path.with_name("m.onnx.data")
+        data.write_bytes(np.frombuffer(data.read_bytes(), np.float32).__neg__().tobytes())
+    elif change == "damage":
+        whole = bytearray(kept.read_bytes())
+        whole[len(whole) // 2] ^= 1
+        kept.write_bytes(whole)
+    elif change == "truncation":
+        kept.write_bytes(kept.read_bytes()[:1000])
+    else:
+        monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "0")
+    again = program(path)
+    assert optimized == [2]
+    assert (described(again, path) == before) == (change != "weights")
+    if change != "off":
+        program(path)
+        assert optimized[0] <= 3  # `described` opened one more after an entry was written
+
+
+def test_a_file_that_changes_meanwhile_is_not_kept(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, optimized: list[int]
+) -> None:
+    path = gpu / "m.onnx"
+    save(session.load(ENCODER), path)
+    opened = InferenceSession(path, device="cuda")
+    os.utime(path)  # written to, between the digest and the first program
+    opened._executable.program(SHAPES)
+    program(path)
+    assert (len(entries(gpu)), optimized) == (1, [2])
+    whole = cache.reread
+
+    def slow(*arguments: Any) -> Any:
+        os.utime(path)
+        return whole(*arguments)
+
+    monkeypatch.setattr(cache, "reread", slow)
+    program(path)
+    assert optimized == [3]
+
+
+def test_weights_that_change_meanwhile_are_not_kept(gpu: Path, optimized: list[int]) -> None:
+    path = gpu / "m.onnx"
+    save(session.load(ENCODER), path, external=True)
+    opened = InferenceSession(path, device="cuda")
+    os.utime(path.with_name("m.onnx.data"))  # written to, after they were mapped
+    opened._executable.program(SHAPES)
+    program(path)
+    assert (len(entries(gpu)), optimized) == (1, [2])
+    program(path)
+    assert optimized == [2]
+
+
+def test_what_is_no_file_is_said_in_one_line(gpu: Path) -> None:
+    for path in (gpu, gpu / "none.onnx"):
+        with pytest.raises(ModelError, match=str(path)):
+            InferenceSession(path, device="cuda")
+
+
+def test_a_default_of_an_input_stays_a_default(gpu: Path, optimized: list[int]) -> None:
+    path = gpu / "m.onnx"
+    text = "agraph (float[4] x, float[4] b = {1, 2, 3, 4}) => (float[4] y) { y = Add(x, b) }"
+    save(text_model(text), path)
+    shapes = {"x": ((4,), "float32"), "b": ((4,), "float32")}
+    assert program(path, shapes).calls == program(path, shapes).calls
+    opened = InferenceSession(path, device="cuda")
+    assert [v.name for v in opened.get_inputs()] == ["x"]
+    assert [v.name for v in opened.get_overridable_initializers()] == ["b"]
+    assert opened._interface.defaults["b"].tolist() == [1, 2, 3, 4]
+    assert optimized == [1]
+
+
+def test_the_longest_unused_entries_go(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "1")
+    folder = gpu / "cache" / "graphs"
+    folder.mkdir(parents=True)
+    for i in range(4):
+        (folder / f"{i}.graph").write_bytes(bytes(400_000))
+        os.utime(folder / f"{i}.graph", (i, i))
+    cache._prune(folder, 1 << 20)
+    assert [p.name for p in entries(gpu)] == ["2.graph", "3.graph"]
+
+
+def test_nothing_large_is_kept_beyond_the_bound(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = session.load(ENCODER)
+    passes.optimize(graph, own_kernels=True)
+    graph, _ = in_precision(graph, "bf16")  # new weights, all of them
+    monkeypatch.setattr(jit, "compile", lambda *_: b"")
+    kept = cache.Entry(ENCODER, "digest", stamp(ENCODER), {})
+    monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "1")
+    big = graph.graph.initializers["embeddings.word.weight"]
+    big.const_value = ir.tensor(np.ones((1 << 20, 1), np.float32), name=big.name)
+    kept.store(graph)
+    assert not entries(gpu)

@@ -1,0 +1,544 @@
+"""Compiled files without a GPU: what is written is what is read, and damage is one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_lower
+from fake_gpu import FakeGpu
+from support import ENCODER, Cli
+
+from onnx_fuse import InferenceSession, __version__, container, deploy, session
+from onnx_fuse.errors import DeviceError, ModelError, UsageError
+from onnx_fuse.kernels import jit
+from onnx_fuse.llir import Program
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.problem import CHIPS
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.deployed import Deployed
+
+H200, A100 = CHIPS["H200"], CHIPS["A100"]
+TANH = "agraph (float[N,4] x) => (float[N,4] y) { y = Tanh(x) }"
+IDS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code that stands for a source: what is tested is what surrounds it."""
+    monkeypatch.setattr(jit, "compile", lambda source, defines, arch: f"{arch}{source}".encode())
+
+
+def as_read(program: Program, written: Program) -> None:
+    """`program`, of a file, is the one that was written, but for the names of its modules."""
+    names = {
+        (x.source, x.defines): (deploy._unique(x.source), x.defines)
+        for call in (*written.setup, *written.calls)
+        for x in call.launches
+    }
+    renamed = deploy._renamed(written, names)
+    assert program.calls == tuple(replace(c, expression=None) for c in renamed.calls)
+    assert program.setup == tuple(replace(c, expression=None) for c in renamed.setup)
+    assert (program.buffers, program.inputs) == (written.buffers, written.inputs)
+    for (name, got), (wanted, value) in zip(program.outputs, written.outputs, strict=True):
+        assert name == wanted
+        if isinstance(value, np.ndarray):
+            assert isinstance(got, np.ndarray)
+            assert (got.dtype, got.shape, got.tobytes()) == (
+                value.dtype,
+                value.shape,
+                value.tobytes(),
+            )
+        else:
+            assert got == value
+    weights = {b.id for b in written.buffers if b.kind == "weight"}
+    for buffer, array in written.constants.items():
+        if buffer not in weights:
+            assert program.constants[buffer].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("name", [n for n in test_lower.GRAPHS if "depends on data" not in n])
+@pytest.mark.usefixtures("no_compiler")
+def test_programs_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    text, feeds = test_lower.GRAPHS[name]
+    path = tmp_path / "m.fused"
+    shapes = {key: np.shape(value) for key, value in feeds.items()}
+    made = deploy.compile(text_model(text), path, targets={"h": H200, "a": A100}, shapes=[shapes])
+    loaded = Deployed(path)
+    for target, hw in (("h", H200), ("a", A100)):
+        as_read(loaded.program(loaded.shapes()[0], hw), made.programs[target][0])
+
+
+def encoder(path: Path, precision: str = "fp32") -> deploy.Compiled:
+    shapes = [dict.fromkeys(IDS, (1, 5)), dict.fromkeys(IDS, (2, 16))]
+    return deploy.compile(ENCODER, path, targets={"h200": H200}, shapes=shapes, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_encoder_with_its_cubins_its_weights_and_its_graph(
+    tmp_path: Path, precision: str
+) -> None:
+    path = tmp_path / "m.fused"
+    made = encoder(path, precision)
+    loaded = Deployed(path)
+    assert [s["input_ids"] for s in loaded.shapes()] == [((1, 5), "int64"), ((2, 16), "int64")]
+    for shapes, written in zip(loaded.shapes(), made.programs["h200"], strict=True):
+        program = loaded.program(shapes, H200)
+        as_read(program, written)
+        for call, original in zip(program.calls, written.calls, strict=True):
+            for x, y in zip(call.launches, original.launches, strict=True):
+                cubin = jit.compile(x.source, x.defines, "sm_90a")
+                assert cubin == jit.compile(y.source, y.defines, "sm_90a")
+                assert cubin[:4] == b"\x7fELF"
+                assert jit.waits(x.source) == jit.waits(y.source)
+                assert jit.waits_first(x.source) == jit.waits_first(y.source)
+        for b in written.buffers:
+            if b.kind == "weight" and b.id in written.constants:
+                assert loaded.weight(b.name).tobytes() == written.constants[b.id].tobytes()
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.integers(0, 2, (2, 7)) for name in IDS}  # another shape: the graph has all
+    want = InferenceSession(ENCODER).run(None, feeds)
+    rtol = 1e-5 if precision == "fp32" else 0.1  # of sums over 32 of bfloat16's 8 bits, two layers
+    for got, array in zip(InferenceSession(path).run(None, feeds), want, strict=True):
+        np.testing.assert_allclose(got, array, rtol=rtol, atol=rtol)
+
+
+def test_the_same_model_gives_the_same_file(tmp_path: Path) -> None:
+    encoder(tmp_path / "a.fused")
+    encoder(tmp_path / "b.fused")
+    assert (tmp_path / "a.fused").read_bytes() == (tmp_path / "b.fused").read_bytes()
+
+
+def test_a_session_reads_a_compiled_file_without_any_onnx_library(tmp_path: Path) -> None:
+    path = tmp_path / "m.fused"
+    encoder(path)
+    code = (
+        "import sys\n"
+        "from onnx_fuse import InferenceSession\n"
+        "from onnx_fuse.problem import CHIPS, Hardware\n"
+        "from onnx_fuse.runtime import device, plan\n"
+        "from onnx_fuse.kernels import jit\n"
+        "device.begin = device.probe = lambda device_id=0: None\n"
+        "Hardware.detect = classmethod(lambda cls, device_id=0: CHIPS['H200'])\n"
+        f"session = InferenceSession({str(path)!r}, device='cuda')\n"
+        f"shapes = dict.fromkeys({IDS!r}, ((1, 5), 'int64'))\n"
+        "program = session._executable.program(shapes)\n"
+        "plan.plan(program)\n"
+        "launches = [x for c in program.calls for x in c.launches]\n"
+        "jit.compile_all(launches, 'sm_90a')\n"
+        "for b in program.buffers:\n"
+        "    assert b.kind != 'weight' or session._executable.weight(b.name).nbytes == b.nbytes\n"
+        "names = [end.name for end in session.get_inputs() + session.get_outputs()]\n"
+        "heavy = {'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'google', 'sympy', 'ml_dtypes',\n"
+        "         'cuda.core', 'cuda.bindings.nvrtc', 'safetensors', 'typer', 'rich'}\n"
+        "print(names, sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{[*IDS, 'last_hidden_state', 'pooler_output']} []"
+
+
+RUNTIME = Path(__file__).parents[1] / "runtime_dist"
+
+
+ABSENT = (
+    "import importlib.abc, sys\n"
+    "class Absent(importlib.abc.MetaPathFinder):\n"
+    "    def find_spec(self, name, path=None, target=None):\n"
+    "        if name.split('.')[0] in ('onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'google',\n"
+    "            'sympy', 'ml_dtypes', 'safetensors', 'typer', 'rich', 'nvmath'):\n"
+    "            raise ModuleNotFoundError(name)\n"
+    "sys.meta_path.insert(0, Absent())\n"
+)
+"""Code after which none of what onnx-fuse-runtime does without can be imported."""
+
+
+def runtime_site(folder: Path) -> Path:
+    """The files of onnx-fuse-runtime, as they are installed."""
+    text = (RUNTIME / "pyproject.toml").read_text()
+    for source, target in re.findall(r'^"\.\./(\S+)" = "(\S+)"$', text, re.M):
+        path = RUNTIME.parent / source
+        (folder / target).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / target)
+    return folder
+
+
+def test_the_runtime_distribution_has_all_that_a_run_imports(tmp_path: Path) -> None:
+    """Its files alone, where nothing of ONNX can be imported, open a file and bind a program."""
+    site = runtime_site(tmp_path / "site")
+    encoder(tmp_path / "m.fused")
+    code = ABSENT + (
+        "import numpy as np\n"
+        "from onnx_fuse import InferenceSession, UsageError\n"
+        "from onnx_fuse.kernels import jit\n"
+        "from onnx_fuse.problem import CHIPS, Hardware\n"
+        "from onnx_fuse.runtime import device, plan, executable\n"
+        "device.begin = device.probe = lambda device_id=0: None\n"
+        "Hardware.detect = classmethod(lambda cls, device_id=0: CHIPS['H200'])\n"
+        f"path = {str(tmp_path / 'm.fused')!r}\n"
+        "opened = InferenceSession(path, device='cuda')\n"
+        f"feeds = dict.fromkeys({IDS!r}, np.ones((1, 5), np.int64))\n"
+        "opened._feeds(feeds)\n"
+        "shapes = {name: (a.shape, 'int64') for name, a in feeds.items()}\n"
+        "program = opened._executable.program(shapes)\n"
+        "plan.plan(program)\n"
+        "jit.compile_all([x for c in program.calls for x in c.launches], 'sm_90a')\n"
+        "for device_name in ('cuda', 'cpu'):\n"
+        "    try:\n"
+        "        InferenceSession('m.onnx', device=device_name)\n"
+        "    except UsageError as error:\n"
+        "        print(str(error)[:17])\n"
+        "try:\n"
+        "    opened._feeds({**feeds, 'z': 1})\n"
+        "except UsageError as error:\n"
+        "    print(error)\n"
+        "print(sorted(p for p in sys.modules if p.startswith('onnx_fuse')\n"
+        f"             and not sys.modules[p].__file__.startswith({str(site)!r})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    whole = ["onnx-fuse-runtime", "onnx-fuse-runtime", "Invalid input name: z", "[]"]
+    assert done.stdout.splitlines() == whole
+
+
+def test_both_distributions_have_one_version() -> None:
+    texts = [(folder / "pyproject.toml").read_text() for folder in (RUNTIME, RUNTIME.parent)]
+    found = [re.search(r'^version = "(.+)"$', text, re.M) for text in texts]
+    assert [match and match[1] for match in found] == [__version__] * 2
+
+
+def test_a_run_of_a_compiled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of host memory, whose kernels are NumPy's, told which calls the launches are of."""
+    text = (
+        "agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z)"
+        "{ s = Add(x, b) y = Tanh(s) t = Transpose(y) z = Neg(t) }"
+    )
+    path, rows = tmp_path / "m.fused", (3, 5)
+    shapes = [{"x": (n, 8)} for n in rows]
+    made = deploy.compile(text_model(text), path, targets={"h": H200}, shapes=shapes)
+    gpu = FakeGpu().use(monkeypatch)
+    whole = Deployed.program
+
+    def program(self: Deployed, shapes: Any, hw: Any) -> Program:
+        found = whole(self, shapes, hw)
+        written = made.programs["h"][rows.index(shapes["x"][0][0])]
+        calls = zip((*found.setup, *found.calls), (*written.setup, *written.calls), strict=True)
+        for read, original in calls:
+            for launch in read.launches:
+                gpu._calls[id(launch)], gpu._launches[id(launch)] = original, launch
+        return found
+
+    monkeypatch.setattr(Deployed, "program", program)
+    opened = InferenceSession(path, device="cuda")
+    b = np.linspace(-1, 1, 8, dtype=np.float32)
+    for n in (*rows, *rows, *rows):
+        x = np.random.default_rng(n).standard_normal((n, 8)).astype(np.float32)
+        y, z = opened.run(None, {"x": x, "b": b})
+        np.testing.assert_allclose(y, np.tanh(x + b), atol=1e-6)
+        np.testing.assert_allclose(z, -y.T)
+    with pytest.raises(UsageError, match=r"no program for x \[4, 8\]"):
+        opened.run(None, {"x": np.zeros((4, 8), np.float32), "b": b})
+
+
+# ---- which program, which GPU -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_target_is_the_largest_that_fits_the_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "m.fused"
+    small = replace(H200, sm_count=100)
+    deploy.compile(
+        text_model(TANH),
+        path,
+        targets={"h200": H200, "small": small, "a100": A100},
+        shapes=[{"x": (2, 4)}],
+    )
+    loaded = Deployed(path)
+    assert loaded.target(H200) == "h200"
+    assert loaded.target(replace(H200, sm_count=114)) == "small"
+    assert loaded.target(A100) == "a100"
+    with pytest.raises(DeviceError, match=r"this GPU is NVIDIA H200 \(sm_90a, 99\).*--recompile"):
+        loaded.target(replace(H200, sm_count=99))
+    with pytest.raises(DeviceError, match=r"h200 \(sm_90a, 132 multiprocessors\).*NVIDIA B200"):
+        loaded.target(CHIPS["B200"])
+    with pytest.raises(UsageError, match=r"no program for x \[3, 4\]; .* those for x \[2, 4\];"):
+        loaded.program({"x": ((3, 4), "float32")}, H200)
+    loaded.check_precision("fp32")
+    with pytest.raises(UsageError, match="compiled for precision fp32, not bf16"):
+        loaded.check_precision("bf16")
+
+
+REFUSED = {
+    "an open size": (TANH, {}, UsageError, "axis 0 is open.*--dim N=8"),
+    "an unknown input": (TANH, {"z": (1,)}, UsageError, "no input 'z'"),
+    "a wrong rank": (TANH, {"x": (1,)}, UsageError, "2 dimensions, not 1"),
+    "a fixed size": (TANH, {"x": (1, 5)}, UsageError, "axis 1 is 4, not 5"),
+    "a shape of data": (
+        "agraph (float[4] x) => (int64[1,N] y) { y = NonZero(x) }",
+        {},
+        ModelError,
+        "the sizes of what computes 'y' depend on data",
+    ),
+    "a shape of values": (
+        "agraph (float[4] x, int64[1] n) => (float[N] y) { y = Expand(x, n) }",
+        {},
+        ModelError,
+        "the values of input n decide about sizes",
+    ),
+    "random numbers": (
+        "agraph (float[4] x) => (float[4] y) { y = RandomNormalLike(x) }",
+        {},
+        ModelError,
+        "draws random numbers",
+    ),
+    "onnxruntime": (
+        '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
+        "agraph (float[4] x) => (float[4] y) { y = com.microsoft.Unknown(x) }",
+        {},
+        ModelError,
+        r"com\.microsoft\.Unknown: no kernel, so it would run on onnxruntime",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.usefixtures("no_compiler")
+def test_what_no_file_can_hold_is_refused(case: str, tmp_path: Path) -> None:
+    text, shapes, error, match = REFUSED[case]
+    with pytest.raises(error, match=match):
+        deploy.compile(text_model(text), tmp_path / "m", targets={"h": H200}, shapes=[shapes])
+    assert not list(tmp_path.iterdir())
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tanh(tmp_path: Path, no_compiler: None) -> Path:
+    path = tmp_path / "m.fused"
+    text = (
+        "agraph (float[2,4] x) => (float[2,4] y, float[2,4] z)"
+        "{ s = Softmax(x) y = Tanh(s) z = Softmax<axis = 0>(y) }"
+    )
+    deploy.compile(text_model(text), path, targets={"h": H200})
+    return path
+
+
+def read(path: Path) -> Program:
+    loaded = Deployed(path)
+    return loaded.program(loaded.shapes()[0], H200)
+
+
+@pytest.mark.parametrize("member", ["programs/0.json", "weights.safetensors", "model.onnx"])
+def test_one_byte_that_changed_is_noticed(tanh: Path, member: str) -> None:
+    places, _ = container._members(tanh.open("rb"))
+    data = bytearray(tanh.read_bytes())
+    data[places[member][0] + places[member][1] // 2] ^= 1
+    tanh.write_bytes(data)
+    with pytest.raises(ModelError, match=f"damaged: {member} is not what was written"):
+        container.Container(tanh).member(member)
+    if member == "programs/0.json":
+        with pytest.raises(ModelError, match="damaged"):
+            read(tanh)
+    if member == "model.onnx":
+        with pytest.raises(ModelError, match="damaged"):
+            session.load(tanh)
+
+
+def test_every_truncation_is_one_line(tanh: Path) -> None:
+    data = tanh.read_bytes()
+    for size in [4, 30, 100, *range(0, len(data), len(data) // 20 + 1)][1:]:
+        tanh.write_bytes(data[:size])
+        with pytest.raises(ModelError):
+            read(tanh)
+
+
+def test_a_zip_archive_of_somebody_else(tmp_path: Path) -> None:
+    path = tmp_path / "m.fused"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("manifest.json", "{}")
+    with pytest.raises(ModelError, match="none that onnx-fuse compile has made"):
+        session.load(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", "{}" * 99)
+    with pytest.raises(ModelError, match="is compressed"):
+        Deployed(path)
+
+
+def test_a_file_that_is_overwritten_is_noticed(tanh: Path) -> None:
+    loaded = Deployed(tanh)
+    tanh.write_bytes(b"")  # reading the map would end the process
+    with pytest.raises(ModelError, match="changed while it is in use"):
+        loaded.program(loaded.shapes()[0], H200)
+
+
+def rewritten(path: Path, manifest: Any = None, program: Any = None) -> None:
+    """The file with another manifest or program, its digests as they should be."""
+    whole = container.Container(path)
+    names = [n for n in whole.manifest["files"] if n != container.WEIGHTS]
+    members = {name: bytes(whole.member(name)) for name in names}
+    table = json.loads(bytes(whole.member(container.WEIGHTS))[8:].split(b"  ")[0])
+    tensors = {name: np.array(whole.tensor(name)) for name in table}
+    if program is not None:
+        members["programs/0.json"] = json.dumps(program).encode()
+    container.write(path, manifest or whole.manifest, members, tensors)
+
+
+def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = to
+
+    return change
+
+
+BAD_PROGRAMS = {
+    "a buffer of negative size": _set("buffers", 0, 2, to=-1),
+    "a buffer too small": _set("buffers", 0, 2, to=4),
+    "a buffer twice": lambda d: d["buffers"].append(d["buffers"][0]),
+    "a kind of buffer": _set("buffers", 0, 1, to="file"),
+    "a view beyond its buffer": _set("inputs", 0, 1, 4, to=1),
+    "a shape of text": _set("inputs", 0, 1, 2, to="12"),
+    "a size of yes": _set("inputs", 0, 1, 2, to=[True, 4]),
+    "a size of 2^70": _set("inputs", 0, 1, 2, to=[2**70, 4]),
+    "an unknown dtype": _set("inputs", 0, 1, 1, to="float7"),
+    "a buffer that is not there": _set("inputs", 0, 1, 0, to=99),
+    "strides beyond": _set("calls", 0, "reads", 0, 1, 3, to=[1 << 30, 1]),
+    "strides before": _set("calls", 0, "reads", 0, 1, 3, to=[-4, 1]),
+    "a module that is not there": _set("calls", 0, "launches", 0, "module", to=7),
+    "a kernel's name": _set("calls", 0, "launches", 0, "entry", to="a b"),
+    "no blocks": _set("calls", 0, "launches", 0, "grid", to=[0, 1, 1]),
+    "a grid of two axes": _set("calls", 0, "launches", 0, "grid", to=[1, 1]),
+    "too many threads": _set("calls", 0, "launches", 0, "block", to=[1024, 2, 1]),
+    "an offset beyond": _set("calls", 0, "launches", 0, "args", 0, to=["ptr", "x", 1 << 20]),
+    "an argument of another kind": _set("calls", 0, "launches", 0, "args", 0, to=["file", "x"]),
+    "an argument of text": _set("calls", 0, "launches", 0, "args", 0, to=["num", "i32", "1"]),
+    "an argument too large": _set("calls", 0, "launches", 0, "args", 0, to=["num", "i32", 2**31]),
+    "a number of no type": _set("calls", 0, "launches", 0, "args", 0, to=["num", "i7", 1]),
+    "a map of seven axes": _set(
+        *("calls", 0, "launches", 0, "args", 0),
+        to=["map", "x", 0, "float32", [1] * 7, [4] * 6, [1] * 7, 128],
+    ),
+    "a map beyond its tensor": _set(
+        *("calls", 0, "launches", 0, "args", 0),
+        to=["map", "x", 0, "float32", [4, 9], [16], [4, 8], 128],
+    ),
+    "a workspace of -1": _set("calls", 0, "workspace", to=-1),
+    "in place of nothing": _set("calls", 0, "inplace", to=[["y", "nothing"]]),
+    "another input": _set("inputs", 0, 0, to="other"),
+    "another output": _set("outputs", 0, 0, to="other"),
+    "a constant that is not there": lambda d: d["constants"].append([0, "constant none"]),
+    "no calls": lambda d: d.pop("calls"),
+    "a list": lambda d: d.clear(),
+    "a problem of another type": _set("calls", 0, "problem", to={"op": 1, "attrs": []}),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_PROGRAMS)
+def test_a_program_that_nobody_lowered_is_refused(tanh: Path, fault: str) -> None:
+    program = copy.deepcopy(container.Container(tanh).json("programs/0.json"))
+    rewritten(tanh, program=program)
+    read(tanh)  # what is changed below is what is refused
+    BAD_PROGRAMS[fault](program)
+    rewritten(tanh, program=program)
+    with pytest.raises(ModelError, match=r"m\.fused: ") as caught:
+        read(tanh)
+    assert "\n" not in str(caught.value)
+
+
+BAD_MANIFESTS = {
+    "another format": (_set("format", to=99), "of format 99.*reads format 1.*recompile"),
+    "no programs": (lambda m: m.pop("programs"), "manifest lacks"),
+    "inputs of numbers": (_set("inputs", to=[1]), "manifest lacks"),
+    "a negative size": (_set("inputs", 0, 2, to=[-3]), "manifest lacks"),
+    "a target of text": (_set("targets", "h", "sm_count", to="many"), "manifest lacks"),
+    "a shape of text": (_set("programs", 0, "inputs", "x", to=["24", "float32"]), "manifest lacks"),
+    "a member that is not there": (_set("programs", 0, "member", to="../x"), "is missing"),
+    "a module without code": (lambda m: m["modules"][0].pop("cubins"), "manifest lacks"),
+    "a module that waits once": (_set("modules", 0, "waits", to=[True]), "manifest lacks"),
+    "modules of numbers": (_set("modules", to=[1, 2]), "manifest lacks"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_MANIFESTS)
+def test_a_manifest_that_nobody_wrote_is_refused(tanh: Path, fault: str) -> None:
+    change, match = BAD_MANIFESTS[fault]
+    manifest = copy.deepcopy(container.Container(tanh).manifest)
+    change(manifest)
+    rewritten(tanh, manifest=manifest)
+    with pytest.raises(ModelError, match=match):
+        read(tanh)
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) -> None:
+    path, report = tmp_path / "m.fused", tmp_path / "r.json"
+    done = cli(
+        *("compile", ENCODER, "-o", path, "--target", "h200,a100", "--json", report),
+        *("--dim", "batch=1,2", "sequence=8..16:8"),
+    )
+    assert done.code == 0, done.err
+    wanted = [(b, s) for b in (1, 2) for s in (8, 16)]
+    assert [s["input_ids"][0] for s in Deployed(path).shapes()] == wanted
+    found = json.loads(report.read_text())
+    assert found["targets"] == {"h200": 4, "a100": 4}
+    assert found["shapes"][1] == {name: [1, 16] for name in IDS}
+    done = cli(
+        *("compile", ENCODER, "-o", path, "--target", "h200"),
+        *("--input-shapes", "input_ids:1,4", "--input-shapes", "input_ids:3,5"),
+    )
+    assert done.code == 0, done.err
+    assert [s["token_type_ids"][0] for s in Deployed(path).shapes()] == [(1, 4), (3, 5)]
+    # elsewhere the file is the graph that is in it
+    done = cli("run", path, "--input-shapes", "input_ids:2,3")
+    assert done.code == 0, done.err
+    done = cli("validate", path, "--against", ENCODER)
+    assert done.code == 0, done.err
+    done = cli("optimize", path, "-o", tmp_path / "n.onnx", "--no-check")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "cuda"], "name the GPU that will run it: --target h200"),
+        (["--target", "h2"], "--target h2: choose cuda or one of h200"),
+        (["--target", "h200"], "axis 0 is open: give it by --input-shapes or by --dim batch=8"),
+        (["--target", "h200", "--dim", "batch=x"], "--dim batch=x: expected SYMBOL=8"),
+        (["--target", "h200", "--dim", "batch=1..9999"], "asks for 9,999 programs"),
+        (["--target", "h200", "--dim", "none=1"], "no input has the dimension 'none'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    cli: Cli, tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(device_id: int = 0) -> None:
+        raise DeviceError("no NVIDIA driver was found")
+
+    monkeypatch.setattr(device, "probe", none)
+    done = cli("compile", ENCODER, "-o", tmp_path / "m.fused", *arguments)
+    assert done.code in (1, 2)
+    assert message in done.err
+    assert not list(tmp_path.iterdir())
