@@ -114,7 +114,7 @@ class Executable:
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._names = sorted(v.name or "" for v in self._ends(model).inputs)
+        self.input_names = sorted(v.name or "" for v in self._ends(model).inputs)
         self.on_lowered: Callable[[ir.Model], None] | None = None
         """Told of the graph once it is first lowered, what that made of weights included."""
         self._deciding: list[str] = []  # feeds whose values decide about shapes
@@ -550,7 +550,7 @@ class Executable:
 
     def _key(self, feeds: Feeds) -> tuple[Any, ...]:
         """Shapes and dtypes, and the bytes of the feeds that decide about shapes."""
-        key = tuple([(feeds[n].shape, feeds[n].dtype) for n in self._names if n in feeds])
+        key = tuple([(feeds[n].shape, feeds[n].dtype) for n in self.input_names if n in feeds])
         if not self._deciding:
             return key
         return key, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)

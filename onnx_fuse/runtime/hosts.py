@@ -116,7 +116,7 @@ class Stages:
     def _passes(self, k: int, loop: Loop, feeds: Mapping[str, Any]) -> list[Any]:
         """A Loop's results, those of passes on the device: the host reads a condition a pass."""
         inner = self._executable(k)
-        read = {v.name for v in inner.model.graph.inputs}
+        read = set(inner.input_names)
         self._instance.owner.stream.wait("before a Loop")
 
         def once(given: Mapping[str, Any]) -> list[Any]:
