@@ -77,8 +77,9 @@ ARENA = Variable(
 AHEAD = Variable(
     "ONNX_FUSE_AHEAD",
     _flag,
-    True,
-    "0 leaves programs and kernels for sizes that have not come yet until they come",
+    False,
+    "1 makes programs and kernels for other sizes of a dimension that varies, in the background; "
+    "while it lasts, runs take longer",
 )
 CACHE_DIR = Variable(
     "ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, optimized graphs, tuning records"

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,7 @@ class Container:
         self.path = Path(path)
         try:
             self._file = open(path, "rb")  # noqa: SIM115 - as long as the map is read
+            weakref.finalize(self, self._file.close)
             self._stamp = stamp(self._file.fileno())
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             self._places, sums = _members(self._file)

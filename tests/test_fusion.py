@@ -17,6 +17,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
+from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.rewrite import through_row_views, users
 from onnx_fuse.passes import params
@@ -425,3 +426,10 @@ def test_a_large_product_whose_gradient_has_no_kernel_trains_without_its_norm(co
         assert any("multiples of 8" in r.reason for r in found.not_fused) == (
             training and not fused
         )
+
+
+def test_every_second_body_is_one() -> None:
+    """The body that a file asks for by overload: its names are not those of the first."""
+    for (domain, name), definition in OPS.items():
+        if domain == FUSE and definition.newer:
+            assert len(definition.function(overload="newer")), name

@@ -561,3 +561,14 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
         np.testing.assert_array_equal(y, x + BIAS)
         np.testing.assert_array_equal(places, np.arange(n))
     assert len(runner.instances()) == 2
+
+
+def test_an_empty_constant_has_no_place(gpu: FakeGpu) -> None:
+    model = text_model(
+        '<ir_version: 10, opset_import: ["": 21]>\n'
+        "agraph (int64[3,0,5] x, int64 k) => (int64[3,0,5] y) { y = Trilu<upper = 0>(x, k) }"
+    )
+    (y,) = InferenceSession(model, device="cuda").run(
+        None, {"x": np.zeros((3, 0, 5), np.int64), "k": np.array(6)}
+    )
+    assert y.shape == (3, 0, 5)

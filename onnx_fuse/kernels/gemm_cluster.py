@@ -132,6 +132,9 @@ class Cluster:
                     # three warpgroups and the producer have 128 registers a thread
                     if self._stats(problem) and wgm * bn > 256:
                         continue
+                    # of which a gate of 192 columns in one CTA would want two more
+                    if self._stats(problem) and whole == 16 and (bn, split) == (192, 1):
+                        continue
                     for share in (1, 2, 4):
                         rows = self._rows(problem, wgm, share)
                         if split * share > 8 or tiles_n % share or rows > 64 * wgm:

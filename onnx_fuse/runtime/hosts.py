@@ -12,7 +12,6 @@ from onnx_fuse.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.schedule import Segment
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
-from onnx_fuse.stages import run_loop
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.executable import Executable
@@ -122,6 +121,8 @@ class Stages:
         def once(given: Mapping[str, Any]) -> list[Any]:
             own = {name: value for name, value in given.items() if name in read}
             return inner.run_in_place(loop.outputs, own, on_device=True)
+
+        from onnx_fuse.stages import run_loop
 
         results = run_loop(loop, feeds, once, self._stacked)
         given = [id(value) for value in feeds.values()]  # memory that the next run writes

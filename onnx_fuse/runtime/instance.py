@@ -200,6 +200,7 @@ class Instance:
         self._constants = self.owner.constants.place(
             {b.id: program.constants[b.id] for b in kept if b.id in program.constants}
         )
+        self.address |= {b.id: 0 for b in kept}  # those of no bytes have no place
         self.address |= {b: constant.address for b, constant in self._constants.items()}
         made = [
             (b.id, aligned(room.get(b.id, b.nbytes))) for b in kept if b.id not in program.constants

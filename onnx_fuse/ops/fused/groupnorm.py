@@ -47,10 +47,10 @@ _BODY = """  first = Constant <value_ints: ints = [0]> ()
 
 
 _NODE = """  rest = Constant <value_ints: ints = [-1]> ()
-  s = Reshape (scale, rest)
-  b = Reshape (bias, rest)
+  scale1 = Reshape (scale, rest)
+  bias1 = Reshape (bias, rest)
   {z} = GroupNormalization <num_groups: int = @num_groups, epsilon: float = @epsilon,
-    stash_type: int = @stash_type> (x, s, b)
+    stash_type: int = @stash_type> (x, scale1, bias1)
 """
 """The body where the graph had that node: of huge numbers onnxruntime's own variance is another."""
 
