@@ -458,6 +458,7 @@ def _scans() -> Iterator[Case]:
         for shape, k in (((2, 20000), 15000), ((2, 4097, 3), 4097)):  # sorted whole
             yield Case("TopK", (shape, i64(k)), {"axis": 1, **attrs}, 2, note=f"k{k}")
     yield Case("TopK", ((2, 9000), i64(8999)), {}, 2, "int64", note="ties of long rows")
+    yield Case("Unique", ((70, 600),), {"axis": 0}, 4, note="long slices")
 
 
 def _indexing() -> Iterator[Case]:

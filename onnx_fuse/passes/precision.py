@@ -101,12 +101,6 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             node.replace_input_with(i, cast)
         if maker is not None:
             graph.insert_after(maker, here.nodes)
-    for node in wide:
-        here = Builder()
-        for i, read in enumerate(node.inputs):
-            if read is not None and read.dtype == dtype:
-                node.replace_input_with(i, _to(here, read, F32))
-        graph.insert_before(node, here.nodes)
     arrays = [value.const_value.numpy() for value in weights if value.const_value is not None]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NumPy lets other threads run
         made = pool.map(_near if masters else _cast, arrays, [dtype] * len(arrays))
@@ -116,6 +110,12 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
                 value.type = ir.TensorType(dtype)
             elif new is not array:
                 value.const_value = ir.tensor(new, name=value.name)
+    for node in wide:
+        here = Builder()
+        for i, read in enumerate(node.inputs):
+            if read is not None and read.dtype == dtype:
+                node.replace_input_with(i, _to(here, read, F32))
+        graph.insert_before(node, here.nodes)
     if op.nodes:
         first = next(iter(graph), None)
         if first is None:
