@@ -14,7 +14,7 @@ from cases import real_cases
 from interpret import interpret
 
 import onnx_fuse
-from onnx_fuse.kernels import jit
+from onnx_fuse.kernels import jit, refusals
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.lower import lower
 from onnx_fuse.onnx.build import text_model
@@ -35,6 +35,7 @@ from onnx_fuse.program.size import (
 )
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.ahead import Ahead
+from onnx_fuse.runtime.plan import Made
 from onnx_fuse.runtime.specialize import Interrupted, Specializer
 
 H200 = CHIPS["H200"]
@@ -147,6 +148,17 @@ def test_what_two_traces_hold_is_not_mixed() -> None:
         assert select("Gemm", problem, H200) is not None
         guards.append(set(trace.guards))
     assert guards[0] == guards[1] != set()
+
+
+def test_a_size_in_a_reason_is_no_decision() -> None:
+    """Kernels say which size they refuse; the program still holds for other such sizes."""
+    trace = Trace()
+    m, k = trace.symbol("m", 96), trace.symbol("k", 97)
+    problem = Problem.of("Gemm", m=m, n=768, k=k, dtype="float16", lda=k, ldb=768, align=2)
+    assert any("97" in reason for reason in refusals("Gemm", problem, H200).values())
+    assert not any("==" in guard and not guard.startswith("not") for guard in trace.guards)
+    assert f"{k}" == "97"
+    assert "(k) == 97" in trace.guards
 
 
 def test_host_arithmetic() -> None:
@@ -324,3 +336,25 @@ def test_what_is_made_in_the_background_gives_way() -> None:
     specializer._waiting.clear()
     assert specializer.prepare(shapes) is not None
     assert specializer.traced == 1
+
+
+def test_a_growing_cache_keeps_one_layout() -> None:
+    """Where keys have wide classes, the plan has room for the largest: no layout a token."""
+    path = Path(__file__).parent / "data" / "decoders" / "llama_sdpa_dyn23.onnx"
+    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
+    specializer = Specializer(graph, H200, math=precision)
+
+    def at(past: int) -> Made:
+        numbers = {"s69": past, "s89": past, "s53": past + 1}  # the others: one token of one text
+        shapes = {}
+        for v in graph.graph.inputs:
+            assert v.shape is not None
+            assert v.dtype is not None
+            dims = [d if isinstance(d, int) else numbers.get(str(d.value), 1) for d in v.shape]
+            shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
+        made = specializer.of(shapes)
+        assert made.source is not None
+        return made
+
+    plans = {id(at(past).plan) for past in range(72, 250, 8)}
+    assert len(plans) == specializer.traced <= 4

@@ -141,10 +141,10 @@ def _select(
         if kernel is None:
             known = ", ".join(k.name for k in kernels)
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
-        if reason := kernel.supports(problem, hw):
+        if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
         return _cheapest((kernel,), problem.rough(), hw, "forced")
-    legal = [kernel for kernel in kernels if kernel.supports(problem, hw) is None]
+    legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
     problem = problem.rough()
@@ -154,9 +154,17 @@ def _select(
     return _cheapest(tuple(legal), problem, hw, "cost model")
 
 
+def refusal(kernel: Kernel, problem: Problem, hw: Hardware) -> str | None:
+    """What `supports` says: the sizes named in it are no decision, those compared are."""
+    if problem.trace is None:
+        return kernel.supports(problem, hw)
+    with problem.trace.telling():
+        return kernel.supports(problem, hw)
+
+
 def refusals(op: str, problem: Problem, hw: Hardware) -> dict[str, str]:
     """Candidate -> why it does not serve `problem`: what --explain prints."""
-    reasons = {kernel.name: kernel.supports(problem, hw) for kernel in candidates(op)}
+    reasons = {kernel.name: refusal(kernel, problem, hw) for kernel in candidates(op)}
     return {name: reason for name, reason in reasons.items() if reason}
 
 

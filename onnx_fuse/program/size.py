@@ -9,8 +9,9 @@ that meet the guards: its numbers are the polynomials' values. Turning a size in
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import ceil, floor, isfinite
 from types import CodeType
@@ -64,6 +65,8 @@ class Trace:
         self.guards: dict[str, None] = {}
         """Python expressions over the symbols, each true for the sizes traced."""
         self._narrow: set[str] = set()
+        self.told = 0
+        """Above 0 while text is for people alone: a size in it is no decision."""
         self.asked: set[Any] = set()
         """Comparisons that are among the guards."""
         self.memo: dict[Any, Any] = {}
@@ -93,6 +96,22 @@ class Trace:
                 self.guard(f"{first} <= {name} <= {last}")
                 found[name] = last
         return found
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside, text is for people: reasons and messages, never macros or names."""
+        self.told += 1
+        try:
+            yield
+        finally:
+            self.told -= 1
+
+    def largest(self) -> dict[str, int]:
+        """The largest size of each dimension's class, as far as the choices so far say."""
+        return {
+            name: (class_of if name in self._narrow else wide_class_of)(number)[1]
+            for name, number in self.values.items()
+        }
 
     def guard(self, text: str) -> None:
         """Keep that the expression holds."""
@@ -245,12 +264,12 @@ class Size:
         return bits
 
     def __str__(self) -> str:
-        return str(self.plain())
+        return str(self.value if self.trace.told else self.plain())
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return format(self.plain(), spec)
+        return format(self.value if self.trace.told else self.plain(), spec)
 
 
 class Ratio:

@@ -145,7 +145,7 @@ class Specializer:
             if program.stages or program.fallbacks:
                 self.is_open = False
                 return None
-            entry = _Kept(Open(program, trace), numbers)
+            entry = _Kept(Open(program, trace), trace.largest())
         except (NeedsValues, OnnxFuseError, Interrupted):
             raise
         except (
@@ -203,10 +203,10 @@ def _no_collection() -> Iterator[None]:
 class _Kept:
     """An open program, and the layout for the largest shape of its class."""
 
-    def __init__(self, source: Open, numbers: Mapping[str, int]) -> None:
+    def __init__(self, source: Open, largest: Mapping[str, int]) -> None:
         self.source = source
         # a layout for these sizes is one for smaller ones, whether or not the guards hold there
-        whole = source.at({name: class_of(n)[1] for name, n in numbers.items()})
+        whole = source.at(largest)
         self._plan = plan(whole)
         self._room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
         self._bytes = sum(self._room.values())
