@@ -32,7 +32,7 @@ def test_every_case_has_a_kernel(programs):
     """No case falls back, and every launch is one that a GPU takes."""
     for name, program in programs.items():
         assert not program.fallbacks, name
-        assert not program.stages, name
+        assert not any(stage.host for stage in program.stages), name  # nor does what data decides
         for call in program.calls:
             for launch in call.launches:
                 assert prod(launch.block) <= 1024, name
