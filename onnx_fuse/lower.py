@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from math import prod
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, Values, captured, data_type, type_proto
+from onnx_fuse.context import WEIGHT_LIMIT, NotStatic, Slot, captured, data_type, type_proto
+from onnx_fuse.control import Control
 from onnx_fuse.kernels.decompose import DECOMPOSED
 from onnx_fuse.kernels.deferred import defer
 from onnx_fuse.kernels.merge import call_early, merge
@@ -29,7 +29,6 @@ from onnx_fuse.llir import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
-from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.problem import ITEMSIZE, Hardware
 from onnx_fuse.program import host
@@ -43,8 +42,6 @@ FAMILIES: tuple[str, ...] = (
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
     *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
 )
-RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
-          "Multinomial", "Dropout"}  # fmt: skip
 FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "GatherElements",
           "GatherND", "Gemm", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
           "MatMul", "NegativeLogLikelihoodLoss", "RMSNormalization", "RotaryEmbedding",
@@ -53,12 +50,8 @@ FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", 
 CONTROL = ("If", "Loop", "Scan")
 PREVIEW = "ai.onnx.preview"
 """Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
-HOST_LIMIT = 1 << 22
-"""Elements up to which a node whose inputs are all known is evaluated at lowering."""
 SETUP_LIMIT = 1 << 20
 """Bytes that a call may write at most to run once, before the first run, and not in each."""
-MAX_UNROLL = 1024
-"""Passes of a Loop or Scan that are written out at most."""
 
 TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
@@ -95,7 +88,7 @@ def lower(
     return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
 
 
-class Lowerer(Values):
+class Lowerer(Control):
     """The walk: each node to its kernels, its body, or onnxruntime."""
 
     def __init__(
@@ -430,242 +423,7 @@ class Lowerer(Values):
             self._copy(name, source, target)
         return outputs, writes
 
-    # ---- host ----
-
-    def _evaluate(self, node: ir.Node) -> bool:
-        """Evaluate on the host what the feeds' values do not enter."""
-        if (node.op_type in RANDOM and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
-            return False
-        if node.op_type in ("Shape", "Size"):
-            return self._shape(node)
-        values = [v for v in (*node.inputs, *captured(node)) if v is not None]
-        arrays = [self.slots[v].host for v in values]
-        if node.op_type == "CastLike" and arrays[0] is not None and arrays[0].size == 1:
-            # a known number takes the dtype of a tensor whose values do not matter
-            dtype = self._type(values[1])[0]
-            self._known(node.outputs[0], arrays[0].astype(dtype.numpy()))
-            return True
-        if any(a is None for a in arrays):
-            return False
-        if any(host.is_open(a) for a in arrays):
-            return self._open(node, arrays)
-        if any(self.slots[v].tensor is not None for v in values) and not all(
-            a.size <= 64 for a in arrays if a is not None
-        ):
-            return False
-        if node.op_type == "Constant":
-            results = [ir.convenience.get_const_tensor(node.outputs[0])]
-            if results[0] is not None:
-                self._known(node.outputs[0], results[0].numpy())
-                return True
-        if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
-            return True
-        if node.op_type == "Range" and self._elements(arrays) > WEIGHT_LIMIT:
-            return False
-        if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
-            return False
-        known = {v: a for v, a in zip(values, arrays, strict=True) if a is not None}
-        found = evaluate([node], known, self.opsets)
-        if any(v.name and v not in found for v in node.outputs):
-            return False  # it has a kernel, or onnxruntime says what is wrong with it
-        for value, array in found.items():
-            self._known(value, array)
-        return True
-
-    def _open(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
-        """Evaluate what open sizes enter; False: it is made on the device."""
-        if node.op_type in ("ConstantOfShape", "Expand", "Range") and self._filled(node, arrays):
-            return True
-        given = {name: self.attr(node, name) for name in node.attributes}
-        moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
-        if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
-            return False  # an open number of elements: on the device
-        found = host.evaluate(node.op_type, arrays, given)
-        if found is not None:
-            self._known(node.outputs[0], found)
-            return True
-        for value in node.inputs:
-            array = None if value is None else self.slots[value].host
-            if value is not None and array is not None and host.is_open(array):
-                self.slots[value] = Slot(host=host.closed(array))
-        return self._evaluate(node)
-
-    @staticmethod
-    def _elements(arrays: Sequence[np.ndarray | None]) -> float:
-        """Elements of Range(start, limit, delta)."""
-        start, limit, delta = (float(a.reshape(-1)[0]) for a in arrays if a is not None)
-        return (limit - start) / delta
-
-    def _known(self, value: ir.Value, array: np.ndarray) -> None:
-        self.slots[value] = Slot(host=array)
-
-    def _shape(self, node: ir.Node) -> bool:
-        slot = self.slots[node.inputs[0]]  # type: ignore[index]
-        shape = slot.tensor.shape if slot.tensor is not None else slot.host.shape  # type: ignore[union-attr]
-        if node.op_type == "Size":
-            self._known(node.outputs[0], sizes.array(prod(shape)))
-        else:
-            start, end = self.attr(node, "start", 0), self.attr(node, "end", None)
-            self._known(node.outputs[0], sizes.array(shape[start:end]))
-        return True
-
-    def _filled(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
-        """A large tensor of one number: a broadcast scalar instead of its elements."""
-        wanted = arrays[-1]
-        assert wanted is not None
-        if node.op_type == "Range":
-            return False
-        shape = tuple(map(sizes.number, wanted.reshape(-1)))
-        if not host.is_open(wanted) and prod(shape) <= WEIGHT_LIMIT:
-            return False
-        if node.op_type == "Expand":
-            scalar = arrays[0]
-            if scalar is None or scalar.size != 1:
-                return False
-            shape = sizes.broadcast(scalar.shape, shape)
-        else:
-            scalar = self.attr(node, "value", np.zeros(1, np.float32))
-        if scalar.dtype.name not in ITEMSIZE:
-            return False
-        self.alias(node, 0, self.constant(scalar.reshape(())).expand(shape))
-        return True
-
     # ---- bodies, branches, onnxruntime ----
-
-    def _control(self, node: ir.Node) -> bool:
-        """If, Loop and Scan whose course is known, written out; False where it is not."""
-        mark, later, known = self._mark(), len(self.later), dict(self.fallbacks)
-        unroll = {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type]
-        if unroll(node) and len(self.later) == later:
-            return True
-        self._rewind(mark)
-        del self.later[later:]
-        self.fallbacks = known
-        deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the first so many operands
-        names = [n for i in range(deciding) if self.has(node, i) for n in self._deciding(node, i)]
-        if names:
-            raise NeedsValues(list(dict.fromkeys(names)))
-        return False
-
-    def _branch(self, node: ir.Node) -> bool:
-        condition = self.host(node, 0)
-        if condition is None:
-            return False
-        taken = "then_branch" if condition.reshape(-1)[0] else "else_branch"
-        self._inner(node.attributes[taken].as_graph(), node.outputs)
-        return True
-
-    def _loop(self, node: ir.Node) -> bool:
-        """Written out while the condition stays known."""
-        body = node.attributes["body"].as_graph()
-        trips, condition = (self.host(node, i) for i in range(2))
-        if (self.has(node, 0) and trips is None) or (self.has(node, 1) and condition is None):
-            return False
-        limit = MAX_UNROLL if trips is None else int(trips.reshape(-1)[0])
-        carried = [self.slots[v] for v in node.inputs[2:] if v is not None]
-        stacked: list[list[Slot]] = [[] for _ in body.outputs[1 + len(carried) :]]
-        if limit > MAX_UNROLL:
-            return False
-        for i in range(limit):
-            if condition is not None and not condition.reshape(-1)[0]:
-                break
-            start = [Slot(host=np.array(i, np.int64)), Slot(host=np.array(True)), *carried]
-            self.slots.update(zip(body.inputs, start, strict=True))
-            results = self._once(body)
-            condition = results[0].host
-            if condition is None:
-                return False
-            carried = results[1 : 1 + len(carried)]
-            for pile, slot in zip(stacked, results[1 + len(carried) :], strict=True):
-                pile.append(slot)
-        else:
-            if trips is None and limit:
-                return False
-        self.slots.update(zip(node.outputs, carried, strict=False))
-        return self._stack(node, len(carried), stacked, [0] * len(stacked), [0] * len(stacked))
-
-    def _scan(self, node: ir.Node) -> bool:
-        """Written out: the length is a static size."""
-        body, count = node.attributes["body"].as_graph(), self.attr(node, "num_scan_inputs")
-        states = len(node.inputs) - count
-        ways = self.attr(node, "scan_input_directions") or [0] * count
-        scanned = [self.view(node, states + i) for i in range(count)]
-        axes = self.attr(node, "scan_input_axes") or [0] * count
-        axes = [a % len(t.shape) for a, t in zip(axes, scanned, strict=True)]
-        length = scanned[0].shape[axes[0]]
-        if length > MAX_UNROLL:
-            return False
-        carried = [self.slots[v] for v in node.inputs[:states] if v is not None]
-        piles: list[list[Slot]] = [[] for _ in body.outputs[states:]]
-        for i in range(length):
-            rows = []
-            for tensor, axis, way in zip(scanned, axes, ways, strict=True):
-                at = length - 1 - i if way else i
-                rank = len(tensor.shape)
-                starts = [at if k == axis else 0 for k in range(rank)]
-                shape = [1 if k == axis else d for k, d in enumerate(tensor.shape)]
-                row = tensor.slice(starts, [1] * rank, shape)
-                kept = [k for k in range(rank) if k != axis]
-                rows.append(
-                    Slot(tensor=row.permute([*kept, axis]).reshape([shape[k] for k in kept]))
-                )
-            self.slots.update(zip(body.inputs, [*carried, *rows], strict=True))
-            results = self._once(body)
-            carried = results[:states]
-            for pile, slot in zip(piles, results[states:], strict=True):
-                pile.append(slot)
-        self.slots.update(zip(node.outputs, carried, strict=False))
-        out_axes = self.attr(node, "scan_output_axes") or [0] * len(piles)
-        out_ways = self.attr(node, "scan_output_directions") or [0] * len(piles)
-        return self._stack(node, states, piles, out_axes, out_ways)
-
-    def _once(self, body: ir.Graph) -> list[Slot]:
-        """One pass through a body whose inputs are set: the slots of its outputs."""
-        for value in body.initializers.values():
-            assert value.const_value is not None
-            self.slots[value] = Slot(host=value.const_value.numpy())
-        for inner in body:
-            self._node(inner)
-        return [self.slots[v] for v in body.outputs]
-
-    def _stack(
-        self,
-        node: ir.Node,
-        first: int,
-        piles: Sequence[Sequence[Slot]],
-        axes: Sequence[int],
-        ways: Sequence[int],
-    ) -> bool:
-        """Outputs `first` and on: the results of all passes along a new axis."""
-        for i, (pile, axis, way) in enumerate(zip(piles, axes, ways, strict=True), first):
-            if i >= len(node.outputs):
-                break
-            if not pile or any(slot.later for slot in pile):
-                return False
-            arrays = [slot.host for slot in (reversed(pile) if way else pile)]
-            if all(a is not None for a in arrays):
-                if any(a.shape != arrays[0].shape for a in arrays):  # type: ignore[union-attr]
-                    return False
-                self._known(node.outputs[i], np.stack(arrays, axis))  # type: ignore[arg-type]
-                continue
-            rows = [self._tensor(slot) for slot in (reversed(pile) if way else pile)]
-            if any(row.shape != rows[0].shape for row in rows):
-                return False
-            shape = list(rows[0].shape)
-            axis %= len(shape) + 1
-            shape.insert(axis, len(rows))
-            y = self.output(node, i, shape, rows[0].dtype)
-            for k, row in enumerate(rows):
-                starts = [k if a == axis else 0 for a in range(len(shape))]
-                part = y.slice(
-                    starts, [1] * len(shape), [1 if a == axis else d for a, d in enumerate(shape)]
-                )
-                kept = [a for a in range(len(shape)) if a != axis]
-                target = part.permute([*kept, axis]).reshape(row.shape)
-                assert target is not None
-                if row.size:
-                    self._copy(self.label(node), row, target)
-        return True
 
     def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
         for value in graph.initializers.values():

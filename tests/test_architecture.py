@@ -24,6 +24,8 @@ LAYERS = (
     ("autodiff",),
     ("kernels", "llir"),
     ("context",),
+    ("known",),
+    ("control",),
     ("stages", "sequences"),
     ("lower",),
     ("runtime",),
