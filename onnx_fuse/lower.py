@@ -38,7 +38,7 @@ from onnx_fuse.stages import beyond_tensors, by_passes, stages
 
 # Modules under onnx_fuse/kernels whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
-    *("pointwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
+    *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
     *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
 )

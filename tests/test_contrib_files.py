@@ -20,7 +20,7 @@ from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
 from onnx_fuse import autodiff, lower, passes
-from onnx_fuse.kernels import indexing, pointwise, views
+from onnx_fuse.kernels import elementwise, indexing, views
 from onnx_fuse.llir import NeedsValues
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import text_model
@@ -157,7 +157,7 @@ for _row in ROWS:
 @pytest.mark.parametrize("row", _FIRST.values(), ids=str)
 def test_a_node_is_lowered_by_its_body(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves and pointwise work by their kernels, all else of a body by onnxruntime."""
-    table = {**pointwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
+    table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
     monkeypatch.setattr(lower, "lowerings", lambda: table)
     model, feeds = row.model(), row.feeds()
     known: dict[str, Array] = {}

@@ -16,7 +16,18 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, lower, passes, session
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import cublaslt, indexing, jit, linear, merge, pointwise, reduce, site, views
+from onnx_fuse.kernels import (
+    cublaslt,
+    elementwise,
+    indexing,
+    jit,
+    linear,
+    merge,
+    pointwise,
+    reduce,
+    site,
+    views,
+)
 from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
@@ -45,7 +56,7 @@ def weights_of(model) -> dict[str, np.ndarray]:
 @pytest.fixture
 def moves_only(monkeypatch):
     """Pointwise, views and Gather are kernels, every other node a host call."""
-    table = {**pointwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
+    table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
     monkeypatch.setattr(lower, "lowerings", lambda: table)
     monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
 
@@ -440,7 +451,7 @@ def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
         ctx.dense(node, 0)
         return "not today"
 
-    table = {**pointwise.LOWERINGS, **views.LOWERINGS, ("", "Softmax"): refuses}
+    table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Softmax"): refuses}
     monkeypatch.setattr(lower, "lowerings", lambda: table)
     monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
     text = "agraph (float[3,4,6] x) => (float[6,4,3] y) "

@@ -11,7 +11,7 @@ import pytest
 from interpret import interpret
 
 from onnx_fuse import lower
-from onnx_fuse.kernels import merge, pointwise, scan, views
+from onnx_fuse.kernels import elementwise, merge, scan, views
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
@@ -152,7 +152,7 @@ GRAPHS = {
 @pytest.fixture(autouse=True)
 def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pointwise operators, views and the sort of rows are kernels, other nodes host calls."""
-    kernels = {**pointwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
+    kernels = {**elementwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
     monkeypatch.setattr(lower, "lowerings", lambda: kernels)
     monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
     monkeypatch.setattr(merge, "batch", list)

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.kernels import pointwise
+from onnx_fuse.kernels import elementwise
 from onnx_fuse.kernels.gemm import C_TYPES
 from onnx_fuse.kernels.pointwise import Code, emit
 from onnx_fuse.llir import Context, Lowering, Tensor
@@ -257,7 +257,7 @@ def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
-folded = pointwise.LOWERINGS["", "Sum"]
+folded = elementwise.LOWERINGS["", "Sum"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     **{("", name): reduce for name in REDUCERS},
     ("", "Sum"): sum_of_squares,

@@ -72,7 +72,7 @@ class Trace:
         self.memo: dict[Any, Any] = {}
         """What was made for problems with these sizes: their guards are among `guards`."""
         self.watch: Callable[[str], None] | None = None
-        """Told each new guard: tests and tools ask where it comes from."""
+        """Told each new guard; it may raise to give up the lowering."""
 
     def symbol(self, name: str, value: int) -> int:
         """The open dimension called `name`, an identifier; its value is `value`."""

@@ -21,7 +21,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from onnx_fuse import InferenceSession, bench, passes
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import pointwise, reduce
+from onnx_fuse.kernels import elementwise, pointwise, reduce
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import to_proto
@@ -115,7 +115,7 @@ def test_a_norm_makes_a_product_of_few_columns(
 UNARY = [
     name
     for name in pointwise.TABLE
-    if ("", name) in pointwise.LOWERINGS
+    if ("", name) in elementwise.LOWERINGS
     and "{1}" not in pointwise.TABLE[name]
     and name not in ("BitwiseNot", "Cast", "Iota", "Not")
 ]
