@@ -14,12 +14,12 @@ from cases import real_cases
 from interpret import interpret
 
 import onnx_fuse
-from onnx_fuse.kernels import jit, refusals
+from onnx_fuse.kernels import jit, refusals, select
 from onnx_fuse.llir import NeedsValues, Program
 from onnx_fuse.lower import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.problem import CHIPS, Problem
+from onnx_fuse.problem import CHIPS, Config, Problem
 from onnx_fuse.program import host
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.size import (
@@ -136,6 +136,39 @@ def test_the_class_of_a_size() -> None:
     assert "257 <= p <= 1024" in trace.guards
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("m", "n"), [(64, 64), (256, 64), (768, 192), (768, 768)])
+@pytest.mark.parametrize("batch", [3, 4, 15, 40])
+def test_whoever_shares_k_has_a_part_of_it(dtype: str, m: int, n: int, batch: int) -> None:
+    """A weight's gradient sums over open rows: no block may be left without rows.
+
+    What suits the largest rows of a class would leave it so for the fewest. And a shape has one
+    choice, whichever shape of its class was lowered first.
+    """
+
+    def chosen(t: int) -> tuple[Trace, str, Config]:
+        trace = Trace()
+        rows = trace.symbol("b", batch) * trace.symbol("t", t)
+        problem = Problem.of(
+            "Gemm", m=m, n=n, k=rows, trans_a=True, dtype=dtype, lda=m, ldb=n, align=16
+        )
+        choice = select("Gemm", problem, H200)
+        assert choice is not None
+        shares = choice.config.integer("split", choice.config.integer("splits", 1))
+        steps = math.ceil(batch * t / 64)
+        # fma shares evenly; the others give each block as many steps as the first
+        each = 1 if choice.kernel.name == "fma" else math.ceil(steps / shares)
+        assert shares == 1 or (shares - 1) * each < steps
+        return trace, choice.kernel.name, choice.config
+
+    lengths = (17, 20, 24, 32)
+    found = {t: chosen(t) for t in lengths}
+    for trace, *choice in found.values():
+        for t in lengths:
+            if all(eval(guard, {"b": batch, "t": t}) for guard in trace.guards):
+                assert choice == list(found[t][1:])
+
+
 def test_what_two_traces_hold_is_not_mixed() -> None:
     """A memo belongs to one trace: equal problems of two traces are each asked for their guards."""
     guards = []
@@ -143,8 +176,6 @@ def test_what_two_traces_hold_is_not_mixed() -> None:
         trace = Trace()
         m = trace.symbol("m", 96)
         problem = Problem.of("Gemm", m=m, n=768, k=768, dtype="float16", align=16)
-        from onnx_fuse.kernels import select
-
         assert select("Gemm", problem, H200) is not None
         guards.append(set(trace.guards))
     assert guards[0] == guards[1] != set()

@@ -35,6 +35,13 @@ class Kernel(Protocol):
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """The legal configurations, the default first."""
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
+
+        Each comparison with an open size is a guard; a kernel whose configurations serve every
+        problem that it supports answers True.
+        """
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Predicted seconds."""
 
@@ -143,15 +150,25 @@ def _select(
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
-        return _cheapest((kernel,), problem.rough(), hw, "forced")
+        return _first_that_fits(problem, _by_cost((kernel,), problem.rough(), hw, "forced"))
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
-    problem = problem.rough()
-    if records and (record := tuning.lookup(op, problem, hw, legal)):
+    largest = problem.rough()
+    if records and (record := tuning.lookup(op, largest, hw, legal)):
         kernel, best, seconds = record
-        return Choice(kernel, best, seconds, "tuning record")
-    return _cheapest(tuple(legal), problem, hw, "cost model")
+        if kernel.fits(problem, best):
+            return Choice(kernel, best, seconds, "tuning record")
+    return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"))
+
+
+def _first_that_fits(problem: Problem, choices: Sequence[Choice]) -> Choice | None:
+    """The cheapest for the class of `problem` that serves `problem` itself.
+
+    The same shape gets the same choice whichever shape of its class came first: what does not fit
+    is a guard as well as what does.
+    """
+    return next((c for c in choices if c.kernel.fits(problem, c.config)), None)
 
 
 def refusal(kernel: Kernel, problem: Problem, hw: Hardware) -> str | None:
@@ -198,7 +215,7 @@ def site(call: Call, hw: Hardware) -> Site:
         return Site(call.nodes, call.kernel, "", "-", seconds, floor, call.why or "the only one")
     refused = refusals(problem.op, problem, hw)
     rest = [
-        _cheapest((kernel,), problem, hw, "")
+        _by_cost((kernel,), problem, hw, "")[0]
         for kernel in candidates(problem.op)
         if kernel.name not in refused and kernel.name != choice.kernel.name
     ]
@@ -219,10 +236,13 @@ def site(call: Call, hw: Hardware) -> Site:
 
 
 @lru_cache(4096)
-def _cheapest(kernels: tuple[Kernel, ...], problem: Problem, hw: Hardware, why: str) -> Choice:
+def _by_cost(
+    kernels: tuple[Kernel, ...], problem: Problem, hw: Hardware, why: str
+) -> tuple[Choice, ...]:
+    """Every configuration of `kernels`, the cheapest first."""
     priced = [
         Choice(kernel, how, kernel.cost(problem, how, hw), why)
         for kernel in kernels
         for how in kernel.configs(problem, hw)
     ]
-    return min(priced, key=lambda choice: choice.seconds)
+    return tuple(sorted(priced, key=lambda choice: choice.seconds))

@@ -96,6 +96,10 @@ class CublasLt:
         """One: the library chooses."""
         return [Config()]
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of its usual tiles, k split where they do not fill the chip."""
         kind = "tf32" if (problem.dtype, problem.math) == ("float32", "tf32") else problem.dtype

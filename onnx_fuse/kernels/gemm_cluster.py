@@ -149,6 +149,13 @@ class Cluster:
                                 break
         return found
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Where each CTA of a cluster has steps of k, and tiles to share a's with."""
+        _, bn, split, share, _ = self._shape(config)
+        if split > 1 and (split - 1) * self._steps(problem, config) >= ceil(problem.k / BK):
+            return False
+        return share == 1 or ceil(problem.n / bn) % share == 0
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """A launch, the slowest of the flows, what does not fit into the stages, the exchange."""
         wgm, bn, split, share, room = self._shape(config)

@@ -208,6 +208,10 @@ class Simt(_Portable):
         sizes = [64, 32] if ITEMSIZE[problem.dtype] == 8 else [128, 64, 32]
         return [Config.of(tile=size) for size in sizes]
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """FMA-rate waves."""
         size = config.integer("tile")
@@ -286,6 +290,11 @@ class Fma(_Portable):
         """Of a block."""
         bm, bn = config.integers("tile")
         return FMA_TILES[bm, bn][0] * bm * bn // 64
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Where each of the blocks that share k has a part of it."""
+        split = config.integer("split")
+        return split == 1 or split <= ceil(problem.k / 64)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of parts of k, a launch, and the sum of the parts."""
@@ -388,6 +397,10 @@ class Mma(_Portable):
         every = [Config.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)]
         fit = [how for how in every if self._smem(problem, how) <= hw.smem_per_block]
         return [how for how in fit if how.integer("stages") == 4 or how.having(stages=4) not in fit]
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Tensor-core waves, at the tile's share of the full rate."""

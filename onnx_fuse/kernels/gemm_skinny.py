@@ -75,6 +75,10 @@ class Skinny:
                         found.append(Config.of(mt=mt, nt=nt, wn=wn, warps=warps, cluster=cluster))
         return found
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Where whole groups of columns exist."""
+        return problem.trans_b or problem.n % config.integer("nt") == 0
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Latency of load, multiply, add, store; w's bytes; L2's bytes."""
         mt, nt, wn, warps, cluster = self._shape(config)

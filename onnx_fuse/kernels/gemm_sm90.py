@@ -147,7 +147,7 @@ class Wgmma:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Tiles, clusters where two rows of tiles exist, and splits where tiles are few."""
         found = []
-        steps = ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.integer("planes")])
+        steps = self._steps(problem)
         for mi, bn, pingpong in TILES:
             bm = (64 if pingpong else 128) * mi
             tiles_m, tiles_n = ceil(problem.m / bm), ceil(problem.n / bn)
@@ -174,6 +174,17 @@ class Wgmma:
                         Config.of(tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8)
                     )
         return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Where each split has steps of k."""
+        splits = config.integer("splits")
+        return splits == 1 or (splits - 1) * ceil(self._steps(problem) / splits) < self._steps(
+            problem
+        )
+
+    def _steps(self, problem: Problem) -> int:
+        """64-wide steps of k, in all products of bf16 planes."""
+        return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.integer("planes")])
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""
@@ -395,6 +406,10 @@ class SplitWgmma:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """The bf16 product's."""
         return self.inner.configs(self._gemm(problem), hw)
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """As the bf16 product."""
+        return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Both splittings (4 bytes read, 2 a plane written) and the passes."""

@@ -88,6 +88,10 @@ class Fold:
         """The GEMM's."""
         return self.inner.configs(self._gemm(problem), hw)
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """As the GEMM."""
+        return self.inner.fits(self._gemm(problem), config)
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
         seconds = self.inner.cost(self._gemm(problem), config, hw)
@@ -174,6 +178,10 @@ class Apply:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """The GEMM's."""
         return self.inner.configs(self._gemm(problem), hw)
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """As the GEMM."""
+        return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, and x read and written once; a cluster's start then hides behind nothing."""

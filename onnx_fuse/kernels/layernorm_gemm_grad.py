@@ -132,6 +132,14 @@ class TwoGemms:
             for first, second in pairs
         ]
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """As the two GEMMs."""
+        dx, dw = self._split(config)
+        name = dx.text("kernel")
+        return self.for_dx[name].fits(self._dx(problem, name), dx) and self.inner.fits(
+            self._dw(problem), dw
+        )
+
     def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
         """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
         seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)

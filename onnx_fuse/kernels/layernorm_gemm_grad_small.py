@@ -130,6 +130,10 @@ class FewRows:
             found += [Config.of(tiles=name, splits=splits) for splits in room]
         return found
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Where each split has a step of n."""
+        return config.integer("splits") <= max(1, ceil(problem.n / N_STEP) // 2)
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The blocks over the SMs' slots or the bytes, whichever is longer; the second launch."""
         tiles, splits = self._shape(config)

@@ -81,6 +81,10 @@ class FewRows:
             if not (warps == 16 and wide)  # it would spill
         ]
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Bytes and instructions, which hide in part behind each other, or a warp's steps in turn.
 
@@ -159,6 +163,10 @@ class Unpacked:
 
     def _size(self, problem: Problem) -> int:
         return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """As the GEMM."""
+        return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM's, and the weights read packed and written."""

@@ -183,6 +183,10 @@ class Mma(_Attention):
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         p, rows, mt = problem, self.rows(config), config.integer("mt")
         blocks = p.batches * -(-p.m // rows)
@@ -303,6 +307,10 @@ class Wgmma:
             found = [c.having(blocks=min(c.integer("blocks"), 2)) for c in found]
         return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
 
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
+
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
         p, tile, most = problem, config.integer("tile"), config.integer("blocks")
@@ -390,6 +398,10 @@ class Simt(_Attention):
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         return (Config(),)
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.25
