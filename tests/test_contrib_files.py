@@ -20,14 +20,14 @@ from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
 from onnx_fuse import autodiff, lower, passes
-from onnx_fuse.kernels import elementwise, indexing, views
-from onnx_fuse.llir import NeedsValues
+from onnx_fuse.lower import elementwise, indexing, views
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.call import NeedsValues
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
 from onnx_fuse.validate.check import validate

@@ -15,27 +15,19 @@ from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, lower, passes, session
+from onnx_fuse.cuda import jit, pointwise
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import (
-    cublaslt,
-    elementwise,
-    indexing,
-    jit,
-    linear,
-    merge,
-    pointwise,
-    reduce,
-    site,
-    views,
-)
-from onnx_fuse.llir import NeedsValues, Program, Tensor, reshape_strides
+from onnx_fuse.kernels import cublaslt, site
+from onnx_fuse.lower import elementwise, indexing, linear, reduce, views
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.fused.activations import ACTIVATIONS
 from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.call import NeedsValues, Program, Tensor, reshape_strides
+from onnx_fuse.program.passes import merge
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime.states import SOUND, guarded
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model

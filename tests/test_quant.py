@@ -11,10 +11,11 @@ from interpret import interpret
 from quant_cases import CASES, HELD, Quantized
 
 from onnx_fuse import lower
-from onnx_fuse.kernels import candidates, jit, select
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import candidates, select
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
-from onnx_fuse.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, Problem
 
 H200 = CHIPS["H200"]
 

@@ -11,12 +11,13 @@ import pytest
 from interpret import interpret
 
 from onnx_fuse import lower
-from onnx_fuse.kernels import elementwise, merge, scan, views
-from onnx_fuse.llir import NeedsValues, Program
+from onnx_fuse.lower import elementwise, scan, views
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.passes import merge
+from onnx_fuse.program.problem import CHIPS
 
 H200 = CHIPS["H200"]
 RNG = np.random.default_rng(0)
