@@ -95,12 +95,14 @@ def _check_size(
         if depths[key] > MAX_DEPTH:
             raise ModelError(f"{_name(key)} nests more than {MAX_DEPTH} functions")
         if sizes[key] > MAX_NODES:
-            raise ModelError(f"{_name(key)} becomes {sizes[key]} nodes: at most {MAX_NODES} may be")
+            raise ModelError(
+                f"{_name(key)} becomes {sizes[key]} nodes, of which {MAX_NODES} are allowed"
+            )
     if size(graph) > MAX_NODES:
         worst = max(sizes, key=lambda k: sizes[k])
         raise ModelError(
-            f"the calls of {_name(worst)} and others become {size(graph)} nodes: "
-            f"at most {MAX_NODES} may be"
+            f"the calls of {_name(worst)} and others become {size(graph)} nodes, of which "
+            f"{MAX_NODES} are allowed"
         )
 
 
