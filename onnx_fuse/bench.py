@@ -18,11 +18,11 @@ import onnx_ir
 
 from onnx_fuse import passes
 from onnx_fuse.kernels import Site, site
-from onnx_fuse.llir import NeedsValues, Program
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validate.arrays import Array

@@ -13,16 +13,17 @@ import onnx_ir as ir
 
 from onnx_fuse import __version__, passes, session
 from onnx_fuse.container import GRAPH, digest_of, write
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import written
-from onnx_fuse.kernels import cublaslt, jit
-from onnx_fuse.llir import Call, NeedsValues, Program
+from onnx_fuse.kernels import cublaslt
 from onnx_fuse.onnx.build import defaults
 from onnx_fuse.onnx.common import DEFAULT, Model
 from onnx_fuse.onnx.save import outlined, stands_outside
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.problem import Hardware, Launch
+from onnx_fuse.program.call import Call, NeedsValues, Program
+from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime.encoding import FORMAT, encode
 from onnx_fuse.runtime.specialize import Specializer
 

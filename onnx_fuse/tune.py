@@ -20,11 +20,12 @@ import numpy as np
 import onnx
 
 from onnx_fuse import autodiff, config, passes
-from onnx_fuse.kernels import Choice, candidates, jit, select, tuning
-from onnx_fuse.kernels.callgraph import chosen
-from onnx_fuse.llir import Call, Program, Tensor
-from onnx_fuse.lower import lower
-from onnx_fuse.problem import ITEMSIZE, PRECISIONS, Hardware, Problem
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import Choice, candidates, select, tuning
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.passes.callgraph import chosen
+from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
 from onnx_fuse.session import load

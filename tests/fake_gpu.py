@@ -1,6 +1,6 @@
 """A GPU made of host memory: the driver's calls that the runtime makes, and kernels run by NumPy.
 
-`FakeGpu.use(monkeypatch)` puts it under `runtime.device` and `kernels.jit`. Work is done where it
+`FakeGpu.use(monkeypatch)` puts it under `runtime.device` and `cuda.jit`. Work is done where it
 is enqueued, so what comes too early in the code reads what is not there yet: memory begins as 0xA5.
 A captured launch is kept with the arguments it had, and replayed; `update` gives it others.
 """
@@ -18,9 +18,9 @@ import interpret
 import numpy as np
 import pytest
 
-from onnx_fuse.kernels import arguments, jit
-from onnx_fuse.llir import Call, Tensor
-from onnx_fuse.problem import CHIPS, Hardware, Launch, Ptr
+from onnx_fuse.cuda import arguments, jit
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr
 from onnx_fuse.runtime import device, specialize
 from onnx_fuse.runtime.tensor import dtype_of
 

@@ -15,12 +15,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from onnx_fuse.kernels.pointwise import LARGEST, Expression, Row
-from onnx_fuse.llir import Program, Tensor
-from onnx_fuse.problem import Problem
+from onnx_fuse.cuda.pointwise import LARGEST
+from onnx_fuse.lower.stages import run_loop
+from onnx_fuse.program.call import Program, Tensor
+from onnx_fuse.program.expression import Expression, Row
+from onnx_fuse.program.problem import Problem
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
-from onnx_fuse.stages import run_loop
 
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 

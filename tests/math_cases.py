@@ -22,14 +22,14 @@ from onnx.reference import ReferenceEvaluator
 import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm  # noqa: F401  (these register the fused operators)
-from onnx_fuse import context
 from onnx_fuse.kernels import Choice, candidates, select
-from onnx_fuse.llir import Program
-from onnx_fuse.lower import lower
+from onnx_fuse.lower import context
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops.fused.sdpa import KINDS
-from onnx_fuse.problem import CHIPS, Hardware, Launch, Problem
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Problem
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"

@@ -18,10 +18,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_fuse.kernels import Choice, candidates
-from onnx_fuse.llir import Program
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.load import load
-from onnx_fuse.problem import CHIPS, Hardware
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS, Hardware
 
 KINDS = {
     "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "int16": TensorProto.INT16,

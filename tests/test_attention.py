@@ -13,12 +13,12 @@ from interpret import interpret
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.kernels import sdpa
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, to_proto
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS
 
 NAMES = {"float": np.float32, "float16": np.float16, "double": np.float64}
 # The same sums in another order; the products' own operands are never larger than 1e3.

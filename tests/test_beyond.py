@@ -9,12 +9,12 @@ from interpret import interpret
 from test_attention import session
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.kernels import merge
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.passes import merge
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.validate.compare import COMPUTED
 
 LOW = -3.4028234663852886e38

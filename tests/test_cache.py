@@ -17,14 +17,14 @@ from support import ENCODER
 
 from onnx_fuse import InferenceSession, cache, passes, session
 from onnx_fuse.container import stamp
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Program
 from onnx_fuse.onnx import weights
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.problem import CHIPS, Hardware
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 

@@ -23,11 +23,11 @@ from cuda.bindings import driver, nvrtc
 from support import ENCODER, Cli
 
 from onnx_fuse import bench, config, passes, session
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.kernels import jit
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import ort as portable
 

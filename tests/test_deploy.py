@@ -22,11 +22,11 @@ from fake_gpu import FakeGpu
 from support import ENCODER, Cli
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, session
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
-from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Program
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.deployed import Deployed
 
@@ -127,9 +127,9 @@ def test_a_session_reads_a_compiled_file_without_any_onnx_library(tmp_path: Path
     code = (
         "import sys\n"
         "from onnx_fuse import InferenceSession\n"
-        "from onnx_fuse.problem import CHIPS, Hardware\n"
+        "from onnx_fuse.program.problem import CHIPS, Hardware\n"
         "from onnx_fuse.runtime import device, plan\n"
-        "from onnx_fuse.kernels import jit\n"
+        "from onnx_fuse.cuda import jit\n"
         "device.begin = device.probe = lambda device_id=0: None\n"
         "Hardware.detect = classmethod(lambda cls, device_id=0: CHIPS['H200'])\n"
         f"session = InferenceSession({str(path)!r}, device='cuda')\n"
@@ -181,8 +181,8 @@ def test_the_runtime_distribution_has_all_that_a_run_imports(tmp_path: Path) -> 
     code = ABSENT + (
         "import numpy as np\n"
         "from onnx_fuse import InferenceSession, UsageError\n"
-        "from onnx_fuse.kernels import jit\n"
-        "from onnx_fuse.problem import CHIPS, Hardware\n"
+        "from onnx_fuse.cuda import jit\n"
+        "from onnx_fuse.program.problem import CHIPS, Hardware\n"
         "from onnx_fuse.runtime import device, plan, executable\n"
         "device.begin = device.probe = lambda device_id=0: None\n"
         "Hardware.detect = classmethod(lambda cls, device_id=0: CHIPS['H200'])\n"

@@ -11,10 +11,10 @@ from interpret import interpret
 from onnx import numpy_helper
 
 from onnx_fuse import passes
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 
 K, N, BLOCK = 64, 48, 32

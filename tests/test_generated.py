@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_fuse.kernels import elementwise, jit
-from onnx_fuse.kernels.pointwise import (
+from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.pointwise import (
     COMPARES,
     FLOATS,
     LARGEST,
@@ -15,10 +15,11 @@ from onnx_fuse.kernels.pointwise import (
     Code,
     launch_of,
 )
-from onnx_fuse.llir import Tensor
-from onnx_fuse.lower import lower
+from onnx_fuse.lower import elementwise
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.problem import CHIPS
 
 INTEGERS = ("Bitwise", "Shift")
 LOGICAL = ("And", "Not", "Or", "Xor")

@@ -14,7 +14,7 @@ from onnx_fuse import bench
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
 from onnx_fuse.validate.arrays import index_bound, role_of

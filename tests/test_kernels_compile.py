@@ -16,15 +16,16 @@ import pytest
 from cuda.bindings import driver
 
 from onnx_fuse import config
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit, refusals, select, tuning
+from onnx_fuse.kernels import Kernel, candidates, cublaslt, refusals, select, tuning
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
-from onnx_fuse.problem import CHIPS, Config, Hardware, Launch, Problem
+from onnx_fuse.program.problem import CHIPS, Config, Hardware, Launch, Problem
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -393,7 +394,7 @@ def test_a_kernel_in_the_cache_needs_no_compiler(
     cubin = jit.compile(SOURCE, (("T", "int"),), "sm_80")
     code = (
         "import sys\n"
-        "from onnx_fuse.kernels import jit\n"
+        "from onnx_fuse.cuda import jit\n"
         f"cubin = jit.compile({SOURCE!r}, (('T', 'int'),), 'sm_80')\n"
         "print(len(cubin), *({'cuda.core', 'cuda.bindings.nvrtc'} & set(sys.modules)))\n"
     )

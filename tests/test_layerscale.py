@@ -9,9 +9,9 @@ from interpret import interpret
 from test_attention import session
 
 from onnx_fuse import passes
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS
 
 K, N = 32, 8
 ONES = np.linspace(0.05, 3.0, N)

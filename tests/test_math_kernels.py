@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from math_cases import H200, cases
 
-from onnx_fuse.kernels import jit, sdpa, select
-from onnx_fuse.kernels.conv import Shape, Window, conv_launches
-from onnx_fuse.kernels.pool import taps
-from onnx_fuse.kernels.reduce import passes, pieces, team, vector
-from onnx_fuse.kernels.softmax import softmax_launch
-from onnx_fuse.llir import Program
-from onnx_fuse.lower import lower
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import sdpa, select
+from onnx_fuse.lower.conv import Shape, Window, conv_launches
+from onnx_fuse.lower.pool import taps
+from onnx_fuse.lower.reduce import passes, pieces, team, vector
+from onnx_fuse.lower.softmax import softmax_launch
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.problem import CHIPS, Num, Problem, Ptr
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS, Num, Problem, Ptr
 
 
 @pytest.fixture(scope="module")

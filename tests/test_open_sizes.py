@@ -14,14 +14,15 @@ from cases import real_cases
 from interpret import interpret
 
 import onnx_fuse
-from onnx_fuse.kernels import jit, refusals, select
-from onnx_fuse.llir import NeedsValues, Program
-from onnx_fuse.lower import lower
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import refusals, select
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.problem import CHIPS, Config, Problem
 from onnx_fuse.program import host
+from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.open import Open
+from onnx_fuse.program.problem import CHIPS, Config, Problem
 from onnx_fuse.program.size import (
     Size,
     Trace,

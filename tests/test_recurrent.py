@@ -8,11 +8,11 @@ import pytest
 from test_gradients import RECURRENT, build, draw, session
 
 from onnx_fuse import autodiff
-from onnx_fuse.kernels import jit
-from onnx_fuse.kernels.recurrent import recurrent
-from onnx_fuse.lower import lower
+from onnx_fuse.cuda import jit
+from onnx_fuse.lower.recurrent import recurrent
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import Builder, text_model
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS
 
 KINDS = {
     "LSTM": (4, ""),

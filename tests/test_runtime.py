@@ -13,11 +13,11 @@ import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession, config
+from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.errors import UsageError
-from onnx_fuse.kernels.arguments import Arguments
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.problem import Launch, Num, Ptr, Table
+from onnx_fuse.program.problem import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from math_cases import cases, only
 
-from onnx_fuse.problem import CHIPS, Launch, Ptr, TensorMap
+from onnx_fuse.program.problem import CHIPS, Launch, Ptr, TensorMap
 
 TOOL = Path(__file__).parents[1] / "tools" / "sanitize.py"
 

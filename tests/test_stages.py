@@ -10,13 +10,13 @@ import onnxruntime
 import pytest
 from interpret import interpret
 
-from onnx_fuse import lower
-from onnx_fuse.kernels import elementwise, merge, scan, views
-from onnx_fuse.llir import NeedsValues, Program
+from onnx_fuse.lower import elementwise, scan, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.problem import CHIPS
+from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.passes import merge
+from onnx_fuse.program.problem import CHIPS
 
 H200 = CHIPS["H200"]
 RNG = np.random.default_rng(0)
@@ -153,8 +153,8 @@ GRAPHS = {
 def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pointwise operators, views and the sort of rows are kernels, other nodes host calls."""
     kernels = {**elementwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
-    monkeypatch.setattr(lower, "lowerings", lambda: kernels)
-    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+    monkeypatch.setattr(walk, "lowerings", lambda: kernels)
+    monkeypatch.setattr(walk.Lowerer, "_body", lambda self, node: None)
     monkeypatch.setattr(merge, "batch", list)
 
 
@@ -166,7 +166,7 @@ def lowered(
     """As the runtime does it: the values that lowering asks for are those of the feeds."""
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
     try:
-        return lower.lower(model, shapes, H200, values=values)
+        return walk.lower(model, shapes, H200, values=values)
     except NeedsValues as needs:
         asked = {name: feeds[name] for name in needs.names}
     return lowered(model, feeds, {**(values or {}), **asked})

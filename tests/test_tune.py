@@ -14,8 +14,8 @@ from support import Cli
 
 from onnx_fuse import config, tune
 from onnx_fuse.kernels import cublaslt, select, tuning
-from onnx_fuse.llir import Call
-from onnx_fuse.problem import CHIPS, PRECISIONS
+from onnx_fuse.program.call import Call
+from onnx_fuse.program.problem import CHIPS, PRECISIONS
 
 H200 = CHIPS["H200"]
 SHAPE = (512, 768, 3072)

@@ -27,7 +27,7 @@ import torch as t
 from performance_page import save
 
 from onnx_fuse.kernels import tuning
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.tune import calls_of, tune
 

@@ -30,11 +30,12 @@ from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
 from performance_page import ARMS, GOALS, fp16_verdict, save, verdict
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.kernels import Choice, jit, select, tuning
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import Choice, select, tuning
 from onnx_fuse.kernels.rows import fold
-from onnx_fuse.llir import Program
-from onnx_fuse.lower import lower
-from onnx_fuse.problem import ITEMSIZE, Hardware, Problem
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem
 from onnx_fuse.session import load
 from onnx_fuse.tune import TOLERANCE, calls_of, likely, tune
 

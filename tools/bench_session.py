@@ -273,7 +273,7 @@ def lengths(session: Any) -> Iterator[Row]:
     """60 random lengths after 12, which have compiled kernels."""
     import numpy as np
 
-    from onnx_fuse.kernels import jit
+    from onnx_fuse.cuda import jit
 
     compiled, inner = [0], jit._nvrtc
 

@@ -50,7 +50,7 @@ def child(model: str, device: str, precision: str, in_parts: bool) -> None:
     else:
         feeds = {name: np.ones((1, M), np.int64) for name in IDS}
     if device == "cuda" and in_parts:
-        from onnx_fuse.kernels import jit
+        from onnx_fuse.cuda import jit
         from onnx_fuse.runtime import device as gpu
 
         program = session._executable.program(
@@ -128,7 +128,7 @@ def write_compiled(model: Path, precision: str, path: Path) -> None:
     """What onnx-fuse compile makes of it for this GPU."""
     sys.path.insert(0, str(ROOT))
     from onnx_fuse import deploy
-    from onnx_fuse.problem import Hardware
+    from onnx_fuse.program.problem import Hardware
 
     bert = dict.fromkeys(IDS, (1, M))
     shapes = bert if model.name == "bert.onnx" else {"x": (M, K)}

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from onnx_fuse.kernels import candidates, jit, tuning
-from onnx_fuse.problem import Config, Hardware, Problem
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import candidates, tuning
+from onnx_fuse.program.problem import Config, Hardware, Problem
 
 # relative Frobenius error against float64 on the same stored inputs, output rounding included
 TOLERANCE = {

@@ -18,11 +18,11 @@ sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "tests")]
 import onnx_ir  # noqa: E402
 from math_cases import BF16, F16, F32, Case, dtype_of, i64  # noqa: E402
 
-from onnx_fuse.kernels import jit  # noqa: E402
-from onnx_fuse.llir import Program  # noqa: E402
-from onnx_fuse.lower import lower  # noqa: E402
+from onnx_fuse.cuda import jit  # noqa: E402
+from onnx_fuse.lower.walk import lower  # noqa: E402
 from onnx_fuse.onnx.common import FUSE  # noqa: E402
-from onnx_fuse.problem import Hardware  # noqa: E402
+from onnx_fuse.program.call import Program  # noqa: E402
+from onnx_fuse.program.problem import Hardware  # noqa: E402
 from onnx_fuse.runtime import device  # noqa: E402
 
 REPEATS = 10

@@ -20,7 +20,7 @@ from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from onnx_fuse.problem import CHIPS, Hardware
+from onnx_fuse.program.problem import CHIPS, Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]

@@ -32,8 +32,8 @@ from typing import Any
 
 import pytest
 
-from onnx_fuse.kernels import jit
-from onnx_fuse.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
+from onnx_fuse.cuda import jit
+from onnx_fuse.program.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))

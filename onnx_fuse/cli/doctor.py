@@ -61,8 +61,8 @@ def _try_onnxruntime() -> str:
 
 def _gpu() -> list[str]:
     """The GPU as the kernels see it, or what is missing and what mends it."""
-    from onnx_fuse.kernels import jit
-    from onnx_fuse.problem import Hardware
+    from onnx_fuse.cuda import jit
+    from onnx_fuse.program.problem import Hardware
     from onnx_fuse.runtime import device
 
     if faults := device.faults():

@@ -45,7 +45,7 @@ def check_device(device: str) -> None:
 
 
 def check_precision(precision: str) -> None:
-    from onnx_fuse.problem import PRECISIONS
+    from onnx_fuse.program.problem import PRECISIONS
 
     if precision not in PRECISIONS:
         raise UsageError(f"--precision {precision}: choose one of {', '.join(PRECISIONS)}")
@@ -53,7 +53,7 @@ def check_precision(precision: str) -> None:
 
 def hardware_of(target: str) -> Any:
     """The Hardware of a GPU by its short name, or of the one in this machine ("cuda")."""
-    from onnx_fuse.problem import CHIPS, Hardware
+    from onnx_fuse.program.problem import CHIPS, Hardware
 
     if target == "cuda":
         from onnx_fuse.runtime import device

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
-from onnx_fuse.problem import Config, Hardware, Launch, Problem
+from onnx_fuse.program.problem import Config, Hardware, Launch, Problem
 
 if TYPE_CHECKING:
-    from onnx_fuse.llir import Call
+    from onnx_fuse.program.call import Call
 
 
 class Kernel(Protocol):

@@ -42,9 +42,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
-from onnx_fuse.kernels.gemm_portable import C_TYPES, Fma, Mma, Simt
+from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 

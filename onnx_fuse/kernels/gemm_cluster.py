@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     ACTIVATIONS,
-    as_defines,
     epilogue_defines,
     gate_refusal,
-    ld,
-    operand,
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    TensorMap,
+    ld,
+    operand,
+)
 
 BK = 64
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import ceil, prod
 
-from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    batch_strides,
+    ld,
+)
 
-C_TYPES = {
-    "float32": "float", "float64": "double", "float16": "f16", "bfloat16": "bf16",
-    "int8": "signed char", "uint8": "u8", "int16": "short", "uint16": "u16",
-    "int32": "int", "uint32": "u32", "int64": "i64", "uint64": "u64", "bool": "bool",
-}  # fmt: skip
 ACTIVATIONS = (
     "relu", "leaky_relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh",
 )  # fmt: skip
-Defines = tuple[tuple[str, str], ...]
-
-
-def operand(problem: Problem) -> bool:
-    """Whether the epilogue reads one more [M, N] operand, "c"."""
-    return any(problem.attr(name) for name in ("beta", "dact", "dx", "dw", "residual"))
 
 
 def gate_refusal(problem: Problem) -> str | None:
@@ -76,30 +77,6 @@ def type_defines(problem: Problem) -> dict[str, str]:
     if problem.attr("dw") or problem.attr("row_bias"):
         types["TR"] = problem.out if problem.attr("dw") else bias
     return {name: C_TYPES[kind] for name, kind in types.items()}
-
-
-def as_defines(*tables: Mapping[str, object]) -> Defines:
-    """Sorted (name, text) pairs."""
-    return tuple(sorted((name, str(int(v) if isinstance(v, bool) else v))
-                        for table in tables for name, v in table.items()))  # fmt: skip
-
-
-def ld(problem: Problem) -> tuple[int, int]:
-    """Row strides of a and b in elements."""
-    return (
-        problem.integer("lda", problem.m if problem.trans_a else problem.k),
-        problem.integer("ldb", problem.k if problem.trans_b else problem.n),
-    )
-
-
-def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:
-    """The three batch strides of an operand, padded with zeros in front."""
-    default: list[int] = []
-    for size in reversed(problem.batch):
-        default.insert(0, dense)
-        dense *= size
-    strides = problem.integers(f"{name}_strides", tuple(default))
-    return (0,) * (3 - len(strides)) + strides
 
 
 def aligned(problem: Problem) -> bool:

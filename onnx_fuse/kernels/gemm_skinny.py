@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
     ACTIVATIONS,
-    C_TYPES,
     aligned,
-    as_defines,
     epilogue_defines,
     gate_refusal,
-    ld,
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, ld
 
 
 class Skinny:

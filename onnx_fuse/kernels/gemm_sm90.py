@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     ACTIVATIONS,
-    as_defines,
-    batch_strides,
     epilogue_defines,
     gate_refusal,
-    ld,
     normed,
-    operand,
     slope_seconds,
     type_defines,
 )
 from onnx_fuse.kernels.rows import rename, row_stats
-from onnx_fuse.problem import (
+from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
     Config,
@@ -28,6 +25,9 @@ from onnx_fuse.problem import (
     Problem,
     Ptr,
     TensorMap,
+    batch_strides,
+    ld,
+    operand,
 )
 
 # MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN

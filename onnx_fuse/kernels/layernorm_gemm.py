@@ -20,7 +20,7 @@ from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel

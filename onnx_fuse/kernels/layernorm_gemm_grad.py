@@ -32,7 +32,7 @@ from onnx_fuse.kernels.rows import (
     row_stats,
     sum_parts,
 )
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel

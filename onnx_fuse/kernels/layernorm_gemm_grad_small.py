@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from onnx_fuse.kernels.gemm_portable import C_TYPES, as_defines
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
 
 N_STEP = 64  # columns of dz and w a stage holds
 

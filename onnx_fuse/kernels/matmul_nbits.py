@@ -13,20 +13,13 @@ bits / 8)] uint8, the low bits of a byte first. Pointers: a q scale zero groups 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, prod
+from math import ceil
 
-import numpy as np
-import onnx_ir as ir
-
-from onnx_fuse.kernels import Kernel, linear
-from onnx_fuse.kernels.gemm import C_TYPES
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
-from onnx_fuse.kernels.gemm_portable import as_defines
-from onnx_fuse.kernels.pointwise import Code, emit
-from onnx_fuse.kernels.quant import four_bit_weights
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.llir import Context, Lowering, Tensor
-from onnx_fuse.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
@@ -203,128 +196,4 @@ class Unpacked:
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "MatMulNBits": (FewRows(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
-}
-
-
-def product(
-    ctx: Context,
-    node: ir.Node,
-    a: Tensor,
-    y: Tensor,
-    packed: dict[str, Tensor],
-    *,
-    n: int,
-    bits: int,
-    block: int,
-    zero: str,
-) -> str | None:
-    """y [..., n] = a [..., k] · wᵀ + bias; `packed`: q, scale, and zero, groups, bias if any."""
-    k = a.shape[-1]
-    problem = Problem.of(
-        "MatMulNBits", m=prod(a.shape[:-1]), n=n, k=k, dtype=a.dtype, math=ctx.math, trans_b=True,
-        bits=bits, block=block, blocks=ceil(k / block), zero=zero,
-        **{name: True for name in ("bias", "groups") if name in packed},
-    )  # fmt: skip
-    fixed = [packed[name] for name in ("q", "scale", "zero") if name in packed]
-    if all(ctx.known(t) is not None for t in fixed):
-        problem = problem.having(static_b=True)
-    return ctx.select(node, problem, {"a": a, **packed}, {"y": y})
-
-
-def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
-    """com.microsoft.MatMulNBits: a [..., K], q, scales, zero points, g_idx, bias."""
-    sizes = [int(ctx.attr(node, name, default)) for name, default in
-             (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))]  # fmt: skip
-    k, n, bits, block = sizes
-    if ctx.attr(node, "weight_prepacked", 0):
-        return "weights packed for another runtime's kernels"
-    if bits not in (2, 4, 8) or block < 16 or block & (block - 1):
-        return f"no kernel for {bits} bits in blocks of {block}"
-    a = ctx.dense(node, 0)
-    if a.dtype not in FLOATS:
-        return f"no kernel for {a.dtype}"
-    if a.shape[-1:] != (k,):
-        raise ValueError(f"K is {k}")
-    y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
-    if not y.size:
-        return None
-    names = {1: "q", 2: "scale", 3: "zero", 4: "groups", 5: "bias"}
-    packed = {name: ctx.dense(node, i) for i, name in names.items() if ctx.has(node, i)}
-    if not packed["q"].size or not k:  # weights left out
-        code = Code()
-        bias = packed.get("bias")
-        value = code.scalar(0, a.dtype) if bias is None else code.load(bias.expand(y.shape))
-        emit(ctx, code, node, value, y)
-        return None
-    blocks = ceil(k / block)
-    wanted = {"q": n * blocks * block * bits // 8, "scale": n * blocks, "groups": k, "bias": n}
-    zero = ""
-    if "zero" in packed:
-        zero = "packed" if packed["zero"].dtype == "uint8" else "float"
-        wanted["zero"] = n * (ceil(blocks * bits / 8) if zero == "packed" else blocks)
-    for name, tensor in packed.items():
-        if tensor.size != wanted[name]:
-            raise ValueError(f"{wanted[name]} elements of {name} are needed, not {tensor.size}")
-        like = name in ("scale", "bias") or (name, zero) == ("zero", "float")
-        if like and tensor.dtype != a.dtype:
-            return f"no kernel for {a.dtype} with {name} in {tensor.dtype}"
-    return product(ctx, node, a, y, packed, n=n, bits=bits, block=block, zero=zero)
-
-
-def _nibbles(array: np.ndarray) -> np.ndarray:
-    """Rows of 4-bit integers, two a byte, the first in the low bits; int4 as uint4, 8 more."""
-    signed = array.dtype.name == "int4"
-    wide = array.astype(np.int8) + (8 if signed else 0)
-    even = np.pad(wide, [(0, 0)] * (wide.ndim - 1) + [(0, wide.shape[-1] % 2)]).astype(np.uint8)
-    return np.ascontiguousarray(even[..., ::2] | even[..., 1::2] << 4)
-
-
-def matmul(ctx: Context, node: ir.Node) -> str | None:
-    """MatMul; of dequantized 4-bit weights as MatMulNBits, from 4 bits."""
-    value = node.inputs[1]
-    source = value.producer() if value is not None else None
-    if source is None or (source.domain, source.op_type) != ("", "DequantizeLinear"):
-        return linear.matmul(ctx, node)
-    a = ctx.view(node, 0)
-    scale = ctx.view(source, 1)
-    if not four_bit_weights(ctx, source) or a.dtype != scale.dtype or len(a.shape) < 2:
-        return linear.matmul(ctx, node)
-    q = ctx.view(source, 0)
-    k, n = q.shape
-    block = int(ctx.attr(source, "block_size", 0)) or k
-    if a.shape[-1] != k or block > 1 << 20:
-        return linear.matmul(ctx, node)
-    blocks = ceil(k / block)
-
-    def weights(array: np.ndarray) -> np.ndarray:
-        whole = np.pad(array.astype(np.int8), [(0, blocks * block - k), (0, 0)])
-        return _nibbles(np.ascontiguousarray(whole.T).astype(array.dtype))
-
-    def rows(array: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(array.reshape(blocks, n).T)
-
-    made = {
-        "q": ctx.packed(q, "two a byte", weights),
-        "scale": ctx.packed(scale, "rows of blocks", rows),
-    }
-    zero = "packed" if ctx.has(source, 2) else ""
-    if zero:
-        made["zero"] = ctx.packed(
-            ctx.view(source, 2), "rows, two a byte", lambda array: _nibbles(rows(array))
-        )
-    elif q.dtype == "uint4":
-        nothing = np.zeros((n, ceil(blocks / 2)), np.uint8)
-        made["zero"], zero = ctx.constant(nothing), "packed"
-    packed = {name: t for name, t in made.items() if t is not None}
-    assert len(packed) == len(made)
-    a = ctx.contiguous(a)
-    y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
-    if not y.size:
-        return None
-    return product(ctx, node, a, y, packed, n=n, bits=4, block=block, zero=zero)
-
-
-LOWERINGS: dict[tuple[str, str], Lowering] = {
-    ("com.microsoft", "MatMulNBits"): matmul_nbits,
-    ("", "MatMul"): matmul,
 }

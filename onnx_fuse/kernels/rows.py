@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from onnx_fuse.kernels.gemm_portable import C_TYPES, as_defines
-from onnx_fuse.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:

@@ -14,19 +14,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
 
-import numpy as np
-import onnx_ir as ir
-
-from onnx_fuse.kernels.gemm_portable import C_TYPES
-from onnx_fuse.kernels.pointwise import Code, cast_step, emit
-from onnx_fuse.kernels.reduce import FLOATS, accumulator, defines
-from onnx_fuse.llir import Context, Lowering, Tensor, dense_strides
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
-from onnx_fuse.problem import (
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.program.call import dense_strides
+from onnx_fuse.program.problem import (
     FEW,
     ITEMSIZE,
     Arg,
@@ -37,7 +28,6 @@ from onnx_fuse.problem import (
     Problem,
     Ptr,
     TensorMap,
-    Value,
 )
 
 ROWS, TILE = 64, 32  # of simt.cu
@@ -431,170 +421,3 @@ KERNELS = {"Sdpa": (Wgmma(), MMA, SIMT), "SdpaGrad": (MMA, SIMT)}
 
 
 # ---- lowering ---------------------------------------------------------------------------------
-
-
-def _rows(ctx: Context, node: ir.Node, i: int) -> Tensor:
-    """Input `i` [B, H, S, D] with contiguous, aligned rows: heads split by a view stay one."""
-    x = ctx.view(node, i)
-    size = ITEMSIZE[x.dtype]
-    aligned = x.offset * size % 16 == 0 and all(s * size % 16 == 0 for s in x.strides[:3])
-    return x if x.strides[3] == 1 and aligned else ctx.contiguous(x)
-
-
-def _output(ctx: Context, node: ir.Node, i: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Output `i` [B, H, S, D]; in memory [B, S, H, D] where what reads it merges the heads."""
-    readers = [use.node for use in node.outputs[i].uses()]
-    if not any(r.op_type == "Transpose" and ctx.attr(r, "perm") == [0, 2, 1, 3] for r in readers):
-        return ctx.output(node, i, shape, dtype)
-    batch, heads, rows, width = shape
-    y = ctx.output(node, i, (batch, rows, heads, width), dtype).permute((0, 2, 1, 3))
-    ctx.alias(node, i, y)
-    return y
-
-
-@dataclass(frozen=True)
-class _Masks:
-    """The masks of a node: tensors to read, and what they are to the Problem."""
-
-    reads: dict[str, Tensor] = field(default_factory=dict)
-    attrs: dict[str, Value] = field(default_factory=dict)
-
-
-def _problem(
-    ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, masks: _Masks,
-    **results: Tensor,
-) -> Problem:  # fmt: skip
-    kind = KINDS.get(node.op_type.removesuffix("Grad").split("_")[0])
-    batch, heads, queries, width = q.shape
-    if k.shape != (batch, k.shape[1], k.shape[2], width) or v.shape[:3] != k.shape[:3]:
-        raise ValueError("queries, keys and values do not fit together")
-    if heads % k.shape[1]:
-        raise ValueError(f"{heads} heads of queries over {k.shape[1]} of keys")
-    scale = ctx.attr(node, "scale", width**-0.5 if kind is None else 1.0)
-    more: dict[str, Value] = {"causal": bool(ctx.attr(node, "is_causal", 0)), "guard": 0}
-    if kind is not None:
-        more["causal"], more["guard"] = kind.causal, ("", "Guard", "NanGuard").index(kind.guard)
-        more |= {"softcap": float(ctx.attr(node, "softcap", 1.0))} if kind.softcap else {}
-        floor = float(ctx.attr(node, FLOOR, 0.0)) if kind.added else 0.0
-        more |= {FLOOR: floor} if floor else {}
-    return Problem.of(
-        op, m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
-        group=heads // k.shape[1], scale=float(scale), q_strides=q.strides[:3],
-        k_strides=k.strides[:3], v_strides=v.strides[:3], **{"mask": (), **masks.attrs, **more},
-        **{f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense},
-    )  # fmt: skip
-
-
-def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Masks | str:
-    """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them."""
-    kind = KINDS[node.op_type.removesuffix("Grad").split("_")[0]]
-    found, at = _Masks(), first
-    for name, step in zip(("mask", "mask2"), kind.steps, strict=False):
-        tensor = ctx.view(node, at)
-        if step == "Where":
-            fill = ctx.host(node, at + 1)
-            if fill is None or np.isnan(fill).any():
-                return "what its condition fills in is not known"
-            suffix = name.removeprefix("mask")
-            found.attrs[f"keep{suffix}"] = True
-            found.attrs[f"fill{suffix}"] = float(fill.reshape(()))
-            tensor = _as_numbers(ctx, node, tensor, q.dtype)
-        at += 2 if step == "Where" else 1
-        shape = (*q.shape[:3], k.shape[2])
-        behind = shape[4 - len(tensor.shape) :] if len(tensor.shape) <= 4 else ()
-        if len(behind) != len(tensor.shape) or any(
-            n not in (1, m) for n, m in zip(tensor.shape, behind, strict=True)
-        ):
-            return "its mask is larger than the scores"
-        if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
-            tensor = ctx.contiguous(tensor)
-        found.reads[name] = tensor.expand(shape)
-        found.attrs[name] = found.reads[name].strides
-    return found
-
-
-def _as_numbers(ctx: Context, node: ir.Node, keep: Tensor, dtype: str) -> Tensor:
-    """1 where `keep` is True, else 0: kernels take all masks in the type of q."""
-    if (known := ctx.known(keep)) is not None:
-        return ctx.constant(known.astype(dtype))
-    code, made = Code(), ctx.scratch(dtype, keep.shape)
-    emit(ctx, code, node, code.step(cast_step(dtype), dtype, code.load(keep)), made)
-    return made
-
-
-def sdpa(ctx: Context, node: ir.Node) -> str | None:
-    """y = softmax(z) v with z from scale q kᵀ, the S x T matrix never in memory."""
-    exposed = node.op_type.split("_")[1:]
-    if exposed not in ([], ["lse"]):
-        return f"it returns {', '.join(exposed)}"
-    if len(ctx.view(node, 0).shape) != 4:
-        return "its operands are not [B, H, S, D]"
-    q, k, v = (_rows(ctx, node, i) for i in range(3))
-    masks = _masks(ctx, node, 3, q, k)
-    if isinstance(masks, str):
-        return masks
-    y = _output(ctx, node, 0, (*q.shape[:3], v.shape[3]), q.dtype)
-    writes = {"y": y}
-    if exposed:
-        writes["lse"] = ctx.output(node, 1, (*q.shape[:3], 2), "float32")
-    if not prod(y.shape) or not k.shape[2]:
-        return "it is empty"
-    reads = {"q": q, "k": k, "v": v} | masks.reads
-    return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, masks, y=y), reads, writes)
-
-
-def attention(ctx: Context, node: ir.Node) -> str | None:
-    """ai.onnx Attention of heads that stand apart, without mask, past or softcap.
-
-    A sliding window becomes a mask known at lowering.
-    """
-    if len(ctx.view(node, 0).shape) != 4 or any(ctx.has(node, i) for i in range(3, 7)):
-        return "it has a mask or a past, or its heads are not apart"
-    if any(ctx.wants(node, i) for i in range(1, 4)) or ctx.attr(node, "softcap", 0.0):
-        return "it has a softcap, or returns more than the attention"
-    q, k, v = (_rows(ctx, node, i) for i in range(3))
-    shape = (*q.shape[:3], v.shape[3])
-    if not prod(shape) or not k.shape[2] or len({q.dtype, k.dtype, v.dtype}) > 1:
-        return "it is empty, or its types differ"
-    reads = {"q": q, "k": k, "v": v}
-    left, right = (ctx.attr(node, f"{side}_window_size", -1) for side in ("left", "right"))
-    if left >= 0 or right >= 0:
-        ahead = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None]
-        seen = (ahead >= -left) if left >= 0 else np.ones_like(ahead, bool)
-        seen &= (ahead <= right) if right >= 0 else True
-        if ctx.attr(node, "is_causal", 0):
-            seen &= ahead <= 0
-        if not seen.any(1).all():
-            return "a query sees no key through its window"
-        low = np.where(seen, 0, -np.inf).astype(q.dtype)
-        reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
-    masks = _Masks(attrs={"mask": reads["mask"].strides} if "mask" in reads else {})
-    y = _output(ctx, node, 0, shape, q.dtype)
-    problem = _problem(ctx, node, "Sdpa", q, k, v, masks, y=y)
-    if "mask" in reads:
-        problem = problem.having(causal=False)
-    return ctx.select(node, problem, reads, {"y": y})
-
-
-def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
-    """dq, dk, dv from dy, y and the saved log-sum-exp."""
-    dy, y, q, k, v = (_rows(ctx, node, i) for i in (0, 1, 3, 4, 5))
-    lse = ctx.dense(node, 2)
-    masks = _masks(ctx, node, 6, q, k)
-    if isinstance(masks, str):
-        return masks
-    shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
-    writes = {n: ctx.output(node, i, s, q.dtype) for i, (n, s) in enumerate(shapes.items())}
-    if not (prod(q.shape) and prod(k.shape) and prod(v.shape)):
-        return "it is empty"
-    reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse}
-    reads |= masks.reads
-    problem = _problem(ctx, node, "SdpaGrad", q, k, v, masks, dy=dy, y=y)
-    return ctx.select(node, problem, reads, writes)
-
-
-LOWERINGS: dict[tuple[str, str], Lowering] = {
-    ("", "Attention"): attention,
-    **{(FUSE, name): sdpa for name in KINDS},
-    **{(FUSE, f"{name}Grad"): sdpa_grad for name in KINDS},
-}

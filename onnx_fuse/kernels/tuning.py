@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_fuse import config
-from onnx_fuse.kernels import jit
-from onnx_fuse.problem import Config, Hardware, Problem
+from onnx_fuse.cuda import jit
+from onnx_fuse.program.problem import Config, Hardware, Problem
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel

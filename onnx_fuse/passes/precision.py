@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.passes.beyond import Beyond, beyond, narrowed, set_floor
-from onnx_fuse.problem import PRECISIONS
+from onnx_fuse.program.problem import PRECISIONS
 
 F32 = ir.DataType.FLOAT
 # Inputs that stay float32, by operator: sizes are no data, and running statistics need the digits.

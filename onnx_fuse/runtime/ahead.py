@@ -10,11 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.kernels import jit
-from onnx_fuse.llir import NeedsValues
-from onnx_fuse.lower import Shapes
-from onnx_fuse.problem import Launch
+from onnx_fuse.lower.walk import Shapes
+from onnx_fuse.program.call import NeedsValues
+from onnx_fuse.program.problem import Launch
 from onnx_fuse.program.size import class_of
 from onnx_fuse.runtime.specialize import Interrupted, Specializer
 

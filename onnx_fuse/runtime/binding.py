@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt

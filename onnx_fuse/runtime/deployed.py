@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.container import Container
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
-from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Program
-from onnx_fuse.problem import ITEMSIZE, Hardware
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime.encoding import FORMAT, Modules, decode
 from onnx_fuse.runtime.tensor import Argument, dtype_of
 

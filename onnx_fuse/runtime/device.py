@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
-from onnx_fuse.kernels import jit
 
 
 def bindings() -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.llir import Call, Program, Tensor
-from onnx_fuse.problem import Launch, TensorMap
+from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.problem import Launch, TensorMap
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of

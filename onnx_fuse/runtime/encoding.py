@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.llir import Buffer, Call, Program, Tensor, dense_strides
-from onnx_fuse.problem import ITEMSIZE, Arg, Launch, Num, Problem, Ptr, Table, TensorMap
+from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Problem, Ptr, Table, TensorMap
 from onnx_fuse.runtime.tensor import dtype_of
 
 FORMAT = 1

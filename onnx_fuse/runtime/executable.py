@@ -18,8 +18,8 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
-from onnx_fuse.llir import NeedsValues, Program, Tensor
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.call import NeedsValues, Program, Tensor
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.deployed import Deployed

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnx_fuse.llir import Loop, Stage, Tensor
-from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.program.call import Loop, Stage, Tensor
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.schedule import Segment
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
@@ -122,7 +122,7 @@ class Stages:
             own = {name: value for name, value in given.items() if name in read}
             return inner.run_in_place(loop.outputs, own, on_device=True)
 
-        from onnx_fuse.stages import run_loop
+        from onnx_fuse.lower.stages import run_loop
 
         results = run_loop(loop, feeds, once, self._stacked)
         given = [id(value) for value in feeds.values()]  # memory that the next run writes

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse import config
-from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Call, Tensor
-from onnx_fuse.problem import ITEMSIZE
+from onnx_fuse.cuda import jit
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.direct import Direct

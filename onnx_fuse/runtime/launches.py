@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from onnx_fuse import config
+from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.kernels import jit
-from onnx_fuse.llir import Call
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.call import Call
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.schedule import Order, Segment, along_rows
 

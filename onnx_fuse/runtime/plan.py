@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from onnx_fuse.llir import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.runtime.schedule import Order, by_data, in_line
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from onnx_fuse.llir import Call, Program
+from onnx_fuse.program.call import Call, Program
 
 FEW_BLOCKS = 8
 """Of a call that leaves the multiprocessors to the one it runs beside."""

@@ -19,10 +19,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.llir import NeedsValues, Program
-from onnx_fuse.lower import Shapes, lower
-from onnx_fuse.problem import Hardware
+from onnx_fuse.lower.walk import Shapes, lower
+from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.open import Open
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import Trace, class_of
 from onnx_fuse.runtime.plan import Made, plan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.llir import Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
 

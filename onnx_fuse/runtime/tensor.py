@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.llir import dense_strides
+from onnx_fuse.program.call import dense_strides
 from onnx_fuse.runtime import device
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.llir import Program, Tensor, dense_strides
+from onnx_fuse.program.call import Program, Tensor, dense_strides
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import dtype_of

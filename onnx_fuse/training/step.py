@@ -20,7 +20,7 @@ from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.problem import PRECISIONS
+from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.training import optim
 from onnx_fuse.training.weights import ancestors, is_selected, model_names
 

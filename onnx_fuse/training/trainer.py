@@ -22,7 +22,7 @@ from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.ops.loss import ignored_label
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
-from onnx_fuse.problem import PRECISIONS, Hardware
+from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import checkpoint, data, optim, shared
 from onnx_fuse.training.backends import Cuda, Portable
@@ -469,7 +469,7 @@ def _level(precision: str, device: str) -> int:
 
 def _whole(node: onnx_ir.Node, math: str) -> bool:
     """Whether a fused node's gradients are best made by one call on this GPU."""
-    from onnx_fuse.kernels.linear import gradient_pays
+    from onnx_fuse.lower.linear import gradient_pays
 
     return gradient_pays(node, math, Hardware.detect(0))
 

@@ -12,7 +12,7 @@ import pytest
 from onnx_fuse import passes
 from onnx_fuse.onnx.load import load
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.validate.compare import COMPUTED
 
@@ -24,7 +24,7 @@ from test_beyond import feeds_of as beyond_feeds
 from test_beyond import model_of as beyond_model
 
 from onnx_fuse.kernels import Choice, candidates
-from onnx_fuse.lower import lower
+from onnx_fuse.lower.walk import lower
 
 # float16: the graph rounds scores and weights, which kernels keep in float32
 TOLERANCE = {"float": 1e-5, "float16": 6e-3}

@@ -12,7 +12,7 @@ from cases import RealCase, real_cases
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.onnx.load import read
-from onnx_fuse.problem import PRECISIONS, Hardware
+from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer

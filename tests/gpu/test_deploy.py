@@ -16,7 +16,7 @@ from support import ENCODER, Cli
 from onnx_fuse import InferenceSession, deploy
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.problem import CHIPS, Hardware
+from onnx_fuse.program.problem import CHIPS, Hardware
 
 SIZES = [(1, 5), (2, 16)]
 

@@ -9,11 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnx_fuse.kernels import Kernel, candidates, cublaslt, jit
-from onnx_fuse.kernels.gated import interleaved
+from onnx_fuse.cuda import jit
+from onnx_fuse.kernels import Kernel, candidates, cublaslt
 from onnx_fuse.kernels.rows import fold, fold_many
+from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 

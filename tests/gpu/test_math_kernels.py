@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir
 import pytest
 
-from onnx_fuse.kernels import jit
-from onnx_fuse.problem import Hardware
+from onnx_fuse.cuda import jit
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

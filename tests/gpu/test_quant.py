@@ -11,9 +11,9 @@ import pytest
 from math_cases import only
 from quant_cases import CASES, FLOATS8, KINDS, Quantized, model_of
 
-from onnx_fuse.kernels import jit
+from onnx_fuse.cuda import jit
 from onnx_fuse.onnx.load import load
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
 
 

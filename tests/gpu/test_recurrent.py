@@ -10,9 +10,9 @@ from test_gradients import RECURRENT, Row, build, draw, row, session
 
 from onnx_fuse import autodiff
 from onnx_fuse.kernels import Choice
-from onnx_fuse.llir import Program
-from onnx_fuse.lower import lower
-from onnx_fuse.problem import Hardware
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.session import load
 
 

@@ -20,12 +20,13 @@ import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from onnx_fuse import InferenceSession, bench, passes
+from onnx_fuse.cuda import pointwise
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import elementwise, pointwise, reduce
+from onnx_fuse.lower import elementwise, reduce
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.problem import Hardware
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable

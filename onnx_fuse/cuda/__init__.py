@@ -1,0 +1,1 @@
+"""CUDA source, NVRTC, launches in memory, and generated pointwise kernels."""

@@ -1,0 +1,139 @@
+"""A launch's arguments in memory, as the driver reads them; packed again where addresses change."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.program.problem import Arg, Launch, Num, Ptr, Table, TensorMap
+
+_NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
+_MAP_BYTES = 128
+_MAP = f"{_MAP_BYTES}s"
+_ALIGNED = 64  # of a TMA descriptor
+
+
+class Arguments:
+    """The arguments of one launch: each in a slot of its own, and the array that points to them.
+
+    `address` is that array's, which stays where it is: what `place` writes, later launches read.
+    """
+
+    def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
+        self._args = launch.args
+        self._format, offsets, nbytes = _layout(tuple([_code(arg) for arg in launch.args]))
+        count = len(offsets)
+        self._memory = (ctypes.c_uint8 * (nbytes + 8 * count + _ALIGNED))()
+        start = ctypes.addressof(self._memory)
+        self._skipped = -start % _ALIGNED
+        start += self._skipped
+        table = struct.Struct(f"<{count}Q")
+        table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
+        self.address = start + nbytes
+        self.place(pointers)
+
+    def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
+        """Write other arguments of the same kernel."""
+        self._args = args
+        self.place(pointers)
+
+    def place(self, pointers: Mapping[str, int]) -> None:
+        """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
+        words: list[Any] = []
+        for arg in self._args:
+            if isinstance(arg, Num):
+                words.append(arg.value)
+            elif isinstance(arg, Ptr):
+                found = pointers.get(arg.name, 0)
+                words.append(found and found + arg.offset)
+            elif isinstance(arg, Table):
+                words += [w if isinstance(w, int) else _address(w, pointers) for w in arg.words]
+            else:
+                words.append(_descriptor(arg, _address(arg.ptr, pointers)))
+        self._format.pack_into(self._memory, self._skipped, *words)
+
+
+def _address(ptr: Ptr, pointers: Mapping[str, int]) -> int:
+    found = pointers.get(ptr.name, 0)
+    return found + ptr.offset if found else 0
+
+
+def _code(arg: Arg) -> str:
+    """Its format in `struct`, 8 bytes or a multiple of that."""
+    if isinstance(arg, Num):
+        return _NUMBERS[arg.ctype]
+    if isinstance(arg, Ptr):
+        return "Q"
+    return f"{len(arg.words)}Q" if isinstance(arg, Table) else _MAP
+
+
+@lru_cache(maxsize=4096)
+def _layout(codes: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...], int]:
+    """How arguments of these codes are packed, where each stands, and the bytes of all."""
+    text, at, offsets = "<", 0, []
+    for code in codes:
+        if code == _MAP:
+            text += f"{-at % _ALIGNED}x"
+            at += -at % _ALIGNED
+        offsets.append(at)
+        text += code
+        at += struct.calcsize("<" + code)
+    return struct.Struct(text), tuple(offsets), at
+
+
+# ---- TMA descriptors ----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8192)
+def _descriptor(arg: TensorMap, address: int) -> bytes:
+    """The descriptor of the tensor there; zeros, which nobody reads, for an operand left out."""
+    if not address:
+        return bytes(_MAP_BYTES)
+    from cuda.bindings import driver
+
+    kinds, shape, strides, box, ones = _constants(arg.dtype, arg.shape, arg.strides, arg.box)
+    swizzle = driver.CUtensorMapSwizzle
+    code, found = driver.cuTensorMapEncodeTiled(
+        kinds,
+        len(arg.shape),
+        address,
+        shape,
+        strides,
+        box,
+        ones,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle.CU_TENSOR_MAP_SWIZZLE_128B
+        if arg.swizzle == 128
+        else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(code):
+        raise DeviceError(f"a TMA descriptor of {arg}: {driver.CUresult(code).name}")
+    return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
+
+
+@lru_cache(maxsize=1024)
+def _constants(
+    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> tuple[Any, list[Any], list[Any], list[Any], list[Any]]:
+    """What does not depend on the address, as the driver's types."""
+    from cuda.bindings import driver
+
+    kind = driver.CUtensorMapDataType
+    kinds = {
+        "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }
+    return (
+        kinds[dtype],
+        [driver.cuuint64_t(x) for x in shape],
+        [driver.cuuint64_t(x) for x in strides],
+        [driver.cuuint32_t(x) for x in box],
+        [driver.cuuint32_t(1)] * len(shape),
+    )

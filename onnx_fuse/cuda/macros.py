@@ -1,0 +1,38 @@
+"""What a kernel is specialised by: C types and -D macros."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+C_TYPES = {
+    "float32": "float", "float64": "double", "float16": "f16", "bfloat16": "bf16",
+    "int8": "signed char", "uint8": "u8", "int16": "short", "uint16": "u16",
+    "int32": "int", "uint32": "u32", "int64": "i64", "uint64": "u64", "bool": "bool",
+}  # fmt: skip
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+Defines = tuple[tuple[str, str], ...]
+
+
+def as_defines(*tables: Mapping[str, object]) -> Defines:
+    """Sorted (name, text) pairs."""
+    return tuple(sorted((name, str(int(v) if isinstance(v, bool) else v))
+                        for table in tables for name, v in table.items()))  # fmt: skip
+
+
+def accumulator(dtype: str, reducer: str = "Sum") -> str:
+    """C type of sums over `dtype`."""
+    if dtype in FLOATS:
+        return "double" if dtype == "float64" else "float"
+    if reducer in ("L2", "LogSum", "LogSumExp"):
+        return "double"
+    return C_TYPES[dtype] if dtype in ("int64", "uint64", "uint32") else "int"
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def defines(**macros: object) -> tuple[tuple[str, str], ...]:
+    """-D macros in a fixed order; False becomes 0."""
+    return tuple(sorted((k, str(int(v) if isinstance(v, bool) else v)) for k, v in macros.items()))

@@ -1,0 +1,611 @@
+"""Pointwise ops: one table of expressions; chains of them become one generated kernel.
+
+An Expression is straight-line code over the elements of an iteration space. Its loads and stores
+are the reads and writes of its Call, as views of that space (stride 0 on broadcast axes), so the
+copies that Transpose, Concat, Slice or Expand need are Expressions too. The text of a kernel holds
+the structure alone; sizes, strides and scalars are arguments, so other shapes compile nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import INT32_LIMIT, Call, Context, Tensor
+from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
+
+THREADS = 256
+REGISTERS = 96
+"""Elements of all operands together that a thread may hold: more would spill."""
+TILE_LEAST = 24
+"""Accesses that both axes of a transpose must hold to go through tiles of 32."""
+STORAGE = {
+    "float64": "double", "float32": "float", "float16": "f16", "bfloat16": "bf16",
+    "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
+    "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "bool": "bool",
+}  # fmt: skip
+NARROW_FLOATS = {
+    "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz",
+    "float8_e5m2fnuz": "e5m2fnuz", "float8_e8m0fnu": "e8m0fnu", "float4_e2m1fn": "e2m1fn",
+}  # fmt: skip
+NARROW_INTS = {"int4": ("i4", 15), "uint4": ("u4", 15), "int2": ("i2", 3), "uint2": ("u2", 3)}
+"""dtype -> its C type and the mask of its bits, in quant/narrow.cuh."""
+LARGEST = {
+    "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0,
+    "float8_e5m2fnuz": 57344.0, "float4_e2m1fn": 6.0,
+}  # fmt: skip
+"""The narrow floats that values are rounded to, and the largest value of each."""
+STORAGE |= NARROW_FLOATS | {name: ctype for name, (ctype, _) in NARROW_INTS.items()}
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+# name -> C expression of operands {0}, {1}, ...; {t} is the result's C type. Attributes that
+# ATTRIBUTES lists are the operands after the node's inputs.
+TABLE: dict[str, str] = {
+    "Identity": "{0}",
+    "Cast": "({t}){0}",
+    "CastFloat16": "round_f16({0})",
+    "CastBFloat16": "round_bf16({0})",
+    "CastBool": "({0} != 0)",
+    **{f"Cast{name}": f"widen(from_float<{NARROW_FLOATS[name]}>({{0}}))" for name in LARGEST},
+    "Abs": "m_abs({0})",
+    "Acos": "m_acos({0})",
+    "Acosh": "m_acosh({0})",
+    "Add": "{0} + {1}",
+    "And": "{0} && {1}",
+    "Asin": "m_asin({0})",
+    "Asinh": "m_asinh({0})",
+    "Atan": "m_atan({0})",
+    "Atanh": "m_atanh({0})",
+    "BitwiseAnd": "{0} & {1}",
+    "BitwiseNot": "~{0}",
+    "BitwiseOr": "{0} | {1}",
+    "BitwiseXor": "{0} ^ {1}",
+    "Ceil": "m_ceil({0})",
+    "Celu": "m_max({0}, ({t})0) + m_min(({t})0, {1} * m_expm1({0} / {1}))",
+    "ClipMax": "{0} > {1} ? {1} : {0}",
+    "ClipMin": "{0} < {1} ? {1} : {0}",
+    "Cos": "m_cos({0})",
+    "Cosh": "m_cosh({0})",
+    "Div": "m_div(({t}){0}, ({t}){1})",
+    "Elu": "{0} < 0 ? {1} * m_expm1({0}) : {0}",
+    "Equal": "{0} == {1}",
+    "Erf": "m_erf({0})",
+    "Exp": "m_exp({0})",
+    "FMod": "m_fmod(({t}){0}, ({t}){1})",
+    "Floor": "m_floor({0})",
+    "Gelu": "({t})0.5 * {0} * (1 + m_erf({0} * ({t})0.70710678118654752))",
+    "GeluTanh": "({t})0.5 * {0} * (1 + m_tanh(({t})0.79788456080286536 * "
+    "({0} + ({t})0.044715 * {0} * {0} * {0})))",
+    "Greater": "{0} > {1}",
+    "GreaterOrEqual": "{0} >= {1}",
+    "HardSigmoid": "m_max(({t})0, m_min(({t})1, {1} * {0} + {2}))",
+    "HardSwish": "{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
+    "IsInf": "!is_nan({0}) && is_nan({0} - {0}) && "
+    "(({0} < 0 && {1} != 0) || ({0} > 0 && {2} != 0))",
+    "Iota": "(i64)i + v",
+    "IsNaN": "is_nan({0})",
+    "LeakyRelu": "{0} < 0 ? {1} * {0} : {0}",
+    "Less": "{0} < {1}",
+    "LessOrEqual": "{0} <= {1}",
+    "Log": "m_log({0})",
+    "Max": "m_max(({t}){0}, ({t}){1})",
+    "Min": "m_min(({t}){0}, ({t}){1})",
+    "Mish": "{0} * m_tanh(m_softplus({0}))",
+    "Mod": "m_mod(({t}){0}, ({t}){1})",
+    "Mul": "{0} * {1}",
+    "Neg": "-{0}",
+    "Not": "!{0}",
+    "Or": "{0} || {1}",
+    "PRelu": "{0} < 0 ? {1} * {0} : {0}",
+    "Pow": "m_pow(({t}){0}, ({t}){1})",
+    "QuickGelu": "{0} * m_sigmoid({1} * {0})",
+    "Reciprocal": "1 / {0}",
+    "Relu": "{0} < 0 ? ({t})0 : {0}",
+    "Round": "m_rint({0})",
+    "Saturate": "{0} >= {1} ? {0} < {2} ? {0} : {2} : {1}",  # a NaN becomes the least
+    "Scale": "__fmul_rn({0}, {1})",  # rounded, whatever is added to it
+    "Selu": "{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
+    "ShiftLeft": "(u64){1} < 8 * sizeof({t}) ? {0} << {1} : 0",
+    "ShiftRight": "m_shift_right({0}, {1})",
+    "Shrink": "{0} < -{2} ? {0} + {1} : {0} > {2} ? {0} - {1} : ({t})0",
+    "Sigmoid": "m_sigmoid({0})",
+    "Sign": "is_nan({0}) ? {0} : ({t})(({0} > 0) - ({0} < 0))",
+    "Silu": "{0} * m_sigmoid({0})",
+    "Sin": "m_sin({0})",
+    "Sinh": "m_sinh({0})",
+    "Softplus": "m_softplus({0})",
+    "Softsign": "{0} / (1 + m_abs({0}))",
+    "Sqrt": "m_sqrt({0})",
+    "Square": "{0} * {0}",
+    "Sub": "{0} - {1}",
+    "Swish": "{0} * m_sigmoid({1} * {0})",
+    "Tan": "m_tan({0})",
+    "Tanh": "m_tanh({0})",
+    "ThresholdedRelu": "{0} > {1} ? {0} : ({t})0",
+    "Where": "{0} ? {1} : {2}",
+    "Xor": "{0} != {1}",
+}
+ATTRIBUTES: dict[str, tuple[tuple[str, float], ...]] = {
+    "Celu": (("alpha", 1.0),),
+    "Elu": (("alpha", 1.0),),
+    "HardSigmoid": (("alpha", 0.2), ("beta", 0.5)),
+    "IsInf": (("detect_negative", 1), ("detect_positive", 1)),
+    "LeakyRelu": (("alpha", 0.01),),
+    "QuickGelu": (("alpha", 1.702),),
+    "Selu": (("alpha", 1.6732631921768188), ("gamma", 1.0507010221481323)),
+    "Shrink": (("bias", 0.0), ("lambd", 0.5)),
+    "Swish": (("alpha", 1.0),),
+    "ThresholdedRelu": (("alpha", 1.0),),
+}
+COMPARES = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN")
+
+
+def compute_type(dtype: str) -> str:
+    """C type of arithmetic on `dtype`: narrow floats compute in float, sub-byte ints in int."""
+    if dtype in NARROW_INTS:
+        return "int"
+    return "float" if dtype in ("float16", "bfloat16", *NARROW_FLOATS) else STORAGE[dtype]
+
+
+def includes(expression: Expression, dtypes: Sequence[str]) -> str:
+    """The #include lines that the generated source of an expression over these dtypes needs."""
+    named = {*dtypes, *(step.dtype for step in expression.steps)}
+    named |= {step.name.removeprefix("Cast") for step in expression.steps}
+    more = '#include "quant/narrow.cuh"\n' if named & {*NARROW_FLOATS, *NARROW_INTS} else ""
+    return f'#include "pointwise/math.cuh"\n{more}'
+
+
+# ---- layout and text ----------------------------------------------------------------------------
+
+
+def collapse(
+    shape: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Drop axes of size 1 and merge neighbours that every operand walks as one."""
+    axes = [k for k, d in enumerate(shape) if d != 1]
+    dims: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for k in axes:
+        d = shape[k]
+        if dims and all(m[-1] == s[k] * d for m, s in zip(merged, strides, strict=True)):
+            dims[-1] *= d
+            for m, s in zip(merged, strides, strict=True):
+                m[-1] = s[k]
+        else:
+            dims.append(d)
+            for m, s in zip(merged, strides, strict=True):
+                m.append(s[k])
+    if not dims:
+        return [1], [[0] for _ in strides]
+    return dims, merged
+
+
+def vector_width(
+    dims: Sequence[int],
+    tensors: Sequence[Tensor],
+    strides: list[list[int]],
+    rows: Sequence[Row] = (),
+) -> int:
+    """Elements a thread handles: 16-byte accesses wherever the layout allows them."""
+    shared = {row.index for row in rows if strides[row.index][-1] == 0}
+    width = 16 // max(ITEMSIZE[t.dtype] for i, t in enumerate(tensors) if i not in shared)
+    unit = [s[-1] == 1 for s in strides]
+    if not any(unit):
+        return 1
+    while width > 2 and width * len(tensors) > REGISTERS:
+        width //= 2
+    steps = [[row.step for row in rows if row.load == i] for i in range(len(tensors))]
+    while width > 1:
+        aligned = all(
+            not u or (t.offset % width == 0 and all(x % width == 0 for x in s[:-1] + more))
+            for u, t, s, more in zip(unit, tensors, strides, steps, strict=True)
+        )
+        # one flat axis may end inside a vector: its tail is masked
+        if aligned and (len(dims) == 1 or dims[-1] % width == 0):
+            break
+        width //= 2
+    return width
+
+
+def _steps(expression: Expression, values: list[str]) -> list[str]:
+    """A statement a step; `values` names the loads and scalars and is extended by the steps."""
+    body = []
+    for i, step in enumerate(expression.steps):
+        ctype = compute_type(step.dtype)
+        text = TABLE[step.name].format(*(values[a] for a in step.args), t=ctype)
+        body.append(f"const {ctype} t{i} = ({ctype})({text});")
+        values.append(f"t{i}")
+    return body
+
+
+def inline(expression: Expression, loads: Sequence[str]) -> str | None:
+    """The one stored value as a C++ expression of `loads`; None where it can't be written."""
+    if expression.rows or not np.isfinite([value for _, value in expression.scalars]).all():
+        return None
+    numbers = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
+    values = [*loads, *numbers]
+    body = _steps(expression, values)
+    return f"[&] {{ {' '.join(body)} return {values[expression.stores[0]]}; }}()"
+
+
+def arithmetic(
+    expression: Expression, loaded: Sequence[str], stored: Sequence[str], width: int
+) -> list[str]:
+    """The loop over a vector's elements: loads a<i>v in, stores y<i>v out, by their dtypes."""
+    body = [f"#pragma unroll\n    for (int v = 0; v < {width}; v++) {{"]
+    values = [f"x{i}" for i in range(expression.loads)]
+    values += [f"s{i}" for i in range(len(expression.scalars))]
+    body += [f"    const auto x{i} = widen(a{i}v.at[v]);" for i in range(expression.loads)]
+    body += [f"    {line}" for line in _steps(expression, values)]
+    for i, (source, dtype) in enumerate(zip(expression.stores, stored, strict=True)):
+        text = f"({compute_type(dtype)})({values[source]})"
+        if source < expression.loads and loaded[source] == dtype:
+            text = f"a{source}v.at[v]"  # the same bits, of a NaN too
+        elif dtype in ("float16", "bfloat16", *NARROW_FLOATS):
+            text = f"from_float<{STORAGE[dtype]}>({text})"
+        elif dtype in NARROW_INTS:
+            ctype, mask = NARROW_INTS[dtype]
+            text = f"{ctype}{{(u8)({text} & {mask})}}"
+        body.append(f"    y{i}v.at[v] = {text};")
+    return [*body, "}"]
+
+
+def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Launch:
+    """The generated kernel of an expression over views of one iteration space."""
+    tensors = [*reads, *writes]
+    shape = writes[0].shape
+    dims, strides = collapse(shape, [t.strides for t in tensors])
+    width = vector_width(dims, tensors, strides, expression.rows)
+    rows = {row.load: row for row in expression.rows}
+    wide = prod(shape) >= 2**31 - THREADS * 16 or any(t.wide for t in tensors)
+    wide = wide or any(
+        row.size * abs(row.step) + sum(abs(s) * d for s, d in zip(strides[i], dims, strict=True))
+        >= INT32_LIMIT
+        for i, row in rows.items()
+    )
+    index = "i64" if wide else "int"
+    rank = len(dims)
+    names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
+    parameters, args = [], []
+    for name, tensor in zip(names, tensors, strict=True):
+        const = "const " if name[0] == "a" else ""
+        parameters.append(f"{const}{STORAGE[tensor.dtype]}* {name}")
+        args.append(Ptr(name))
+    numbers: list[Arg] = []
+    for i, (ctype, value) in enumerate(expression.scalars):
+        parameters.append(f"{SCALAR[ctype]} s{i}")
+        numbers.append(Num(ctype, value))
+    kind = "i64" if wide else "i32"
+    parameters.append(f"{index} n")
+    numbers.append(Num(kind, prod(dims)))
+    for k in range(1, rank):
+        parameters.append(f"{index} d{k}")
+        numbers.append(Num(kind, dims[k]))
+    body: list[str] = []
+    if rank > 1:
+        body.append(f"{index} r = i;")
+        body += [f"const {index} c{k} = r % d{k}; r /= d{k};" for k in reversed(range(1, rank))]
+        body.append(f"const {index} c0 = r;")
+    tail = rank == 1 and dims[0] % width != 0
+    for name, s, tensor, row in sorted(  # indices before the rows that they choose
+        zip(names, strides, tensors, map(rows.get, range(len(tensors))), strict=True),
+        key=lambda item: item[3] is not None,
+    ):
+        terms = []
+        for k in range(rank):
+            if s[k] == 0:
+                continue
+            coordinate = "i" if rank == 1 else f"c{k}"
+            if s[k] == 1:
+                terms.append(coordinate)
+            else:
+                parameters.append(f"{index} {name}_{k}")
+                numbers.append(Num(kind, s[k]))
+                terms.append(f"{coordinate} * {name}_{k}")
+        where = " + ".join([name, *terms])
+        vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
+        step = {0: "0", 1: "v"}.get(s[-1], f"v * {name}_{rank - 1}")
+        one = row is None or strides[row.index][-1] == 0
+        inside = "true"
+        if row is not None:
+            parameters += [f"{index} {name}_step", f"i64 {name}_size"]
+            numbers += [Num(kind, row.step), Num("i64", row.size)]
+            at = f"row_at(a{row.index}v.at[{0 if one else 'v'}], {name}_size)"
+            inside = f"{name}k >= 0" if one else f"{at} >= 0"
+            where += f" + ({index}){f'{name}k' if one else at} * {name}_step"
+            if one:
+                body.append(f"const i64 {name}k = {at};")
+        if name[0] == "y":
+            body.append(f"{STORAGE[tensor.dtype]}* const {name}p = {where}; {vec} {name}v;")
+        elif width > 1 and s[-1] == 1:
+            whole = [f"i + {width} <= n"] * tail + [inside] * (row is not None)
+            left = "n - i" if row is None else f"{inside} ? n - i : 0"
+            loaded = f"load<{width}>({where})"
+            if whole:
+                loaded = f"{' && '.join(whole)} ? {loaded} : load_part<{width}>({where}, {left})"
+            body.append(f"const {vec} {name}v = {loaded};")
+        else:
+            guard = "(v == 0 || i + v < n) && " if tail and (s[-1] or not one) else ""
+            body.append(
+                f"{vec} {name}v = {{}}; for (int v = 0; v < {width}; v++) "
+                f"if ({guard}{inside}) {name}v.at[v] = ({where})[{step}];"
+            )
+    body += arithmetic(expression, [t.dtype for t in reads], [t.dtype for t in writes], width)
+    for i, s in enumerate(strides[len(reads) :]):
+        if s[-1] == 1 and width > 1:
+            full = f"store(y{i}p, y{i}v);"
+            part = f"if (i + {width} <= n) {full} else store_part(y{i}p, y{i}v, n - i);"
+            body.append(part if tail else full)
+        else:
+            step = "v" if s[-1] == 1 else "0" if s[-1] == 0 else f"v * y{i}_{rank - 1}"
+            guard = "if (i + v < n) " if tail else ""
+            body.append(f"for (int v = 0; v < {width}; v++) {guard}y{i}p[{step}] = y{i}v.at[v];")
+    lines = "\n    ".join(body)
+    source = (
+        f"{includes(expression, [t.dtype for t in tensors])}"
+        f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
+        f"    {', '.join(parameters)}) {{\n"
+        f"    after_previous_launch();\n"
+        f"    const {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n"
+        f"    if (i >= n) return;\n    {lines}\n}}\n"
+    )
+    blocks = -(-prod(dims) // (width * THREADS))
+    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), (*args, *numbers))
+
+
+def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
+    """y[...] = x[...] tile by tile where the two run along different axes; None elsewhere."""
+    dims, (sx, sy) = collapse(y.shape, [x.strides, y.strides])
+    along = [next((k for k, n in enumerate(s) if n == 1), None) for s in (sx, sy)]
+    if None in along or along[0] == along[1] or x.dtype != y.dtype or len(dims) > 5:
+        return None
+    p, q = along
+    assert p is not None
+    assert q is not None
+    size = ITEMSIZE[x.dtype]
+    rest = [k for k in range(len(dims)) if k not in along]
+    numbers = [dims[p], dims[q], sx[q], sy[p], x.offset, y.offset]
+    numbers += [s[k] for s in (sx, sy) for k in rest]
+    vec = next(v for v in (4, 2, 1) if v * size <= 4 or v == 1 if not any(n % v for n in numbers))
+    if min(dims[p], dims[q]) < TILE_LEAST * vec:
+        return None
+    tiles = prod(-(-dims[k] // (32 * vec)) for k in (p, q)) * prod(dims[k] for k in rest)
+    if tiles >= 2**31:
+        return None
+    wide = x.wide or y.wide
+    axes = [None] * (3 - len(rest)) + rest
+    inner = [1 if k is None else dims[k] for k in axes[1:]]
+    steps = [0 if k is None else s[k] for s in (sx, sy) for k in axes]
+    values = (dims[p], dims[q], sx[q], sy[p], *inner, *steps)
+    args = tuple(Num("i64" if wide else "i32", n) for n in values)
+    unit = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[size]
+    return Launch(
+        "indexing/transpose.cu", "transpose", (tiles, 1, 1), (256, 1, 1),
+        (Ptr("a0"), Ptr("y0"), *args),
+        (("IDX", "i64" if wide else "int"), ("T", unit), ("VEC", str(vec))),
+    )  # fmt: skip
+
+
+def launch_many(
+    expression: Expression,
+    shared: Sequence[Tensor | None],
+    items: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+) -> Launch:
+    """One launch of an expression over many flat tensors: (reads, writes) an item.
+
+    Operand r of item t is bound as "r.t", or as "a<r>" where `shared[r]` is one number for all. The
+    addresses travel in a Table, one row an item: operands, elements, first block.
+    """
+    reads, writes = items[0]
+    dtypes = [t.dtype for t in (*reads, *writes)]
+    width = 16 // max(ITEMSIZE[d] for d in dtypes)
+    while any(t.offset % width for pair in items for part in pair for t in part):
+        width //= 2
+    own = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
+    words: list[Ptr | int] = []
+    blocks = 0
+    for i, (_, stored) in enumerate(items):
+        n = stored[0].size
+        words += [*(Ptr(f"{k}.{i}") for k in own), n, blocks]
+        blocks += -(-n // (width * THREADS))
+    rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts
+    words += [0] * ((rows - len(items)) * (len(own) + 2))
+    args: list[Arg] = [Table(tuple(words)), Num("i32", len(items))]
+    parameters = ["const __grid_constant__ Rows table", "int rows"]
+    for r, tensor in enumerate(shared):
+        if tensor is not None:
+            parameters.append(f"const {STORAGE[tensor.dtype]}* a{r}")
+            args.append(Ptr(f"a{r}"))
+    for i, (ctype, value) in enumerate(expression.scalars):
+        parameters.append(f"{SCALAR[ctype]} s{i}")
+        args.append(Num(ctype, value))
+    body = []
+    names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
+    for column, r in enumerate(own):
+        ctype = STORAGE[dtypes[r]]
+        body.append(f"{ctype}* const {names[r]}p = ({ctype}*)table.at[t].p[{column}] + i;")
+    for r, dtype in enumerate(dtypes):
+        vec = f"Vec<{STORAGE[dtype]}, {width}> {names[r]}v"
+        if r >= len(reads):
+            body.append(f"{vec};")
+        elif r in own:
+            body.append(
+                f"const {vec} = i + {width} <= n ? load<{width}>({names[r]}p) : "
+                f"load_part<{width}>({names[r]}p, n - i);"
+            )
+        else:
+            body.append(f"{vec}; for (int v = 0; v < {width}; v++) {names[r]}v.at[v] = *a{r};")
+    body += arithmetic(expression, dtypes[: len(reads)], dtypes[len(reads) :], width)
+    for i in range(len(writes)):
+        body.append(
+            f"if (i + {width} <= n) store(y{i}p, y{i}v); else store_part(y{i}p, y{i}v, n - i);"
+        )
+    lines = "\n    ".join(body)
+    source = (
+        f"{includes(expression, dtypes)}"
+        f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first; }};\n"
+        f"struct Rows {{ Row at[{rows}]; }};\n"
+        f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
+        f"    {', '.join(parameters)}) {{\n"
+        f"    after_previous_launch();\n"
+        f"    int t = 0;\n"
+        f"    for (int step = {rows} / 2; step; step /= 2)\n"
+        f"        if (t + step < rows && table.at[t + step].first <= blockIdx.x) t += step;\n"
+        f"    const i64 n = table.at[t].n, block = blockIdx.x - table.at[t].first;\n"
+        f"    const i64 i = (block * {THREADS} + threadIdx.x) * {width};\n"
+        f"    if (i >= n) return;\n    {lines}\n}}\n"
+    )
+    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), tuple(args))
+
+
+SCALAR = {"f32": "float", "f64": "double", "i64": "i64", "i32": "int", "u32": "u32"}
+
+
+def call_of(
+    expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor], nodes: Sequence[str]
+) -> Call:
+    """The Call of an expression; its launch is made last, by `finish`."""
+    return Call(
+        expression.name,
+        tuple(nodes),
+        (),
+        tuple((f"a{i}", t) for i, t in enumerate(reads)),
+        tuple((f"y{i}", t) for i, t in enumerate(writes)),
+        expression=expression,
+    )
+
+
+def finish(call: Call) -> Call:
+    """The call with its launch, and the pairs of operands that may share memory."""
+    from dataclasses import replace
+
+    assert call.expression is not None
+    reads, writes = [t for _, t in call.reads], [t for _, t in call.writes]
+    tables = {f"a{row.load}" for row in call.expression.rows}
+    pairs = [
+        (w, r)
+        for w, y in call.writes
+        for r, x in call.reads
+        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
+        if r not in tables
+    ]
+    moved = sum(t.nbytes for t in (*reads, *writes))
+    launches: tuple[Launch, ...] = ()
+    if prod(writes[0].shape):
+        moves = not call.expression.steps and len(reads) == len(writes) == 1
+        tiled = launch_transpose(reads[0], writes[0]) if moves else None
+        launches = (tiled or launch_of(call.expression, reads, writes),)
+    flops = len(call.expression.steps) * prod(writes[0].shape)
+    return replace(call, launches=launches, inplace=tuple(pairs), flops=flops, bytes=moved)
+
+
+# ---- lowering -----------------------------------------------------------------------------------
+
+
+class Code:
+    """Collects one Expression: its loads, scalars and steps are operands of later steps."""
+
+    def __init__(self) -> None:
+        self.reads: list[Tensor] = []
+        self.rows: list[Row] = []
+        self.scalars: list[tuple[str, float]] = []
+        self.steps: list[tuple[str, str, tuple[tuple[str, int], ...]]] = []
+
+    def load(self, tensor: Tensor) -> tuple[str, int]:
+        """An operand read from memory; `tensor` is a view of the iteration space."""
+        if tensor not in self.reads:
+            self.reads.append(tensor)
+        return "load", self.reads.index(tensor)
+
+    def row(self, table: Tensor, index: Tensor, step: int, size: int) -> tuple[str, int]:
+        """What `table` holds `step` elements further for each of `index`, on an axis of `size`."""
+        _, at = self.load(index)
+        self.reads.append(table)
+        self.rows.append(Row(len(self.reads) - 1, at, step, size))
+        return "load", len(self.reads) - 1
+
+    def scalar(self, value: Any, dtype: str) -> tuple[str, int]:
+        """A number known at lowering, passed as an argument of the kernel."""
+        kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
+        kind = kind or ("f32" if dtype in FLOATS else "i32")
+        self.scalars.append((kind, float(value) if kind[0] == "f" else sizes.number(value)))
+        return "scalar", len(self.scalars) - 1
+
+    def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
+        """TABLE[name](args)."""
+        self.steps.append((name, dtype, args))
+        return "step", len(self.steps) - 1
+
+    def expression(self, *stores: tuple[str, int]) -> Expression:
+        """The Expression that stores these operands."""
+        first = {"load": 0, "scalar": len(self.reads)}
+        first["step"] = first["scalar"] + len(self.scalars)
+
+        def number(ref: tuple[str, int]) -> int:
+            return first[ref[0]] + ref[1]
+
+        steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)
+        stored, rows = tuple(map(number, stores)), tuple(self.rows)
+        return Expression(len(self.reads), tuple(self.scalars), steps, stored, rows)
+
+
+def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int]) -> Any:
+    """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
+    array = ctx.host(node, i)
+    if array is not None and array.size == 1:
+        dtype = "int64" if array.dtype == object else array.dtype.name
+        return code.scalar(array.reshape(-1)[0], dtype), dtype
+    tensor = ctx.view(node, i)
+    return code.load(tensor.expand(shape)), tensor.dtype
+
+
+def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
+    """The shape that all given inputs broadcast to."""
+    shapes = []
+    for i in range(len(node.inputs)):
+        if ctx.has(node, i):
+            array = ctx.host(node, i)
+            shapes.append(array.shape if array is not None else ctx.view(node, i).shape)
+    return sizes.broadcast(*shapes)
+
+
+def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
+    """Append the call that stores `value` to `y`."""
+    call = call_of(code.expression(value), code.reads, [y], [ctx.label(node)])
+    ctx.append(call)
+
+
+def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
+    """y[...] = x[...] for views of one shape."""
+    code = Code()
+    emit(ctx, code, node, code.load(x.expand(y.shape)), y)
+
+
+def cast_step(dtype: str) -> str:
+    """Name of the step that rounds to `dtype`."""
+    if dtype in LARGEST:
+        return f"Cast{dtype}"
+    special = {"bool": "CastBool", "float16": "CastFloat16", "bfloat16": "CastBFloat16"}
+    return special.get(dtype, "Cast")
+
+
+def rounded(code: Code, value: Any, dtype: str, saturate: bool) -> Any:
+    """A float rounded to one of LARGEST's dtypes; a NaN stays one where the dtype has it."""
+    if saturate:
+        value = code.step("ClipMin", "float32", value, code.scalar(-LARGEST[dtype], "float32"))
+        value = code.step("ClipMax", "float32", value, code.scalar(LARGEST[dtype], "float32"))
+    return code.step(cast_step(dtype), dtype, value)
+
+
+def dtype_name(dtype: ir.DataType) -> str:
+    """problem.ITEMSIZE's name of an ONNX element type; the lower-case ONNX name elsewhere."""
+    try:
+        return str(dtype.numpy().name)
+    except TypeError:
+        return dtype.name.lower()

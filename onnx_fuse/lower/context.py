@@ -1,0 +1,458 @@
+"""What a lowering sees of a graph: values and their types, buffers, the calls so far.
+
+Each value is known on the host (shape arithmetic, constants), or is a Tensor, or is of a later
+stage, whose shapes depend on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
+from onnx_fuse.errors import ModelError
+from onnx_fuse.kernels import refusals, select
+from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.common import FUSE, one_line
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.program import host
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides
+from onnx_fuse.program.passes.callgraph import chosen
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Problem
+
+WEIGHT_LIMIT = 1 << 12
+"""Elements up to which an initializer counts as known rather than as a weight."""
+
+
+@dataclass
+class Slot:
+    """What is known of one value: `host` its array, `tensor` where it stands on the device.
+
+    `later`: a later stage makes it. `items`: it is a sequence of these.
+    """
+
+    host: np.ndarray | None = None
+    tensor: Tensor | None = None
+    later: bool = False
+    items: tuple[Slot, ...] | None = None
+
+
+class NotStatic(Exception):
+    """An output whose shape inference cannot tell."""
+
+
+class Values:
+    """`llir.Context`, for the one walk over a graph that `lower.Lowerer` makes."""
+
+    def __init__(
+        self, opsets: Mapping[str, int], hw: Hardware, math: str, prefs: Mapping[str, str] | None
+    ) -> None:
+        self.hw, self.math, self.prefs = hw, math, prefs
+        self.opset, self.opsets = opsets.get("", 1), {**opsets, FUSE: 1}
+        self.slots: dict[ir.Value, Slot] = {}
+        self.buffers: list[Buffer] = []
+        self.calls: list[Call] = []
+        self.constants: dict[int, np.ndarray] = {}
+        self._copies: dict[Tensor, Tensor] = {}
+        self._known_constants: dict[Any, Tensor] = {}
+        self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
+        self.fold_pays: dict[tuple[Problem, bool], bool] = {}
+        self.mutable: set[str] = set()  # inputs and initializers that the program replaces
+        self._names, self._prefix = 0, "value"
+        self._random: Tensor | None = None
+        self._streams = 0
+        self._results: set[ir.Value] = set()  # of decompositions: used, though by no node
+        self._owner = ""
+        self._plain = False  # whether ONNX is told the numbers of open sizes
+        self._open_sizes: dict[str, Any] = {}  # by the name that stands for one in ONNX
+
+    def _name(self, values: Sequence[ir.Value]) -> None:
+        for value in values:
+            if not value.name:
+                self._names += 1
+                value.name = f"{self._prefix}_{self._names}"
+
+    def _single(self, node: ir.Node) -> ir.Model:
+        """A model of this node alone, its inputs typed by what is known of them."""
+        given = [v for v in node.inputs if v is not None]
+        self._name([*given, *(v for v in node.outputs if v.name != "")])
+        fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._written(self._type(v)[1])),
+                             type=ir.TensorType(self._type(v)[0])) for v in given}  # fmt: skip
+        clone = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if v is None else fresh[v] for v in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+        )
+        for new, old in zip(clone.outputs, node.outputs, strict=True):
+            new.name = old.name
+        inputs = list(dict.fromkeys(fresh[v] for v in given))
+        outputs = [v for v in clone.outputs if v.name]
+        graph = ir.Graph(inputs, outputs, nodes=[clone], name="node", opset_imports=self.opsets)
+        return ir.Model(graph, ir_version=10)
+
+    def _type(self, value: ir.Value) -> tuple[ir.DataType, tuple[int, ...]]:
+        slot = self.slots[value]
+        if slot.tensor is not None:
+            return data_type(slot.tensor.dtype), slot.tensor.shape
+        assert slot.host is not None
+        if host.is_open(slot.host):
+            return ir.DataType.INT64, slot.host.shape
+        return data_type(slot.host.dtype.name), slot.host.shape
+
+    def _written(self, shape: Sequence[int]) -> list[int | str]:
+        """A shape for ONNX: an open size is a name, the same for the same polynomial."""
+        names: list[int | str] = []
+        for size in shape:
+            if isinstance(size, sizes.Size) and not self._plain:
+                name = f"size_{sizes.expression(size)}"
+                self._open_sizes[name] = size
+                names.append(name)
+            else:
+                names.append(sizes.plain(size))
+        return names
+
+    def _typed(self, value: ir.Value) -> onnx.TypeProto:
+        """Its type as ONNX has it, open sizes as names."""
+        dtype, shape = self._type(value)
+        return type_proto(dtype, self._written(shape))
+
+    def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        """(dtype, shape) of each output, None where it is not static.
+
+        Raises ModelError where the inputs do not fit together.
+        """
+        found = self._inferred(node)
+        wanted = [value.name for value in node.outputs]
+        if found is None or all(t or not name for t, name in zip(found, wanted, strict=True)):
+            return found
+        given = [self.slots[v] for v in node.inputs if v is not None]
+        shapes = [slot.tensor.shape for slot in given if slot.tensor is not None]
+        is_open = any(isinstance(size, sizes.Size) for shape in shapes for size in shape)
+        if not is_open and not any(host.is_open(slot.host) for slot in given):
+            return found
+        self._plain = True  # inference does not follow the sizes: this node's are fixed
+        try:
+            return self._inferred(node)
+        finally:
+            self._plain = False
+
+    def _inferred(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        single = self._single(node)
+        if node.domain == FUSE or contrib.lookup(node) is not None:
+            infer_shapes(single)
+            return [
+                None if d is None or s is None else self._static(d, [_dim(n) for n in s])
+                for d, s in ((v.dtype, v.shape) for v in next(iter(single.graph)).outputs)
+            ]
+        if not onnx.defs.has(node.op_type, self.opset, node.domain):
+            return None
+        schema = onnx.defs.get_schema(node.op_type, self.opsets.get(node.domain, 1), node.domain)
+        proto = ir.serde.serialize_node(next(iter(single.graph)))
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
+        for value in node.inputs:
+            if value is None:
+                continue
+            name = value.name or ""
+            types[name] = self._typed(value)
+            array = self.slots[value].host
+            if array is not None and host.is_open(array) and self._plain:
+                array = host.closed(array)
+            if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
+                data[name] = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C")))
+        opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
+        half = "bfloat16" in {self._type_name(v) for v in node.inputs if v is not None}
+        while True:
+            try:
+                result = onnx.shape_inference.infer_node_outputs(
+                    schema, proto, types, data, opset_imports=opsets, ir_version=10
+                )
+                break
+            except onnx.shape_inference.InferenceError as error:
+                raise self.fault(node, one_line(error)) from error
+            except onnx.checker.ValidationError:
+                if not half:
+                    raise
+                # an older opset's operator knows no bfloat16: its shapes are those of float16
+                half = False
+                types = {n: _as_float16(t) for n, t in types.items()}
+                data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
+        known = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
+        if types and any(
+            t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()
+        ):
+            return known
+        given = {self._type_name(v) for v in node.inputs if v is not None}
+        if "bfloat16" in given and "float16" not in given:
+            known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]
+        return known
+
+    def _static_proto(self, proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:
+        if proto is None or not proto.HasField("tensor_type"):
+            return None
+        tensor = proto.tensor_type
+        if not tensor.HasField("shape"):
+            return None
+        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in tensor.shape.dim]
+        return self._static(ir.DataType(tensor.elem_type), dims)
+
+    def _static(
+        self, dtype: ir.DataType, dims: Sequence[int | str | None]
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """None where a dimension is not known."""
+        shape = [d if isinstance(d, int) else self._open_sizes.get(d or "") for d in dims]
+        if any(d is None for d in shape):
+            return None
+        return dtype_name(dtype), tuple(shape)  # type: ignore[arg-type]
+
+    def _type_name(self, value: ir.Value) -> str:
+        return dtype_name(self._type(value)[0])
+
+    def fault(self, node: ir.Node, reason: str) -> ModelError:
+        """What to raise of a node: its name, its operands' shapes and the reason."""
+        shapes = ", ".join(str(list(self._type(v)[1])) for v in node.inputs if v is not None)
+        return ModelError(f"node '{self.label(node)}' ({node.op_type}) of {shapes}: {reason}")
+
+    def label(self, node: ir.Node) -> str:
+        """The node's name, or its first output's; inside a body, the whole node's."""
+        if self._owner:
+            return self._owner
+        return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
+
+    def _tensor(self, slot: Slot) -> Tensor:
+        if slot.tensor is None:
+            assert slot.host is not None
+            slot.tensor = self.constant(slot.host)
+        return slot.tensor
+
+    def view(self, node: ir.Node, i: int) -> Tensor:
+        value = node.inputs[i]
+        assert value is not None
+        return self._tensor(self.slots[value])
+
+    def dense(self, node: ir.Node, i: int) -> Tensor:
+        return self.contiguous(self.view(node, i))
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        if tensor.dense and tensor.offset * ITEMSIZE[tensor.dtype] % 16 == 0:
+            if tensor.strides == dense_strides(tensor.shape):
+                return tensor
+            return replace(tensor, strides=dense_strides(tensor.shape))
+        if tensor not in self._copies:
+            y = self.scratch(tensor.dtype, tensor.shape)
+            self._copy(self._owner, tensor, y)
+            self._copies[tensor] = y
+        return self._copies[tensor]
+
+    def _mark(self) -> tuple[int, int]:
+        return len(self.calls), len(self._copies)
+
+    def _rewind(self, mark: tuple[int, int]) -> None:
+        """Forget the calls since `mark`, and the copies that they would have made."""
+        del self.calls[mark[0] :]
+        for tensor in list(self._copies)[mark[1] :]:
+            del self._copies[tensor]
+
+    def has(self, node: ir.Node, i: int) -> bool:
+        return i < len(node.inputs) and node.inputs[i] is not None
+
+    def host(self, node: ir.Node, i: int) -> np.ndarray | None:
+        value = node.inputs[i] if i < len(node.inputs) else None
+        return None if value is None else self.slots[value].host
+
+    def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
+        attribute = node.attributes.get(name)
+        if attribute is None:
+            return default
+        value = attribute.value
+        if attribute.type == ir.AttributeType.TENSOR:
+            return value.numpy()
+        return list(value) if isinstance(value, list | tuple) else value
+
+    def wants(self, node: ir.Node, i: int) -> bool:
+        if i >= len(node.outputs):
+            return False
+        value = node.outputs[i]
+        if value in self._results:
+            return True
+        return bool(value.name) and (bool(value.uses()) or value.is_graph_output())
+
+    def output(
+        self, node: ir.Node, i: int, shape: Sequence[int] | None = None, dtype: str | None = None
+    ) -> Tensor:
+        if shape is None or dtype is None:
+            types = self.infer(node)
+            found = types[i] if types is not None else None
+            if found is None:
+                raise NotStatic(f"the shape of output {i}")
+            dtype = dtype or found[0]
+            shape = shape if shape is not None else found[1]
+        tensor = self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
+        self.slots[node.outputs[i]] = Slot(tensor=tensor)
+        return tensor
+
+    def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
+        if i < len(node.outputs):
+            self.slots[node.outputs[i]] = Slot(tensor=tensor)
+
+    def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        return self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
+
+    def constant(self, array: np.ndarray) -> Tensor:
+        array = np.array(array, order="C")
+        if array.dtype == object:
+            tensor = self._buffer("constant", array.shape, "int64")
+            self.constants[tensor.buffer] = array
+            return tensor
+        key = (array.dtype.name, array.shape, array.tobytes()) if array.size <= 1 << 16 else None
+        if key is not None and key in self._known_constants:
+            return self._known_constants[key]
+        tensor = self._buffer("constant", array.shape, array.dtype.name)
+        self.constants[tensor.buffer] = array
+        if key is not None:
+            self._known_constants[key] = tensor
+        return tensor
+
+    def _buffer(self, kind: str, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
+        shape = tuple(map(sizes.number, shape))
+        count = prod(shape)
+        if count * ITEMSIZE.get(dtype, 1) >= 2**46:
+            raise ModelError(f"{name or 'a tensor'} of shape {list(shape)} is too large")
+        tensor = Tensor(len(self.buffers), dtype, shape, dense_strides(shape))
+        self.buffers.append(Buffer(tensor.buffer, kind, tensor.size * ITEMSIZE.get(dtype, 1), name))
+        return tensor
+
+    def random(self) -> tuple[Tensor, int]:
+        if self._random is None:
+            self._random = self._buffer("random", (2,), "uint64", "random")
+        self._streams += 1
+        return self._random, self._streams
+
+    def append(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def call(
+        self,
+        node: ir.Node,
+        launches: Launch | Sequence[Launch],
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+        *,
+        workspace: int = 0,
+        flops: int = 0,
+        why: str = "",
+        inplace: Sequence[tuple[str, str]] = (),
+        suffix: str = "",
+    ) -> None:
+        launches = (launches,) if isinstance(launches, Launch) else tuple(launches)
+        moved = sum(t.nbytes for t in (*reads.values(), *writes.values()))
+        name = node.op_type
+        self.calls.append(
+            Call(
+                name,
+                (self.label(node),),
+                launches,
+                tuple(reads.items()),
+                tuple(writes.items()),
+                workspace,
+                flops,
+                moved,
+                why,
+                tuple(inplace),
+                suffix,
+            )
+        )
+
+    def select(
+        self,
+        node: ir.Node,
+        problem: Problem,
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+    ) -> str | None:
+        weights = reads.get("b", reads.get("wq"))
+        if weights is not None and self._lasting(weights):
+            problem = problem.having(static_b=True)
+        if not any(t.size for t in writes.values()):
+            return None
+        right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
+        if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
+            raise self.fault(node, f"the product is over {problem.k}")
+        choice = select(problem.op, problem, self.hw, self.prefs)
+        if choice is None:
+            reasons = refusals(problem.op, problem, self.hw)
+            listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            return listing or f"{problem.op} has no kernel"
+        self.call(node, (), reads, writes, flops=problem.flops)
+        self.calls[-1] = chosen(replace(self.calls[-1], problem=problem), choice, self.hw)
+        return None
+
+    def _lasting(self, tensor: Tensor) -> bool:
+        """Whether nothing in the program writes to the tensor."""
+        buffer = self.buffers[tensor.buffer]
+        return buffer.kind in ("weight", "constant") and buffer.name not in self.mutable
+
+    def _copy(self, label: str, x: Tensor, y: Tensor) -> None:
+        code = Code()
+        self.calls.append(call_of(code.expression(code.load(x)), code.reads, [y], [label]))
+
+
+# ---- helpers ------------------------------------------------------------------------------------
+
+_BY_NAME: dict[str, ir.DataType] = {}
+
+
+def data_type(name: str) -> ir.DataType:
+    """The ONNX element type of a NumPy dtype's name."""
+    if not _BY_NAME:
+        for dtype in ir.DataType:
+            if dtype != ir.DataType.UNDEFINED:
+                _BY_NAME.setdefault(dtype_name(dtype), dtype)
+        _BY_NAME["object"] = ir.DataType.STRING
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    return ir.DataType.STRING
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Values of outer graphs that a node's subgraphs read."""
+    graphs = [g for attribute in node.attributes.values() for g in subgraphs(attribute)]
+    if not graphs:
+        return []
+    inside: set[ir.Value] = set()
+    read: dict[ir.Value, None] = {}
+    while graphs:
+        graph = graphs.pop()
+        inside.update(graph.inputs, graph.initializers.values())
+        read.update(dict.fromkeys(graph.outputs))
+        for inner in graph:
+            inside.update(inner.outputs)
+            read.update((v, None) for v in inner.inputs if v is not None)
+            graphs += [g for attr in inner.attributes.values() for g in subgraphs(attr)]
+    return [v for v in read if v not in inside]
+
+
+def type_proto(dtype: ir.DataType, shape: Sequence[int | str]) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(dtype.value, list(shape))
+
+
+def _as_float16(proto: onnx.TypeProto) -> onnx.TypeProto:
+    changed = onnx.TypeProto()
+    changed.CopyFrom(proto)
+    if changed.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+        changed.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    return changed
+
+
+def _dim(size: Any) -> int | str | None:
+    return size if isinstance(size, int) else size.value

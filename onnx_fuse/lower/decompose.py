@@ -1,0 +1,316 @@
+"""Ops written out in others where no kernel of their own serves and ONNX gives them no body.
+
+`DECOMPOSED[domain, op]` is `fn(op, node, shapes, known) -> outputs`, or None where it cannot: `op`
+is a Builder, `shapes` the static shapes of the inputs, `known(i)` the value of input `i`, None
+where it is absent (and an end to it where the value is not known).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.lower import selection
+from onnx_fuse.lower.linear import ACTIVATIONS
+from onnx_fuse.lower.recurrent import recurrent
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.ops.fused.gated import OPS as GATED
+from onnx_fuse.ops.fused.gated import written_out
+from onnx_fuse.ops.recurrent import GATES
+
+MAX_TABLE = 1 << 24
+"""Elements of a Fourier transform's table: longer ones are onnxruntime's."""
+
+Shapes = Sequence["tuple[int, ...] | None"]
+Known = Callable[[int], "np.ndarray | None"]
+Results = Sequence["ir.Value | None"]
+Decomposition = Callable[[Any, ir.Node, Shapes, Known], "Results | None"]
+
+
+def _attr(node: ir.Node, name: str, default: Any) -> Any:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.value
+
+
+def four_bits(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Gemm<Act> of dequantized 4-bit weights as MatMul, which takes them packed, and the rest."""
+    name, *exposed = node.op_type.split("_")
+    x, w, c = node.inputs
+    source = w.producer() if w is not None else None
+    if source is None or source.op_type != "DequantizeLinear" or exposed not in ([], ["z"]):
+        return None
+    z = y = op.Add(op.MatMul(x, w), c)
+    if name != "Gemm":
+        row = TABLE[name.removeprefix("Gemm")]
+        kept = {k: a.value for k, a in node.attributes.items()} | dict(row.fixed)
+        y = op.node(row.op_type, [z], domain=row.domain, attributes=kept)
+    return [y, z][: 1 + len(exposed)]
+
+
+def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
+    """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
+    name, *exposed = node.op_type.split("_")
+    rms, act = name.startswith("RMS"), name.split("NormGemm")[1]
+    epsilon = _attr(node, "epsilon", 1e-5)
+    x, *params, w, c = node.inputs
+    found: dict[str, Any] = {}
+    if rms:
+        names: tuple[str, ...] = ("n", "rstd") if "rstd" in exposed else ("n",)
+        op_type = "_".join(("RMSNormalization", *names[1:]))
+        made = op.node(op_type, [x, *params], domain=FUSE, outputs=len(names), epsilon=epsilon)
+    else:
+        names = ("n", "mean", "rstd") if {"mean", "rstd"} & set(exposed) else ("n",)
+        made = op.LayerNormalization(x, *params, epsilon=epsilon, outputs=len(names))
+    found |= zip(names, made if len(names) > 1 else (made,), strict=True)
+    kept = {k: a.value for k, a in node.attributes.items() if k != "epsilon"}
+    suffix = "_z" if "z" in exposed else ""
+    made = op.node(
+        f"Gemm{act}{suffix}", [found["n"], w, c], domain=FUSE, outputs=1 + bool(suffix), **kept
+    )
+    found |= zip(("y", "z"), made if suffix else (made,), strict=False)
+    return [found["y"], *(found[name] for name in exposed)]
+
+
+def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
+    """GroupNorm<Act> as the norm, whose kernel takes in the activation behind it."""
+    x, scale, bias = node.inputs
+    groups, epsilon = _attr(node, "num_groups", 1), _attr(node, "epsilon", 1e-5)
+    scale, bias = (op.Reshape(value, [-1]) for value in (scale, bias))
+    y = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
+    row = TABLE.get(node.op_type.removeprefix("GroupNorm"))
+    if row is not None:
+        kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
+        y = op.node(row.op_type, [y], domain=row.domain, attributes=dict(row.fixed) | kept)
+    return [y]
+
+
+def gated(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
+    """A gated product as the product, its halves and a pass over them."""
+    shape = shapes[-2]
+    assert shape is not None
+    return [written_out(op, node, shape[1])]
+
+
+def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
+    x, axis, p = node.inputs[0], _attr(node, "axis", -1), _attr(node, "p", 2)
+    norm = op.node(f"ReduceL{p}", [x, [axis]], keepdims=1)
+    zero = op.constant(0.0, x.dtype if x is not None else None)
+    return [op.Where(op.Equal(norm, zero), zero, op.Div(x, norm))]
+
+
+def hardmax(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """1 at the first largest element along the axis."""
+    x, shape = node.inputs[0], shapes[0]
+    assert shape is not None
+    axis = _attr(node, "axis", -1) % len(shape)
+    place = [shape[axis] if k == axis else 1 for k in range(len(shape))]
+    first = op.ArgMax(x, axis=axis, keepdims=1)
+    classes = op.constant(np.arange(shape[axis]).reshape(place))
+    return [op.CastLike(op.Equal(first, classes), x)]
+
+
+def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """y[t, b] = x[length[b] - 1 - t, b] for t < length[b], else x[t, b]."""
+    (x, lengths), shape = node.inputs, shapes[0]
+    assert shape is not None
+    time, batch = _attr(node, "time_axis", 0), _attr(node, "batch_axis", 1)
+    rank = len(shape)
+    t = op.constant(np.arange(shape[time]).reshape([-1 if k == time else 1 for k in range(rank)]))
+    n = op.Reshape(lengths, [-1 if k == batch else 1 for k in range(rank)])
+    place = op.Where(op.Less(t, n), op.Sub(op.Sub(n, 1), t), t)
+    return [op.GatherElements(x, op.Expand(place, list(shape)), axis=time)]
+
+
+def einsum(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums."""
+    equation = str(_attr(node, "equation", "")).replace(" ", "")
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    if "." in equation or any(len(set(t)) < len(t) for t in terms):
+        return None
+    if "->" not in equation:
+        letters = sorted(set(left) - {","})
+        right = "".join(c for c in letters if left.count(c) == 1)
+    size: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        assert shape is not None
+        size |= {c: max(d, size.get(c, 1)) for c, d in zip(term, shape, strict=True)}
+
+    def summed(value: Any, term: str, keep: set[str]) -> tuple[Any, str]:
+        axes = [k for k, c in enumerate(term) if c not in keep]
+        if axes:
+            value = op.ReduceSum(value, axes, keepdims=0)
+        return value, "".join(c for c in term if c in keep)
+
+    value, term = node.inputs[0], terms[0]
+    for i, (other, second) in enumerate(zip(node.inputs[1:], terms[1:], strict=True), 1):
+        later = set(right).union(*terms[i + 1 :])
+        value, term = summed(value, term, later | set(second))
+        other, second = summed(other, second, later | set(term))
+        batch = [c for c in term if c in second and c in later]
+        inner = [c for c in term if c in second and c not in later]
+        rows = [c for c in term if c not in second]
+        columns = [c for c in second if c not in term]
+
+        def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
+            v = op.Transpose(v, perm=[t.index(c) for part in order for c in part])
+            return op.Reshape(v, [int(np.prod([size[c] for c in part])) for part in order])
+
+        a = matrix(value, term, [batch, rows, inner])
+        b = matrix(other, second, [batch, inner, columns])
+        value, term = op.MatMul(a, b), "".join(batch + rows + columns)
+        value = op.Reshape(value, [size[c] for c in term])
+    value, term = summed(value, term, set(right))
+    return [op.Transpose(value, perm=[term.index(c) for c in right])]
+
+
+def _fourier(n: int, size: int, parts: int, inverse: bool, onesided: bool) -> np.ndarray:
+    """[size * parts, m * parts of the result]: the transform of length n of rows of `size`.
+
+    y[k] = Σ x[j] e^(∓2πi jk/n) (1/n if inverse); onesided: half of the symmetric spectrum, given
+    back (or taken, if inverse, for a real result).
+    """
+    half = n // 2 + 1
+    j = np.arange(min(size, half if inverse and onesided else n))
+    k = np.arange(half if onesided and not inverse else n)
+    angle = 2 * np.pi / n * (np.outer(j, k) % n) * (1 if inverse else -1)
+    wave = np.exp(1j * angle) / (n if inverse else 1)
+    if inverse and onesided:  # the other half is the conjugate
+        wave *= np.where((j == 0) | (2 * j == n), 1, 2)[:, None]
+    rows = [wave, 1j * wave][:parts]
+    columns = [wave.real for wave in rows], [wave.imag for wave in rows]
+    table = np.zeros((size, parts, len(k), 1 if inverse and onesided else 2))
+    for c in range(table.shape[3]):
+        for r in range(parts):
+            table[: len(j), r, :, c] = columns[c][r]
+    return table.reshape(size * parts, -1)
+
+
+def _transform(
+    op: Any, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
+) -> Any:
+    """The Fourier transform along `axis` of [..., 1 or 2] as a product in float64."""
+    size, parts = shape[axis], shape[-1]
+    table = _fourier(n, size, parts, inverse, onesided)
+    if table.size > MAX_TABLE:
+        return None
+    perm = [*(a for a in range(len(shape) - 1) if a != axis), axis, len(shape) - 1]
+    rest = [shape[a] for a in perm[:-2]]
+    rows = op.Reshape(op.Transpose(x, perm=perm), [int(np.prod(rest)), size * parts])
+    y = op.MatMul(op.Cast(rows, to=ir.DataType.DOUBLE), op.constant(table))
+    last = 1 if inverse and onesided else 2
+    y = op.Reshape(op.Cast(y, to=x.dtype), [*rest, table.shape[1] // last, last])
+    return op.Transpose(y, perm=[int(a) for a in np.argsort(perm)])
+
+
+def dft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    x, shape, length, at = node.inputs[0], shapes[0], known(1), known(2)
+    assert shape is not None
+    assert x is not None
+    axis = (_attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
+    inverse, onesided = bool(_attr(node, "inverse", 0)), bool(_attr(node, "onesided", 0))
+    default = 2 * (shape[axis] - 1) if inverse and onesided else shape[axis]
+    n = default if length is None else int(length.reshape(-1)[0])
+    if axis == len(shape) - 1 or shape[-1] not in (1, 2) or n < 1:
+        return None
+    y = _transform(op, x, shape, axis, n, inverse, onesided)
+    return None if y is None else [y]
+
+
+def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Frames of the signal, times the window, transformed."""
+    x, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
+    window = node.inputs[2] if len(node.inputs) > 2 else None
+    assert shape is not None
+    assert x is not None
+    assert step is not None
+    given = () if window is None else shapes[2] or ()
+    n = int(length.reshape(-1)[0]) if length is not None else (*given, 0)[0]
+    every = int(step.reshape(-1)[0])
+    starts = np.arange(0, shape[1] - n + 1, every)
+    if n < 1 or every < 1 or not len(starts) or len(shape) != 3:
+        return None
+    frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
+    if window is not None:
+        frames = op.Mul(frames, op.Reshape(window, [n, 1]))
+    frames.dtype = x.dtype
+    sizes = (shape[0], len(starts), n, shape[2])
+    y = _transform(op, frames, sizes, 2, n, False, bool(_attr(node, "onesided", 1)))
+    return None if y is None else [y]
+
+
+def max_unpool(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """Zeros with x at its flat indices; where the output is to be larger, zeros at the end."""
+    x, shape, given = node.inputs[0], shapes[0], known(2)
+    assert shape is not None
+    assert x is not None
+    kernel = _attr(node, "kernel_shape", [])
+    strides, pads = (
+        _attr(node, "strides", [1] * len(kernel)),
+        _attr(node, "pads", [0, 0] * len(kernel)),
+    )
+    sizes = [
+        (d - 1) * s - before - after + k
+        for d, s, k, before, after in zip(
+            shape[2:], strides, kernel, pads[: len(kernel)], pads[len(kernel) :], strict=True
+        )
+    ]
+    inside = [*shape[:2], *sizes]
+    blank = op.constant(np.zeros(int(np.prod(inside)), (x.dtype or ir.DataType.FLOAT).numpy()))
+    flat = op.ScatterElements(blank, op.Reshape(node.inputs[1], [-1]), op.Reshape(x, [-1]), axis=0)
+    y = op.Reshape(flat, inside)
+    if given is not None:
+        more = [int(d) - have for d, have in zip(given, inside, strict=True)]
+        y = op.Pad(y, [0] * len(inside) + more)
+    return [y]
+
+
+def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """The cache with `update` written from each row's index on, round its end if circular."""
+    past, update, *more = node.inputs
+    (cache, new), axis = shapes[:2], _attr(node, "axis", -2)
+    assert cache is not None
+    assert new is not None
+    axis %= len(cache)
+    place = op.constant(
+        np.arange(new[axis]).reshape([-1 if k == axis else 1 for k in range(len(new))])
+    )
+    if more and more[0] is not None:
+        place = op.Add(place, op.Reshape(more[0], [-1 if k == 0 else 1 for k in range(len(new))]))
+    if _attr(node, "mode", "linear") == "circular":
+        place = op.Mod(place, cache[axis])
+    return [op.ScatterElements(past, op.Expand(place, list(new)), update, axis=axis)]
+
+
+def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """All five numbers are asked for: where they are known, the matrix is made at lowering."""
+    for i in range(5):
+        known(i)
+    return None
+
+
+DECOMPOSED: dict[tuple[str, str], Decomposition] = {
+    ("", "DFT"): dft,
+    ("", "Einsum"): einsum,
+    **{("", name): recurrent for name in GATES},
+    ("", "Hardmax"): hardmax,
+    ("", "LpNormalization"): lp_normalization,
+    ("", "MaxUnpool"): max_unpool,
+    ("", "MelWeightMatrix"): mel_weight_matrix,
+    ("", "ReverseSequence"): reverse_sequence,
+    **selection.DECOMPOSED,
+    ("", "STFT"): stft,
+    ("", "TensorScatter"): tensor_scatter,
+    **{
+        (FUSE, f"{norm}Gemm{act}"): norm_gemm
+        for norm in ("LayerNorm", "RMSNorm")
+        for act in ACTIVATIONS
+    },
+    **{(FUSE, name): gated for name in GATED},
+    **{(FUSE, f"Gemm{act}"): four_bits for act in ("", *TABLE)},
+    **{(FUSE, f"GroupNorm{act}"): group_norm for act in ("", *TABLE)},
+}

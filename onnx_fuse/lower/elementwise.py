@@ -1,0 +1,175 @@
+"""Operators that work element by element, and Range: each becomes an expression of `pointwise`."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import (
+    ATTRIBUTES,
+    COMPARES,
+    FLOATS,
+    LARGEST,
+    STORAGE,
+    TABLE,
+    Code,
+    broadcast,
+    cast_step,
+    dtype_name,
+    emit,
+    operand,
+    rounded,
+)
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import UNKNOWN, Context, Lowering
+
+
+def _simple(name: str) -> Lowering:
+    def lower(ctx: Context, node: ir.Node) -> str | None:
+        code, shape = Code(), broadcast(ctx, node)
+        args, dtypes = [], []
+        for i in range(len(node.inputs)):
+            arg, dtype = operand(ctx, code, node, i, shape)
+            args.append(arg)
+            dtypes.append(dtype)
+        dtype = dtypes[1] if name == "Where" else dtypes[0]
+        step = name
+        if name == "Mod" and ctx.attr(node, "fmod", 0):
+            step = "FMod"
+        if name == "Gelu" and ctx.attr(node, "approximate", "none") == "tanh":
+            step = "GeluTanh"
+        if name == "BitShift":
+            step = "ShiftLeft" if ctx.attr(node, "direction") == "LEFT" else "ShiftRight"
+        if name == "Pow":
+            power = ctx.host(node, 1)
+            known = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else None
+            if known in (2.0, 0.5) and dtype in FLOATS:
+                code = Code()
+                step, args = ("Square" if known == 2 else "Sqrt"), args[:1]
+                args = [operand(ctx, code, node, 0, shape)[0]]
+            elif dtypes[1] != dtype:
+                # a fractional exponent of an integer base: in double, then truncated
+                inner = "float64" if dtype not in FLOATS else dtype
+                args = [code.step("Cast", inner, a) for a in args]
+                raised = code.step("Pow", inner, *args)
+                y = ctx.output(node, 0, shape, dtype)
+                emit(ctx, code, node, code.step("Cast", dtype, raised), y)
+                return None
+        for attribute, default in ATTRIBUTES.get(name, ()):
+            value = ctx.attr(node, attribute, default)
+            kind = dtype if name != "IsInf" else "int32"
+            args.append(code.scalar(value, kind))
+        result = "bool" if name in COMPARES else dtype
+        compute = result
+        y = ctx.output(node, 0, shape, result)
+        emit(ctx, code, node, code.step(step, compute, *args), y)
+        return None
+
+    return lower
+
+
+def _fold(name: str) -> Lowering:
+    """Max, Min, Sum, Mean of any number of inputs."""
+
+    def lower(ctx: Context, node: ir.Node) -> str | None:
+        code, shape = Code(), broadcast(ctx, node)
+        value, dtype = operand(ctx, code, node, 0, shape)
+        step = "Add" if name in ("Sum", "Mean") else name
+        for i in range(1, len(node.inputs)):
+            value = code.step(step, dtype, value, operand(ctx, code, node, i, shape)[0])
+        if name == "Mean":
+            value = code.step("Div", dtype, value, code.scalar(len(node.inputs), dtype))
+        y = ctx.output(node, 0, shape, dtype)
+        emit(ctx, code, node, value, y)
+        return None
+
+    return lower
+
+
+def clip(ctx: Context, node: ir.Node) -> str | None:
+    """y = min(max, max(min, x)); either bound may be absent."""
+    x = ctx.view(node, 0)
+    code = Code()
+    value = code.load(x)
+    for i, step in ((1, "ClipMin"), (2, "ClipMax")):
+        if ctx.has(node, i):
+            bound, _ = operand(ctx, code, node, i, x.shape)
+            value = code.step(step, x.dtype, value, bound)
+    y = ctx.output(node, 0, x.shape, x.dtype)
+    emit(ctx, code, node, value, y)
+    return None
+
+
+def cast(ctx: Context, node: ir.Node) -> str | None:
+    """Cast, CastLike."""
+    x = ctx.view(node, 0)
+    if node.op_type == "Cast":
+        dtype = dtype_name(ir.DataType(ctx.attr(node, "to")))
+    else:
+        like = ctx.host(node, 1)
+        dtype = like.dtype.name if like is not None else ctx.view(node, 1).dtype
+    if dtype not in STORAGE or x.dtype not in STORAGE:
+        return f"no cast from {x.dtype} to {dtype}"
+    if dtype == x.dtype:
+        ctx.alias(node, 0, x)
+        return None
+    if dtype == "float8_e8m0fnu":
+        return f"no cast to {dtype}"
+    code = Code()
+    y = ctx.output(node, 0, x.shape, dtype)
+    value = code.load(x)
+    if dtype in LARGEST:
+        value = rounded(code, value, dtype, bool(ctx.attr(node, "saturate", 1)))
+    else:
+        value = code.step(cast_step(dtype), dtype, value)
+    emit(ctx, code, node, value, y)
+    return None
+
+
+def identity(ctx: Context, node: ir.Node) -> str | None:
+    """Identity and Dropout's first output outside training."""
+    ctx.alias(node, 0, ctx.view(node, 0))
+    return None
+
+
+def range_(ctx: Context, node: ir.Node) -> str | None:
+    """start + i delta; all three known at lowering, or the length would depend on data."""
+    ends = [ctx.host(node, i) for i in range(3)]
+    if any(e is None for e in ends):
+        return f"its shape is {UNKNOWN}"
+    start, limit, delta = (e.reshape(-1)[0] for e in ends)  # type: ignore[union-attr]
+    if any(isinstance(v, sizes.Size) for v in (start, limit, delta)):
+        dtype, step = "int64", int(delta)
+        n = -((start - limit) // step)
+        n = n if n > 0 else 0
+    elif np.issubdtype(start.dtype, np.integer):
+        dtype, n = start.dtype.name, len(range(int(start), int(limit), int(delta)))
+    else:
+        dtype = start.dtype.name
+        n = max(int(np.ceil((float(limit) - float(start)) / float(delta))), 0)
+    code = Code()
+    i = code.step("Cast", dtype, code.step("Iota", "int64"))
+    scaled = code.step("Mul", dtype, i, code.scalar(delta, dtype))
+    y = ctx.output(node, 0, (n,), dtype)
+    emit(ctx, code, node, code.step("Add", dtype, scaled, code.scalar(start, dtype)), y)
+    return None
+
+
+_FOLDS = ("Max", "Min", "Sum", "Mean")
+_OTHER = ("Identity", "Iota", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod",
+          "Saturate", "Scale", *_FOLDS)  # fmt: skip
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", name): _simple(name)
+    for name in (*TABLE, "BitShift")
+    if name not in _OTHER and not name.startswith(("CastF", "CastB", "Castf", "Shift"))
+} | {
+    **{("", name): _fold(name) for name in _FOLDS},
+    ("", "Identity"): identity,
+    ("", "Cast"): cast,
+    ("", "CastLike"): cast,
+    ("", "Clip"): clip,
+    ("", "Range"): range_,
+}
+for _name in ("QuickGelu", "Silu"):
+    LOWERINGS[FUSE, _name] = LOWERINGS.pop(("", _name))

@@ -1,0 +1,107 @@
+"""Gated products, (LayerNorm|RMSNorm)Gate(First|Last)Gemm<Act>, as one Gemm or LayerNormGemm.
+
+Its epilogue makes N columns of the product's 2N where the weights are constants, whose columns then
+stand in memory as `interleaved` has them. Where the cost models find the product by itself with a
+pass over its two halves cheaper, or no kernel has that epilogue, it is written out as these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf, prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.kernels import forced, refusals, select
+from onnx_fuse.lower.linear import (
+    ACTIVATIONS,
+    activation,
+    bias_row,
+    norm_problem,
+    norm_product,
+    product,
+)
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.gated import OPS
+from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.problem import ITEMSIZE, Problem
+
+BLOCK = 8
+"""Gates that stand together with what they let through."""
+
+
+def interleaved(w: np.ndarray, place: str) -> np.ndarray:
+    """[..., 2N] with the gates in its first or last half -> blocks of 16: gate, other, gate, ...
+
+    A block's pairs are of the even columns of y, then of the odd ones: see gate_column in
+    gemm/epilogue.cuh.
+    """
+    halves = np.split(w, 2, -1)
+    found = np.empty((*w.shape[:-1], w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
+    for i, half in enumerate(halves if place == "GateFirst" else halves[::-1]):
+        columns = half.reshape(*found.shape[:-2], BLOCK // 2, 2)
+        found[..., : BLOCK // 2, i], found[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
+    return found.reshape(w.shape)
+
+
+def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
+    """y = act(gate) * other, of the halves of N(x) · w + c."""
+    prefix, place, act = OPS[node.op_type]
+    at = {"": 1, "RMSNorm": 2, "LayerNorm": 3}[prefix]
+    x, w = ctx.view(node, 0), ctx.view(node, at)
+    if x.dtype not in FLOATS or len(x.shape) < 2 or len(w.shape) != 2 or w.shape[1] % 2:
+        return f"no gated product of {x.dtype}{list(x.shape)} and {list(w.shape)}"
+    if 0 in (*x.shape, *w.shape):
+        return "nothing to multiply"
+    row = bias_row(ctx, node, at + 1, w.shape[1])
+    if row is None:
+        return "the bias is not one row"
+    if w.shape[1] % (2 * BLOCK):
+        return f"{w.shape[1] // 2} columns are no multiple of {BLOCK}"
+    if ctx.known(w) is None or ctx.known(row) is None:
+        return "its weights are not constants"
+    attrs = {**activation(ctx, node, act), "gate": True}
+    if not _pays(ctx, node, w, attrs):
+        return "the product by itself and a pass over its halves are faster"
+    one, columns = (
+        ctx.packed(tensor, f"{place} interleaved", lambda array: interleaved(array, place))
+        for tensor in (w, row)
+    )
+    assert one is not None
+    assert columns is not None
+    if prefix:
+        return norm_product(ctx, node, one, columns, attrs)
+    y = ctx.output(node, 0, (*x.shape[:-1], w.shape[1] // 2), x.dtype)
+    wide = one.expand((*x.shape[:-2], *one.shape))
+    return product(ctx, node, x, wide, y, {"col1": columns}, attrs={"bias": True, **attrs})
+
+
+def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -> bool:
+    """Whether one call is faster than the product and a pass over its halves."""
+    x, (k, n) = ctx.view(node, 0), w.shape
+    how = {"bias": True, "static_b": True, **attrs}
+    if OPS[node.op_type][0]:
+        problem = norm_problem(ctx, node, n, how)
+        if x.dtype in ("float16", "bfloat16"):
+            problem = problem.having(folded=True)
+    else:
+        m, math = prod(x.shape[:-1]), ctx.math
+        problem = Problem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
+    problem = problem.rough()
+    plain = tuple(pair for pair in problem.attrs if pair[0] not in attrs)
+    seconds = []
+    for asked in (problem, replace(problem, attrs=plain)):
+        # a kernel that the user asks for may have no such epilogue
+        unfit = forced(ctx.prefs).get(asked.op) in refusals(asked.op, asked, ctx.hw)
+        choice = None if unfit else select(asked.op, asked, ctx.hw, ctx.prefs)
+        seconds.append(inf if choice is None else choice.seconds)
+    moved = problem.m * problem.n * 3 // 2 * ITEMSIZE[x.dtype]
+    return seconds[0] < seconds[1] + ctx.hw.launch_seconds + moved / ctx.hw.bandwidth
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    (FUSE, name): gated_gemm for name, (_, _, act) in OPS.items() if act in ACTIVATIONS
+}

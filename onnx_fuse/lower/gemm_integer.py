@@ -1,0 +1,313 @@
+"""MatMulInteger, ConvInteger, QLinearMatMul and QLinearConv, as products of 8-bit integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.kernels.gemm_integer import BYTES, LINE
+from onnx_fuse.lower import linear
+from onnx_fuse.lower.conv import window
+from onnx_fuse.lower.quant import RANGES
+from onnx_fuse.lower.views import reshaped
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.problem import Problem
+
+
+def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
+    """`t` [..., rows, k] with k contiguous and everything else 16-byte aligned, copied if need be.
+
+    A copy has no more elements than `t` has in memory; of a constant it is made once.
+    """
+    steps = [s for d, s in zip(t.shape[:-1], t.strides, strict=False) if d > 1]
+    k = t.shape[-1]
+    if (t.strides[-1] == 1 or k == 1) and not any(s % LINE for s in (*steps, t.offset)):
+        return t
+    kept = [1 if s == 0 else d for d, s in zip(t.shape, t.strides, strict=True)]
+    core = t.slice([0] * len(kept), [1] * len(kept), kept)
+    line = -(-k // LINE) * LINE
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        wide = np.zeros((*array.shape[:-1], line), array.dtype)
+        wide[..., :k] = array
+        return wide
+
+    made = ctx.packed(core, f"rows of {line}", padded)
+    if made is None:
+        made = ctx.scratch(t.dtype, (*kept[:-1], line))
+        copy(ctx, node, core, _cut(made, k))
+    return _cut(made, k).expand(t.shape)
+
+
+def _cut(t: Tensor, k: int) -> Tensor:
+    """The first `k` of each row."""
+    return t.slice([0] * len(t.shape), [1] * len(t.shape), (*t.shape[:-1], k))
+
+
+def _zero(ctx: Context, node: ir.Node, i: int) -> Tensor | None:
+    """A zero point; None where it is absent or known to be zero."""
+    if not ctx.has(node, i):
+        return None
+    known = ctx.host(node, i)
+    return None if known is not None and not known.any() else ctx.dense(node, i)
+
+
+def _step(t: Tensor, axis: int) -> int:
+    return t.strides[axis] if t.shape[axis] > 1 else LINE * -(-t.shape[-1] // LINE)
+
+
+def product(
+    ctx: Context,
+    node: ir.Node,
+    a: Tensor,
+    b: Tensor,
+    za: Tensor | None,
+    zb: Tensor | None,
+    y: Tensor,
+    za_step: int = 0,
+) -> str | None:
+    """y [..., m, n] = (a [..., m, k] - za) · (b [..., n, k] - zb)ᵀ, of two batch axes at most."""
+    a, b = _rows(ctx, node, a), _rows(ctx, node, b)
+    (*batch, m, k), n = a.shape, b.shape[-2]
+    kinds = [("" if z is None else "one" if z.size == 1 else "each") for z in (za, zb)]
+    problem = Problem.of(
+        "GemmInteger", m=m, n=n, k=k, batch=tuple(batch), dtype=a.dtype, out_dtype="int32",
+        trans_b=True, b_dtype=b.dtype, za=kinds[0], zb=kinds[1], lda=_step(a, -2),
+        ldb=_step(b, -2), a_strides=a.strides[:-2], b_strides=b.strides[:-2], za_step=za_step,
+    )  # fmt: skip
+    reads = {"a": a, "b": b}
+    reads |= {name: z for name, z in (("za", za), ("zb", zb)) if z is not None}
+    return ctx.select(node, problem, reads, {"y": y})
+
+
+def _wide(ctx: Context, node: ir.Node, t: Tensor, zero: Tensor | None) -> Tensor:
+    """t - zero in int32: `zero` broadcasts to it."""
+    code = Code()
+    value = code.step("Cast", "int32", code.load(t))
+    if zero is not None:
+        less = code.step("Cast", "int32", code.load(zero.expand(t.shape)))
+        value = code.step("Sub", "int32", value, less)
+    y = ctx.scratch("int32", t.shape)
+    emit(ctx, code, node, value, y)
+    return y
+
+
+def _matmul(
+    ctx: Context, node: ir.Node, places: tuple[int, int, int, int]
+) -> tuple[Tensor | None, tuple[int, ...], str | None]:
+    """int32 of inputs a, b and their zero points, the shape of the result, or why not."""
+    ia, ib, iza, izb = places
+    a, b = ctx.view(node, ia), ctx.view(node, ib)
+    if a.dtype not in BYTES or b.dtype not in BYTES:
+        return None, (), f"no kernel for {a.dtype} and {b.dtype}"
+    if a.shape[-1] == 0:
+        return None, (), "a product over no elements"
+    za, zb = _zero(ctx, node, iza), _zero(ctx, node, izb)
+    vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
+    if vector_a:
+        a = replace(a, shape=(1, *a.shape), strides=(0, *a.strides))
+    if vector_b:
+        b = replace(b, shape=(*b.shape, 1), strides=(*b.strides, 0))
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"a product over {a.shape[-1]} and {b.shape[-2]}")
+    batch = sizes.broadcast(a.shape[:-2], b.shape[:-2])
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    y = ctx.scratch("int32", (*batch, m, n))
+    if not y.size:
+        return reshaped(ctx, y, shape), shape, None
+    rows = za is not None and za.size != 1
+    columns = zb is not None and zb.size not in (1, n)
+    wide = ctx.hw.cc < 80 or columns or (rows and bool(batch))
+    if wide:
+        # zero points of a's rows [m], or as many axes as a has; of b's columns [n], or likewise
+        if za is not None and len(za.shape) == 1 and za.size != 1:
+            za = reshaped(ctx, za, (za.size, 1))
+        a, b = _wide(ctx, node, a, za), _wide(ctx, node, b, zb)
+        a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
+        return reshaped(ctx, y, shape), shape, linear.product(ctx, node, a, b, y)
+    if (za is not None and rows and za.size != m) or (zb is not None and zb.size not in (1, n)):
+        raise ValueError("zero points do not fit the rows and columns")
+    turned = b.permute((*range(len(b.shape) - 2), len(b.shape) - 1, len(b.shape) - 2))
+    a, turned = a.expand((*batch, m, k)), turned.expand((*batch, n, k))
+    if all(s == 0 or d == 1 for d, s in zip(batch, turned.strides, strict=False)):
+        a = reshaped(ctx, a, (prod(batch) * m, k))
+        turned = replace(turned, shape=(n, k), strides=turned.strides[-2:])
+        flat: tuple[int, ...] = (prod(batch) * m, n)
+    else:
+        count = prod(batch)
+        a, turned = reshaped(ctx, a, (count, m, k)), reshaped(ctx, turned, (count, n, k))
+        flat = (count, m, n)
+    return reshaped(ctx, y, shape), shape, product(
+        ctx, node, a, turned, za, zb, reshaped(ctx, y, flat)
+    )  # fmt: skip
+
+
+def matmul_integer(ctx: Context, node: ir.Node) -> str | None:
+    """MatMulInteger: int32 of a, b and their zero points."""
+    result, _, why = _matmul(ctx, node, (0, 1, 2, 3))
+    if result is not None and why is None:
+        ctx.alias(node, 0, result)
+    return why
+
+
+Scales = tuple[int, int, int, int]  # inputs: of a, of b, of y, y's zero point
+
+
+def _requantize(
+    ctx: Context, node: ir.Node, total: Tensor, places: Scales, row: Callable[[Tensor], Tensor],
+    bias: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Output 0 = saturate(round((total + bias) (sa sb / sy)) + zero).
+
+    `row` makes of a vector, one number a channel, a view that broadcasts to `total`.
+    """
+    dtype = ctx.view(node, places[3]).dtype
+    y = ctx.output(node, 0, total.shape, dtype)
+    if not total.size:
+        return None
+    code = Code()
+
+    def number(i: int) -> Any:
+        tensor = ctx.dense(node, i)
+        return code.load((tensor if tensor.size == 1 else row(tensor)).expand(total.shape))
+
+    def one(t: Tensor) -> Tensor:
+        return reshaped(ctx, t, ())
+
+    value = code.load(total)
+    if bias is not None:
+        value = code.step("Add", "int32", value, code.load(row(bias).expand(total.shape)))
+    known = [ctx.host(node, i) for i in places[:3]]
+    if all(array is not None for array in known):
+        of_a, of_b, of_y = (np.asarray(array, np.float32).reshape(-1) for array in known)
+        with np.errstate(all="ignore"):
+            factor = ctx.constant(of_a * of_b / of_y)
+        scale = code.load((one(factor) if factor.size == 1 else row(factor)).expand(total.shape))
+    else:
+        sa, sb, sy = (code.step("Cast", "float32", number(i)) for i in places[:3])
+        scale = code.step("Div", "float32", code.step("Scale", "float32", sa, sb), sy)
+    value = code.step("Scale", "float32", code.step("Cast", "float32", value), scale)
+    value = code.step("Round", "float32", value)
+    value = code.step("Add", "float32", value, code.step("Cast", "float32", number(places[3])))
+    ends = [code.scalar(end, "float32") for end in RANGES[dtype]]
+    value = code.step("Cast", dtype, code.step("Saturate", "float32", value, *ends))
+    emit(ctx, code, node, value, y)
+    return None
+
+
+def qlinear_matmul(ctx: Context, node: ir.Node) -> str | None:
+    """QLinearMatMul: a, sa, za, b, sb, zb, sy, zy; scales of a and y are one number each."""
+    if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
+        return "scales of a's and y's rows have no kernel"
+    if ctx.view(node, 7).dtype not in BYTES:
+        return f"no kernel for {ctx.view(node, 7).dtype}"
+    total, shape, why = _matmul(ctx, node, (0, 3, 2, 5))
+    if total is None or why:
+        return why
+    if ctx.view(node, 4).size not in (1, shape[-1] if shape else 1):
+        raise ValueError("b's scales do not fit its columns")
+    return _requantize(ctx, node, total, (1, 4, 6, 7), lambda t: reshaped(ctx, t, (t.size,)))
+
+
+def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> Tensor | str:
+    """int32 of inputs x, w and their zero points, [batch, channels, *sizes], or why not."""
+    ix, iw, izx, izw = places
+    x, w = ctx.view(node, ix), ctx.view(node, iw)
+    rank, groups = len(x.shape) - 2, int(ctx.attr(node, "group", 1))
+    if x.dtype not in BYTES or w.dtype not in BYTES or not 1 <= rank <= 3 or ctx.hw.cc < 80:
+        return f"no kernel for {x.dtype} and {w.dtype} over {rank} axes on {ctx.hw.arch}"
+    batch, channels = x.shape[:2]
+    filters, each = w.shape[0] // groups, w.shape[1]
+    if channels != each * groups or w.shape[0] % groups:
+        raise ValueError(f"{channels} channels")
+    found = ctx.infer(node)
+    shape = found[0] if found else None
+    if shape is None:
+        return "its shape is not known"
+    outer = (1,) * (3 - rank) + shape[1][2:]
+    total = ctx.scratch("int32", (batch, groups, filters, prod(outer)))
+    if not total.size:
+        return reshaped(ctx, total, shape[1])
+    zx, zw = _zero(ctx, node, izx), _zero(ctx, node, izw)
+    if (zx is not None and zx.size != 1) or (zw is not None and zw.size not in (1, w.shape[0])):
+        raise ValueError("zero points do not fit")
+    taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[1][2:])
+    lead = (1,) * (3 - rank)
+    x, w = reshaped(ctx, x, (batch, channels, *lead, *x.shape[2:])), ctx.contiguous(w)
+    # channels last, so that a tap's are neighbours, and the border is the zero point
+    last = x.permute((0, 2, 3, 4, 1))
+    if any((*taps.before, *taps.after)):
+        sizes = [d + p + q for d, p, q in zip(x.shape[2:], taps.before, taps.after, strict=True)]
+        around = ctx.scratch(x.dtype, (batch, *sizes, channels))
+        code = Code()
+        border = code.scalar(0, x.dtype) if zx is None else code.load(
+            reshaped(ctx, zx, ()).expand(around.shape)
+        )  # fmt: skip
+        emit(ctx, code, node, border, around)
+        copy(ctx, node, last, around.slice((0, *taps.before, 0), (1,) * 5, last.shape))
+        last = around
+    elif any(d > 1 for d in taps.kernel) or any(s > 1 for s in taps.strides) or groups > 1:
+        last = ctx.contiguous(last)
+    depth = prod(taps.kernel) * each
+    split = reshaped(ctx, last, (*last.shape[:4], groups, each))
+    n, d, h, v, g, c = split.strides
+    step = [s * k for s, k in zip((d, h, v), taps.strides, strict=True)]
+    reach = [s * k for s, k in zip((d, h, v), taps.dilations, strict=True)]
+    windows = replace(
+        split, shape=(batch, groups, *outer, *taps.kernel, each), strides=(n, g, *step, *reach, c)
+    )
+    lines = ctx.scratch(x.dtype, (batch, groups, prod(outer), -(-depth // LINE) * LINE))
+    columns = _cut(lines, depth)
+    to = columns.reshape(windows.shape)
+    assert to is not None
+    copy(ctx, node, windows, to)
+    turned = w.reshape((groups, filters, each, *taps.kernel))
+    assert turned is not None
+    turned = turned.permute((0, 1, 3, 4, 5, 2))
+    packed = ctx.packed(turned, "channels last", lambda array: array)
+    rows = reshaped(ctx, turned if packed is None else packed, (1, groups, filters, depth))
+    a = rows.expand((batch, groups, filters, depth))
+    why = product(
+        ctx, node, a, columns, zw, zx, total, filters if zw is not None and zw.size > 1 else 0
+    )
+    return why or reshaped(ctx, total, shape[1])
+
+
+def conv_integer(ctx: Context, node: ir.Node) -> str | None:
+    """ConvInteger: int32 of x, w and their zero points."""
+    total = _convolution(ctx, node, (0, 1, 2, 3))
+    if isinstance(total, str):
+        return total
+    ctx.alias(node, 0, total)
+    return None
+
+
+def qlinear_conv(ctx: Context, node: ir.Node) -> str | None:
+    """QLinearConv: x, sx, zx, w, sw, zw, sy, zy, bias (int32)."""
+    if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
+        return "scales of x and y are one number each"
+    total = _convolution(ctx, node, (0, 3, 2, 5))
+    if isinstance(total, str):
+        return total
+
+    def channel(t: Tensor) -> Tensor:
+        return reshaped(ctx, t, (t.size, *(1,) * (len(total.shape) - 2)))
+
+    bias = ctx.dense(node, 8) if ctx.has(node, 8) else None
+    return _requantize(ctx, node, total, (1, 4, 6, 7), channel, bias)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "MatMulInteger"): matmul_integer,
+    ("", "QLinearMatMul"): qlinear_matmul,
+    ("", "ConvInteger"): conv_integer,
+    ("", "QLinearConv"): qlinear_conv,
+}

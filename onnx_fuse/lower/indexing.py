@@ -1,0 +1,227 @@
+"""Gather and Scatter by data-dependent indices; OneHot and EyeLike through masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import STORAGE, Code, copy, emit
+from onnx_fuse.lower.views import reshaped
+from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr
+from onnx_fuse.program.size import number
+
+THREADS = 256
+_UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
+INDEX_TYPES = {"int64": "i64", "int32": "int"}
+MAX_TUPLE = 6
+
+
+def _blocks(n: int) -> tuple[int, int, int]:
+    return (-(-n // THREADS), 1, 1)
+
+
+def _unit(tensor: Tensor, inner: int) -> tuple[int, str]:
+    """Elements a thread moves at once, and the C type of that many bytes."""
+    size = ITEMSIZE[tensor.dtype]
+    width = 16 // size
+    while inner % width:
+        width //= 2
+    return width, _UNITS[width * size]
+
+
+def gather(ctx: Context, node: ir.Node) -> str | None:
+    """y[o, index..., i] = x[o, index, i] along `axis`."""
+    known = ctx.host(node, 1)
+    if known is not None and known.size == 1:
+        return _pick(ctx, node)
+    if known is not None and known.ndim == 1 and _run(ctx, node, known):
+        return None
+    x, index = ctx.view(node, 0), ctx.view(node, 1)
+    axis = ctx.attr(node, "axis", 0) % len(x.shape)
+    left, right, rank = x.shape[:axis], x.shape[axis + 1 :], len(index.shape)
+    y = ctx.output(node, 0, (*left, *index.shape, *right), x.dtype)
+    strides = (*x.strides[:axis], *[0] * rank, *x.strides[axis + 1 :])
+    table = replace(x, shape=y.shape, strides=strides)
+    index = reshaped(ctx, index, (*index.shape, *[1] * len(right))).expand(y.shape)
+    code = Code()
+    emit(ctx, code, node, code.row(table, index, x.strides[axis], x.shape[axis]), y)
+    return None
+
+
+def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
+    """Neighbours in order (the positions of a sequence) are a view."""
+    x = ctx.view(node, 0)
+    axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
+    first, count = int(index[0]) if index.size else 0, index.size
+    if first < 0 or first + count > x.shape[axis] or (index != np.arange(count) + first).any():
+        return False
+    starts = [first if a == axis else 0 for a in range(rank)]
+    shape = [count if a == axis else d for a, d in enumerate(x.shape)]
+    ctx.alias(node, 0, x.slice(starts, [1] * rank, shape))
+    return True
+
+
+def _pick(ctx: Context, node: ir.Node) -> str | None:
+    """One index known at lowering: a view."""
+    x, index = ctx.view(node, 0), ctx.host(node, 1)
+    assert index is not None
+    axis = ctx.attr(node, "axis", 0) % len(x.shape)
+    k = number(index.reshape(-1)[0])
+    k += x.shape[axis] if k < 0 else 0
+    if not 0 <= k < x.shape[axis]:
+        return f"index {k} is outside the axis of {x.shape[axis]}"
+    rank = len(x.shape)
+    starts = [k if a == axis else 0 for a in range(rank)]
+    one = x.slice(starts, [1] * rank, [1 if a == axis else d for a, d in enumerate(x.shape)])
+    strides = (*x.strides[:axis], *(0,) * index.ndim, *x.strides[axis + 1 :])
+    shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
+    ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, one.offset))
+    return None
+
+
+def gather_elements(ctx: Context, node: ir.Node) -> str | None:
+    """y[o, j, i] = x[o, index[o, j, i], i] along `axis`."""
+    x, index = ctx.view(node, 0), ctx.dense(node, 1)
+    axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
+    shape = [d if k == axis else index.shape[k] for k, d in enumerate(x.shape)]
+    x = ctx.contiguous(x.slice([0] * rank, [1] * rank, shape))
+    y = ctx.output(node, 0, index.shape, x.dtype)
+    if y.size:
+        sizes = (y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis])
+        defines = (("IDX", INDEX_TYPES[index.dtype]), ("T", _UNITS[ITEMSIZE[x.dtype]]))
+        args: tuple[Arg, ...] = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
+        launch = Launch(
+            "indexing/gather.cu", "gather_elements", _blocks(y.size), (THREADS, 1, 1), args, defines
+        )
+        ctx.call(node, launch, {"x": x, "index": index}, {"y": y})
+    return None
+
+
+def gather_nd(ctx: Context, node: ir.Node) -> str | None:
+    """y[b, j, i] = x[b, index[b, j, :], i]."""
+    x, index = ctx.dense(node, 0), ctx.dense(node, 1)
+    batch = ctx.attr(node, "batch_dims", 0)
+    q = index.shape[-1]
+    if q > MAX_TUPLE:
+        return f"index tuples of {q}"
+    tail = x.shape[batch + q :]
+    y = ctx.output(node, 0, (*index.shape[:-1], *tail), x.dtype)
+    if y.size:
+        inner = prod(tail)
+        width, unit = _unit(x, inner)
+        n = y.size // width
+        dims = (*x.shape[batch : batch + q], *(1,) * (MAX_TUPLE - q))
+        args: tuple[Arg, ...] = (
+            Ptr("x"), Ptr("index"), Ptr("y"), Num("i64", n), Num("i64", inner // width),
+            Num("i64", prod(index.shape[batch:-1])), Num("i32", q), *(Num("i64", d) for d in dims),
+        )  # fmt: skip
+        defines = (("IDX", INDEX_TYPES[index.dtype]), ("T", unit))
+        launch = Launch(
+            "indexing/gather.cu", "gather_nd", _blocks(n), (THREADS, 1, 1), args, defines
+        )
+        ctx.call(node, launch, {"x": x, "index": index}, {"y": y})
+    return None
+
+
+REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
+
+
+def _scatter_defines(index: Tensor, update: Tensor, reduction: str) -> tuple[tuple[str, str], ...]:
+    return (
+        ("IDX", INDEX_TYPES[index.dtype]),
+        ("REDUCE", str(REDUCTIONS[reduction])),
+        ("T", STORAGE[update.dtype]),
+    )
+
+
+def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
+    """y = x, then y[o, index[o, j, i], i] (op)= update[o, j, i] along `axis`, in order of j."""
+    x, index, update = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
+    rank = len(x.shape)
+    axis = ctx.attr(node, "axis", 0) % rank
+    if any(index.shape[k] != x.shape[k] for k in range(rank) if k != axis):
+        return "indices do not span the other axes"
+    y = ctx.output(node, 0, x.shape, x.dtype)
+    if not y.size:
+        return None
+    copy(ctx, node, x, y)
+    if index.size:
+        inner = prod(x.shape[axis + 1 :])
+        lines = index.size // index.shape[axis]
+        sizes = (lines, inner, index.shape[axis], x.shape[axis])
+        numbers = (Num("i64", s) for s in sizes)
+        args: tuple[Arg, ...] = (Ptr("y"), Ptr("index"), Ptr("update"), *numbers)
+        launch = Launch(
+            "indexing/scatter.cu", "scatter_elements", _blocks(lines), (THREADS, 1, 1), args,
+            _scatter_defines(index, update, ctx.attr(node, "reduction", "none")),
+        )  # fmt: skip
+        ctx.call(node, launch, {"index": index, "update": update, "before": y}, {"y": y})
+    return None
+
+
+def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
+    """y = x, then y[index[j, :], i] (op)= update[j, i], in order of j."""
+    x, index, update = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
+    q = index.shape[-1]
+    if q > MAX_TUPLE:
+        return f"index tuples of {q}"
+    y = ctx.output(node, 0, x.shape, x.dtype)
+    if not y.size:
+        return None
+    copy(ctx, node, x, y)
+    count, inner = prod(index.shape[:-1]), prod(x.shape[q:])
+    if count and inner:
+        dims = (*x.shape[:q], *(1,) * (MAX_TUPLE - q))
+        args: tuple[Arg, ...] = (
+            Ptr("y"), Ptr("index"), Ptr("update"), Num("i64", count), Num("i64", inner),
+            Num("i32", q), *(Num("i64", d) for d in dims),
+        )  # fmt: skip
+        launch = Launch(
+            "indexing/scatter.cu", "scatter_nd", (count, 1, 1), (128, 1, 1), args,
+            _scatter_defines(index, update, ctx.attr(node, "reduction", "none")),
+        )  # fmt: skip
+        ctx.call(node, launch, {"index": index, "update": update, "before": y}, {"y": y})
+    return None
+
+
+def one_hot(ctx: Context, node: ir.Node) -> str | None:
+    """y = index == arange(depth) ? on : off, with negative indices counted from the end."""
+    depth, index = ctx.host(node, 1), ctx.view(node, 0)
+    if depth is None:
+        return f"its shape is {UNKNOWN}"
+    n, values = int(depth.reshape(-1)[0]), ctx.view(node, 2)
+    rank = len(index.shape) + 1
+    axis = ctx.attr(node, "axis", -1) % rank
+    shape = (*index.shape[:axis], n, *index.shape[axis:])
+    y = ctx.output(node, 0, shape, values.dtype)
+    if not y.size:
+        return None
+    place = [n if k == axis else 1 for k in range(rank)]
+    classes = ctx.constant(np.arange(n))
+    wanted = reshaped(ctx, index, (*index.shape[:axis], 1, *index.shape[axis:]))
+    code = Code()
+    k = code.load(wanted.expand(shape))
+    if index.dtype != "int64":
+        k = code.step("Cast", "int64", k)
+    below = code.step("Less", "bool", k, code.scalar(0, "int64"))
+    wrapped = code.step("Add", "int64", k, code.scalar(n, "int64"))
+    k = code.step("Where", "int64", below, wrapped, k)
+    hit = code.step("Equal", "bool", k, code.load(reshaped(ctx, classes, place).expand(shape)))
+    pair = [values.slice([i], [1], [1]) for i in (0, 1)]
+    off, on = (code.load(p.expand(shape)) for p in pair)
+    emit(ctx, code, node, code.step("Where", values.dtype, hit, on, off), y)
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "Gather"): gather,
+    ("", "GatherElements"): gather_elements,
+    ("", "GatherND"): gather_nd,
+    ("", "ScatterElements"): scatter_elements,
+    ("", "ScatterND"): scatter_nd,
+    ("", "OneHot"): one_hot,
+}

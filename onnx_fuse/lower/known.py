@@ -1,0 +1,122 @@
+"""What is known at lowering: constants and shape arithmetic, evaluated on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.lower.context import WEIGHT_LIMIT, Slot, Values, captured
+from onnx_fuse.onnx.evaluate import evaluate
+from onnx_fuse.program import host
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.problem import ITEMSIZE
+
+RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
+          "Multinomial", "Dropout"}  # fmt: skip
+HOST_LIMIT = 1 << 22
+"""Elements up to which a node whose inputs are all known is evaluated at lowering."""
+
+
+class Known(Values):
+    """Nodes that the feeds' values do not enter: their results are arrays, or views of numbers."""
+
+    def _evaluate(self, node: ir.Node) -> bool:
+        """Evaluate on the host what the feeds' values do not enter."""
+        if (node.op_type in RANDOM and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
+            return False
+        if node.op_type in ("Shape", "Size"):
+            return self._shape(node)
+        values = [v for v in (*node.inputs, *captured(node)) if v is not None]
+        arrays = [self.slots[v].host for v in values]
+        if node.op_type == "CastLike" and arrays[0] is not None and arrays[0].size == 1:
+            # a known number takes the dtype of a tensor whose values do not matter
+            dtype = self._type(values[1])[0]
+            self._known(node.outputs[0], arrays[0].astype(dtype.numpy()))
+            return True
+        if any(a is None for a in arrays):
+            return False
+        if any(host.is_open(a) for a in arrays):
+            return self._open(node, arrays)
+        if any(self.slots[v].tensor is not None for v in values) and not all(
+            a.size <= 64 for a in arrays if a is not None
+        ):
+            return False
+        if node.op_type == "Constant":
+            results = [ir.convenience.get_const_tensor(node.outputs[0])]
+            if results[0] is not None:
+                self._known(node.outputs[0], results[0].numpy())
+                return True
+        if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
+            return True
+        if node.op_type == "Range" and self._elements(arrays) > WEIGHT_LIMIT:
+            return False
+        if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
+            return False
+        known = {v: a for v, a in zip(values, arrays, strict=True) if a is not None}
+        found = evaluate([node], known, self.opsets)
+        if any(v.name and v not in found for v in node.outputs):
+            return False  # it has a kernel, or onnxruntime says what is wrong with it
+        for value, array in found.items():
+            self._known(value, array)
+        return True
+
+    def _open(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
+        """Evaluate what open sizes enter; False: it is made on the device."""
+        if node.op_type in ("ConstantOfShape", "Expand", "Range") and self._filled(node, arrays):
+            return True
+        given = {name: self.attr(node, name) for name in node.attributes}
+        moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
+        if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
+            return False  # an open number of elements: on the device
+        found = host.evaluate(node.op_type, arrays, given)
+        if found is not None:
+            self._known(node.outputs[0], found)
+            return True
+        for value in node.inputs:
+            array = None if value is None else self.slots[value].host
+            if value is not None and array is not None and host.is_open(array):
+                self.slots[value] = Slot(host=host.closed(array))
+        return self._evaluate(node)
+
+    @staticmethod
+    def _elements(arrays: Sequence[np.ndarray | None]) -> float:
+        """Elements of Range(start, limit, delta)."""
+        start, limit, delta = (float(a.reshape(-1)[0]) for a in arrays if a is not None)
+        return (limit - start) / delta
+
+    def _known(self, value: ir.Value, array: np.ndarray) -> None:
+        self.slots[value] = Slot(host=array)
+
+    def _shape(self, node: ir.Node) -> bool:
+        slot = self.slots[node.inputs[0]]  # type: ignore[index]
+        shape = slot.tensor.shape if slot.tensor is not None else slot.host.shape  # type: ignore[union-attr]
+        if node.op_type == "Size":
+            self._known(node.outputs[0], sizes.array(prod(shape)))
+        else:
+            start, end = self.attr(node, "start", 0), self.attr(node, "end", None)
+            self._known(node.outputs[0], sizes.array(shape[start:end]))
+        return True
+
+    def _filled(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
+        """A large tensor of one number: a broadcast scalar instead of its elements."""
+        wanted = arrays[-1]
+        assert wanted is not None
+        if node.op_type == "Range":
+            return False
+        shape = tuple(map(sizes.number, wanted.reshape(-1)))
+        if not host.is_open(wanted) and prod(shape) <= WEIGHT_LIMIT:
+            return False
+        if node.op_type == "Expand":
+            scalar = arrays[0]
+            if scalar is None or scalar.size != 1:
+                return False
+            shape = sizes.broadcast(scalar.shape, shape)
+        else:
+            scalar = self.attr(node, "value", np.zeros(1, np.float32))
+        if scalar.dtype.name not in ITEMSIZE:
+            return False
+        self.alias(node, 0, self.constant(scalar.reshape(())).expand(shape))
+        return True

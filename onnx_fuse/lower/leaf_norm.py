@@ -1,0 +1,57 @@
+"""LayerNormLeafGrad, as a problem."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnx_fuse.kernels import select
+from onnx_fuse.lower.linear import alignment, matrix
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.call import Context, Lowering
+from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.size import rough
+
+
+def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """dw, dgamma, dbeta, dc of dt [M,n], xh [M,k], w [n,k] (turned: [k,n]), gamma, beta [k]."""
+    turned = node.op_type.endswith("Turned")
+    dt, xh = ctx.view(node, 0), ctx.view(node, 1)
+    w, gamma, beta = (ctx.dense(node, i) for i in range(2, 5))
+    if {t.dtype for t in (dt, xh, w, gamma, beta)} != {"float32"}:
+        return "float32 alone"
+    a, b = (xh, dt) if turned else (dt, xh)
+    left, right = matrix(ctx, a.permute((1, 0))), matrix(ctx, b)
+    if not left.trans or right.trans:
+        return "dt or xh does not lie in rows"
+    (k, m), n = a.shape, b.shape[1]
+    problem = Problem.of(
+        "LayerNormLeafGrad", m=m, n=n, k=k, trans_a=True, math=ctx.math, lda=left.ld, ldb=right.ld,
+        align=alignment(left.tensor, right.tensor),
+        **({"turned": True} if turned else {}),
+    )  # fmt: skip
+    both, alone = select(problem.op, problem, ctx.hw), select("Gemm", _product(problem), ctx.hw)
+    if both is None or alone is None:
+        return "no kernel serves it"
+    # the body's other passes over W and G, its sums and its product of one row
+    passes = 6 * ctx.hw.launch_seconds + 24 * rough(m * n) / ctx.hw.bandwidth
+    if both.seconds > alone.seconds + passes:
+        return "another product is faster by more than the passes cost"
+    reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
+    names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}
+    writes = {
+        name: ctx.output(node, i, shape, "float32") for i, (name, shape) in enumerate(names.items())
+    }
+    return ctx.select(node, problem, reads, writes)
+
+
+def _product(problem: Problem) -> Problem:
+    """The product that the body begins with."""
+    kept = {name: problem.integer(name) for name in ("lda", "ldb", "align")}
+    m, n, k = problem.m, problem.n, problem.k
+    return Problem.of("Gemm", m=m, n=n, k=k, trans_a=True, math=problem.math, **kept)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    (FUSE, "LayerNormLeafGrad"): leaf_norm_grad,
+    (FUSE, "LayerNormLeafGradTurned"): leaf_norm_grad,
+}

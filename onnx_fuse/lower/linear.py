@@ -1,0 +1,508 @@
+"""MatMul, Gemm and the fused Gemm+activation ops, as Problems of the Gemm candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.kernels import select
+from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
+from onnx_fuse.lower.quant import stays_packed
+from onnx_fuse.lower.views import reshaped
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.ops.rewrite import dim
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem, Value
+
+PACKED = "its weight stays in 4 bits"
+"""Why a fused product is lowered in parts (`decompose.four_bits`)."""
+MAX_BATCH = 3
+TILE_ROWS = 128
+"""Of a product in a batch: a copy of rows that stand apart costs less than many with fewer."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A [batch..., rows, cols] operand as the Gemm candidates take it."""
+
+    tensor: Tensor
+    trans: bool
+    ld: int
+    batch_strides: tuple[int, ...]
+
+
+def matrix(ctx: Context, t: Tensor) -> Matrix:
+    """`t` [batch..., rows, cols] with unit stride along rows or columns, copied if it has none."""
+    rows, cols = t.shape[-2:]
+    down, right = t.strides[-2:]
+    if cols == 1 and rows > 1 and down == 1:  # rows of one element are no multiple of 16 bytes
+        return Matrix(t, True, rows, t.strides[:-2])
+    if cols == 1:
+        right = 1
+    if right == 1 and (rows == 1 or down >= cols):
+        ld = down if rows > 1 else cols
+        return Matrix(t, False, max(ld, cols), t.strides[:-2])
+    if (down == 1 or rows == 1) and (cols == 1 or right >= rows):
+        ld = right if cols > 1 else rows
+        return Matrix(t, True, max(ld, rows), t.strides[:-2])
+    dense = ctx.contiguous(t)
+    return Matrix(dense, False, cols, dense.strides[:-2])
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Bytes that every operand's address is a multiple of, 16 at most."""
+    size = 16
+    while any(t.offset * ITEMSIZE[t.dtype] % size for t in tensors):
+        size //= 2
+    return size
+
+
+def _batches(shape: Sequence[int], a: Matrix, b: Matrix) -> tuple[list[int], list[int], list[int]]:
+    """Batch axes merged where both operands walk them as one; size-1 axes dropped."""
+    dims: list[int] = []
+    sa: list[int] = []
+    sb: list[int] = []
+    for d, x, y in zip(shape, a.batch_strides, b.batch_strides, strict=True):
+        if d == 1:
+            continue
+        if dims and sa[-1] == x * d and sb[-1] == y * d:
+            dims[-1], sa[-1], sb[-1] = dims[-1] * d, x, y
+        else:
+            dims.append(d)
+            sa.append(x)
+            sb.append(y)
+    return dims, sa, sb
+
+
+def product(
+    ctx: Context,
+    node: ir.Node,
+    a: Tensor,
+    b: Tensor,
+    y: Tensor,
+    extra: dict[str, Tensor] | None = None,
+    writes: dict[str, Tensor] | None = None,
+    attrs: dict[str, object] | None = None,
+) -> str | None:
+    """y [..., M, N] = a [..., M, K] · b [..., K, N]; batch axes already broadcast to one shape."""
+    if 0 in y.shape:
+        return None
+    if a.shape[-1] == 0:
+        return "a product over no elements"
+    m, k = a.shape[-2:]
+    n = b.shape[-1]
+    batch = y.shape[:-2]
+    # one weight for every row: the batch is only more rows
+    flat = None
+    if prod(batch) > 1 and all(
+        s == 0 or d == 1 for d, s in zip(b.shape[:-2], b.strides[:-2], strict=True)
+    ):
+        strides = reshape_strides(a.shape, a.strides, (prod(batch) * m, k))
+        if strides is None and (a.strides[-1] != 1 or m < TILE_ROWS < prod(batch) * m):
+            a = ctx.contiguous(a)
+        flat = a.reshape((prod(batch) * m, k))
+    if flat is not None:
+        a, b = flat, Tensor(b.buffer, b.dtype, b.shape[-2:], b.strides[-2:], b.offset)
+        m, batch = prod(batch) * m, ()
+    left, right = matrix(ctx, a), matrix(ctx, b)
+    dims, sa, sb = _batches(batch, left, right)
+    if len(dims) > MAX_BATCH:
+        whole = (prod(batch), m, k), (prod(batch), k, n)
+        left = matrix(ctx, reshaped(ctx, ctx.contiguous(a), whole[0]))
+        right = matrix(ctx, reshaped(ctx, ctx.contiguous(b), whole[1]))
+        dims, sa, sb = _batches((prod(batch),), left, right)
+    problem = Problem.of(
+        "Gemm",
+        m=m,
+        n=n,
+        k=k,
+        batch=tuple(dims),
+        dtype=a.dtype,
+        out_dtype=y.dtype,
+        trans_a=left.trans,
+        trans_b=right.trans,
+        math=ctx.math,
+        lda=left.ld,
+        ldb=right.ld,
+        a_strides=tuple(sa),
+        b_strides=tuple(sb),
+        align=alignment(left.tensor, right.tensor),
+        **(attrs or {}),  # type: ignore[arg-type]
+    )
+    reads = {"a": left.tensor, "b": right.tensor, **(extra or {})}
+    return ctx.select(node, problem, reads, {"y": y, **(writes or {})})
+
+
+def matmul(ctx: Context, node: ir.Node) -> str | None:
+    """y = a · b with NumPy's rules for 1-D operands and broadcast batches."""
+    a, b = ctx.view(node, 0), ctx.view(node, 1)
+    if a.shape[-1] == 0:
+        return "a product over no elements"
+    vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
+    if vector_a:
+        a = Tensor(a.buffer, a.dtype, (1, *a.shape), (0, *a.strides), a.offset)
+    if vector_b:
+        b = Tensor(b.buffer, b.dtype, (*b.shape, 1), (*b.strides, 0), b.offset)
+    batch = sizes.broadcast(a.shape[:-2], b.shape[:-2])
+    m, n = a.shape[-2], b.shape[-1]
+    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    y = ctx.output(node, 0, shape, a.dtype)
+    full = y.reshape((*batch, m, n))
+    assert full is not None
+    return product(
+        ctx, node, a.expand((*batch, *a.shape[-2:])), b.expand((*batch, *b.shape[-2:])), full
+    )
+
+
+def gemm(ctx: Context, node: ir.Node) -> str | None:
+    """Y = alpha A' · B' + beta C."""
+    a, b = ctx.view(node, 0), ctx.view(node, 1)
+    a = a.permute((1, 0)) if ctx.attr(node, "transA", 0) else a
+    b = b.permute((1, 0)) if ctx.attr(node, "transB", 0) else b
+    if a.shape[-1] == 0:
+        return "a product over no elements"
+    shape = (a.shape[0], b.shape[1])
+    y = ctx.output(node, 0, shape, a.dtype)
+    alpha, beta = ctx.attr(node, "alpha", 1.0), ctx.attr(node, "beta", 1.0)
+    attrs: dict[str, object] = {"alpha": alpha} if alpha != 1 else {}
+    extra = {}
+    if ctx.has(node, 2) and beta != 0:
+        c = ctx.view(node, 2).expand(shape)
+        if beta == 1 and alpha == 1 and c.strides == (0, 1) and a.dtype in FLOATS:
+            extra["col1"], attrs["bias"] = c, True
+        else:
+            extra["c"] = c
+            attrs |= {"beta": beta, "c_rows": c.strides[0], "c_cols": c.strides[1]}
+    return product(ctx, node, a, b, y, extra, attrs=attrs)
+
+
+ACTIVATIONS = {"": "", **{a.name: a.cuda for a in TABLE.values() if a.cuda}}
+"""Fused op's suffix -> epilogue.cuh's activation."""
+
+
+def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
+    """The epilogue's attrs for an activation suffix of a fused op."""
+    if not suffix:
+        return {}
+    row = TABLE[suffix]
+    attrs: dict[str, object] = {"act": row.cuda}
+    if row.attributes:
+        attrs["act_alpha"] = float(ctx.attr(node, "alpha", row.alpha))
+    return attrs
+
+
+def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
+    """Input `i`, a bias of n columns or one number for all, as a row; None for other shapes."""
+    c = ctx.view(node, i)
+    if c.size == 1 and n > 1:  # zero, where there is no bias
+        value = ctx.host(node, i)
+        row = c.reshape((1,))
+        assert row is not None
+        known = None if value is None else np.broadcast_to(value.reshape(-1), (n,))
+        return ctx.contiguous(row.expand((n,))) if known is None else ctx.constant(known)
+    row = c.reshape((n,)) if c.size == n and c.shape[-1:] == (n,) else None
+    return None if row is None else ctx.contiguous(row)
+
+
+def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
+    """Gemm, Gemm<Act>: y = act(x · w + c), z the pre-activation where it is exposed."""
+    name, *exposed = node.op_type.split("_")
+    if exposed not in ([], ["z"]):
+        return f"no kernel gives {', '.join(exposed)}"
+    if stays_packed(ctx, node.inputs[1]):
+        return PACKED
+    x, w = ctx.view(node, 0), ctx.view(node, 1)
+    n = w.shape[1]
+    if (row := bias_row(ctx, node, 2, n)) is None:
+        return "the bias is not one row"
+    attrs = {"bias": True} | activation(ctx, node, name.removeprefix("Gemm"))
+    shape = (*x.shape[:-1], n)
+    if len(x.shape) == 1:
+        return "x is a vector"
+    y = ctx.output(node, 0, shape, x.dtype)
+    writes = {}
+    if exposed:
+        z = ctx.output(node, 1, shape, x.dtype)
+        writes["z"] = z
+        attrs["save_z"] = True
+    return product(
+        ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, attrs
+    )
+
+
+def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
+    """(LayerNorm|RMSNorm)Gemm<Act>: y = act(N(x) · w + c); mean, rstd, z where they are exposed."""
+    name, *exposed = node.op_type.split("_")
+    rms = name.startswith("RMSNormGemm")
+    suffix = name.split("NormGemm")[1]
+    if not set(exposed) <= {"mean", "rstd", "z"}:
+        return f"no kernel gives {', '.join(exposed)}"
+    at = 2 if rms else 3
+    if stays_packed(ctx, node.inputs[at]):
+        return PACKED
+    w = ctx.view(node, at)
+    if len(ctx.view(node, 0).shape) < 2 or (row := bias_row(ctx, node, at + 1, w.shape[1])) is None:
+        return "x is a vector, or the bias is not one row"
+    weights = node.inputs[at]
+    maker = weights.producer() if weights is not None else None
+    cast = maker is not None and maker.op_type == "Cast"
+    return norm_product(ctx, node, w, row, activation(ctx, node, suffix), exposed, cast=cast)
+
+
+def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object]) -> Problem:
+    """The LayerNormGemm of a node that begins with a norm, whose weight has n columns."""
+    x = ctx.view(node, 0)
+    return Problem.of(
+        "LayerNormGemm",
+        m=prod(x.shape[:-1]),
+        n=n,
+        k=x.shape[-1],
+        dtype=x.dtype,
+        math=ctx.math,
+        epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
+        **({"rms": True} if node.op_type.startswith("RMS") else {}),
+        **attrs,  # type: ignore[arg-type]
+    )
+
+
+def norm_product(
+    ctx: Context,
+    node: ir.Node,
+    w: Tensor,
+    row: Tensor,
+    attrs: Mapping[str, object],
+    exposed: Sequence[str] = (),
+    *,
+    cast: bool = False,
+) -> str | None:
+    """y = act(N(x) · w + row), the norm's x and parameters being the node's first inputs.
+
+    `cast`: w is a cast of its master in each run.
+    """
+    rms = node.op_type.startswith("RMS")
+    x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
+    n, k = w.shape[1], x.shape[-1]
+    right = matrix(ctx, w)
+    if right.ld != (k if right.trans else n):
+        right = matrix(ctx, ctx.contiguous(w))
+    how = {"bias": True, "trans_b": right.trans, "align": alignment(right.tensor)}
+    problem = norm_problem(ctx, node, n, {**how, **attrs})
+    if "z" in exposed:
+        problem = problem.having(save_z=True)
+    if select("LayerNormGemm", problem, ctx.hw) is None:
+        return f"no kernel serves {problem}"
+    beta = None if rms else ctx.view(node, 2)
+    folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
+    made = problem.having(folded=True, align=16)
+    reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
+    if beta is not None:
+        reads["beta"] = ctx.contiguous(beta)
+    asked = problem, cast
+    if exposed and asked not in ctx.fold_pays:
+        ctx.fold_pays[asked] = _fold_pays(ctx, *asked)
+    if exposed and ctx.fold_pays[asked]:
+        folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
+    if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
+        problem, reads = made, {"x": x, **folded}
+    columns = n // 2 if problem.attr("gate") else n
+    writes = {"y": ctx.output(node, 0, (*x.shape[:-1], columns), x.dtype)}
+    stat = (*x.shape[:-1], 1)
+    for i, extra in enumerate(exposed, 1):
+        shape = (*x.shape[:-1], n) if extra == "z" else stat
+        writes[extra] = ctx.output(node, i, shape, x.dtype if extra == "z" else "float32")
+    for extra in ("mean", "rstd"):  # RMSNorm's mean is zero
+        if extra not in writes:
+            writes[extra] = ctx.scratch("float32", stat)
+    return ctx.select(node, problem, reads, writes)
+
+
+def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
+    parameters = (reads[name] for name in ("gamma", "beta", "w", "c") if name in reads)
+    return tuple((t.buffer, t.offset) for t in parameters)
+
+
+def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
+    """Whether forward and gradient together gain by weights that are folded for both.
+
+    All folds of a program are one launch, which makes the 16-bit copies of a `master` as well.
+    """
+    if problem.trans_b or problem.dtype not in ("float16", "bfloat16"):
+        return False
+    keys = ("act", "act_alpha", "rms")
+    how = {key: problem.attr(key) for key in keys if problem.attr(key)}
+    problem = problem.rough()
+    m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+    pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **how))
+    apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
+    shared = [select(p.op, p.having(folded=True), ctx.hw, ctx.prefs) for p in pair]
+    if None in apart or None in shared:
+        return False
+    seconds = [sum(c.seconds for c in choices if c) for choices in (apart, shared)]
+    moved = fold_seconds(k, n, dtype, ctx.hw) - ctx.hw.launch_seconds
+    return seconds[1] + (moved / 2 if master else moved) < seconds[0]
+
+
+def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A call that folds the weights; what it writes is the gradient's too."""
+    given = {name: reads[name] for name in ("w", "gamma", "beta", "c") if name in reads}
+    k, n = given["w"].shape
+    made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
+    made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
+    ctx.call(node, fold(k, n, given["w"].dtype, False, ctx.hw), given, made)
+    ctx.folds[_places(reads)] = made
+    return made
+
+
+def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """(LayerNorm|RMSNorm)Gemm<Act>Grad: dx, dscale, (dbias,) dw, dc from dy and what was kept."""
+    name, *exposed = node.op_type.split("_")
+    if exposed:
+        return f"no kernel gives {', '.join(exposed)}"
+    rms = name.startswith("RMS")
+    names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
+    names = [key for key in names if not rms or key not in ("beta", "mean")]
+    given = {key: ctx.view(node, i) for i, key in enumerate(names)}
+    x, w = given["x"], given["w"]
+    k, n = w.shape
+    if {t.dtype for key, t in given.items() if key not in ("mean", "rstd")} != {x.dtype}:
+        return "operands of several types"
+    if {given[key].dtype for key in ("mean", "rstd") if key in given} != {"float32"}:
+        return "mean and rstd are not float32"
+    if len(x.shape) < 2 or (row := bias_row(ctx, node, names.index("c"), n)) is None:
+        return "x is a vector, or the bias is not one row"
+    suffix = name.split("NormGemm")[1].removesuffix("Grad")
+    problem = Problem.of(
+        "LayerNormGemmGrad",
+        m=prod(x.shape[:-1]),
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        math=ctx.math if x.dtype == "float32" else "ieee",
+        **({"rms": True} if rms else {}),
+        **activation(ctx, node, suffix),  # type: ignore[arg-type]
+    )
+    choice = select("LayerNormGemmGrad", problem, ctx.hw)
+    if choice is None:
+        return f"no kernel serves {problem}"
+    if x.dtype == "float32" and choice.seconds >= _apart_seconds(problem, ctx.hw):
+        return "its products and passes apart are faster"
+    reads = {key: row if key == "c" else ctx.dense(node, i) for i, key in enumerate(names)}
+    if (made := ctx.folds.get(_places(reads))) is not None:
+        problem, reads = problem.having(folded=True), reads | made
+    shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
+    if rms:
+        del shapes["dbeta"]
+    writes = {
+        key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
+    }
+    return ctx.select(node, problem, reads, writes)
+
+
+def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
+    """Whether a float32 norm and product with one call for its gradients beat the two apart.
+
+    Forward and backward of both ways; rows whose count is not known yet are taken for 1024.
+    """
+    prefix, _, suffix = node.op_type.partition("Gemm")
+    if prefix not in ("LayerNorm", "RMSNorm") or suffix not in ACTIVATIONS:
+        return False
+    x, w = node.inputs[0], node.inputs[3 if prefix == "LayerNorm" else 2]
+    k, n = dim(w, 0), dim(w, 1)
+    if x is None or x.shape is None or not k or not n:
+        return False
+    rows = [dim(x, i) for i in range(len(x.shape) - 1)]
+    m = 1024 if None in rows else prod(d for d in rows if d is not None)
+    act: dict[str, Value] = {"act": ACTIVATIONS[suffix]} if suffix else {}
+    kept: dict[str, Value] = act | {"save_z": True} if act else {}
+    how: dict[str, Value] = {"m": m, "math": math}
+    whole = (
+        Problem.of("LayerNormGemm", n=n, k=k, bias=True, **how, **kept),
+        Problem.of("LayerNormGemmGrad", n=n, k=k, **how, **act),
+    )
+    apart = (
+        Problem.of("Gemm", n=n, k=k, bias=True, **how, **kept),
+        Problem.of("Gemm", n=k, k=n, trans_b=True, **how),
+        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
+    )
+    once, each = ([select(p.op, p, hw) for p in way] for way in (whole, apart))
+    if None in once or None in each:
+        return False
+    # the norm and its gradient, dz, its sums; small launches beside others take half their time
+    passes = 5 * m * k + (4 if act else 1) * m * n
+    more = 4 * passes / hw.bandwidth + (4 if act else 3) * hw.launch_seconds
+    return sum(c.seconds for c in once if c) < sum(c.seconds for c in each if c) + more
+
+
+def _apart_seconds(problem: Problem, hw: Hardware) -> float:
+    """The op's body: two products, passes over [m, n], [m, k] and [k, n], some fifteen launches."""
+    problem = problem.rough()
+    m, n, k = problem.m, problem.n, problem.k
+    both = (
+        Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, math=problem.math),
+        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=problem.math),
+    )
+    products = sum(choice.seconds for p in both if (choice := select(p.op, p, hw)))
+    passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.attr("act") else 0)
+    return products + 4 * passes / hw.bandwidth + 15 * hw.launch_seconds
+
+
+def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """Gemm<Act>Grad: dz = dy act'(z) and dc = sum_m dz in one pass, dx = dz wᵀ, dw = xᵀ dz."""
+    name, *exposed = node.op_type.split("_")
+    dy, w = ctx.view(node, 0), ctx.view(node, 2)
+    k, n = w.shape
+    if dy.dtype not in ("float16", "bfloat16") or n % 8 or not n or exposed not in ([], ["dz"]):
+        return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
+    dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
+    rows, how = dy.size // n, activation(ctx, node, name.removeprefix("Gemm").removesuffix("Grad"))
+    launch, parts = act_grad(
+        rows,
+        n,
+        dy.dtype,
+        str(how["act"]),
+        float(how.get("act_alpha", 1.0)),  # type: ignore[arg-type]
+    )
+    dz = ctx.output(node, 3, dy.shape, dy.dtype) if exposed else ctx.scratch(dy.dtype, dy.shape)
+    dc = ctx.output(node, 2, (n,), dy.dtype) if ctx.wants(node, 2) else None
+    if dc is not None and parts == 1:
+        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "dbias": dc})
+    else:
+        part = ctx.scratch("float32", (parts, n))
+        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "part": part})
+        if dc is not None:
+            ctx.call(node, sum_parts(parts, n, 1, dy.dtype), {"part": part}, {"out0": dc})
+    flat_x, flat = x.reshape((rows, k)), dz.reshape((rows, n))
+    assert flat_x is not None
+    assert flat is not None
+    why = None
+    if ctx.wants(node, 0):
+        dx = ctx.output(node, 0, x.shape, x.dtype).reshape((rows, k))
+        assert dx is not None
+        why = product(ctx, node, flat, w.permute((1, 0)), dx)
+    if why is None and ctx.wants(node, 1):
+        why = product(ctx, node, flat_x.permute((1, 0)), flat, ctx.output(node, 1, (k, n), w.dtype))
+    return why
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "Gemm"): gemm,
+    **{(FUSE, f"Gemm{suffix}"): fused_gemm for suffix in ACTIVATIONS},
+    **{(FUSE, f"Gemm{suffix}Grad"): activated_gemm_grad for suffix in ACTIVATIONS if suffix},
+    **{
+        (FUSE, f"{norm}Gemm{suffix}"): norm_gemm
+        for norm in ("LayerNorm", "RMSNorm")
+        for suffix in ACTIVATIONS
+    },
+    **{
+        (FUSE, f"{norm}Gemm{suffix}Grad"): norm_gemm_grad
+        for norm in ("LayerNorm", "RMSNorm")
+        for suffix in ACTIVATIONS
+    },
+}

@@ -1,0 +1,284 @@
+"""Pools, LRN, Resize, GridSample and Col2Im."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.lower.conv import spatial, triple, window
+from onnx_fuse.lower.reduce import reduction
+from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.problem import Launch, Num, Ptr
+
+MODES = {"MaxPool": 0, "AveragePool": 1, "LpPool": 2}
+
+
+def pool(ctx: Context, node: ir.Node) -> str | None:
+    """MaxPool (with indices), AveragePool, LpPool."""
+    x = ctx.dense(node, 0)
+    mode = MODES[node.op_type]
+    if x.dtype not in FLOATS and (mode or x.dtype not in ("int8", "uint8")):
+        return f"no kernel for {x.dtype}"
+    rank = len(x.shape) - 2
+    if not 1 <= rank <= 3:
+        return f"{rank} spatial axes"
+    kernel = ctx.attr(node, "kernel_shape")
+    outer = spatial(ctx, node, kernel, x.shape[2:])
+    shape = (*x.shape[:2], *outer) if outer else None
+    y = ctx.output(node, 0, shape, x.dtype)
+    writes = {"y": y}
+    if len(node.outputs) > 1 and ctx.wants(node, 1):
+        writes["indices"] = ctx.output(node, 1, shape, "int64")
+    if not y.size:
+        return None
+    taps = window(ctx, node, kernel, x.shape[2:], y.shape[2:])
+    numbers = (*triple(x.shape[2:]), *triple(y.shape[2:]))
+    after = {"E" + axis: pad for axis, pad in zip("DHW", taps.after, strict=True)}
+    launch = Launch(
+        "pool/pool.cu", "pool", (-(-y.size // 256), 1, 1), (256, 1, 1),
+        (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", y.size), *(Num("i32", n) for n in numbers),
+         Num("f32", float(ctx.attr(node, "p", 2)))),
+        defines(
+            T=C_TYPES[x.dtype], ACC=accumulator(x.dtype) if x.dtype in FLOATS else "float",
+            MODE=mode, INCLUDE_PAD=bool(ctx.attr(node, "count_include_pad", 0)),
+            COLUMN_MAJOR=bool(ctx.attr(node, "storage_order", 0)), **taps.macros(), **after,
+        ),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x}, writes)
+    return None
+
+
+def global_pool(ctx: Context, node: ir.Node) -> str | None:
+    """GlobalAveragePool, GlobalMaxPool, GlobalLpPool: reductions over the spatial axes."""
+    x = ctx.dense(node, 0)
+    kind = node.op_type.removeprefix("Global").removesuffix("Pool")
+    p = ctx.attr(node, "p", 2)
+    if kind == "Lp" and p not in (1, 2):
+        return f"p = {p}"
+    y = ctx.output(node, 0)
+    if y.size:
+        reducer = {"Average": "Mean", "Max": "Max", "Lp": f"L{p}"}[kind]
+        reduction(ctx, node, x, y, reducer, range(2, len(x.shape)))
+    return None
+
+
+def lrn(ctx: Context, node: ir.Node) -> str | None:
+    """Local response normalization over neighbouring channels."""
+    x = ctx.dense(node, 0)
+    if x.dtype not in FLOATS:
+        return f"no kernel for {x.dtype}"
+    y = ctx.output(node, 0)
+    if not x.size:
+        return None
+    launch = Launch(
+        "pool/lrn.cu", "lrn", (-(-x.size // 256), 1, 1), (256, 1, 1),
+        (Ptr("x"), Ptr("y"), Num("i64", x.size), Num("i32", x.shape[1]),
+         Num("i64", prod(x.shape[2:])), Num("i32", ctx.attr(node, "size")),
+         Num("f32", ctx.attr(node, "alpha", 1e-4)), Num("f32", ctx.attr(node, "beta", 0.75)),
+         Num("f32", ctx.attr(node, "bias", 1.0))),
+        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype)),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x}, {"y": y})
+    return None
+
+
+# ---- Resize -----------------------------------------------------------------------------------
+
+
+def taps(
+    length: int, resized: int, scale: float, *, mode: str, transform: str, nearest: str,
+    cubic: float, exclude_outside: bool, antialias: bool, roi: tuple[float, float],
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(source index int32, weight float32) [resized, taps] of one axis; index -1: outside.
+
+    `transform` and `mode` are ONNX Resize's coordinate_transformation_mode and mode.
+    """
+    i = np.arange(resized, dtype=np.float64)
+    match transform:
+        case "align_corners":
+            at = i * (length - 1) / (resized - 1) if resized > 1 else 0 * i
+        case "asymmetric":
+            at = i / scale
+        case "pytorch_half_pixel":
+            at = (i + 0.5) / scale - 0.5 if resized > 1 else 0 * i
+        case "half_pixel_symmetric":
+            # the resized length is a rounded one: keep the centres where they were
+            adjust = resized / (scale * length)
+            at = length / 2 * (1 - adjust) + (i + 0.5) / scale - 0.5
+        case "tf_crop_and_resize":
+            start, end = roi
+            step = (end - start) * (length - 1) / (resized - 1) if resized > 1 else 0.0
+            first = start * (length - 1) if resized > 1 else 0.5 * (start + end) * (length - 1)
+            at = first + i * step
+        case _:
+            at = (i + 0.5) / scale - 0.5
+    outside = (at < 0) | (at > length - 1) if transform == "tf_crop_and_resize" else at != at
+    if mode == "nearest":
+        if nearest == "round_prefer_ceil":
+            source = np.floor(at + 0.5)
+        elif nearest == "floor":
+            source = np.floor(at)
+        elif nearest == "ceil":
+            source = np.ceil(at)
+        else:
+            source = np.ceil(at - 0.5)
+        index = np.clip(source, 0, length - 1).astype(np.int64)[:, None]
+        weight = np.ones_like(index, np.float64)
+    else:
+        # antialiasing stretches the filter by the factor of the downsampling
+        stretch = min(scale, 1.0) if antialias else 1.0
+        reach = (1 if mode == "linear" else 2) / stretch
+        count = 2 * int(np.ceil(reach))
+        index = (np.floor(at)[:, None] + np.arange(1 - count // 2, count // 2 + 1)).astype(np.int64)
+        d = np.abs(at[:, None] - index) * stretch
+        if mode == "linear":
+            weight = np.maximum(0.0, 1 - d)
+        else:
+            near = ((cubic + 2) * d - (cubic + 3)) * d * d + 1
+            far = ((cubic * d - 5 * cubic) * d + 8 * cubic) * d - 4 * cubic
+            weight = np.where(d <= 1, near, np.where(d < 2, far, 0.0))
+        if exclude_outside:
+            weight = np.where((index < 0) | (index >= length), 0.0, weight)
+        if exclude_outside or antialias:
+            weight /= weight.sum(1, keepdims=True)
+        index = np.clip(index, 0, length - 1)
+    index[outside] = -1
+    return index.astype(np.int32), weight.astype(np.float32)
+
+
+def resize(ctx: Context, node: ir.Node) -> str | None:
+    """Resize: one pass an axis, each a gather with weights that the host works out."""
+    x = ctx.dense(node, 0)
+    rank = len(x.shape)
+    mode = ctx.attr(node, "mode", "nearest")
+    if x.dtype not in FLOATS and (mode != "nearest" or x.dtype not in ("int32", "int8", "uint8")):
+        return f"no kernel for {x.dtype}"
+    y = ctx.output(node, 0)
+    axes = [a % rank for a in ctx.attr(node, "axes") or range(rank)]
+    scales = dict.fromkeys(range(rank), 1.0)
+    given = ctx.host(node, 2) if ctx.has(node, 2) else None
+    if given is not None and given.size:
+        scales |= dict(zip(axes, map(float, given), strict=True))
+    elif ctx.has(node, 3):
+        # not_larger and not_smaller give all axes one factor; the output's size is rounded after
+        policy = ctx.attr(node, "keep_aspect_ratio_policy", "stretch")
+        sizes = ctx.host(node, 3)
+        if sizes is None:
+            return "its sizes are not known before it runs"
+        ratios = [int(s) / x.shape[a] for s, a in zip(sizes, axes, strict=True)]
+        if policy != "stretch":
+            ratios = [(min if policy == "not_larger" else max)(ratios)] * len(axes)
+        scales |= dict(zip(axes, ratios, strict=True))
+    else:
+        return "its scales are not known before it runs"
+    transform = ctx.attr(node, "coordinate_transformation_mode", "half_pixel")
+    roi = ctx.host(node, 1) if ctx.has(node, 1) else None
+    if transform == "tf_crop_and_resize" and roi is None:
+        return "its region of interest is not known before it runs"
+    todo = [a for a in range(rank) if scales[a] != 1 or transform == "tf_crop_and_resize"]
+    if not todo:
+        ctx.alias(node, 0, x)
+        return None
+    if not y.size:
+        return None
+    acc = accumulator(x.dtype) if x.dtype in FLOATS else "float"
+    between = {"float": "float32", "double": "float64"}[acc]
+    source, shape = x, list(x.shape)
+    for step, a in enumerate(todo):
+        at = axes.index(a) if a in axes else -1
+        crop = (
+            (float(roi[at]), float(roi[at + len(axes)])) if roi is not None and roi.size else (0, 1)
+        )
+        index, weight = taps(
+            shape[a], y.shape[a], scales[a], mode=mode, transform=transform,
+            nearest=ctx.attr(node, "nearest_mode", "round_prefer_floor"),
+            cubic=ctx.attr(node, "cubic_coeff_a", -0.75),
+            exclude_outside=bool(ctx.attr(node, "exclude_outside", 0)),
+            antialias=bool(ctx.attr(node, "antialias", 0)), roi=crop,
+        )  # fmt: skip
+        length, shape[a] = shape[a], y.shape[a]
+        last = step == len(todo) - 1
+        target: Tensor = y if last else ctx.scratch(between, tuple(shape))
+        numbers = (prod(shape), length, shape[a], prod(shape[a + 1 :]))
+        launch = Launch(
+            "pool/resample.cu", "resample", (-(-prod(shape) // 256), 1, 1), (256, 1, 1),
+            (*map(Ptr, ("x", "source", "weight", "y")), *(Num("i64", n) for n in numbers),
+             Num("f32", ctx.attr(node, "extrapolation_value", 0.0))),
+            defines(X=C_TYPES[source.dtype], Y=C_TYPES[target.dtype], ACC=acc, TAPS=index.shape[1]),
+        )  # fmt: skip
+        tables = {"source": ctx.constant(index), "weight": ctx.constant(weight)}
+        ctx.call(node, launch, {"x": source, **tables}, {"y": target})
+        source = target
+    return None
+
+
+# ---- gathers with weights ----------------------------------------------------------------------
+
+
+def grid_sample(ctx: Context, node: ir.Node) -> str | None:
+    """GridSample in two or three axes: nearest, linear or cubic; zeros, border or reflection."""
+    x, grid = ctx.dense(node, 0), ctx.dense(node, 1)
+    rank = len(x.shape) - 2
+    if x.dtype not in FLOATS or rank not in (2, 3):
+        return f"no kernel for {x.dtype} in {rank} axes"
+    modes = {"nearest": 0, "linear": 1, "bilinear": 1, "cubic": 2, "bicubic": 2}
+    mode = modes[ctx.attr(node, "mode", "linear")]
+    if mode == 2 and rank == 3:
+        return "cubic in three axes"
+    paddings = ("zeros", "border", "reflection")
+    y = ctx.output(node, 0, (*x.shape[:2], *grid.shape[1:-1]), x.dtype)
+    if not y.size or not x.size:
+        return "it is empty"
+    points = prod(grid.shape[1:-1])
+    launch = Launch(
+        "pool/grid_sample.cu", "grid_sample", (-(-points * x.shape[0] // 128), 1, 1), (128, 1, 1),
+        (*map(Ptr, ("x", "grid", "y")), Num("i64", points), Num("i64", x.shape[0]),
+         *(Num("i32", n) for n in (x.shape[1], *triple(x.shape[2:])))),
+        defines(
+            T=C_TYPES[x.dtype], G=C_TYPES[grid.dtype], ACC=accumulator(x.dtype), RANK=rank,
+            MODE=mode,
+            PADDING=paddings.index(ctx.attr(node, "padding_mode", "zeros")),
+            ALIGN=bool(ctx.attr(node, "align_corners", 0)),
+        ),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x, "grid": grid}, {"y": y})
+    return None
+
+
+def col2im(ctx: Context, node: ir.Node) -> str | None:
+    """Col2Im: each pixel adds up what the columns hold of it."""
+    x = ctx.dense(node, 0)
+    given = [ctx.host(node, i) for i in (1, 2)]
+    if x.dtype not in FLOATS or given[0] is None or given[1] is None:
+        return f"no kernel for {x.dtype}, or its shapes are not known before it runs"
+    image, block = ([int(n) for n in g] for g in given if g is not None)
+    rank = len(image)
+    if not 1 <= rank <= 3:
+        return f"{rank} spatial axes"
+    channels = x.shape[1] // prod(block)
+    y = ctx.output(node, 0, (x.shape[0], channels, *image), x.dtype)
+    blocks = [1] * rank
+    taps = window(ctx, node, block, image, blocks)
+    reach = [(k - 1) * d + 1 for k, d in zip(taps.kernel, taps.dilations, strict=True)]
+    padded = [n + a + b for n, a, b in zip(triple(image), taps.before, taps.after, strict=True)]
+    grid = [(n - r) // s + 1 for n, r, s in zip(padded, reach, taps.strides, strict=True)]
+    launch = Launch(
+        "pool/col2im.cu", "col2im", (-(-y.size // 256), 1, 1), (256, 1, 1),
+        (Ptr("x"), Ptr("y"), Num("i64", y.size), *(Num("i32", n) for n in (*triple(image), *grid))),
+        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), TRANSPOSED=True, **taps.macros()),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x}, {"y": y})
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    **{("", name): pool for name in MODES},
+    **{("", f"Global{kind}Pool"): global_pool for kind in ("Average", "Max", "Lp")},
+    ("", "LRN"): lrn,
+    ("", "Resize"): resize,
+    ("", "GridSample"): grid_sample,
+    ("", "Col2Im"): col2im,
+}

@@ -1,0 +1,304 @@
+"""Quantization: QuantizeLinear, DequantizeLinear and DynamicQuantizeLinear, element by element.
+
+y = saturate(round(x / scale) + zero_point) and y = (q - zero_point) * scale are pointwise
+expressions, so they become part of the chains around them. Scales and zero points are views of the
+iteration space: one number, one for each index of an axis, or one for each block of an axis, which
+is two axes then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import (
+    LARGEST,
+    NARROW_FLOATS,
+    STORAGE,
+    Code,
+    cast_step,
+    dtype_name,
+    emit,
+    rounded,
+)
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.problem import Launch, Num, Ptr
+
+RANGES = {
+    "int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535),
+    "int4": (-8, 7), "uint4": (0, 15), "int2": (-2, 1), "uint2": (0, 3),
+}  # fmt: skip
+"""The integers that are quantized to."""
+FLOATS = ("float32", "float16", "bfloat16")
+View = Callable[[Tensor], Tensor]
+Ref = tuple[str, int]
+
+
+def _reshaped(tensor: Tensor, *shape: int) -> Tensor:
+    """A dense tensor, or one whose axes are only split, under another shape."""
+    found = tensor.reshape(shape)
+    assert found is not None
+    return found
+
+
+def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[View, View]]:
+    """The iteration spaces of a node: how x and y, and how scale and zero point are seen in each.
+
+    Several where the last block of an axis is not whole. Raises ValueError for a scale that does
+    not fit.
+    """
+    size = ctx.attr(node, "block_size", 0)
+    if not size:
+        if scale.size == 1 and len(scale.shape) <= 1:
+            return [(lambda t: t, lambda t: _reshaped(t).expand(x.shape))]
+        axis = _axis(ctx, node, x)
+        if scale.shape != (x.shape[axis],):
+            raise ValueError(f"axis {axis} has {x.shape[axis]} elements, scale {scale.shape}")
+        ones = [1] * (len(x.shape) - axis - 1)
+        return [(lambda t: t, lambda t: _reshaped(t, t.size, *ones).expand(x.shape))]
+    axis = _axis(ctx, node, x)
+    length, blocks = x.shape[axis], -(-x.shape[axis] // size)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    if scale.shape != (*before, blocks, *after):
+        raise ValueError(f"{blocks} blocks along axis {axis}, scale {scale.shape}")
+    parts: list[tuple[View, View]] = []
+    for first, count, width in ((0, length // size, size), (length // size, 1, length % size)):
+        if not count or not width:
+            continue
+        shape = (*before, count, width, *after)
+        at = [first * size if k == axis else 0 for k in range(len(x.shape))]
+        part = (*before, count * width, *after)
+
+        def elements(t: Tensor, at: Any = at, part: Any = part, shape: Any = shape) -> Tensor:
+            return _reshaped(t.slice(at, [1] * len(part), part), *shape)
+
+        def numbers(
+            t: Tensor, first: int = first, count: int = count, shape: Any = shape
+        ) -> Tensor:
+            at = [first if k == axis else 0 for k in range(len(t.shape))]
+            taken = t.slice(at, [1] * len(t.shape), (*before, count, *after))
+            return _reshaped(taken, *before, count, 1, *after).expand(shape)
+
+        parts.append((elements, numbers))
+    return parts
+
+
+def _axis(ctx: Context, node: ir.Node, x: Tensor) -> int:
+    axis, rank = int(ctx.attr(node, "axis", 1)), len(x.shape)
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis {axis} of {rank}")
+    return axis % rank
+
+
+def _number(ctx: Context, code: Code, node: ir.Node, i: int, view: View) -> Ref | None:
+    """Input `i` in the iteration space; a known single number is a scalar; None where absent."""
+    if not ctx.has(node, i):
+        return None
+    array = ctx.host(node, i)
+    if array is not None and array.size == 1:
+        return code.scalar(array.reshape(-1)[0], array.dtype.name)
+    return code.load(view(ctx.dense(node, i)))
+
+
+def _unsupported(*dtypes: str) -> str | None:
+    return next((f"no kernel for {d}" for d in dtypes if d not in STORAGE), None)
+
+
+def quantize(ctx: Context, node: ir.Node) -> str | None:
+    """y = saturate(round_half_even(x / scale) + zero_point), the division in `precision`.
+
+    As onnxruntime's CPU: a NaN becomes the least integer; beyond a float8, saturate=0, NaN.
+    """
+    x, scale = ctx.view(node, 0), ctx.view(node, 1)
+    asked = ctx.attr(node, "output_dtype", 0)
+    if ctx.has(node, 2):
+        dtype = ctx.view(node, 2).dtype
+    else:
+        dtype = dtype_name(ir.DataType(asked)) if asked else "uint8"
+    precision = ctx.attr(node, "precision", 0)
+    how = dtype_name(ir.DataType(precision)) if precision else scale.dtype
+    how = "float32" if how == "float8_e8m0fnu" else how
+    if why := _unsupported(x.dtype, scale.dtype, dtype):
+        return why
+    if how not in FLOATS or x.dtype not in (*FLOATS, "int32") or scale.dtype == "int32":
+        return f"no kernel divides {x.dtype} by {scale.dtype} in {how}"
+    if dtype not in RANGES and dtype not in LARGEST:
+        return f"no kernel quantizes to {dtype}"
+    y = ctx.output(node, 0, x.shape, dtype)
+    for elements, numbers in _parts(ctx, node, x, scale):
+        code = Code()
+        value, divisor = code.load(elements(x)), _number(ctx, code, node, 1, numbers)
+        assert divisor is not None
+        if how == "float32":
+            value = code.step("Div", "float32", code.step("Cast", "float32", value), divisor)
+        else:
+            value, divisor = (
+                operand
+                if held == how
+                else code.step(cast_step(how), how, code.step("Cast", "float32", operand))
+                for operand, held in ((value, x.dtype), (divisor, scale.dtype))
+            )
+            # a quotient of 16-bit floats that is rounded to float first is rounded right
+            value = code.step(cast_step(how), how, code.step("Div", "float32", value, divisor))
+        if dtype in RANGES:
+            zero = _number(ctx, code, node, 2, numbers)
+            value = code.step("Round", "float32", value)
+            if zero is not None:
+                value = code.step("Add", "float32", value, code.step("Cast", "float32", zero))
+            ends = [code.scalar(end, "float32") for end in RANGES[dtype]]
+            value = code.step("Cast", dtype, code.step("Saturate", "float32", value, *ends))
+        else:
+            saturate = bool(ctx.attr(node, "saturate", 1)) or dtype == "float4_e2m1fn"
+            value = rounded(code, value, dtype, saturate)
+        emit(ctx, code, node, value, elements(y))
+    return None
+
+
+def dequantize(ctx: Context, node: ir.Node) -> str | None:
+    """y = (q - zero_point) * scale: the difference in int32, the product in float32."""
+    q, scale = ctx.view(node, 0), ctx.view(node, 1)
+    asked = ctx.attr(node, "output_dtype", 0)
+    dtype = dtype_name(ir.DataType(asked)) if asked else scale.dtype
+    if why := _unsupported(q.dtype, scale.dtype, dtype):
+        return why
+    if dtype not in FLOATS:
+        return f"no kernel dequantizes to {dtype}"
+    parts = _parts(ctx, node, q, scale)
+    if not four_bit_weights(ctx, node) and (made := _once(ctx, node, q, parts, dtype)) is not None:
+        ctx.alias(node, 0, made)
+        return None
+    y = ctx.output(node, 0, q.shape, dtype)
+    for elements, numbers in parts:
+        code = Code()
+        value = code.load(elements(q))
+        # a zero point of a float is zero
+        zero = None if q.dtype in NARROW_FLOATS else _number(ctx, code, node, 2, numbers)
+        if zero is not None:
+            value, zero = (code.step("Cast", "int32", v) for v in (value, zero))
+            value = code.step("Sub", "int32", value, zero)
+        value = code.step("Cast", "float32", value)
+        factor = _number(ctx, code, node, 1, numbers)
+        assert factor is not None
+        value = code.step("Scale", "float32", value, factor)
+        if dtype != "float32":
+            value = code.step(cast_step(dtype), dtype, value)
+        emit(ctx, code, node, value, elements(y))
+    return None
+
+
+def _once(
+    ctx: Context, node: ir.Node, q: Tensor, parts: list[tuple[View, View]], dtype: str
+) -> Tensor | None:
+    """What the node makes of a weight that nothing writes to, made when the program is."""
+    point = ctx.dense(node, 2) if ctx.has(node, 2) and q.dtype not in NARROW_FLOATS else None
+    held = [ctx.dense(node, 1)] + ([point] if point is not None else [])
+    if len(parts) != 1 or not q.size or any(ctx.known(t) is None for t in (q, *held)):
+        return None
+    _, numbers = parts[0]
+    views = [ctx.known(numbers(t)) for t in held]
+    digest = hashlib.sha256(repr((dtype, node.attributes.get("axis"))).encode())
+    for view in views:
+        assert view is not None
+        digest.update(repr((view.shape, view.dtype.name)).encode() + view.tobytes())
+
+    def make(array: np.ndarray) -> np.ndarray:
+        scale, *zero = views
+        assert scale is not None
+        value = array.reshape(scale.shape)
+        if zero:
+            assert zero[0] is not None
+            value = value.astype(np.int32) - zero[0].astype(np.int32)
+        with np.errstate(all="ignore"):
+            wide = value.astype(np.float32) * scale.astype(np.float32)
+            return wide.astype(dtype_of(dtype)).reshape(q.shape)
+
+    return ctx.packed(q, f"dequantized {digest.hexdigest()[:16]}", make)
+
+
+def stays_packed(ctx: Context, weight: ir.Value | None) -> bool:
+    """Whether a product's weight is dequantized from 4 bits, which MatMulNBits multiplies."""
+    source = weight.producer() if weight is not None else None
+    known = source is not None and (source.domain, source.op_type) == ("", "DequantizeLinear")
+    return source is not None and known and four_bit_weights(ctx, source)
+
+
+def _is_weight(node: ir.Node, index: int) -> bool:
+    """Whether a product's input is its right operand, alone or in a fused operator."""
+    if node.domain == FUSE:
+        name = node.op_type.removeprefix("LayerNorm").removeprefix("RMSNorm")
+        grad = node.op_type.split("_")[0].endswith("Grad")
+        return name.startswith("Gemm") and not grad and index == len(node.inputs) - 2
+    return (node.op_type, node.domain, index) == ("MatMul", "", 1)
+
+
+def four_bit_weights(ctx: Context, node: ir.Node) -> bool:
+    """Whether a DequantizeLinear is of 4-bit weights [k, n] that products alone read, in blocks
+    along k: MatMulNBits multiplies those as they are.
+    """
+    value, size = node.outputs[0], ctx.attr(node, "block_size", 0)
+    q, scale = ctx.view(node, 0), ctx.view(node, 1)
+    if q.dtype not in ("int4", "uint4") or len(q.shape) != 2 or not q.size:
+        return False
+    axis = int(ctx.attr(node, "axis", 1)) % 2
+    blocked = (
+        (axis == 0 and size % 16 == 0) if size else (axis == 1 and scale.shape == (q.shape[1],))
+    )
+    uses = value.uses()
+    held = [ctx.known(ctx.view(node, i)) for i in range(3) if ctx.has(node, i)]
+    plain = ctx.attr(node, "output_dtype", 0) == 0 and scale.dtype in FLOATS
+    return (
+        bool(blocked and plain and uses)
+        and all(_is_weight(use.node, use.idx) for use in uses)
+        and not value.is_graph_output()
+        and all(array is not None for array in held)
+        and (size or q.shape[0] % 16 == 0)
+    )
+
+
+def dynamic_quantize(ctx: Context, node: ir.Node) -> str | None:
+    """uint8 y, scale and zero point of float32 x by its range, which holds 0 and leaves NaN out.
+
+    scale = (max - min) / 255, 1 where that is 0; zero point = round(-min / scale) within 0..255.
+    """
+    x = ctx.dense(node, 0)
+    if x.dtype != "float32":
+        return f"no kernel for {x.dtype}"
+    y = ctx.output(node, 0, x.shape, "uint8")
+    scale, zero = ctx.output(node, 1, (), "float32"), ctx.output(node, 2, (), "uint8")
+    blocks = max(1, min(2 * ctx.hw.sm_count, -(-x.size // 4096)))
+    range_ = Launch("quant/range.cu", "least_and_largest", (blocks, 1, 1), (256, 1, 1),
+                    (Ptr("x"), Ptr("workspace"), Num("i64", x.size)))  # fmt: skip
+    finish = Launch("quant/range.cu", "scale_and_zero", (1, 1, 1), (256, 1, 1),
+                    (Ptr("workspace"), Ptr("scale"), Ptr("zero"), Num("i32", blocks)))  # fmt: skip
+    ctx.call(node, (range_, finish), {"x": x}, {"scale": scale, "zero": zero}, workspace=8 * blocks)
+    if not x.size:
+        return None
+    code = Code()
+    value = code.step("Div", "float32", code.load(x), code.load(scale.expand(x.shape)))
+    value = code.step("Round", "float32", value)
+    offset = code.step("Cast", "float32", code.load(zero.expand(x.shape)))
+    value = code.step("Add", "float32", value, offset)
+    ends = [code.scalar(end, "float32") for end in RANGES["uint8"]]
+    value = code.step("Cast", "uint8", code.step("Saturate", "float32", value, *ends))
+    emit(ctx, code, node, value, y)
+    return None
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy dtype of one of FLOATS."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "QuantizeLinear"): quantize,
+    ("", "DequantizeLinear"): dequantize,
+    ("com.microsoft", "QuantizeLinear"): quantize,
+    ("com.microsoft", "DequantizeLinear"): dequantize,
+    ("", "DynamicQuantizeLinear"): dynamic_quantize,
+}

@@ -1,0 +1,113 @@
+"""Random ops: Philox over a seed and a draw counter in device memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import FLOATS, STORAGE, Code, dtype_name, emit
+from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.program.problem import Launch, Num, Ptr
+
+UNIFORM, NORMAL, BERNOULLI, DROPOUT = range(4)
+
+
+def fill(
+    ctx: Context,
+    node: ir.Node,
+    y: Tensor,
+    kind: int,
+    a: float = 0.0,
+    b: float = 1.0,
+    x: Tensor | None = None,
+) -> None:
+    """y by `kind`; a node's `seed` fixes its numbers, else they differ from run to run."""
+    if not y.size:
+        return
+    seed = ctx.attr(node, "seed")
+    bits = int(np.float32(seed or 0.0).view(np.uint32))
+    state, stream = ctx.random()
+    defines = (
+        ("FIXED", str(int(seed is not None))),
+        ("KIND", str(kind)),
+        ("T", STORAGE[y.dtype]),
+        ("X", STORAGE[x.dtype if x is not None else "float32"]),
+    )
+    args = (
+        Ptr("state"), Ptr("x"), Ptr("y"), Num("i64", y.size), Num("i64", bits),
+        Num("i64", stream), Num("f32", a), Num("f32", b),
+    )  # fmt: skip
+    launch = Launch(
+        "random/philox.cu", "philox_fill", (-(-y.size // 1024), 1, 1), (256, 1, 1), args, defines
+    )
+    ctx.call(node, launch, {"state": state} | ({"x": x} if x is not None else {}), {"y": y})
+
+
+def _dtype(ctx: Context, node: ir.Node, default: str) -> str:
+    given = ctx.attr(node, "dtype")
+    return default if given is None else dtype_name(ir.DataType(given))
+
+
+def draw(ctx: Context, node: ir.Node) -> str | None:
+    """RandomUniform, RandomNormal, and those shaped like their input."""
+    like = node.op_type.endswith("Like")
+    shape = ctx.view(node, 0).shape if like else tuple(ctx.attr(node, "shape"))
+    dtype = _dtype(ctx, node, ctx.view(node, 0).dtype if like else "float32")
+    if dtype not in FLOATS:
+        return f"no random numbers of {dtype}"
+    y = ctx.output(node, 0, shape, dtype)
+    if "Normal" in node.op_type:
+        fill(ctx, node, y, NORMAL, ctx.attr(node, "mean", 0.0), ctx.attr(node, "scale", 1.0))
+    else:
+        fill(ctx, node, y, UNIFORM, ctx.attr(node, "low", 0.0), ctx.attr(node, "high", 1.0))
+    return None
+
+
+def bernoulli(ctx: Context, node: ir.Node) -> str | None:
+    """1 with probability x[i]."""
+    x = ctx.dense(node, 0)
+    dtype = _dtype(ctx, node, x.dtype)
+    kept = dtype if dtype in (*FLOATS, "bool") else "float32"
+    y = ctx.output(node, 0, x.shape, dtype) if kept == dtype else ctx.scratch(kept, x.shape)
+    fill(ctx, node, y, BERNOULLI, x=x)
+    if kept != dtype:
+        code = Code()
+        out = ctx.output(node, 0, x.shape, dtype)
+        emit(ctx, code, node, code.step("Cast", dtype, code.load(y)), out)
+    return None
+
+
+def dropout(ctx: Context, node: ir.Node) -> str | None:
+    """y = x scale, mask = scale > 0; scale = 1 / (1 - ratio) where kept. Outside training y = x."""
+    x = ctx.view(node, 0)
+    training = ctx.host(node, 2) if ctx.has(node, 2) else np.zeros((), bool)
+    ratio = ctx.host(node, 1) if ctx.has(node, 1) else np.array(0.5)
+    if training is None or (training.any() and ratio is None):
+        return f"whether and how much it drops is {UNKNOWN}"
+    share = float(ratio.reshape(-1)[0]) if ratio is not None else 0.0
+    if not training.any() or share == 0:
+        ctx.alias(node, 0, x)
+        if ctx.wants(node, 1):
+            ctx.alias(node, 1, ctx.constant(np.ones((), bool)).expand(x.shape))
+        return None
+    scale = ctx.scratch("float32", x.shape)
+    fill(ctx, node, scale, DROPOUT, 1 / (1 - share) if share < 1 else 0.0, share)
+    code = Code()
+    kept = code.load(scale)
+    y = ctx.output(node, 0, x.shape, x.dtype)
+    emit(ctx, code, node, code.step("Mul", x.dtype, code.load(x), kept), y)
+    if ctx.wants(node, 1):
+        code = Code()
+        positive = code.step("Greater", "bool", code.load(scale), code.scalar(0, "float32"))
+        emit(ctx, code, node, positive, ctx.output(node, 1, x.shape, "bool"))
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "RandomNormal"): draw,
+    ("", "RandomNormalLike"): draw,
+    ("", "RandomUniform"): draw,
+    ("", "RandomUniformLike"): draw,
+    ("", "Bernoulli"): bernoulli,
+    ("", "Dropout"): dropout,
+}

@@ -1,0 +1,246 @@
+"""Reductions over any axes: Reduce*, ArgMax, ArgMin, and what norms and losses need of them.
+
+A reduction is a list of passes (outer, length, inner), innermost reduced axes first; a pass too
+long for the blocks it has is split and merged by one more, unless its columns are short. How it is
+cut depends on the shape alone, never on the GPU: the bits are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines, pow2
+from onnx_fuse.cuda.pointwise import Code, emit
+from onnx_fuse.lower import elementwise
+from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr, Table
+
+REDUCERS = {
+    "ReduceSum": "Sum", "ReduceMean": "Mean", "ReduceSumSquare": "SumSquare", "ReduceL1": "L1",
+    "ReduceL2": "L2", "ReduceLogSum": "LogSum", "ReduceLogSumExp": "LogSumExp",
+    "ReduceProd": "Prod", "ReduceMax": "Max", "ReduceMin": "Min",
+}  # fmt: skip
+_STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
+_BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
+BLOCK = 256
+SHORT, LARGE_BLOCK = 256, 512  # columns of up to so many elements have blocks of so many threads
+CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
+
+
+def vector(length: int, dtype: str, most: int = 16) -> int:
+    """Elements of `dtype` an access may take where every row of `length` starts aligned."""
+    width = max(1, most // ITEMSIZE[dtype])
+    while length % width:
+        width //= 2
+    return width
+
+
+def team(rows: int, length: int, vec: int) -> int:
+    """Threads a row, a power of two: few with much each, more where the rows are few."""
+    vectors = -(-length // vec)
+    if vectors <= 32:
+        return pow2(vectors)
+    if vectors <= 256:  # 32 elements a thread still fit in its registers
+        return max(32, pow2(-(-length // 32))) if rows >= 1024 else min(256, pow2(vectors))
+    return min(1024, pow2(-(-vectors // 4)))
+
+
+def block_of(threads: int) -> int:
+    """Threads a block for teams of `threads`: several teams of a warp or less, or one larger."""
+    return BLOCK if threads <= 32 else threads
+
+
+def passes(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(outer, length, inner) of each pass, innermost reduced axes first."""
+    groups: list[list[int]] = []  # [size, whether reduced], neighbours of a kind merged
+    for axis, size in enumerate(shape):
+        kind = int(axis in axes)
+        if size == 1:
+            continue
+        if groups and groups[-1][1] == kind:
+            groups[-1][0] *= size
+        else:
+            groups.append([size, kind])
+    found = []
+    while any(kind for _, kind in groups):
+        at = max(i for i, (_, kind) in enumerate(groups) if kind)
+        sizes = [size for size, _ in groups]
+        found.append((prod(sizes[:at]), sizes[at], prod(sizes[at + 1 :])))
+        groups.pop(at)
+    return found or [(prod(shape), 1, 1)]
+
+
+def pieces(outer: int, length: int, inner: int, vec: int) -> int:
+    """Elements of `length` that one block (or team) reduces; `length` if the pass is not split."""
+    if inner == 1:
+        least, blocks = BLOCK * vec * 4, outer
+    else:
+        least, blocks = 32, outer * -(-inner // (min(32, pow2(-(-inner // vec))) * vec))
+    splits = min(length // least, -(-_BLOCKS // max(1, blocks)))
+    return length if splits < 2 else -(-length // (splits * vec)) * vec
+
+
+def reduction(
+    ctx: Context,
+    node: ir.Node,
+    x: Tensor,
+    y: Tensor,
+    reducer: str,
+    axes: Sequence[int],
+    second: Tensor | None = None,
+    shape: Sequence[int] | None = None,
+) -> None:
+    """Emit y = reducer over `axes` of dense x seen as `shape`; `second`: the variance (Moments)."""
+    shape = x.shape if shape is None else shape
+    acc = accumulator(x.dtype, reducer)
+    count = prod(shape[a] for a in axes)
+    words = 8 if acc in ("double", "i64", "u64") else 4
+    state = (8 + max(words, 8)) if reducer.startswith("Arg") else words * _STATES.get(reducer, 1)
+    todo = passes(shape, axes)
+    source, from_state = x, False
+    while todo:
+        outer, length, inner = todo.pop(0)
+        vec = 1 if from_state else vector(length if inner == 1 else inner, x.dtype)
+        chunk = length if from_state and length <= 256 else pieces(outer, length, inner, vec)
+        short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
+        if short:
+            chunk, vec = length, 1
+        splits = -(-length // chunk) if chunk else 1
+        if splits > 1:
+            todo.insert(0, (outer, splits, inner))
+        to_state = bool(todo)
+        target = ctx.scratch("uint8", (outer * splits * inner * state,)) if to_state else y
+        macros: dict[str, object] = {
+            "T": C_TYPES[x.dtype], "U": C_TYPES[y.dtype], "ACC": acc, "REDUCER": reducer,
+            "FROM_STATE": from_state, "TO_STATE": to_state, "VEC": vec,
+        }  # fmt: skip
+        if second is not None and not to_state:
+            macros["SECOND"] = 1
+        if reducer == "Moments":
+            macros["BATCHED"] = 1
+        numbers = [Num("i64", n) for n in (length, inner, chunk, splits, count)]
+        if inner == 1:
+            threads = team(outer * splits, chunk, vec)
+            block = block_of(threads)
+            macros |= {"TEAM": threads, "BLOCK": block}
+            grid = -(-outer * splits * threads // block)
+            numbers[1:2] = []
+            numbers.insert(0, Num("i64", outer))
+        else:
+            bx = min(32, pow2(-(-inner // vec)))
+            block = LARGE_BLOCK if short else BLOCK
+            macros |= {"BX": bx, "BY": block // bx}
+            grid = -(-inner // (bx * vec)) * splits * outer
+        launch = Launch(
+            "reduce/reduce.cu",
+            "reduce_row" if inner == 1 else "reduce_column",
+            (grid, 1, 1),
+            (block, 1, 1),
+            (Ptr("x"), Ptr("y"), Ptr("y2"), *numbers),
+            defines(**macros),
+        )
+        writes = {"y": target}
+        if second is not None and not to_state:
+            writes["y2"] = second
+        ctx.call(node, launch, {"x": source}, writes)
+        source, from_state = target, True
+
+
+def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | str:
+    if not ctx.has(node, 1):
+        listed = ctx.attr(node, "axes")
+    elif (given := ctx.host(node, 1)) is None:
+        return "its axes are not known before it runs"
+    else:
+        listed = [int(a) for a in given.reshape(-1)]
+    if not listed:
+        return [] if ctx.attr(node, "noop_with_empty_axes", 0) else list(range(rank))
+    return sorted({int(a) % rank for a in listed})
+
+
+def reduce(ctx: Context, node: ir.Node) -> str | None:
+    """ReduceSum, ReduceMean, ... over the axes of input 1 (all where there is none)."""
+    x = ctx.dense(node, 0)
+    axes = _axes(ctx, node, len(x.shape))
+    if isinstance(axes, str):
+        return axes
+    reducer = REDUCERS[node.op_type]
+    if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
+        ctx.alias(node, 0, x)
+        return None
+    y = ctx.output(node, 0)
+    if y.size and not x.size and reducer in ("Max", "Min") and x.dtype not in FLOATS:
+        code = Code()  # the type's own least or largest value: accumulators are wider
+        ends = (0, 1) if x.dtype == "bool" else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)
+        emit(ctx, code, node, code.scalar(ends[reducer == "Min"], x.dtype), y)
+    elif y.size:
+        reduction(ctx, node, x, y, reducer, axes)
+    return None
+
+
+def arg(ctx: Context, node: ir.Node) -> str | None:
+    """ArgMax, ArgMin along one axis: the first index of the extreme, or the last."""
+    x = ctx.dense(node, 0)
+    y = ctx.output(node, 0)
+    last = "Last" if ctx.attr(node, "select_last_index", 0) else ""
+    if y.size:
+        axis = ctx.attr(node, "axis", 0) % len(x.shape)
+        reduction(ctx, node, x, y, node.op_type + last, [axis])
+    return None
+
+
+def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
+    """Sum of ReduceSumSquares over whole tensors (a global norm): two launches for all of them.
+
+    What the ReduceSumSquares themselves emitted is dropped, as nothing reads it any more.
+    """
+    tensors: list[Tensor] = []
+    for i, value in enumerate(node.inputs):
+        made = value.producer() if value is not None else None
+        whole = made is not None and made.op_type == "ReduceSumSquare" and made.domain == ""
+        if made is None or not whole or ctx.view(node, i).shape or ctx.has(made, 1):
+            return folded(ctx, node)
+        tensors.append(ctx.dense(made, 0))
+    dtype = tensors[0].dtype
+    firsts = list(accumulate((-(-t.size // CHUNK) for t in tensors), initial=0))
+    if len(tensors) < 2 or dtype not in FLOATS or any(t.dtype != dtype for t in tensors):
+        return folded(ctx, node)
+    if not firsts[-1]:
+        return folded(ctx, node)
+    acc, y = accumulator(dtype), ctx.output(node, 0)
+    size = 8 if acc == "double" else 4
+    launches: list[Launch] = []
+    for k in range(0, len(tensors), ROWS):
+        few = tensors[k : k + ROWS]
+        rows = pow2(len(few))  # few distinct sources for many counts
+        words: list[Ptr | int] = []
+        for i, (t, first) in enumerate(zip(few, firsts[k:], strict=False), k):
+            words += [Ptr(f"x.{i}"), t.size, first - firsts[k]]
+        words += [0] * (3 * (rows - len(few)))
+        launches.append(Launch(
+            "reduce/sum_squares.cu", "sum_squares", (firsts[k + len(few)] - firsts[k], 1, 1),
+            (256, 1, 1),
+            (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", firsts[k] * size)),
+            defines(T=C_TYPES[dtype], U=C_TYPES[dtype], ACC=acc, CHUNK=CHUNK, ROWS=rows),
+        ))  # fmt: skip
+    launches.append(Launch(
+        "reduce/sum_squares.cu", "sum_squares_total", (1, 1, 1), (1024, 1, 1),
+        (Ptr("workspace"), Num("i64", firsts[-1]), Ptr("y")), launches[-1].defines,
+    ))  # fmt: skip
+    reads = {f"x.{i}": t for i, t in enumerate(tensors)}
+    ctx.call(node, launches, reads, {"y": y}, workspace=firsts[-1] * size)
+    return None
+
+
+folded = elementwise.LOWERINGS["", "Sum"]
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    **{("", name): reduce for name in REDUCERS},
+    ("", "Sum"): sum_of_squares,
+    ("", "ArgMax"): arg,
+    ("", "ArgMin"): arg,
+}

@@ -1,0 +1,119 @@
+"""Samples at places that the data says: RoiAlign, DeformConv; the boxes that suppression keeps."""
+
+from __future__ import annotations
+
+from math import prod
+
+import onnx_ir as ir
+
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.cuda.pointwise import Code, call_of
+from onnx_fuse.lower.conv import window
+from onnx_fuse.lower.linear import product
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.call import Context, Lowering
+from onnx_fuse.program.problem import Launch, Num, Ptr
+
+
+def roi_align(ctx: Context, node: ir.Node) -> str | None:
+    """RoiAlign: bins of regions of interest, averaged or their maximum."""
+    x, rois, index = (ctx.dense(node, i) for i in range(3))
+    if x.dtype not in FLOATS or rois.dtype != x.dtype or len(x.shape) != 4:
+        return f"no kernel for {x.dtype} of rank {len(x.shape)}"
+    y = ctx.output(node, 0)
+    if not y.size:
+        return None
+    # before opset 16 there was no shift by half a pixel, and loading says so with an attribute
+    half = ctx.attr(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    numbers = (*x.shape[1:], *y.shape[2:], ctx.attr(node, "sampling_ratio", 0))
+    launch = Launch(
+        "regions/roi_align.cu", "roi_align", (-(-y.size // 128), 1, 1), (128, 1, 1),
+        (*map(Ptr, ("x", "rois", "index", "y")), Num("i64", y.size), Num("i64", x.shape[0]),
+         *(Num("i32", n) for n in numbers), Num("f32", ctx.attr(node, "spatial_scale", 1.0))),
+        defines(
+            T=C_TYPES[x.dtype], I=C_TYPES[index.dtype], ACC=accumulator(x.dtype),
+            MAXIMUM=ctx.attr(node, "mode", "avg") == "max", HALF_PIXEL=half,
+        ),
+    )  # fmt: skip
+    ctx.call(node, launch, {"x": x, "rois": rois, "index": index}, {"y": y})
+    return None
+
+
+def deform_conv(ctx: Context, node: ir.Node) -> str | None:
+    """DeformConv: the moved taps of every place as columns, then a product with the weights."""
+    x, w, offset = (ctx.dense(node, i) for i in range(3))
+    if x.dtype not in FLOATS or len(x.shape) != 4:
+        return f"no kernel for {x.dtype} in {len(x.shape) - 2} axes"
+    groups, shifts = ctx.attr(node, "group", 1), ctx.attr(node, "offset_group", 1)
+    batch, channels, *image = x.shape
+    outer, taps = offset.shape[2:], prod(w.shape[2:])
+    y = ctx.output(node, 0, (batch, w.shape[0], *outer), x.dtype)
+    if not y.size:
+        return None
+    fits = offset.shape[1] == shifts * taps * 2 and w.shape[1] * groups == channels
+    if not fits or channels % shifts or w.shape[0] % groups:
+        raise ValueError("its offsets, groups and channels do not fit together")
+    pixels = prod(outer)
+    columns = ctx.scratch(x.dtype, (batch, groups, channels // groups * taps, pixels))
+    mask = ctx.dense(node, 4) if ctx.has(node, 4) else None
+    size = batch * shifts * taps * pixels
+    frame = window(ctx, node, w.shape[2:], image, outer).macros()
+    launch = Launch(
+        "regions/deform_columns.cu", "deform_columns", (-(-size // 128), 1, 1), (128, 1, 1),
+        (*map(Ptr, ("x", "offset", "mask", "columns")), Num("i64", size),
+         *(Num("i32", n) for n in (channels, shifts, *image, *outer))),
+        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype),
+                **{k: v for k, v in frame.items() if k.endswith(("H", "W"))}),
+    )  # fmt: skip
+    reads = {"x": x, "offset": offset} | ({"mask": mask} if mask is not None else {})
+    ctx.call(node, launch, reads, {"columns": columns})
+    filters = w.reshape((groups, w.shape[0] // groups, w.shape[1] * taps))
+    assert filters is not None
+    biased = ctx.has(node, 3)
+    made = ctx.scratch(y.dtype, y.shape) if biased else y
+    rows = made.reshape((batch, groups, w.shape[0] // groups, pixels))
+    assert rows is not None
+    left = filters.expand((batch, *filters.shape))
+    why = product(ctx, node, left, columns, rows)
+    if why is None and biased:
+        bias = ctx.view(node, 3).reshape((w.shape[0], 1, 1))
+        assert bias is not None
+        code = Code()
+        total = code.step("Add", y.dtype, code.load(made), code.load(bias.expand(y.shape)))
+        ctx.append(call_of(code.expression(total), code.reads, [y], [ctx.label(node)]))
+    return why
+
+
+def nms_chosen(ctx: Context, node: ir.Node) -> str | None:
+    """(int64 [batch, classes, boxes]: kept boxes, best first; int64 [batch, classes]: how many).
+
+    The inputs and attributes are NonMaxSuppression's, which is this and the choice of what counts.
+    """
+    boxes, scores = ctx.dense(node, 0), ctx.dense(node, 1)
+    if boxes.dtype != "float32" or scores.dtype != "float32":
+        return f"no kernel for {boxes.dtype}"
+    batch, classes, count = scores.shape
+    reads = {"boxes": boxes, "scores": scores}
+    for i, name in enumerate(("most", "iou", "least"), 2):
+        if ctx.has(node, i):
+            reads[name] = ctx.dense(node, i)
+    writes = {
+        "left": ctx.scratch("bool", scores.shape),
+        "chosen": ctx.output(node, 0, scores.shape, "int64"),
+        "found": ctx.output(node, 1, (batch, classes), "int64"),
+    }
+    launch = Launch(
+        "regions/nms.cu", "nms", (batch * classes, 1, 1), (256, 1, 1),
+        (*map(Ptr, ("boxes", "scores", "most", "iou", "least", "left", "chosen", "found")),
+         Num("i32", classes), Num("i32", count)),
+        defines(CENTER=ctx.attr(node, "center_point_box", 0)),
+    )  # fmt: skip
+    ctx.call(node, launch, reads, writes)
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "RoiAlign"): roi_align,
+    ("", "DeformConv"): deform_conv,
+    (FUSE, "NmsChosen"): nms_chosen,
+}

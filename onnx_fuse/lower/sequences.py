@@ -1,0 +1,161 @@
+"""Sequences and optionals at lowering: a sequence is the tuple of its tensors, and costs nothing.
+
+They are followed where no input or output of the model is one, and where only the operators here
+meet them. Elsewhere onnxruntime runs what has to do with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.lower.context import Slot
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
+from onnx_fuse.program.call import Context
+
+READ = {
+    *("SequenceAt", "SequenceLength", "ConcatFromSequence"),
+    *("OptionalHasElement", "OptionalGetElement"),
+}
+OPERATORS = (MAKES_SEQUENCES | READ) - {"SequenceMap"}
+WITH_PLACE = {"SequenceInsert", "SequenceErase", "SequenceAt", "SplitToSequence"}
+"""Operators with an operand that says where: it must be known."""
+PASSED = {"Identity", "If", "Loop"}
+"""Operators that hand sequences on."""
+
+
+class Walk(Context, Protocol):
+    """What this needs of the walk over the graph: `lower.Lowerer`."""
+
+    slots: dict[ir.Value, Slot]
+
+    def ask(self, node: ir.Node, i: int) -> None:
+        """Raise NeedsValues where inputs of the model decide about operand `i`."""
+
+    def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+        """Lower nodes that no graph holds."""
+
+
+def followed(graph: ir.Graph) -> bool:
+    """Whether the model has sequences or optionals, and all of them can be followed."""
+    ends = (*graph.inputs, *graph.outputs)
+    if any(isinstance(v.type, ir.SequenceType | ir.OptionalType) for v in ends):
+        return False
+    found: set[ir.Value] = set()
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    for node in nodes:
+        reads = any(v in found for v in node.inputs)
+        if node.op_type in OPERATORS:
+            if node.op_type in MAKES_SEQUENCES:
+                found.update(node.outputs)
+        elif reads and node.op_type not in PASSED:
+            return False
+        elif reads:
+            found.update(node.outputs)
+    return bool(found) or any(node.op_type in READ for node in nodes)
+
+
+def sequence(low: Walk, node: ir.Node) -> bool:
+    """Give the outputs of an operator on sequences their slots; False for any other operator."""
+    slots = [low.slots[v] if v is not None else None for v in node.inputs]
+    first = slots[0] if slots else None
+    if node.op_type == "Identity" and first is not None and first.items is not None:
+        low.slots[node.outputs[0]] = first
+        return True
+    if node.op_type not in OPERATORS or node.domain:
+        return False
+    items = list(first.items) if first is not None and first.items is not None else []
+    where = 2 if node.op_type == "SequenceInsert" else 1
+    placed = low.has(node, where) and node.op_type in WITH_PLACE
+    at = low.host(node, where) if placed else None
+    if placed and at is None:
+        low.ask(node, where)
+        return False
+    result: Slot
+    match node.op_type:
+        case "SequenceConstruct":
+            result = Slot(items=tuple(s for s in slots if s is not None))
+        case "SequenceEmpty":
+            result = Slot(items=())
+        case "SequenceInsert":
+            assert slots[1] is not None
+            items.insert(len(items) if at is None else _place(at, len(items)), slots[1])
+            result = Slot(items=tuple(items))
+        case "SequenceErase":
+            items.pop(-1 if at is None else _place(at, len(items)))
+            result = Slot(items=tuple(items))
+        case "SequenceAt":
+            assert at is not None
+            result = items[_place(at, len(items))]
+        case "SequenceLength":
+            result = Slot(host=np.array(len(items), np.int64))
+        case "Optional":
+            if first is None:
+                return False
+            result = first
+        case "OptionalGetElement":
+            if first is None:
+                return False
+            result = first
+        case "OptionalHasElement":
+            result = Slot(host=np.array(first is not None))
+        case "SplitToSequence":
+            result = Slot(items=_parts(low, node, at))
+        case _:
+            result = _joined(low, node, items)
+    low.slots[node.outputs[0]] = result
+    return True
+
+
+def _place(at: np.ndarray, length: int) -> int:
+    """An index from the front; Python's `insert` and `pop` count from the end likewise."""
+    index = int(at.reshape(-1)[0])
+    return index + length if index < 0 else index
+
+
+def _parts(low: Walk, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot, ...]:
+    """SplitToSequence: views of the input."""
+    x = low.view(node, 0)
+    axis = low.attr(node, "axis", 0) % len(x.shape)
+    length = x.shape[axis]
+    squeezed = False
+    if sizes is None:
+        lengths, squeezed = [1] * length, not low.attr(node, "keepdims", 1)
+    elif sizes.ndim == 0:
+        each = int(sizes)
+        lengths = [min(each, length - i) for i in range(0, length, each)]
+    else:
+        lengths = [int(n) for n in sizes]
+    parts, start = [], 0
+    for n in lengths:
+        starts = [start if k == axis else 0 for k in range(len(x.shape))]
+        shape = [n if k == axis else d for k, d in enumerate(x.shape)]
+        part = x.slice(starts, [1] * len(shape), shape)
+        if squeezed:
+            kept = [k for k in range(len(shape)) if k != axis]
+            last = part.permute([*kept, axis]).reshape([shape[k] for k in kept])
+            assert last is not None
+            part = last
+        parts.append(Slot(tensor=part))
+        start += n
+    return tuple(parts)
+
+
+def _joined(low: Walk, node: ir.Node, items: list[Slot]) -> Slot:
+    """ConcatFromSequence, as a Concat of the items, each with an axis of one if it is a new one."""
+    op = Builder()
+    values = []
+    for slot in items:
+        value = ir.Value()
+        low.slots[value] = slot
+        values.append(value)
+    axis, new = low.attr(node, "axis"), low.attr(node, "new_axis", 0)
+    if new:
+        values = [op.Unsqueeze(v, [axis]) for v in values]
+    joined = op.Concat(*values, axis=axis)
+    low.walk([*op.nodes], [*values, joined])
+    return low.slots[joined]

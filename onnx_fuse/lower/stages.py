@@ -1,0 +1,258 @@
+"""What follows a Program whose results decide about sizes: the nodes left, as models to run next.
+
+A node whose sizes depend on data, and all behind it, wait for the program's results. They are a
+model of their own, over tensors that stand on the device, which is lowered when it is run: small
+integers that decide about sizes are inputs of it, whose values lowering asks for (`NeedsValues`).
+A node that no further value helps runs on onnxruntime in between. A Loop of which nobody knows
+how often it runs is a stage whose model is one pass: the host reads one condition a pass, and what
+passes hand on stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
+from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
+from onnx_fuse.program.call import Loop, Stage, Tensor
+from onnx_fuse.program.problem import ITEMSIZE
+
+_OF_SEQUENCES = MAKES_SEQUENCES | {
+    *("SequenceAt", "SequenceLength", "ConcatFromSequence"),
+    *("OptionalHasElement", "StringConcat", "StringSplit", "StringNormalizer"),
+}
+"""Operators whose operands or results are no tensors of numbers."""
+
+Dated = Callable[[onnx.ModelProto, Sequence[ir.Node]], None]
+
+
+def stages(
+    nodes: Sequence[ir.Node],
+    stuck: Collection[ir.Node],
+    slots: Mapping[ir.Value, Slot],
+    contiguous: Callable[[Tensor], Tensor],
+    opsets: Mapping[str, int],
+    wanted: Sequence[str],
+    dated: Dated,
+) -> tuple[Stage, ...]:
+    """The stages that run `nodes` (in order) and give the values named `wanted`.
+
+    `stuck` are those that no lowering helps: all they read is there. They run on onnxruntime, a
+    Loop pass by pass. Where strings or sequences pass between the nodes, onnxruntime runs them all.
+    """
+    if not nodes:
+        return ()
+    if any(beyond_tensors(node, slots) for node in nodes):
+        return (_stage(nodes, slots, contiguous, opsets, wanted, dated, host=True),)
+    rest = [node for node in nodes if node not in stuck]
+    read = {v.name for node in rest for v in (*node.inputs, *captured(node)) if v is not None}
+    loops = [node for node in nodes if node in stuck and by_passes(node)]
+    heads = [node for node in nodes if node in stuck and node not in loops]
+    parts = [_loop(node, slots, contiguous, opsets, read.union(wanted)) for node in loops]
+    if heads:
+        ends = [v.name or "" for node in heads for v in node.outputs]
+        ends = [name for name in ends if name in read or name in wanted]
+        parts.append(_stage(heads, slots, contiguous, opsets, ends, dated, host=True))
+    if rest:
+        made = {v.name for node in rest for v in node.outputs}
+        ends = [name for name in wanted if name in made]
+        parts.append(_stage(rest, slots, contiguous, opsets, ends, dated, host=False))
+    return tuple(parts)
+
+
+def beyond_tensors(node: ir.Node, slots: Mapping[ir.Value, Slot]) -> bool:
+    """Whether strings, sequences or optionals pass through the node."""
+    graphs = [g for a in node.attributes.values() for g in subgraphs(a)]
+    for graph in graphs:
+        if any(beyond_tensors(inner, slots) for inner in graph):
+            return True
+    if node.op_type in _OF_SEQUENCES or node.domain == "ai.onnx.ml":
+        return True
+    for value in (*node.inputs, *node.outputs):
+        if value is None:
+            continue
+        slot = slots.get(value)
+        if value.dtype == ir.DataType.STRING or isinstance(value.type, ir.SequenceType):
+            return True
+        if slot is not None and slot.host is not None and slot.host.dtype.name not in ITEMSIZE:
+            return True
+        if slot is not None and slot.tensor is not None and slot.tensor.dtype not in ITEMSIZE:
+            return True
+    return False
+
+
+def _stage(
+    nodes: Sequence[ir.Node],
+    slots: Mapping[ir.Value, Slot],
+    contiguous: Callable[[Tensor], Tensor],
+    opsets: Mapping[str, int],
+    wanted: Sequence[str],
+    dated: Dated,
+    *,
+    host: bool,
+) -> Stage:
+    """One model of `nodes`: what is known is an initializer of it, all else it reads an input."""
+    inside = {v.name for node in nodes for v in node.outputs}
+    outer = [v for node in nodes for v in (*node.inputs, *captured(node)) if v is not None]
+    inputs, known = _given([v for v in outer if v.name not in inside], slots, contiguous)
+    infos = [_info(name, tensor) for name, tensor in inputs.items()]
+    graph = onnx.helper.make_graph(
+        [ir.serde.serialize_node(node) for node in nodes],
+        "stage",
+        infos,
+        [onnx.ValueInfoProto(name=name) for name in wanted],
+    )
+    graph.initializer.extend(_tensor(name, array) for name, array in known.items())
+    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    if host:
+        model = to_proto(ir.serde.deserialize_model(model))
+        dated(model, nodes)
+    elif not any(node.domain == FUSE for node in nodes):
+        kept = [o for o in model.opset_import if o.domain != FUSE]
+        del model.opset_import[:]
+        model.opset_import.extend(kept)
+    return Stage(model.SerializeToString(), tuple(inputs.items()), tuple(wanted), host)
+
+
+def _given(
+    values: Sequence[ir.Value],
+    slots: Mapping[ir.Value, Slot],
+    contiguous: Callable[[Tensor], Tensor],
+) -> tuple[dict[str, Tensor | None], dict[str, np.ndarray]]:
+    """Where values stand that a stage reads (None: nowhere yet), and those that are known."""
+    inputs: dict[str, Tensor | None] = {}
+    known: dict[str, np.ndarray] = {}
+    for value in values:
+        name, slot = value.name or "", slots[value]
+        if not name or name in inputs or name in known:
+            continue
+        if slot.host is not None:
+            known[name] = slot.host
+        else:
+            inputs[name] = None if slot.tensor is None else contiguous(slot.tensor)
+    return inputs, known
+
+
+def _info(name: str, tensor: Tensor | None) -> onnx.ValueInfoProto:
+    info = onnx.ValueInfoProto(name=name)
+    if tensor is not None:
+        info.type.CopyFrom(type_proto(data_type(tensor.dtype), tensor.shape))
+    return info
+
+
+def _tensor(name: str, array: np.ndarray) -> onnx.TensorProto:
+    return ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C"), name=name))
+
+
+# ---- loops ---------------------------------------------------------------------------------------
+
+
+def by_passes(node: ir.Node) -> bool:
+    """Whether a stage can run the node pass by pass: a Loop that says what it stacks."""
+    if node.op_type != "Loop" or node.domain:
+        return False
+    body = node.attributes["body"].as_graph()
+    return all(v.dtype is not None for v in body.outputs[len(node.inputs) - 1 :])
+
+
+def _loop(
+    node: ir.Node,
+    slots: Mapping[ir.Value, Slot],
+    contiguous: Callable[[Tensor], Tensor],
+    opsets: Mapping[str, int],
+    wanted: Collection[str | None],
+) -> Stage:
+    """The stage of a Loop: its model is the body, over what this reads of the graph around it."""
+    body = node.attributes["body"].as_graph()
+    states = node.inputs[2:]
+    trips, condition = (v if v is not None and v.name else None for v in node.inputs[:2])
+    start = [v for v in states if v is not None]
+    given, known = _given(
+        [v for v in (trips, condition, *start) if v is not None], slots, contiguous
+    )
+    outer, constants = _given(captured(node), slots, contiguous)
+    proto = ir.serde.serialize_graph(body)
+    made = {name for n in proto.node for name in n.output}
+    ends: list[str] = []
+    for i, output in enumerate(v.name or "" for v in body.outputs):
+        if output not in made or output in ends:  # an output of its own
+            ends.append(f"{node.name or node.outputs[0].name} result {i}")
+            proto.node.append(onnx.helper.make_node("Identity", [output], [ends[-1]]))
+        else:
+            ends.append(output)
+    first = [v.name or "" for v in body.inputs]
+    graph = onnx.helper.make_graph(
+        list(proto.node),
+        "pass",
+        [*(_info(n, None) for n in first), *(_info(n, t) for n, t in outer.items())],
+        [onnx.ValueInfoProto(name=name) for name in ends],
+        [*proto.initializer, *(_tensor(n, a) for n, a in constants.items())],
+    )
+    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    results = [i for i, v in enumerate(node.outputs) if v.name and v.name in wanted]
+    loop = Loop(
+        inputs=tuple(first),
+        outputs=tuple(ends),
+        trips="" if trips is None else trips.name or "",
+        condition="" if condition is None else condition.name or "",
+        start=tuple(v.name or "" for v in start),
+        known=known,
+        results=tuple(results),
+        empty=tuple(_empty(v) for v in body.outputs[1 + len(start) :]),
+    )
+    names = tuple(node.outputs[i].name or "" for i in results)
+    return Stage(model.SerializeToString(), tuple((outer | given).items()), names, False, loop)
+
+
+def _empty(value: ir.Value) -> np.ndarray:
+    """A stack of no passes: onnxruntime takes a size that it does not know for 0."""
+    assert value.dtype is not None
+    row = [d if isinstance(d, int) else 0 for d in value.shape or ()]
+    return np.zeros((0, *row), value.dtype.numpy())
+
+
+def run_loop(
+    loop: Loop,
+    feeds: Mapping[str, Any],
+    once: Callable[[Mapping[str, Any]], Sequence[Any]],
+    stack: Callable[[Sequence[Any]], Any],
+) -> list[Any]:
+    """The results of a Loop: `once` runs its model, `stack` puts arrays along a new first axis.
+
+    Values may be anything with a shape that `numpy.asarray` reads. Raises ModelError where passes
+    stack arrays of different shapes.
+    """
+    values = {**loop.known, **feeds}
+    limit = _number(values[loop.trips]) if loop.trips else None
+    going = not loop.condition or bool(_number(values[loop.condition]))
+    states = [values[name] for name in loop.start]
+    piles: list[list[Any]] = [[] for _ in loop.empty]
+    number = 0
+    while going and (limit is None or number < limit):
+        first = [np.array(number, np.int64), np.array(True), *states]
+        condition, *made = once({**feeds, **dict(zip(loop.inputs, first, strict=True))})
+        states = made[: len(states)]
+        for pile, row in zip(piles, made[len(states) :], strict=True):
+            pile.append(row)
+        going = bool(_number(condition))
+        number += 1
+    for name, pile in zip(loop.outputs[1 + len(states) :], piles, strict=True):
+        if len({tuple(row.shape) for row in pile}) > 1:
+            raise ModelError(f"the passes of a Loop give '{name}' in different shapes")
+    stacks = [stack(p) if p else e for p, e in zip(piles, loop.empty, strict=True)]
+    return [[*states, *stacks][i] for i in loop.results]
+
+
+def _number(value: Any) -> int:
+    return int(np.asarray(value).reshape(-1)[0])

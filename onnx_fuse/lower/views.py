@@ -1,0 +1,345 @@
+"""Ops that move elements and compute nothing: views where strides will do, else strided copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code, cast_step, copy, dtype_name, emit
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.program.problem import ITEMSIZE
+
+SHAPE_UNKNOWN = f"its shape is {UNKNOWN}"
+
+
+def _ints(array: np.ndarray) -> list[int]:
+    return [sizes.number(v) for v in array.reshape(-1)]
+
+
+def reshaped(ctx: Context, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor` under another shape, copied only where its strides forbid a view."""
+    view = tensor.reshape(shape)
+    if view is None:
+        view = ctx.contiguous(tensor).reshape(shape)
+    assert view is not None
+    return view
+
+
+def reshape(ctx: Context, node: ir.Node) -> str | None:
+    x, wanted = ctx.view(node, 0), ctx.host(node, 1)
+    if wanted is None:
+        return SHAPE_UNKNOWN
+    shape = _ints(wanted)
+    if not ctx.attr(node, "allowzero", 0):
+        shape = [x.shape[k] if d == 0 else d for k, d in enumerate(shape)]
+    if -1 in shape:
+        rest = prod(d for d in shape if d != -1)
+        rows = prod(x.shape[: max(0, len(x.shape) - len(shape) + 1)])
+        shape[shape.index(-1)] = x.size // rest if rest else rows  # which ONNX leaves open
+    if prod(shape) != x.size:
+        raise ValueError(f"it has {x.size} elements, {shape} {prod(shape)}")
+    ctx.alias(node, 0, reshaped(ctx, x, shape))
+    return None
+
+
+def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | None:
+    axes = ctx.host(node, 1) if ctx.has(node, 1) else None
+    return None if axes is None else [a % rank for a in _ints(axes)]
+
+
+def squeeze(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    if ctx.has(node, 1) and ctx.host(node, 1) is None:
+        return SHAPE_UNKNOWN
+    axes = _axes(ctx, node, len(x.shape))
+    if axes is None:
+        axes = [k for k, d in enumerate(x.shape) if d == 1]
+    kept = [k for k in range(len(x.shape)) if k not in axes]
+    shape, strides = tuple(x.shape[k] for k in kept), tuple(x.strides[k] for k in kept)
+    ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, x.offset))
+    return None
+
+
+def unsqueeze(ctx: Context, node: ir.Node) -> str | None:
+    x, axes = ctx.view(node, 0), ctx.host(node, 1)
+    if axes is None:
+        return SHAPE_UNKNOWN
+    rank = len(x.shape) + axes.size
+    new = {a % rank for a in _ints(axes)}
+    old = iter(zip(x.shape, x.strides, strict=True))
+    pairs = [(1, 0) if k in new else next(old) for k in range(rank)]
+    shape, strides = tuple(d for d, _ in pairs), tuple(s for _, s in pairs)
+    ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, x.offset))
+    return None
+
+
+def flatten(ctx: Context, node: ir.Node) -> str | None:
+    x, axis = ctx.view(node, 0), ctx.attr(node, "axis", 1)
+    axis = axis + len(x.shape) if axis < 0 else axis
+    rows = prod(x.shape[:axis])
+    ctx.alias(node, 0, reshaped(ctx, x, (rows, prod(x.shape[axis:]))))
+    return None
+
+
+def transpose(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    perm = ctx.attr(node, "perm") or list(reversed(range(len(x.shape))))
+    ctx.alias(node, 0, x.permute(perm))
+    return None
+
+
+def expand(ctx: Context, node: ir.Node) -> str | None:
+    x, wanted = ctx.view(node, 0), ctx.host(node, 1)
+    if wanted is None:
+        return SHAPE_UNKNOWN
+    shape = sizes.broadcast(x.shape, _ints(wanted))
+    ctx.alias(node, 0, x.expand(shape))
+    return None
+
+
+def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
+    """Where x[begin:end:step] starts on an axis of `size` elements, and how many it has."""
+    if step < 0:
+        where = range(*slice(int(begin), int(end), step).indices(int(size)))
+        return where.start, len(where)
+    begin, end = (v + size if v < 0 else v for v in (begin, end))
+    begin, end = (0 if v < 0 else size if v > size else v for v in (begin, end))
+    return begin, -((begin - end) // step) if end > begin else 0
+
+
+def slice_(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    given = [ctx.host(node, i) if ctx.has(node, i) else None for i in range(1, 5)]
+    if any(ctx.has(node, i) and given[i - 1] is None for i in range(1, 5)):
+        return SHAPE_UNKNOWN
+    assert given[0] is not None
+    assert given[1] is not None
+    begin, end = _ints(given[0]), _ints(given[1])
+    axes = _ints(given[2]) if given[2] is not None else list(range(len(begin)))
+    strides = _ints(given[3]) if given[3] is not None else [1] * len(begin)
+    starts, steps, shape = [0] * len(x.shape), [1] * len(x.shape), list(x.shape)
+    for a, b, e, step in zip(axes, begin, end, strides, strict=True):
+        axis = a % len(x.shape)
+        starts[axis], steps[axis] = 0, step
+        starts[axis], shape[axis] = _part(b, e, step, x.shape[axis])
+    ctx.alias(node, 0, x.slice(starts, steps, shape))
+    return None
+
+
+def split(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    axis, count = ctx.attr(node, "axis", 0) % len(x.shape), len(node.outputs)
+    if ctx.has(node, 1):
+        given = ctx.host(node, 1)
+        if given is None:
+            return SHAPE_UNKNOWN
+        sizes = _ints(given)
+    else:
+        each = -(-x.shape[axis] // count)
+        sizes = [min(each, x.shape[axis] - i * each) for i in range(count)]
+    start, rank = 0, len(x.shape)
+    for i, size in enumerate(sizes):
+        starts = [start if k == axis else 0 for k in range(rank)]
+        shape = [size if k == axis else d for k, d in enumerate(x.shape)]
+        ctx.alias(node, i, x.slice(starts, [1] * rank, shape))
+        start += size
+    return None
+
+
+def concat(ctx: Context, node: ir.Node) -> str | None:
+    parts = [ctx.view(node, i) for i in range(len(node.inputs))]
+    rank = len(parts[0].shape)
+    axis = ctx.attr(node, "axis") % rank
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    y = ctx.output(node, 0, shape, parts[0].dtype)
+    start = 0
+    for part in parts:
+        starts = [start if k == axis else 0 for k in range(rank)]
+        if part.size:
+            copy(ctx, node, part, y.slice(starts, [1] * rank, part.shape))
+        start += part.shape[axis]
+    return None
+
+
+def tile(ctx: Context, node: ir.Node) -> str | None:
+    x, repeats = ctx.view(node, 0), ctx.host(node, 1)
+    if repeats is None:
+        return SHAPE_UNKNOWN
+    times = _ints(repeats)
+    shape, strides = [], []
+    for d, s, n in zip(x.shape, x.strides, times, strict=True):
+        shape += [n, d]
+        strides += [0, s]
+    wide = Tensor(x.buffer, x.dtype, tuple(shape), tuple(strides), x.offset)
+    final = [d * n for d, n in zip(x.shape, times, strict=True)]
+    ctx.alias(node, 0, reshaped(ctx, wide, final))
+    return None
+
+
+def pad(ctx: Context, node: ir.Node) -> str | None:
+    """mode constant: fill, then copy the inside (negative pads crop); others: reflected copies."""
+    x, pads = ctx.view(node, 0), ctx.host(node, 1)
+    if pads is None or (ctx.has(node, 3) and ctx.host(node, 3) is None):
+        return SHAPE_UNKNOWN
+    rank, mode = len(x.shape), ctx.attr(node, "mode", "constant")
+    given = ctx.host(node, 3) if ctx.has(node, 3) else None
+    axes = [a % rank for a in _ints(given)] if given is not None else list(range(rank))
+    before, after = [0] * rank, [0] * rank
+    widths = _ints(pads)
+    for k, axis in enumerate(axes):
+        before[axis], after[axis] = widths[k], widths[k + len(axes)]
+    shape = [d + b + a for d, b, a in zip(x.shape, before, after, strict=True)]
+    if mode != "constant":
+        return _pad_axes(ctx, node, x, before, after, mode)
+    y = ctx.output(node, 0, shape, x.dtype)
+    code = Code()
+    if ctx.has(node, 2):
+        value = ctx.host(node, 2)
+        fill = (
+            code.scalar(value.reshape(-1)[0], x.dtype)
+            if value is not None
+            else code.load(_scalar(ctx.view(node, 2)).expand(shape))
+        )
+    else:
+        fill = code.scalar(0, x.dtype)
+    inside = [
+        slice(max(-b, 0), d + min(a, 0)) for d, b, a in zip(x.shape, before, after, strict=True)
+    ]
+    starts = [s.start for s in inside]
+    kept = [max(s.stop - s.start, 0) for s in inside]
+    if kept != shape:
+        emit(ctx, code, node, fill, y)
+    if all(kept):
+        source = x.slice(starts, [1] * rank, kept)
+        copy(ctx, node, source, y.slice([max(b, 0) for b in before], [1] * rank, kept))
+    return None
+
+
+def _scalar(tensor: Tensor) -> Tensor:
+    return Tensor(tensor.buffer, tensor.dtype, (), (), tensor.offset)
+
+
+def _pad_axes(
+    ctx: Context, node: ir.Node, x: Tensor, before: list[int], after: list[int], mode: str
+) -> str | None:
+    """edge, reflect, wrap: axis by axis, the border rows copied from their sources."""
+    rank = len(x.shape)
+    if any(b < 0 or a < 0 for b, a in zip(before, after, strict=True)):
+        return f"Pad mode {mode} with negative pads has no kernel"
+    padded = [k for k in range(rank) if before[k] or after[k]]
+    if not padded:
+        ctx.alias(node, 0, x)
+        return None
+    for axis in padded:
+        d = x.shape[axis]
+        shape = [
+            n + (before[axis] + after[axis] if k == axis else 0) for k, n in enumerate(x.shape)
+        ]
+        last = axis == padded[-1]
+        y = ctx.output(node, 0, shape, x.dtype) if last else ctx.scratch(x.dtype, shape)
+        numpy_mode = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}[mode]
+        source = np.pad(np.arange(d), (before[axis], after[axis]), mode=numpy_mode)  # type: ignore[call-overload]
+        at = 0
+        while at < len(source):
+            step = int(source[at + 1] - source[at]) if at + 1 < len(source) else 1
+            if step not in (-1, 0, 1):
+                step = 1
+            end = at + 1
+            while end < len(source) and source[end] - source[end - 1] == step:
+                end += 1
+            run = [end - at if k == axis else n for k, n in enumerate(x.shape)]
+            starts = [int(source[at]) if k == axis else 0 for k in range(rank)]
+            into = [at if k == axis else 0 for k in range(rank)]
+            steps = [step if k == axis else 1 for k in range(rank)]
+            copy(ctx, node, x.slice(starts, steps, run), y.slice(into, [1] * rank, run))
+            at = end
+        x = y
+    return None
+
+
+def trilu(ctx: Context, node: ir.Node) -> str | None:
+    """The triangle by a mask made at lowering: [R, C] bytes, shared by every matrix."""
+    x = ctx.view(node, 0)
+    k = ctx.host(node, 1) if ctx.has(node, 1) else np.zeros((), np.int64)
+    if k is None:
+        return SHAPE_UNKNOWN
+    upper, diagonal = ctx.attr(node, "upper", 1), int(k.reshape(-1)[0])
+    ones = np.ones(x.shape[-2:], bool)
+    mask = ctx.constant(np.triu(ones, diagonal) if upper else np.tril(ones, diagonal))
+    code = Code()
+    kept = code.step(
+        "Where", x.dtype, code.load(mask.expand(x.shape)), code.load(x), code.scalar(0, x.dtype)
+    )
+    emit(ctx, code, node, kept, ctx.output(node, 0, x.shape, x.dtype))
+    return None
+
+
+def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    n, c, h, w = x.shape
+    b = ctx.attr(node, "blocksize")
+    if node.op_type == "SpaceToDepth" and ctx.attr(node, "mode", "DCR") == "CRD":
+        split6 = reshaped(ctx, x, (n, c, h // b, b, w // b, b)).permute((0, 1, 3, 5, 2, 4))
+        ctx.alias(node, 0, reshaped(ctx, split6, (n, c * b * b, h // b, w // b)))
+    elif node.op_type == "SpaceToDepth":
+        split6 = reshaped(ctx, x, (n, c, h // b, b, w // b, b)).permute((0, 3, 5, 1, 2, 4))
+        ctx.alias(node, 0, reshaped(ctx, split6, (n, c * b * b, h // b, w // b)))
+    elif ctx.attr(node, "mode", "DCR") == "DCR":
+        split6 = reshaped(ctx, x, (n, b, b, c // (b * b), h, w)).permute((0, 3, 4, 1, 5, 2))
+        ctx.alias(node, 0, reshaped(ctx, split6, (n, c // (b * b), h * b, w * b)))
+    else:
+        split6 = reshaped(ctx, x, (n, c // (b * b), b, b, h, w)).permute((0, 1, 4, 2, 5, 3))
+        ctx.alias(node, 0, reshaped(ctx, split6, (n, c // (b * b), h * b, w * b)))
+    return None
+
+
+def bit_cast(ctx: Context, node: ir.Node) -> str | None:
+    """The same bits as another type of that size."""
+    x, name = ctx.view(node, 0), dtype_name(ir.DataType(ctx.attr(node, "to")))
+    if ITEMSIZE.get(name) != ITEMSIZE[x.dtype]:
+        return f"no view of {x.dtype} as {name}"
+    ctx.alias(node, 0, Tensor(x.buffer, name, x.shape, x.strides, x.offset))
+    return None
+
+
+def constant_of_shape(ctx: Context, node: ir.Node) -> str | None:
+    """Reached only where the shape is not known: what is known is evaluated at lowering."""
+    return SHAPE_UNKNOWN
+
+
+def eye_like(ctx: Context, node: ir.Node) -> str | None:
+    x = ctx.view(node, 0)
+    dtype = ctx.attr(node, "dtype")
+    name = x.dtype if dtype is None else dtype_name(ir.DataType(dtype))
+    rows, columns = x.shape
+    ones = ctx.constant(np.eye(rows, columns, ctx.attr(node, "k", 0), dtype=bool))
+    code = Code()
+    y = ctx.output(node, 0, x.shape, name)
+    emit(ctx, code, node, code.step(cast_step(name), name, code.load(ones)), y)
+    return None
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "Reshape"): reshape,
+    ("", "Squeeze"): squeeze,
+    ("", "Unsqueeze"): unsqueeze,
+    ("", "Flatten"): flatten,
+    ("", "Transpose"): transpose,
+    ("", "Expand"): expand,
+    ("", "Slice"): slice_,
+    ("", "Split"): split,
+    ("", "BitCast"): bit_cast,
+    ("", "Concat"): concat,
+    ("", "ConstantOfShape"): constant_of_shape,
+    ("", "EyeLike"): eye_like,
+    ("", "Tile"): tile,
+    ("", "Pad"): pad,
+    ("", "Trilu"): trilu,
+    ("", "SpaceToDepth"): depth_to_space,
+    ("", "DepthToSpace"): depth_to_space,
+}

@@ -1,0 +1,678 @@
+"""HLIR -> Program: every node to calls. The contract is in `program.call`.
+
+A node is evaluated at lowering where all it reads is known; else its family's lowering serves it;
+else its body is lowered instead; else onnxruntime runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
+from onnx_fuse.lower.context import WEIGHT_LIMIT, NotStatic, Slot, captured, data_type, type_proto
+from onnx_fuse.lower.control import Control
+from onnx_fuse.lower.decompose import DECOMPOSED
+from onnx_fuse.lower.sequences import followed, sequence
+from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
+from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.build import Builder, subgraphs
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
+from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.program import host
+from onnx_fuse.program import size as sizes
+from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
+from onnx_fuse.program.passes.deferred import defer
+from onnx_fuse.program.passes.merge import call_early, merge
+from onnx_fuse.program.problem import ITEMSIZE, Hardware
+
+# Modules of this folder whose LOWERINGS table serves operators: see llir.
+FAMILIES: tuple[str, ...] = (
+    *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
+    *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
+    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
+)
+FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "GatherElements",
+          "GatherND", "Gemm", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
+          "MatMul", "NegativeLogLikelihoodLoss", "RMSNormalization", "RotaryEmbedding",
+          "ScatterElements", "ScatterND", "SoftmaxCrossEntropyLoss"}  # fmt: skip
+"""Operators whose kernels believe that the operands fit together: inference is asked before."""
+CONTROL = ("If", "Loop", "Scan")
+PREVIEW = "ai.onnx.preview"
+"""Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
+SETUP_LIMIT = 1 << 20
+"""Bytes that a call may write at most to run once, before the first run, and not in each."""
+
+TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@cache
+def lowerings() -> dict[tuple[str, str], Lowering]:
+    """(domain, operator) -> its lowering, of all families."""
+    table: dict[tuple[str, str], Lowering] = {}
+    for family in FAMILIES:
+        table.update(import_module(f"onnx_fuse.lower.{family}").LOWERINGS)
+    return table
+
+
+def lower(
+    model: ir.Model,
+    shapes: Shapes,
+    hw: Hardware,
+    *,
+    math: str = "ieee",
+    prefs: Mapping[str, str] | None = None,
+    state: Mapping[str, str] | None = None,
+    values: Mapping[str, np.ndarray] | None = None,
+) -> Program:
+    """The Program of `model` for inputs of these (shape, dtype), by name.
+
+    `values` are inputs known at lowering. Raises NeedsValues where a shape depends on small integer
+    inputs that are not among them.
+
+    `state` maps outputs to the inputs (or initializers) whose next value they are: those are
+    written in place. The initializers among them are never taken for constants.
+    """
+    return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
+
+
+class Lowerer(Control):
+    """The walk: each node to its kernels, its body, or onnxruntime."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        shapes: Shapes,
+        hw: Hardware,
+        *,
+        math: str = "ieee",
+        prefs: Mapping[str, str] | None = None,
+        state: Mapping[str, str] | None = None,
+        values: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        super().__init__(model.graph.opset_imports, hw, math, prefs)
+        self.model, self.shapes, self.state = model, shapes, dict(state or {})
+        self.values = dict(values or {})
+        # inputs of a body -> what it was called on; results of a node -> those of its body
+        self.origin: dict[ir.Value, ir.Value] = {}
+        self.fallbacks: dict[str, str] = {}
+        self._packed: dict[str, Tensor] = {}
+        self.later: list[ir.Node] = []  # nodes of later stages
+        self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
+        self.of_sequences = followed(model.graph)
+        self.undecided: set[ir.Node] = set()  # whose decomposition wants a value to be known
+
+    # ---- the walk ----
+
+    def run(self) -> Program:
+        graph = self.model.graph
+        # an earlier stage gave its names to what this one reads
+        while any((v.name or "").startswith(f"{self._prefix}_") for v in graph.inputs):
+            self._prefix += "_"
+        mutable = self.mutable = set(self.state.values())
+        inputs = []
+        for value in graph.inputs:
+            if value.name in self.values:
+                self.slots[value] = Slot(host=self.values[value.name])
+                continue
+            default = value.meta.get(DEFAULT)
+            if value.name not in self.shapes and default is not None:
+                shape, kind = tuple(default.numpy().shape), dtype_name(default.dtype)
+            else:
+                shape, kind = self.shapes[value.name or ""]
+            tensor = self._buffer("input", shape, kind, value.name or "")
+            self.slots[value] = Slot(tensor=tensor)
+            inputs.append((value.name or "", tensor))
+        for value in graph.initializers.values():
+            assert value.const_value is not None
+            small = value.const_value.size <= WEIGHT_LIMIT and value.name not in mutable
+            dtype = value.const_value.dtype
+            number = value.const_value.size == 1 or not dtype.is_floating_point()
+            if (small and number) or dtype == ir.DataType.STRING:
+                self.slots[value] = Slot(host=value.const_value.numpy())
+            else:
+                shape, name = tuple(value.const_value.numpy().shape), dtype_name(dtype)
+                tensor = self._buffer("weight", shape, name, value.name or "")
+                known = None if value.name in mutable or not small else value.const_value.numpy()
+                self.slots[value] = Slot(host=known, tensor=tensor)
+        for node in graph:
+            self._node(node)
+        outputs, writes = self._outputs()
+        names = [v.name or "" for v in graph.outputs if self.slots[v].later]
+        rest = stages(
+            self.later, self.stuck, self.slots, self.contiguous, self.opsets, names, self._dated
+        )
+        keep = {t.buffer for _, t in outputs if isinstance(t, Tensor)}
+        keep |= {t.buffer for _, t in writes}
+        keep |= {t.buffer for stage in rest for _, t in stage.inputs if t is not None}
+        if self._random is not None:  # the next run draws other numbers
+            draw, code = self._random.slice([1], [1], [1]), Code()
+            after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
+            self.calls.append(call_of(code.expression(after), code.reads, [draw], ["random"]))
+            keep.add(self._random.buffer)
+        calls = defer(merge(self.calls, keep, self.hw, self.prefs), keep, self, self.prefs)
+        used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
+        setup, calls = self._once_only(calls, keep)
+        return Program(
+            call_early(calls, self.hw),
+            tuple(b for b in self.buffers if b.id in used or b.kind == "input"),
+            tuple(inputs),
+            tuple(outputs),
+            {k: v for k, v in self.constants.items() if k in used},
+            tuple(f"{op}: {why}" for op, why in self.fallbacks.items()),
+            rest,
+            setup,
+        )
+
+    def _once_only(
+        self, calls: Sequence[Call], keep: Collection[int]
+    ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        """The calls that read constants alone and write little, whose results stay; the others."""
+        writes: dict[int, int] = defaultdict(int)
+        for call in calls:
+            for _, tensor in call.writes:
+                writes[tensor.buffer] += 1
+        setup, others = [], []
+        for call in calls:
+            made = [self.buffers[t.buffer] for _, t in call.writes]
+            if (
+                all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
+                and all(b.kind == "temp" and b.id not in keep and writes[b.id] == 1 for b in made)
+                and sum(sizes.rough(b.nbytes, sizes.wide_class_of) for b in made) <= SETUP_LIMIT
+                and not (call.host or call.workspace)
+                and not any(launch.sync for launch in call.launches)
+            ):
+                for b in made:
+                    self.buffers[b.id] = replace(b, kind="constant")
+                setup.append(call)
+            else:
+                others.append(call)
+        return tuple(setup), tuple(others)
+
+    def folded(
+        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
+    ) -> dict[str, Tensor] | None:
+        parameters = [t for t in (gamma, beta, w, c) if t is not None]
+        source = self.buffers[w.buffer]
+        if w.dtype not in ("float16", "bfloat16") or source.kind != "weight":
+            return None
+        values = [self.known(t) for t in parameters]
+        arrays = [v for v in values if v is not None]
+        if len(arrays) < len(values):
+            return None
+        g, *b, weights, row = arrays
+        small = b"".join(np.ascontiguousarray(v).tobytes() for v in (g, *b, row))
+        how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
+        name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
+        kept = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
+        given = self.model.graph.initializers.get(source.name)
+        # an initializer's number, or what was made of one for this program and the next
+        value = given.const_value if given is not None else self.constants[w.buffer]
+        # a clone that was given other weights still has this one's
+        if name not in kept or kept[name][0] is not value:
+            wide = weights.astype(np.float32)
+            with np.errstate(over="ignore"):
+                wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
+            if not np.isfinite(wq.astype(np.float32)).all():
+                return None  # a product beyond float16: it stays in the operand path
+            cv = row.astype(np.float64)
+            if b:
+                cv = cv + b[0].astype(np.float64) @ wide
+            cs = wq.astype(np.float32).sum(0, dtype=np.float64)
+            found = {"wq": np.ascontiguousarray(wq.T if trans else wq),
+                     "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
+            kept[name] = value, found
+        tensors = {}
+        for key, array in kept[name][1].items():
+            tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
+            self.constants[tensors[key].buffer] = array
+        return tensors
+
+    def packed(
+        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
+    ) -> Tensor | None:
+        array = self.known(tensor)
+        if array is None:
+            return None
+        source = self.buffers[tensor.buffer]
+        if source.kind != "weight" or tensor.buffer in self.constants:
+            return self.constant(make(array))
+        name = f"{source.name} {how} {tensor.shape} {tensor.strides} {tensor.offset}"
+        if name not in self._packed:
+            kept = self.model.graph.meta.setdefault("packed", {})  # for the next shapes
+            value = self.model.graph.initializers[source.name].const_value
+            if name not in kept or kept[name][0] is not value:
+                kept[name] = value, np.ascontiguousarray(make(array))
+            found = kept[name][1]
+            made = self._buffer("weight", found.shape, found.dtype.name, name)
+            self.constants[made.buffer] = found
+            self._packed[name] = made
+        return self._packed[name]
+
+    def known(self, tensor: Tensor) -> np.ndarray | None:
+        if not self._lasting(tensor):
+            return None
+        buffer = self.buffers[tensor.buffer]
+        if tensor.buffer in self.constants:
+            array = self.constants[tensor.buffer]
+        else:
+            value = self.model.graph.initializers[buffer.name].const_value
+            assert value is not None
+            array = value.numpy()
+        flat = np.ascontiguousarray(array).reshape(-1)[tensor.offset :]
+        steps = [step * array.itemsize for step in tensor.strides]
+        return np.lib.stride_tricks.as_strided(flat, tensor.shape, steps, writeable=False)
+
+    def _node(self, node: ir.Node) -> None:
+        if contrib.lookup(node) is not None:
+            for i, value in enumerate(node.outputs):
+                if not contrib.wants(node, i):
+                    value.name = ""  # a body need not make it
+        slots = [self.slots[v] for v in node.inputs if v is not None]
+        if any(slot.later for slot in slots) or any(
+            self.slots[v].later for v in captured(node) if v in self.slots
+        ):
+            self._defer(node)
+            return
+        if node.op_type in CONTROL and node.domain == "" and self._control(node):
+            return
+        if not self._evaluate(node) and not (self.of_sequences and sequence(self, node)):
+            self._lower(node)
+
+    def _lower(self, node: ir.Node) -> None:
+        lowering = lowerings().get((node.domain, _base(node)))
+        mark = self._mark()
+        own = not self._owner
+        self._owner = self.label(node)
+        try:
+            unsupported = next(
+                (v for v in node.inputs if v is not None and not self._numeric(v)), None
+            )
+            if unsupported is not None:
+                reason = f"no kernel takes {unsupported.dtype} tensors"
+            elif lowering is None:
+                reason = "no kernel"
+            else:
+                why = self._attempt(lowering, node)
+                if why is None:
+                    return
+                reason = why
+            self._rewind(mark)
+            if UNKNOWN in reason and (names := self._deciding(node)):
+                raise NeedsValues(names)
+            if self._learns(node, reason):
+                self._defer(node)
+            elif not self._expand(node):
+                self._fallback(node, reason)
+        finally:
+            if own:
+                self._owner = ""
+
+    def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
+        if node.domain == "" and node.op_type in FITTED:
+            # kernels take types that an opset's operator does not have
+            with contextlib.suppress(onnx.checker.ValidationError):
+                self._inferred(node)
+        try:
+            return lowering(self, node)
+        except NotStatic as error:
+            return f"{error} is {UNKNOWN}"
+        except (IndexError, ValueError) as error:  # ranks, axes and sizes that no valid node has
+            raise self.fault(node, one_line(error)) from error
+
+    def ask(self, node: ir.Node, i: int) -> None:
+        """Raise NeedsValues where inputs of the model decide about operand `i`."""
+        if names := self._deciding(node, i):
+            raise NeedsValues(names)
+
+    def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
+        """Small inputs of the model that unknown operands of a node (all but the first, or one) are
+        computed from.
+        """
+        found: dict[str, None] = {}
+        operands = node.inputs[1:] or node.inputs if operand is None else [node.inputs[operand]]
+        todo = [v for v in operands if v is not None]
+        seen: set[ir.Value] = set()
+        direct = set(todo)
+        while todo:
+            value = todo.pop()
+            while value in self.origin:
+                value = self.origin[value]
+            slot = self.slots.get(value)
+            if value in seen or slot is None or slot.host is not None:
+                continue
+            seen.add(value)
+            if value.is_graph_input() and value in self.model.graph.inputs:
+                tensor = slot.tensor
+                # what sizes are computed from is integers: no program for each vector of floats
+                counts = value in direct or (
+                    tensor is not None and (tensor.size == 1 or "int" in tensor.dtype)
+                )
+                if tensor is not None and counts and len(tensor.shape) <= 1 and tensor.size <= 64:
+                    found[value.name or ""] = None
+                else:
+                    return []
+            producer = value.producer()
+            todo += [v for v in (producer.inputs if producer is not None else ()) if v is not None]
+        return list(found)
+
+    def _numeric(self, value: ir.Value) -> bool:
+        slot = self.slots[value]
+        if slot.tensor is not None:
+            return slot.tensor.dtype in ITEMSIZE
+        known = slot.host
+        return known is None or known.dtype.name in ITEMSIZE or host.is_open(known)
+
+    def _outputs(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
+        """Each output in a buffer of its own; state written back over what it replaces."""
+        outputs: list[tuple[str, Any]] = []
+        writes: list[tuple[str, Tensor]] = []
+        taken: set[int] = set()
+        named = {v.name: self.slots[v] for v in (*self.model.graph.inputs,
+                 *self.model.graph.initializers.values())}  # fmt: skip
+        # what state is replaced by must be read before it is overwritten: copies come last
+        late: list[tuple[str, Tensor, Tensor]] = []
+        for value in self.model.graph.outputs:
+            slot, name = self.slots[value], value.name or ""
+            if slot.later:
+                outputs.append((name, None))
+                continue
+            if name in self.state:
+                target = named[self.state[name]].tensor
+                assert target is not None
+                late.append((name, self._tensor(slot), target))
+                outputs.append((name, target))
+                writes.append((name, target))
+                continue
+            if slot.tensor is None:
+                assert slot.host is not None
+                outputs.append((name, slot.host))
+                continue
+            tensor = slot.tensor
+            buffer = self.buffers[tensor.buffer]
+            fresh = buffer.kind == "temp" and tensor.dense and tensor.offset == 0
+            whole = tensor.nbytes == buffer.nbytes
+            if not (fresh and whole) or tensor.buffer in taken:
+                own = self._buffer("output", tensor.shape, tensor.dtype, name)
+                self._copy(name, tensor, own)
+                tensor = own
+            else:
+                self.buffers[tensor.buffer] = replace(buffer, kind="output", name=name)
+            taken.add(tensor.buffer)
+            outputs.append((name, tensor))
+        replaced = {target.buffer for _, _, target in late}
+        moved = [(name, source, target) for name, source, target in late if source != target]
+        for i, (name, source, target) in enumerate(moved):
+            if source.buffer in replaced:  # a view of a state: of its value before
+                own = self.scratch(source.dtype, source.shape)
+                self._copy(name, source, own)
+                moved[i] = name, own, target
+        for name, source, target in moved:
+            self._copy(name, source, target)
+        return outputs, writes
+
+    # ---- bodies, branches, onnxruntime ----
+
+    def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
+        for value in graph.initializers.values():
+            assert value.const_value is not None
+            self.slots[value] = Slot(host=value.const_value.numpy())
+        for inner in graph:
+            self._node(inner)
+        for value, result in zip(outputs, graph.outputs, strict=True):
+            self._result(value, result)
+
+    def _result(self, value: ir.Value, result: ir.Value) -> None:
+        """`value` is the `result` of a body, a branch or a decomposition."""
+        self.slots[value], self.origin[value] = self.slots[result], result
+        if self.slots[result].later and value.name:  # a stage knows values by name
+            link = ir.Node("", "Identity", [result], num_outputs=1)
+            link.outputs[0].name = value.name
+            self.later.append(link)
+
+    def _expand(self, node: ir.Node) -> bool:
+        """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
+        if self._decompose(node):
+            return True
+        body = self._body(node)
+        if body is None:
+            return False
+        given = list(dict.fromkeys(v for v in node.inputs if v is not None))
+        for value, outer in zip(body.inputs, given, strict=True):
+            self.slots[value], self.origin[value] = self.slots[outer], outer
+        self._inner(body, [v for v in node.outputs if v.name])
+        return True
+
+    def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+        """Lower nodes that no graph holds; `results` are used, though by no node."""
+        self._results.update(results)
+        for node in nodes:
+            self._name([v for v in node.inputs if v is not None])
+            self._name(node.outputs)
+            self._node(node)
+
+    def _decompose(self, node: ir.Node) -> bool:
+        rule = DECOMPOSED.get((node.domain, _base(node)))
+        if rule is None:
+            return False
+        op = Builder()
+        for value in node.inputs:
+            if value is not None and value.dtype is None:
+                value.dtype = self._type(value)[0]
+        shapes = [None if v is None else self._type(v)[1] for v in node.inputs]
+
+        unknown: list[int] = []
+
+        def known(i: int) -> np.ndarray | None:
+            if not self.has(node, i):
+                return None
+            value = self.host(node, i)
+            if value is None:
+                unknown.append(i)
+                raise NotStatic(f"input {i}")
+            return value
+
+        try:
+            results = rule(op, node, shapes, known)
+        except NotStatic:
+            if names := self._deciding(node, unknown[0]):
+                raise NeedsValues(names) from None
+            self.undecided.add(node)
+            return False
+        if results is None:
+            return False
+        self.walk(op.nodes, [v for v in results if v is not None])
+        for value, result in zip(node.outputs, results, strict=False):
+            if result is not None:
+                self._result(value, result)
+        return True
+
+    def _body(self, node: ir.Node) -> ir.Graph | None:
+        single = self._single(node)
+        if node.domain == FUSE:
+            return inline(single).graph
+        if contrib.lookup(node) is not None:
+            if contrib.expand(single):
+                return None
+            for inner in single.graph:  # a later stage knows values by name
+                for value in inner.outputs:
+                    value.name = ""
+                self._name(inner.outputs)
+            return single.graph
+        version = self.opsets.get(node.domain, 1)
+        standard = node.domain in ("", PREVIEW)
+        if not standard or not onnx.defs.has(node.op_type, version, node.domain):
+            return None
+        schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
+        call = next(iter(single.graph))
+        for i, value in enumerate(call.outputs):  # a body makes all of them, wanted or not
+            value.name = value.name or f"{node.op_type} {i}"
+        proto = ir.serde.serialize_node(call)
+        if schema.has_function:
+            function = schema.function_body
+        elif schema.has_context_dependent_function:
+            types = [
+                self._typed(v).SerializeToString() if v is not None else b"" for v in node.inputs
+            ]
+            versions = [
+                v for v in schema.context_dependent_function_opset_versions if v <= self.opset
+            ]
+            data = schema.get_context_dependent_function_with_opset_version(
+                max(versions), proto.SerializeToString(), types
+            )
+            if not data:
+                return None
+            function = onnx.FunctionProto.FromString(data)
+        else:
+            return None
+        opset = max(
+            (o.version for o in function.opset_import if o.domain in ("", "ai.onnx")),
+            default=self.opset,
+        )
+        if opset > self.opset:
+            return None
+        del function.output[len(node.outputs) :]
+        for name, attribute in schema.attributes.items():
+            if name not in call.attributes and attribute.default_value.type:
+                default = ir.serde.deserialize_attribute(attribute.default_value)
+                call.attributes[name] = ir.Attr(name, default.type, default.value)
+        for name in [k for k, a in call.attributes.items() if subgraphs(a)]:
+            del call.attributes[name]  # the function was made with them inside it
+        deserialized = ir.serde.deserialize_function(function)
+        # the body is written for an opset at or below the model's, and means the same in it
+        deserialized.domain, deserialized.name = node.domain, node.op_type
+        deserialized.opset_imports[""] = self.opset
+        single.functions[deserialized.identifier()] = deserialized
+        ir.passes.common.InlinePass()(single)
+        return single.graph
+
+    def _fallback(self, node: ir.Node, reason: str) -> None:
+        """onnxruntime, with copies, or a later stage where shapes depend on data."""
+        if self._learns(node, reason):  # a decomposition asked for a value
+            self._defer(node)
+            return
+        if by_passes(node) and not beyond_tensors(node, self.slots):
+            self.stuck.add(node)
+            self._defer(node)
+            return
+        name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
+        self.fallbacks.setdefault(name, reason)
+        types = None if captured(node) else self.infer(node)
+        made = [(i, v) for i, v in enumerate(node.outputs) if v.name]
+        typed = types is not None and all(types[i] is not None for i, _ in made)
+        if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
+            self.stuck.add(node)
+            self._defer(node)
+            return
+        assert types is not None
+        model = to_proto(self._single(node))
+        self._dated(model, [node])
+        reads = {
+            v.name: self.contiguous(self._tensor(self.slots[v]))
+            for v in node.inputs
+            if v is not None
+        }
+        writes: dict[str, Tensor] = {}
+        for i, value in made:
+            found = types[i]
+            assert found is not None
+            writes[value.name or ""] = self.output(node, i, found[1], found[0])
+        for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
+            info.CopyFrom(
+                onnx.ValueInfoProto(
+                    name=name, type=type_proto(data_type(tensor.dtype), tensor.shape)
+                )
+            )
+        self.calls.append(
+            Call(
+                f"onnxruntime:{node.op_type}",
+                (self.label(node),),
+                (),
+                tuple(reads.items()),  # type: ignore[arg-type]
+                tuple(writes.items()),  # type: ignore[arg-type]
+                why=reason,
+                host=model.SerializeToString(),
+            )
+        )
+
+    def _defer(self, node: ir.Node) -> None:
+        self.later.append(node)
+        for value in node.outputs:
+            self.slots[value] = Slot(later=True)
+
+    def _learns(self, node: ir.Node, reason: str) -> bool:
+        """Whether a later stage knows more: a small operand that decides is computed here."""
+        if UNKNOWN not in reason and node.op_type not in CONTROL and node not in self.undecided:
+            return False
+        tensors = (self.slots[v].tensor for v in node.inputs if v is not None)
+        return any(
+            t is not None
+            and len(t.shape) <= 1
+            and t.size <= 64
+            and self.buffers[t.buffer].kind != "input"
+            for t in tensors
+        )
+
+    def _dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        """Element type, None where there is none, or where only a later stage knows it."""
+        slot = None if value is None else self.slots.get(value)
+        return None if value is None or slot is None or slot.later else self._type(value)[0]
+
+    def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
+        """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
+        graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
+        if graphs or any(node.domain == FUSE for node in nodes):
+            return
+        since = [
+            oldest(node, [self._dtype(v) for v in node.inputs], self.opset)
+            for node in nodes
+            if node.domain == "" and onnx.defs.has(node.op_type, self.opset)
+        ]
+        for entry in model.opset_import:
+            if entry.domain == "" and since:
+                entry.version = max(since)
+
+
+# ---- helpers ------------------------------------------------------------------------------------
+
+
+def _base(node: ir.Node) -> str:
+    """Name of the operator without the inner values it exposes."""
+    return node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
+
+
+def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:
+    """The first opset whose operator is the node's: later ones take further types, and no more."""
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+
+    def same(a: Any, b: Any) -> bool:
+        ends = [[(p.name, p.option) for p in (*s.inputs, *s.outputs)] for s in (a, b)]
+        return bool(
+            ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)
+        )
+
+    def takes(schema: Any) -> bool:
+        variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
+        wanted = [d and f"tensor({TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
+        return all(w is None or w in p.types for w, p in zip(wanted, variadic, strict=True))
+
+    while schema.since_version > CANONICAL_OPSET:
+        if not onnx.defs.has(node.op_type, schema.since_version - 1):
+            break
+        before = onnx.defs.get_schema(node.op_type, schema.since_version - 1, "")
+        if not (same(before, schema) and takes(before)):
+            break
+        schema = before
+    return int(schema.since_version)

@@ -1,0 +1,389 @@
+"""The LLIR: a flat list of kernel calls over buffers; and the contract of a kernel family.
+
+A kernel family is a module under onnx_fuse/kernels, named in `lower.FAMILIES`, that holds a table
+
+    LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
+
+`Lowering` is `fn(ctx, node) -> str | None`: it emits calls with `ctx.call` (or `ctx.select`, which
+chooses among a registry op's candidates) and returns None, or it emits nothing and returns the
+reason why it cannot serve the node. Then the node's body is lowered instead (ours, or the function
+the ONNX schema has), and where there is none the node runs on onnxruntime, with copies. A key's
+name is without exposed values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
+
+    def softmax(ctx: Context, node: ir.Node) -> str | None:
+        x = ctx.dense(node, 0)                      # contiguous; ctx.view(node, 0): any strides
+        if x.dtype not in FLOATS:
+            return f"no kernel for {x.dtype}"
+        axis = ctx.attr(node, "axis", -1) % len(x.shape)
+        y = ctx.output(node, 0)                     # a new buffer; shape and dtype are inferred
+        ctx.call(node, Launch("softmax/row.cu", "softmax", grid, block,
+                              (Ptr("x"), Ptr("y"), Num("i32", rows)), defines),
+                 reads={"x": x}, writes={"y": y})
+        return None
+
+Shapes are ints, or open sizes that behave as ints (docs/shapes.md): what a lowering decides on one
+is a guard of the program. An operand that shape arithmetic or a constant determines is read with
+`ctx.host(node, i)`. Building a Program needs no GPU. Kernels read their
+operands at `Ptr(name)`: the address of the Tensor bound under that name, its offset included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Problem
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from onnx_fuse.program.expression import Expression
+
+ModelBytes = bytes  # a serialized ModelProto
+INT32_LIMIT = 2**31
+UNKNOWN = "not known before it runs"
+"""Part of the reason where an operand's value would have to be known at lowering. Small integer
+feeds that such an operand comes from are then made part of the shape key."""
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A view of a buffer: `shape`, `strides` and `offset` count elements of `dtype`.
+
+    `dtype` is a name of problem.ITEMSIZE ("float32", "bfloat16", "bool", ...).
+    """
+
+    buffer: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, broadcast ones counted each time."""
+        return self.size * ITEMSIZE[self.dtype]
+
+    @property
+    def wide(self) -> bool:
+        """Whether an element's index may pass 2^31 - 1."""
+        reach = sum((d - 1) * abs(s) for d, s in zip(self.shape, self.strides, strict=True))
+        return max(self.size, reach + 1) >= INT32_LIMIT
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements stand in row-major order without gaps."""
+        expected = dense_strides(self.shape)
+        pairs = zip(self.shape, self.strides, expected, strict=True)
+        return self.size == 0 or all(d == 1 or s == e for d, s, e in pairs)
+
+    def reshape(self, shape: Sequence[int]) -> Tensor | None:
+        """The same elements in another shape without a copy, None where strides forbid it."""
+        strides = reshape_strides(self.shape, self.strides, shape)
+        if strides is None:
+            return None
+        return Tensor(self.buffer, self.dtype, tuple(shape), strides, self.offset)
+
+    def permute(self, perm: Sequence[int]) -> Tensor:
+        """Axes in the order `perm`."""
+        shape = tuple(self.shape[p] for p in perm)
+        strides = tuple(self.strides[p] for p in perm)
+        return Tensor(self.buffer, self.dtype, shape, strides, self.offset)
+
+    def expand(self, shape: Sequence[int]) -> Tensor:
+        """Broadcast to `shape` or ValueError: new and stretched axes get stride 0."""
+        lead = len(shape) - len(self.shape)
+        if lead < 0 or any(d not in (1, n) for d, n in zip(self.shape, shape[lead:], strict=True)):
+            raise ValueError(f"{list(self.shape)} does not broadcast to {list(shape)}")
+        strides = [0] * lead + [
+            0 if d == 1 else s for d, s in zip(self.shape, self.strides, strict=True)
+        ]
+        return Tensor(self.buffer, self.dtype, tuple(shape), tuple(strides), self.offset)
+
+    def slice(self, starts: Sequence[int], steps: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """x[start::step] on every axis, `shape` elements long."""
+        offset = self.offset + sum(b * s for b, s in zip(starts, self.strides, strict=True))
+        strides = tuple(k * s for k, s in zip(steps, self.strides, strict=True))
+        return Tensor(self.buffer, self.dtype, tuple(shape), strides, offset)
+
+    def __str__(self) -> str:
+        layout = "" if self.dense else f" strides={self.strides}".replace(" ", "")
+        offset = f"+{self.offset}" if self.offset else ""
+        return f"b{self.buffer}{offset} {self.dtype}{list(self.shape)}{layout}".replace(", ", ",")
+
+
+def reshape_strides(
+    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Strides of the same elements under `wanted`, or None if a copy is needed."""
+    if 0 in wanted or 0 in shape:
+        return dense_strides(wanted)
+    old = [(d, s) for d, s in zip(shape, strides, strict=True) if d != 1]
+    new: list[int] = [0] * len(wanted)
+    i = 0
+    j = 0
+    while i < len(old):
+        # the shortest runs old[i:end], wanted[j:stop] of equal size
+        end, stop = i + 1, j + 1
+        while j < len(wanted) and wanted[j] == 1:
+            j, stop = j + 1, j + 2
+        left, right = old[i][0], wanted[j]
+        while left != right:
+            if left < right:
+                if old[end - 1][1] != old[end][0] * old[end][1]:
+                    return None
+                left, end = left * old[end][0], end + 1
+            else:
+                right, stop = right * wanted[stop], stop + 1
+        step = old[end - 1][1]
+        for k in reversed(range(j, stop)):
+            new[k] = step
+            step *= wanted[k]
+        i, j = end, stop
+    return tuple(new)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory of the program. `kind`: input, weight, constant, temp, output, random.
+
+    `name` is the model's value for inputs, weights and outputs. Only temps live in the arena.
+    """
+
+    id: int
+    kind: str
+    nbytes: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step: kernel launches, or `host`, a serialized one-node model for onnxruntime.
+
+    `reads` and `writes` bind the launches' argument names; `workspace` bytes are bound under
+    "workspace". `inplace` pairs (write, read) may share memory element for element.
+    """
+
+    kernel: str
+    nodes: tuple[str, ...]
+    launches: tuple[Launch, ...]
+    reads: tuple[tuple[str, Tensor], ...]
+    writes: tuple[tuple[str, Tensor], ...]
+    workspace: int = 0
+    flops: int = 0
+    bytes: int = 0
+    why: str = ""
+    inplace: tuple[tuple[str, str], ...] = ()
+    suffix: str = ""
+    """A write that may be of a pointwise reader instead: its launch passes each element through the
+    macro SUFFIX(v0, v1, v2, v3), v1 to v3 being the elements there of "e1", "e2" and "e3", and
+    stores it as the macro TY."""
+    problem: Problem | None = field(default=None, repr=False)
+    """What a registry candidate was chosen for: passes may ask for another."""
+    expression: Expression | None = field(default=None, repr=False)
+    host: ModelBytes = field(default=b"", repr=False)
+
+    def __str__(self) -> str:
+        reads = ", ".join(f"{name}={tensor}" for name, tensor in self.reads)
+        writes = ", ".join(f"{name}={tensor}" for name, tensor in self.writes)
+        grids = " ".join("x".join(map(str, launch.grid)) for launch in self.launches)
+        nodes = " ".join(self.nodes[:4]) + (" ..." if len(self.nodes) > 4 else "")
+        why = f"  [{self.why}]" if self.why else ""
+        return f"{self.kernel}<{grids}>  {writes} <- {reads}  # {nodes}{why}"
+
+
+class Context(Protocol):
+    """What a lowering sees: `lower.Lowerer` is the one implementation."""
+
+    hw: Hardware
+    opset: int
+    math: str
+    """Which fp32 products are allowed: "ieee", "tf32", "bf16x3", "bf16x6"."""
+    prefs: Mapping[str, str] | None
+    folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]]
+    """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs, cv."""
+    fold_pays: dict[tuple[Problem, bool], bool]
+
+    def view(self, node: ir.Node, i: int) -> Tensor:
+        """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""
+
+    def dense(self, node: ir.Node, i: int) -> Tensor:
+        """Input `i`, contiguous and 16-byte aligned (copied if need be); it must be present."""
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or a contiguous, 16-byte aligned copy of it."""
+
+    def has(self, node: ir.Node, i: int) -> bool:
+        """Whether input `i` is given."""
+
+    def host(self, node: ir.Node, i: int) -> np.ndarray | None:
+        """The value of input `i` where it is known at lowering, else None."""
+
+    def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
+        """An attribute's Python value (int, float, str, list, ndarray)."""
+
+    def wants(self, node: ir.Node, i: int) -> bool:
+        """Whether output `i` is named and used."""
+
+    def output(
+        self, node: ir.Node, i: int, shape: Sequence[int] | None = None, dtype: str | None = None
+    ) -> Tensor:
+        """A new contiguous buffer for output `i`; shape and dtype are inferred if not given."""
+
+    def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
+        """Output `i` is `tensor`: a view that costs nothing."""
+
+    def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        """A new temporary between the calls of one lowering."""
+
+    def constant(self, array: np.ndarray) -> Tensor:
+        """An array known at lowering, in device memory."""
+
+    def known(self, tensor: Tensor) -> np.ndarray | None:
+        """What a tensor holds that nothing in the program writes to, None for any other."""
+
+    def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        """(dtype, shape) of each output, None where inference does not know."""
+
+    def packed(
+        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
+    ) -> Tensor | None:
+        """`make` of what a tensor holds that nothing in the program writes to, made once.
+
+        `how` names what `make` does. None for a tensor that is not known.
+        """
+
+    def folded(
+        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
+    ) -> dict[str, Tensor] | None:
+        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, made once.
+
+        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
+        """
+
+    def random(self) -> tuple[Tensor, int]:
+        """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
+
+    def call(
+        self,
+        node: ir.Node,
+        launches: Launch | Sequence[Launch],
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+        *,
+        workspace: int = 0,
+        flops: int = 0,
+        why: str = "",
+        inplace: Sequence[tuple[str, str]] = (),
+        suffix: str = "",
+    ) -> None:
+        """Append a call."""
+
+    def append(self, call: Call) -> None:
+        """Append a call made elsewhere (pointwise expressions)."""
+
+    def label(self, node: ir.Node) -> str:
+        """The node as messages name it."""
+
+    def select(
+        self,
+        node: ir.Node,
+        problem: Problem,
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+    ) -> str | None:
+        """Append the best candidate of registry op `problem.op`; the reason where there is none."""
+
+
+Lowering: TypeAlias = "Callable[[Context, ir.Node], str | None]"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Of a stage whose model is one pass of a Loop: what goes in, and what comes of it.
+
+    The model's first inputs are `inputs`: the pass's number, a condition and the states, and its
+    outputs the condition, the states and what is stacked. `trips`, `condition` ("" where there is
+    none) and `start`, the states before the first pass, are inputs of the stage or `known`.
+    `results` are those of (states, stacks) that are the stage's outputs; `empty` is a stack after
+    no pass.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    trips: str
+    condition: str
+    start: tuple[str, ...]
+    known: Mapping[str, np.ndarray] = field(repr=False)
+    results: tuple[int, ...]
+    empty: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model to run after the calls, over their results: some of its sizes depend on data.
+
+    `inputs` are where its inputs stand on the device; None: an earlier stage makes them.
+    onnxruntime runs it if `host`, else it is lowered in its turn; as often as `loop` says.
+    """
+
+    model: bytes = field(repr=False)
+    inputs: tuple[tuple[str, Tensor | None], ...]
+    outputs: tuple[str, ...]
+    host: bool
+    loop: Loop | None = None
+
+
+class NeedsValues(Exception):
+    """Lowering needs the values of these inputs, which decide about shapes."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"the values of {', '.join(names)} decide about shapes")
+        self.names = tuple(names)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernel calls in order over buffers: a pure function of (model, shapes, Hardware).
+
+    `inputs` and `outputs` are in the model's order. An output known at lowering is an array, one of
+    a later stage None; an output that is a state's next value is that state's own tensor.
+    """
+
+    calls: tuple[Call, ...]
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[tuple[str, Tensor], ...]
+    outputs: tuple[tuple[str, Tensor | np.ndarray | None], ...]
+    constants: Mapping[int, np.ndarray] = field(repr=False)
+    fallbacks: tuple[str, ...] = ()
+    """Operators that run on onnxruntime, each with the reason."""
+    stages: tuple[Stage, ...] = ()
+    """What depends on the calls' results, in order."""
+    setup: tuple[Call, ...] = ()
+    """Calls that read nothing but constants: they run once, before the first run. What they write
+    are buffers of kind constant that `constants` does not hold."""
+
+    def __str__(self) -> str:
+        lines = [f"input {name} = {tensor}" for name, tensor in self.inputs]
+        lines += [f"once {call}" for call in self.setup]
+        lines += [f"{i:4d} {call}" for i, call in enumerate(self.calls)]
+        lines += [f"output {name} = {t}" for name, t in self.outputs if isinstance(t, Tensor)]
+        return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""What a pointwise call computes: loads, scalars, steps and stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """value = TABLE[name](args), computed in the arithmetic type of `dtype`."""
+
+    name: str
+    dtype: str
+    args: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Load `load` is read `step` elements further for each of load `index`, an axis of `size`.
+
+    Negative indices count from the end; outside the axis the load is zero.
+    """
+
+    load: int
+    index: int
+    step: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Values are numbered: loads (the Call's reads), then `scalars` (C type, value), then `steps`.
+
+    `stores[i]` is the value that the Call's write `i` receives, converted to that tensor's dtype.
+    """
+
+    loads: int
+    scalars: tuple[tuple[str, float], ...]
+    steps: tuple[Step, ...]
+    stores: tuple[int, ...]
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The steps' names in order, for listings."""
+        return "+".join(["Gather"] * len(self.rows) + [s.name for s in self.steps]) or "Copy"

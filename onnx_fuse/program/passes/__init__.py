@@ -1,0 +1,1 @@
+"""Passes over a Program's calls."""

@@ -1,0 +1,297 @@
+"""Calls of one kind over other tensors become one launch: updates of weights, small reductions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from math import prod
+
+from onnx_fuse.cuda.jit import source_text, without_bounds
+from onnx_fuse.cuda.pointwise import SCALAR, launch_many
+from onnx_fuse.kernels.rows import fold_kind, fold_many
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
+from onnx_fuse.program.problem import Launch, Num, Ptr, Table
+
+MAX_WAIT = 2 << 20
+"""Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
+MAX_TABLE = 30_000
+"""Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
+MAX_FOLDS = 256
+"""Weights that one launch folds."""
+
+
+def batch(calls: Sequence[Call]) -> list[Call]:
+    """Equal expressions over many flat tensors, an optimizer's updates, become one launch.
+
+    A call may wait for a later one of its kind if nothing in between reads what it writes or
+    writes what it touches. Of large tensors those that are ready last have a launch of their own:
+    the others' may run beside what makes them.
+    """
+    depth: dict[int, int] = defaultdict(int)  # of a buffer: the longest chain of calls to it
+    depths = []
+    for call in calls:
+        depths.append(1 + max((depth[t.buffer] for _, t in call.reads), default=0))
+        for _, tensor in call.writes:
+            depth[tensor.buffer] = depths[-1]
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        if (kind := _kind(call)) is not None:
+            kinds[kind].append(i)
+    gone: set[int] = set()
+    placed: dict[int, list[Call]] = defaultdict(list)
+    for members in kinds.values():
+        run: list[int] = []
+        for i in reversed(members):
+            # `run` starts at its last member; earlier ones join as long as they may wait for it
+            if run and not _may_wait(calls, i, run[0]):
+                _place(calls, run, depths, gone, placed)
+                run = []
+            run.append(i)
+        _place(calls, run, depths, gone, placed)
+    result = []
+    for i, call in enumerate(calls):
+        if i not in gone:
+            result.append(call)
+        result += placed.get(i, [])
+    return result
+
+
+def _place(
+    calls: Sequence[Call],
+    run: Sequence[int],
+    depths: Sequence[int],
+    gone: set[int],
+    placed: dict[int, list[Call]],
+) -> None:
+    """Put the members of a run as one call, or a few, where its last member stood."""
+    if len(run) < 2:
+        return
+    members = list(reversed(run))
+    large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
+    last = max((depths[i] for i in large), default=0)
+    early = [i for i in large if depths[i] < last]
+    then = [i for i in large if depths[i] == last < max(depths[j] for j in members)]
+    apart = {*early, *then}
+    rest = [i for i in members if i not in apart]
+    columns = len(calls[run[0]].reads) + len(calls[run[0]].writes) + 2
+    most = MAX_TABLE // (8 * columns)
+    most = 1 << (most.bit_length() - 1)
+    for some in (early, then, rest):
+        parts = [[calls[i] for i in some[k : k + most]] for k in range(0, len(some), most)]
+        placed[run[0]] += [_many(part) if len(part) > 1 else part[0] for part in parts]
+    gone.update(run)
+
+
+def _kind(call: Call) -> object | None:
+    """What calls of one launch have in common; None for a call that stands alone."""
+    if call.expression is None:
+        return _twin(call)
+    if not prod(call.writes[0][1].shape) or call.expression.rows:
+        return None
+    tensors = [t for _, t in (*call.reads, *call.writes)]
+    flat = call.writes[0][1]
+    if any(t.wide or not (t.dense or _single(t)) for t in tensors) or flat.size == 1:
+        return None
+    shared = tuple(t.buffer if _single(t) else -1 for _, t in call.reads)
+    return call.expression, shared, tuple(t.dtype for t in tensors)
+
+
+def _twin(call: Call) -> object | None:
+    """The launch of a small call that a grid of several may run: equal but for its pointers."""
+    if len(call.launches) != 1 or call.workspace or call.host:
+        return None
+    (launch,) = call.launches
+    if (
+        launch.cluster > 1
+        or launch.smem
+        or "\n" in launch.source
+        or sum(t.nbytes for _, t in call.reads) > MAX_WAIT
+        or not all(
+            isinstance(arg, Num) or arg == Ptr(getattr(arg, "name", "")) for arg in launch.args
+        )
+        or free_axis(launch) is None
+    ):
+        return None
+    bound = {name for name, _ in (*call.reads, *call.writes)}
+    unbound = tuple(isinstance(arg, Ptr) and arg.name not in bound for arg in launch.args)
+    return launch, unbound
+
+
+def _single(tensor: Tensor) -> bool:
+    """Whether every element is the same one."""
+    return all(s == 0 or d == 1 for d, s in zip(tensor.shape, tensor.strides, strict=True))
+
+
+def _may_wait(calls: Sequence[Call], i: int, until: int) -> bool:
+    reads = {t.buffer for _, t in calls[i].reads}
+    writes = {t.buffer for _, t in calls[i].writes}
+    for call in calls[i + 1 : until + 1]:
+        if any(t.buffer in writes for _, t in (*call.reads, *call.writes)):
+            return False
+        if any(t.buffer in reads for _, t in call.writes):
+            return False
+    return True
+
+
+def _many(members: Sequence[Call]) -> Call:
+    """One call of all members; their operands are bound under "column.row"."""
+    first = members[0]
+    if first.expression is None:
+        return _twins(members)
+    shared = [t if _single(t) else None for _, t in first.reads]
+    items = [([t for _, t in c.reads], [t for _, t in c.writes]) for c in members]
+    reads: dict[str, Tensor] = {f"a{r}": t for r, t in enumerate(shared) if t is not None}
+    writes: dict[str, Tensor] = {}
+    inputs = len(first.reads)
+    for row, (r, w) in enumerate(items):
+        reads |= {f"{k}.{row}": t for k, t in enumerate(r) if shared[k] is None}
+        writes |= {f"{inputs + k}.{row}": t for k, t in enumerate(w)}
+    return Call(
+        f"{first.expression.name} x{len(members)}",
+        nodes_of(*members),
+        (launch_many(first.expression, shared, items),),
+        tuple(reads.items()),
+        tuple(writes.items()),
+        flops=sum(len(first.expression.steps) * w[0].size for _, w in items),
+        bytes=sum(t.nbytes for r, w in items for t in (*r, *w)),
+    )
+
+
+def _twins(members: Sequence[Call]) -> Call:
+    """One launch of equal ones over other pointers; operands are bound under "name.row"."""
+    return Call(
+        f"{members[0].kernel} x{len(members)}",
+        nodes_of(*members),
+        (launch_twins(members),),
+        tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.reads),
+        tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.writes),
+        flops=sum(c.flops for c in members),
+        bytes=sum(c.bytes for c in members),
+        why=members[0].why,
+    )
+
+
+def free_axis(launch: Launch) -> str | None:
+    """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
+    # what common.cuh knows of the grid is the whole one's size
+    text = source_text(launch.source).replace(source_text("common.cuh"), "")
+    if "__grid_constant__" in text:
+        return None
+    for k, axis in ((1, "y"), (2, "z")):
+        if launch.grid[k] == 1 and f"blockIdx.{axis}" not in text and f"gridDim.{axis}" not in text:
+            return axis
+    return None
+
+
+def launch_twins(members: Sequence[Call]) -> Launch:
+    """The members' kernel as a device function, called once a row of a table of pointers."""
+    (launch,) = members[0].launches
+    axis = free_axis(launch)
+    pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
+    rows = 1 << (len(members) - 1).bit_length()  # few distinct sources for many counts
+    words: list[Ptr | int] = []
+    for i, call in enumerate(members):
+        bound = {name for name, _ in (*call.reads, *call.writes)}
+        words += [Ptr(f"{p.name}.{i}") if p.name in bound else 0 for p in pointers]
+    words += [0] * ((rows - len(members)) * len(pointers))
+    parameters, passed, numbers = [], [], []
+    for i, arg in enumerate(launch.args):
+        if isinstance(arg, Num):
+            parameters.append(f", {SCALAR[arg.ctype]} n{i}")
+            passed.append(f"n{i}")
+            numbers.append(arg)
+        else:
+            column = sum(isinstance(a, Ptr) for a in launch.args[:i])
+            passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
+    text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
+    source = f"""{text}
+struct TwinPointer {{
+    u64 p;
+    template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
+}};
+struct TwinRow {{ u64 p[{len(pointers)}]; }};
+struct TwinRows {{ TwinRow at[{rows}]; }};
+extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
+    twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
+    after_previous_launch();
+    {launch.entry}({", ".join(passed)});
+}}
+"""
+    x, y, z = launch.grid
+    grid = (x, len(members), z) if axis == "y" else (x, y, len(members))
+    return Launch(
+        source, "twins", grid, launch.block, (Table(tuple(words)), *numbers), launch.defines
+    )
+
+
+def fold_together(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Folds of weights become one launch where the first stood, which casts float32 masters too."""
+    readers, writers = of = uses(calls)
+    groups: dict[object, list[tuple[int, int | None]]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        if [launch.entry for launch in call.launches] != ["fold_columns"]:
+            continue
+        w = dict(call.reads)["w"].buffer
+        for cast in dict.fromkeys((_cast_for(calls, i, of, keep), None)):
+            group = groups[fold_kind(call.launches[0]), cast is None]
+            first = group[0][0] if group else i
+            made = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
+            if max(made, default=-1) >= first or (cast is not None and min(readers[w]) < first):
+                continue
+            group.append((i, cast))
+            break
+    result: list[list[Call]] = [[call] for call in calls]
+    for group in groups.values():
+        if len(group) < 2 and not any(cast is not None for _, cast in group):
+            continue
+        for i in (i for pair in group for i in pair if i is not None):
+            result[i] = []
+        parts = [group[k : k + MAX_FOLDS] for k in range(0, len(group), MAX_FOLDS)]
+        result[group[0][0]] = [
+            _folds([(calls[i], None if cast is None else calls[cast]) for i, cast in part])
+            for part in parts
+        ]
+    return [call for entry in result for call in entry]
+
+
+def _cast_for(
+    calls: Sequence[Call], i: int, of: tuple[Uses, Uses], keep: Collection[int]
+) -> int | None:
+    """The call that does nothing but round the weights which fold `i` alone folds."""
+    readers, writers = of
+    w = dict(calls[i].reads)["w"]
+    if len(writers[w.buffer]) != 1 or w.buffer in keep:
+        return None
+    (at,) = writers[w.buffer]
+    cast = calls[at]
+    if steps_of(cast) not in (["CastBFloat16"], ["CastFloat16"]) or len(cast.writes) != 1:
+        return None
+    (_, x), (_, y) = cast.reads[0], cast.writes[0]
+    if not whole(w.size, w, x, y) or x.dtype != "float32":
+        return None
+    if any(at < j < i for j in writers[x.buffer]):
+        return None
+    folds = [j for j in readers[w.buffer] if "fold_columns" in {x.entry for x in calls[j].launches}]
+    return at if folds == [i] else None
+
+
+def _folds(members: Sequence[tuple[Call, Call | None]]) -> Call:
+    """One call of several folds; a member's cast gives it the float32 weights to read."""
+    reads: dict[str, Tensor] = {}
+    writes: dict[str, Tensor] = {}
+    for i, (fold, cast) in enumerate(members):
+        given = dict(fold.reads)
+        if cast is not None:
+            writes[f"low.{i}"] = given["w"]
+            given["w"] = cast.reads[0][1]
+        reads |= {f"{name}.{i}": t for name, t in given.items()}
+        writes |= {f"{name}.{i}": t for name, t in fold.writes}
+    return Call(
+        f"Fold x{len(members)}",
+        nodes_of(*(call for pair in members for call in pair if call is not None)),
+        (fold_many([fold.launches[0] for fold, _ in members], members[0][1] is not None),),
+        tuple(reads.items()),
+        tuple(writes.items()),
+        bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
+    )

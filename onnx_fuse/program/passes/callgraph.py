@@ -1,0 +1,143 @@
+"""A list of calls as a graph: who writes and reads what, and what a pass puts in a call's place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import TypeAlias
+
+from onnx_fuse.kernels import Choice, forced, refusals, select
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.problem import Hardware, Problem
+
+LARGE = 1 << 16
+"""Elements from which a pass over a tensor weighs more than its launch."""
+Uses: TypeAlias = dict[int, list[int]]
+
+
+def uses(calls: Sequence[Call]) -> tuple[Uses, Uses]:
+    """Buffer -> the calls that read it, once for each operand, and those that write it."""
+    readers: Uses = defaultdict(list)
+    writers: Uses = defaultdict(list)
+    for i, call in enumerate(calls):
+        for _, tensor in call.reads:
+            readers[tensor.buffer].append(i)
+        for _, tensor in call.writes:
+            writers[tensor.buffer].append(i)
+    return readers, writers
+
+
+def nodes_of(*calls: Call) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for call in calls for name in call.nodes))
+
+
+def steps_of(call: Call) -> list[str]:
+    """The operators of a pointwise call; none of any other."""
+    return [step.name for step in call.expression.steps] if call.expression is not None else []
+
+
+def moved(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
+    """The tensor in the buffer that stands for its own."""
+    return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
+
+
+def elsewhere(call: Call, same: Mapping[int, int]) -> Call:
+    """The call on other buffers."""
+    reads, writes = (
+        tuple((n, moved(t, same)) for n, t in part) for part in (call.reads, call.writes)
+    )
+    return replace(call, reads=reads, writes=writes)
+
+
+def whole(size: int, *tensors: Tensor) -> bool:
+    """Whether all of them are `size` elements in order, from their buffer's first on."""
+    return all(t.dense and not t.offset and t.size == size for t in tensors)
+
+
+def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
+    """The call with the launches of the candidate chosen for its problem."""
+    assert call.problem is not None
+    how = f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us"
+    return replace(
+        call,
+        launches=choice.launch(call.problem, hw),
+        workspace=choice.workspace(call.problem, hw),
+        why=how,
+    )
+
+
+class Calls:
+    """The calls under a pass, by place; `keep` are buffers whose last values are wanted."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        keep: Collection[int],
+        hw: Hardware,
+        prefs: Mapping[str, str] | None = None,
+    ) -> None:
+        self.calls, self.keep, self.hw, self.prefs = calls, keep, hw, prefs
+        self.now: list[tuple[Call, ...]] = [(call,) for call in calls]
+        """What stands at each place."""
+        self.readers, self.writers = uses(calls)
+
+    def made_for(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:
+        """The call, and its place, that alone writes what call `i` alone reads, once, and what
+        nothing keeps.
+        """
+        alone = self.readers[tensor.buffer] == [i] and tensor.buffer not in self.keep
+        return self.maker(tensor) if alone else None
+
+    def maker(self, tensor: Tensor) -> tuple[int, Call] | None:
+        """The one call that writes it, and its place."""
+        writers = self.writers[tensor.buffer]
+        now = self.now[writers[0]] if len(writers) == 1 else ()
+        return (writers[0], now[0]) if now else None
+
+    def may_write(self, at: int, i: int, tensor: Tensor) -> bool:
+        """Whether call `at` may write what call `i` does: no other does, and until then nothing
+        reads it, as a state's value of before.
+        """
+        readers, writers = self.readers[tensor.buffer], self.writers[tensor.buffer]
+        return writers == [i] and not any(at <= r < i for r in readers)
+
+    def kernel(self, problem: Problem) -> Choice | None:
+        """The kernel for more of an epilogue; None where the one asked for has no such."""
+        if forced(self.prefs).get(problem.op) in refusals(problem.op, problem, self.hw):
+            return None
+        return select(problem.op, problem, self.hw, self.prefs)
+
+    def seconds(self, problem: Problem) -> float:
+        """Of its kernel; infinity where it has none."""
+        choice = self.kernel(problem)
+        return inf if choice is None else choice.seconds
+
+    def served(self, call: Call) -> Call | None:
+        """The call with the kernel for its problem, None where there is none."""
+        choice = self.kernel(call.problem) if call.problem is not None else None
+        return None if choice is None else chosen(call, choice, self.hw)
+
+    def take(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
+        """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.
+
+        A problem that differs gets its kernel; False, and nothing done, where it has none.
+        """
+        (old,) = self.now[at]
+        if call.problem is not None and call.problem != old.problem:
+            served = self.served(call)
+            if served is None:
+                return False
+            call = served
+        call = replace(call, nodes=nodes_of(old, self.calls[i]))
+        self.now[at], self.now[i] = ((), (call, *after)) if here else ((call,), after)
+        return True
+
+
+def rewrite(rule: Callable[[Calls, int, Call], None], calls: Calls) -> list[Call]:
+    """The calls after a rule that was asked at each of them, in order."""
+    for i in range(len(calls.calls)):
+        for call in calls.now[i]:
+            rule(calls, i, call)
+    return [call for now in calls.now for call in now]

@@ -1,0 +1,293 @@
+"""Pointwise chains become one call.
+
+Calls form a graph by the buffers they read and write. A pointwise call is contracted into a
+pointwise producer whose element it reads at the same place, if no other path leads from the one to
+the other; what only the chain itself read is then never stored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.passes.callgraph import nodes_of
+
+MAX_OPERANDS = 24
+MAX_STEPS = 96
+MAX_SCALAR_STEPS = 4  # a number that each element works out again
+
+
+def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Contract pointwise chains, then order the groups and forget stores nothing reads."""
+    groups: dict[int, Call] = {}
+    parents: dict[int, set[int]] = {}
+    ancestors: list[int] = []
+    home: dict[int, int] = {}  # call index -> group that holds it
+    writers: dict[int, list[int]] = defaultdict(list)
+    readers: dict[int, list[int]] = defaultdict(list)
+    members: dict[int, set[int]] = {}
+    all_readers: dict[int, set[int]] = defaultdict(set)
+    for q, call in enumerate(calls):
+        for _, tensor in call.reads:
+            all_readers[tensor.buffer].add(q)
+
+    def inner(inside: set[int], buffer: int) -> bool:
+        """Whether nothing but these calls reads the buffer."""
+        return buffer not in keep and all_readers[buffer] <= inside
+
+    for q, call in enumerate(calls):
+        read = {t.buffer for _, t in call.reads}
+        wrote = {t.buffer for _, t in call.writes}
+        direct = {w for b in read | wrote for w in writers[b]}
+        direct |= {r for b in wrote for r in readers[b]}
+        deps = {home[d] for d in direct}
+        groups[q], parents[q], home[q], members[q] = call, deps, q, {q}
+        mask = 0
+        for d in deps:
+            mask |= ancestors[d] | 1 << d
+        ancestors.append(mask)
+        for b in read:
+            readers[b].append(q)
+        for b in wrote:
+            writers[b].append(q)
+        group = q
+        for p in sorted(deps, reverse=True):
+            if p == group or p not in groups or groups[group].expression is None:
+                continue
+            # another path leads through another of its parents
+            if any(ancestors[e] >> p & 1 for e in parents[group] if e != p):
+                continue
+            inside = members[p] | members[group]
+            first = groups[p]
+            if first.expression is not None and len(first.expression.steps) <= MAX_SCALAR_STEPS:
+                stays = any(not inner(inside, t.buffer) for _, t in first.writes)
+                first = first if stays else spread(first, groups[group])
+            joined = join(first, groups[group])
+            if joined is not None:
+                joined = _without(joined, partial(inner, inside))
+            if joined is None or len(joined.reads) + len(joined.writes) > MAX_OPERANDS:
+                continue
+            members[p] = inside
+            # `group` lives on in p: everything that knew it now knows p
+            groups[p] = joined
+            parents[p] = (parents[p] | parents[group]) - {p, group}
+            extra = ancestors[group] & ~(1 << p)
+            for g in groups:
+                if ancestors[g] >> group & 1:
+                    ancestors[g] = ancestors[g] & ~(1 << group) | 1 << p
+                    parents[g] = {p if x == group else x for x in parents[g]}
+            ancestors[p] |= extra
+            for g in groups:
+                if ancestors[g] >> p & 1:
+                    ancestors[g] |= extra
+            del groups[group]
+            for index, h in home.items():
+                if h == group:
+                    home[index] = p
+            group = p
+    ordered = _order(groups, parents)
+    return _forget([groups[g] for g in ordered], keep)
+
+
+def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
+    waiting = {g: len(parents[g]) for g in groups}
+    children: dict[int, list[int]] = defaultdict(list)
+    for g in groups:
+        for p in parents[g]:
+            children[p].append(g)
+    ready = [g for g, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        g = heapq.heappop(ready)
+        order.append(g)
+        for child in children[g]:
+            waiting[child] -= 1
+            if waiting[child] == 0:
+                heapq.heappush(ready, child)
+    assert len(order) == len(groups), "the call graph has a cycle"
+    return order
+
+
+def _forget(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Stores that nothing reads are dropped, then steps and loads without a use."""
+    read = set(keep)
+    for call in calls:
+        read.update(t.buffer for _, t in call.reads)
+    return [_without(call, lambda b: b not in read) if call.expression else call for call in calls]
+
+
+def _without(call: Call, unread: Callable[[int], bool]) -> Call:
+    """The call without its stores to buffers that are `unread`."""
+    assert call.expression is not None
+    stays = [i for i, (_, t) in enumerate(call.writes) if not unread(t.buffer)]
+    stores = tuple(call.expression.stores[i] for i in stays)
+    writes = tuple(call.writes[i][1] for i in stays)
+    expression = replace(call.expression, stores=stores)
+    return _renamed(call, expression, [t for _, t in call.reads], writes)
+
+
+def _renamed(
+    call: Call, expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> Call:
+    """The call with unused steps and loads removed and its operands numbered again."""
+    first = expression.loads + len(expression.scalars)
+    needed = set(expression.stores)
+    for i in reversed(range(len(expression.steps))):
+        if first + i in needed:
+            needed.update(expression.steps[i].args)
+    rows = [row for row in expression.rows if row.load in needed]
+    needed.update(row.index for row in rows)
+    number: dict[int, int] = {}
+    loads = [i for i in range(expression.loads) if i in needed]
+    scalars = [i for i in range(len(expression.scalars)) if expression.loads + i in needed]
+    steps = [i for i in range(len(expression.steps)) if first + i in needed]
+    old = [*loads, *(expression.loads + i for i in scalars), *(first + i for i in steps)]
+    number = {value: i for i, value in enumerate(old)}
+    fresh = Expression(
+        len(loads),
+        tuple(expression.scalars[i] for i in scalars),
+        tuple(
+            replace(expression.steps[i], args=tuple(number[a] for a in expression.steps[i].args))
+            for i in steps
+        ),
+        tuple(number[s] for s in expression.stores),
+        tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
+    )
+    return replace(
+        call,
+        kernel=fresh.name,
+        expression=fresh,
+        reads=tuple((f"a{i}", reads[k]) for i, k in enumerate(loads)),
+        writes=tuple((f"y{i}", t) for i, t in enumerate(writes)),
+    )
+
+
+def spread(a: Call, b: Call) -> Call:
+    """`a` of one element as if it were of all of `b`'s, where b reads it at stride 0."""
+    shape = b.writes[0][1].shape
+    if any(t.size != 1 for _, t in (*a.reads, *a.writes)) or prod(shape) == 1:
+        return a
+
+    def all_over(part: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, Tensor], ...]:
+        return tuple((n, replace(t, shape=shape, strides=(0,) * len(shape))) for n, t in part)
+
+    return replace(a, reads=all_over(a.reads), writes=all_over(a.writes))
+
+
+def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
+    """The coarsest shape that both shapes are merges of, None where there is none."""
+    if prod(a) != prod(b) or 0 in a:
+        return None
+    cuts = set()
+    for shape in (a, b):
+        step = 1
+        for d in reversed(shape):
+            step *= d
+            cuts.add(step)
+    ordered = sorted(cuts | {1})
+    if any(high % low for low, high in pairwise(ordered)):
+        return None
+    return [high // low for low, high in pairwise(ordered)][::-1]
+
+
+def join(a: Call, b: Call) -> Call | None:
+    """One call that does `a`, then `b`, element by element; None where that is not possible."""
+    if a.expression is None or b.expression is None:
+        return None
+    shape = list(a.writes[0][1].shape)
+    other = list(b.writes[0][1].shape)
+    common = shape if shape == other else refine(shape, other)
+    if common is None or len(a.expression.steps) + len(b.expression.steps) > MAX_STEPS:
+        return None
+    views = [[t if list(t.shape) == common else t.reshape(common) for _, t in part]
+             for part in (a.reads, a.writes, b.reads, b.writes)]  # fmt: skip
+    if any(t is None for part in views for t in part):
+        return None
+    a_reads, a_writes, b_reads, b_writes = [[_plain(t) for t in part if t] for part in views]
+    stored = {t.buffer: t for t in a_writes}
+    if len(stored) < len(a_writes) or any(t.buffer in stored for t in b_writes):
+        return None
+    if any(t.buffer in stored and t != stored[t.buffer] for t in b_reads):
+        return None
+    # one element is read and written by one thread alone
+    written = {t.buffer: t for t in b_writes}
+    if any(t.buffer in written and t != written[t.buffer] for t in (*a_reads, *b_reads)):
+        return None
+    ea, eb = a.expression, b.expression
+    if any(b_reads[i].buffer in stored for row in eb.rows for i in (row.load, row.index)):
+        return None
+    tables = [a_reads[row.load] for row in ea.rows] + [b_reads[row.load] for row in eb.rows]
+    if any(t.buffer in written for t in tables):
+        return None
+    reads, wanted = _places(ea, a_reads), _places(eb, b_reads)
+    source: dict[int, tuple[str, int]] = {}
+    for i in sorted(range(len(wanted)), key=lambda i: wanted[i][1] is not None):  # rows last
+        t, row = wanted[i]
+        if t.buffer in stored:
+            source[i] = "a", ea.stores[a_writes.index(t)]
+            continue
+        place = t, row and replace(row, index=source[row.index][1])
+        if place not in reads:
+            reads.append(place)
+        source[i] = "load", reads.index(place)
+    scalars = list(ea.scalars)
+    places = []
+    for scalar in eb.scalars:
+        if scalar not in scalars:
+            scalars.append(scalar)
+        places.append(scalars.index(scalar))
+    base = len(reads)
+
+    def from_a(i: int) -> int:
+        if i < ea.loads:
+            return i
+        if i < ea.loads + len(ea.scalars):
+            return base + i - ea.loads
+        return base + len(scalars) + i - ea.loads - len(ea.scalars)
+
+    def from_b(i: int) -> int:
+        if i < eb.loads:
+            kind, value = source[i]
+            return from_a(value) if kind == "a" else value
+        if i < eb.loads + len(eb.scalars):
+            return base + places[i - eb.loads]
+        return base + len(scalars) + len(ea.steps) + i - eb.loads - len(eb.scalars)
+
+    def moved(step: Step, number: object) -> Step:
+        return replace(step, args=tuple(number(i) for i in step.args))  # type: ignore[operator]
+
+    expression = Expression(
+        len(reads),
+        tuple(scalars),
+        tuple([moved(s, from_a) for s in ea.steps] + [moved(s, from_b) for s in eb.steps]),
+        tuple([from_a(i) for i in ea.stores] + [from_b(i) for i in eb.stores]),
+        tuple(replace(row, load=i) for i, (_, row) in enumerate(reads) if row is not None),
+    )
+    return replace(
+        a,
+        kernel=expression.name,
+        nodes=nodes_of(a, b),
+        expression=expression,
+        reads=tuple((f"a{i}", t) for i, (t, _) in enumerate(reads)),
+        writes=tuple((f"y{i}", t) for i, t in enumerate((*a_writes, *b_writes))),
+    )
+
+
+def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | None]]:
+    """Each read, and what chooses its rows, without its own number."""
+    rows = {row.load: replace(row, load=-1) for row in e.rows}
+    return [(t, rows.get(i)) for i, t in enumerate(reads)]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Strides of axes of size 1 set to 0, so that equal views compare equal."""
+    pairs = zip(tensor.shape, tensor.strides, strict=True)
+    return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))

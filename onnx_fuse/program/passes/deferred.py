@@ -1,0 +1,265 @@
+"""A LayerNormalization left to the 16-bit products that read it: no launch, no stored rows.
+
+Post-norm transformers: h = LN(s), y = act(h · w + c), t = a · v + b + h become
+y = LayerNormGemm(s) with folded weights and t = a · v + (b + beta) + (s - mean) rstd gamma, with
+the statistics that the first wrote. It takes them from s, or from the moments of each row's tiles
+that the wgmma product which makes s leaves: whichever the cost models find cheapest, if it is
+cheaper than the launch of the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+
+import numpy as np
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.kernels import select
+from onnx_fuse.kernels.gemm_sm90 import TILES
+from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.passes.callgraph import chosen, uses
+from onnx_fuse.program.problem import Num, Problem
+from onnx_fuse.program.size import rough
+
+PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
+ACTIVATED = PLAIN | {"act", "act_alpha"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = LN(x) over rows of `width` elements, and its parameters' values."""
+
+    call: Call
+    x: Tensor
+    y: Tensor
+    gamma: np.ndarray
+    beta: np.ndarray
+    epsilon: float
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        return prod(self.x.shape[:-1])
+
+    def whole(self, tensor: Tensor) -> bool:
+        """Whether these are all rows, in order."""
+        return tensor.dense and not tensor.offset and tensor.size == self.y.size
+
+
+def defer(
+    calls: Sequence[Call],
+    keep: Collection[int],
+    ctx: Context,
+    prefs: Mapping[str, str] | None = None,
+) -> tuple[Call, ...]:
+    """The calls without the LayerNormalizations that all their readers can take over."""
+    readers, writers = uses(calls)
+    result: list[Call | None] = list(calls)
+    choices = Choices(ctx, prefs)
+    for i, call in enumerate(calls):
+        norm = _norm(call, ctx)
+        if norm is None or norm.y.buffer in keep or writers[norm.y.buffer] != [i]:
+            continue
+        if max(writers[norm.x.buffer], default=-1) > i:
+            continue  # x has another value by then
+        at = {j: result[j] for j in readers[norm.y.buffer]}
+        products = {j: c for j, c in at.items() if c is not None and _product(c, norm)}
+        residuals = {j: c for j, c in at.items() if c is not None and _residual(c, norm, ctx)}
+        if not products or len(products) + len(residuals) < len(readers[norm.y.buffer]):
+            continue
+        if min(residuals, default=len(calls)) < min(products):
+            continue  # the statistics would come too late
+        maker = writers[norm.x.buffer]
+        source = result[maker[0]] if len(maker) == 1 else None
+        changed = choices.replaced(norm, source, products, residuals)
+        if changed is not None:
+            result[i] = None
+            for j, new in changed.items():
+                result[maker[0] if j < 0 else j] = new
+    return tuple(call for call in result if call is not None)
+
+
+def _norm(call: Call, ctx: Context) -> Norm | None:
+    """The LayerNormalization of a 16-bit x whose parameters nothing writes to."""
+    if call.kernel != "LayerNormalization" or [name for name, _ in call.writes] != ["y"]:
+        return None
+    reads, y = dict(call.reads), call.writes[0][1]
+    gamma = ctx.known(reads["scale"])
+    beta = ctx.known(reads["bias"]) if "bias" in reads else np.zeros(1, np.float32)
+    x = reads["x"]
+    if x.dtype not in ("float16", "bfloat16") or gamma is None or beta is None or x.offset:
+        return None
+    if gamma.size != x.shape[-1]:
+        return None
+    (epsilon,) = (a.value for a in call.launches[0].args if isinstance(a, Num) and a.ctype == "f32")
+    return Norm(call, x, y, gamma.reshape(-1), beta.reshape(-1), epsilon)
+
+
+def _attrs(problem: Problem) -> set[str]:
+    return {name for name, value in problem.attrs if value}
+
+
+def _product(call: Call, norm: Norm) -> bool:
+    """Whether the norm's rows are the product's left operand, and nothing else of it."""
+    p = call.problem
+    return (
+        p is not None
+        and p.op == "Gemm"
+        and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["a"]
+        and norm.whole(dict(call.reads)["a"])
+        and (p.m, p.k, p.batch, p.trans_a) == (norm.rows, norm.width, (), False)
+        and p.integer("lda", p.k) == p.k
+        and p.integer("ldb", p.k if p.trans_b else p.n) == (p.k if p.trans_b else p.n)
+        and _attrs(p) <= ACTIVATED
+    )
+
+
+def _residual(call: Call, norm: Norm, ctx: Context) -> bool:
+    """Whether the product adds the norm's rows to its own, after a bias that is known."""
+    p, reads = call.problem, dict(call.reads)
+    return (
+        p is not None
+        and p.op == "Gemm"
+        and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["c"]
+        and norm.whole(reads["c"])
+        and (p.m, p.n, p.batch) == (norm.rows, norm.width, ())
+        and p.attr("residual") is True
+        and _attrs(p) <= PLAIN | {"residual", "moments"}
+        and ("col1" not in reads or ctx.known(reads["col1"]) is not None)
+    )
+
+
+class Choices:
+    """What replaces a norm and its readers, if that is cheaper."""
+
+    def __init__(self, ctx: Context, prefs: Mapping[str, str] | None) -> None:
+        self.ctx, self.prefs = ctx, prefs
+        self._seconds: dict[Problem, float] = {}
+
+    def seconds(self, *problems: Problem) -> float:
+        """By the cost models alone: a record of one would not compare with a guess of another."""
+        for problem in problems:
+            if problem not in self._seconds:
+                try:  # a kernel that the user asks for may not serve it
+                    found = select(problem.op, problem, self.ctx.hw, self.prefs, records=False)
+                except UsageError:
+                    found = None
+                self._seconds[problem] = found.seconds if found is not None else inf
+        return sum(self._seconds[problem] for problem in problems)
+
+    def replaced(
+        self,
+        norm: Norm,
+        source: Call | None,
+        products: Mapping[int, Call],
+        residuals: Mapping[int, Call],
+    ) -> dict[int, Call] | None:
+        """The readers' new calls by their place, -1: of the call that makes x; None: as it was."""
+        hw = self.ctx.hw
+        added = self.seconds(*(_added(c) for c in residuals.values()))
+        launch = hw.launch_seconds + 2 * rough(norm.x.nbytes) / hw.bandwidth
+        readers = (*products.values(), *residuals.values())
+        before = launch + self.seconds(*(c.problem for c in readers if c.problem))
+        ways = [(added + self.seconds(*(_norm_gemm(c, norm) for c in products.values())), 0)]
+        old = source.problem if source is not None else None
+        if source is not None and old is not None and _makes(source, norm):
+            for parts in sorted({norm.width // bn for _, bn, _ in TILES if norm.width % bn == 0}):
+                new = (_norm_gemm(c, norm, parts) for c in products.values())
+                more = self.seconds(old.having(moments=parts)) - self.seconds(old)
+                ways.append((added + more + self.seconds(*new), parts))
+        seconds, parts = min(ways)
+        if not seconds < before:
+            return None
+        return self._calls(norm, source if parts else None, parts, products, residuals)
+
+    def _calls(
+        self,
+        norm: Norm,
+        source: Call | None,
+        parts: int,
+        products: Mapping[int, Call],
+        residuals: Mapping[int, Call],
+    ) -> dict[int, Call] | None:
+        """None where the weights cannot be folded."""
+        ctx, found, part = self.ctx, {}, {}
+        if source is not None and source.problem is not None:
+            part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
+            wrote = replace(source, writes=(*source.writes, *part.items()))
+            found[-1] = self._chosen(wrote, source.problem.having(moments=parts))
+        given = dict(norm.call.reads)
+        statistics: dict[str, Tensor] = {}
+        for j, call in products.items():
+            reads, problem = dict(call.reads), _norm_gemm(call, norm, parts)
+            b = reads["b"]
+            weights = replace(b, shape=b.shape[-2:], strides=b.strides[-2:])
+            row = reads.get("col1") or ctx.constant(np.zeros(problem.n, norm.gamma.dtype))
+            folded = ctx.folded(given["scale"], given.get("bias"), weights, row, problem.trans_b)
+            if folded is None:
+                return None
+            own = {n: ctx.scratch("float32", (*norm.x.shape[:-1], 1)) for n in ("mean", "rstd")}
+            statistics = statistics or own
+            taken = replace(
+                call,
+                kernel=f"LayerNorm{call.kernel}",
+                nodes=tuple(dict.fromkeys((*norm.call.nodes, *call.nodes))),
+                reads=tuple(({"x": norm.x} | folded | part).items()),
+                writes=(*call.writes, *own.items()),
+            )
+            found[j] = self._chosen(taken, problem)
+        gamma = ctx.constant(norm.gamma.astype(np.float32))
+        for j, call in residuals.items():
+            reads = dict(call.reads)
+            bias = ctx.known(reads["col1"]) if "col1" in reads else np.zeros(1)
+            assert bias is not None
+            both = np.broadcast_to(bias.astype(np.float64).reshape(-1) + norm.beta, norm.width)
+            changed = {
+                "c": norm.x, "row0": statistics["rstd"], "row1": statistics["mean"],
+                "col0": gamma, "col1": ctx.constant(both.astype(np.float32)),
+            }  # fmt: skip
+            taken = replace(
+                call,
+                nodes=tuple(dict.fromkeys((*call.nodes, *norm.call.nodes))),
+                reads=tuple((reads | changed).items()),
+            )
+            found[j] = self._chosen(taken, _added(call))
+        return found
+
+    def _chosen(self, call: Call, problem: Problem) -> Call:
+        choice = select(problem.op, problem, self.ctx.hw, self.prefs)
+        assert choice is not None
+        return chosen(replace(call, problem=problem), choice, self.ctx.hw)
+
+
+def _norm_gemm(call: Call, norm: Norm, parts: int = 0) -> Problem:
+    """The LayerNormGemm that a product of the norm's rows becomes."""
+    p = call.problem
+    assert p is not None
+    kept = {name: p.attr(name) for name in ("act", "act_alpha") if p.attr(name)}
+    return Problem.of(
+        "LayerNormGemm", m=p.m, n=p.n, k=p.k, dtype=p.dtype, out_dtype=p.out_dtype,
+        trans_b=p.trans_b, math=p.math, bias=True, epsilon=norm.epsilon, folded=True,
+        static_b=True, align=16, **(kept | ({"parts": parts} if parts else {})),
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def _added(call: Call) -> Problem:
+    """The product that adds the norm of what it added before."""
+    assert call.problem is not None
+    return call.problem.having(residual="norm", bias=True)
+
+
+def _makes(call: Call, norm: Norm) -> bool:
+    """Whether a product's result is the norm's x, row by row."""
+    p = call.problem
+    return (
+        p is not None
+        and p.op == "Gemm"
+        and [(name, t.buffer) for name, t in call.writes] == [("y", norm.x.buffer)]
+        and norm.whole(call.writes[0][1])
+        and (p.m, p.n, p.batch) == (norm.rows, norm.width, ())
+    )

@@ -1,0 +1,356 @@
+"""What stands behind a kernel, or before it, becomes part of it: a rule for each kind.
+
+A rule looks at a call, at the call that makes what it reads, and puts one in the place of both
+where a kernel serves that and, if it is no gain for certain, the cost models find it cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnx_fuse.cuda.pointwise import FLOATS, STORAGE, inline
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
+from onnx_fuse.program.problem import ITEMSIZE, Num, Problem, Value
+from onnx_fuse.program.size import rough
+
+_SUMS = ("beta", "dact", "gate", "residual", "save_z")
+BARE = ("act", *_SUMS)
+"""What leaves no room for an operand in the epilogue of a Gemm."""
+ACTIVATIONS = {
+    "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
+    "Sigmoid": "sigmoid", "Tanh": "tanh",
+}  # fmt: skip
+"""Pointwise step -> the epilogue's activation."""
+
+
+_BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
+"""Product -> its operand that is a bias of columns."""
+
+
+def _product(
+    source: tuple[int, Call] | None, without: tuple[str, ...], ops: tuple[str, ...] = ("Gemm",)
+) -> tuple[int, Call, Problem] | None:
+    """The product of one result there, if it has none of these attributes."""
+    problem = source[1].problem if source is not None else None
+    if source is None or problem is None or problem.op not in ops or len(source[1].writes) != 1:
+        return None
+    return None if any(problem.attr(name) for name in without) else (*source, problem)
+
+
+def _row(tensor: Tensor) -> bool:
+    """Whether it is one row, broadcast over the axes before the last."""
+    axes = [s for d, s in zip(tensor.shape[:-1], tensor.strides[:-1], strict=True) if d > 1]
+    return bool(axes) and not any(axes) and tensor.strides[-1] == 1
+
+
+def add(calls: Calls, i: int, call: Call) -> None:
+    """y = a · b, s = y + r becomes one Gemm with the residual or bias r, if nothing else reads y.
+
+    Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
+    """
+    norm = call.kernel == "SkipLayerNorm"
+    if not (norm or (steps_of(call) == ["Add"] and len(call.reads) == 2)):
+        return
+    if not all(t.dense or _row(t) for _, t in (*call.reads, *call.writes)):
+        return
+    reads, total = dict(call.reads), dict(call.writes).get("sum", call.writes[0][1])
+    first, second = (reads["x"], reads["residual"]) if norm else reads.values()
+    for y, r in ((first, second), (second, first)):
+        found = _product(calls.made_for(i, y), BARE, ("Gemm", "MatMulNBits"))
+        if found is None or not y.dense or r.offset or y.size != total.size:
+            continue
+        at, product, problem = found
+        bias = not r.dense
+        if problem.op != "Gemm" and not bias:  # of 4-bit weights, whose kernels take no residual
+            continue
+        if {y.dtype, r.dtype, total.dtype} != {problem.out}:
+            continue
+        if bias and (norm or problem.attr("bias") or r.dtype not in FLOATS):
+            continue
+        if bias:  # the row itself, once
+            r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
+        made = replace(
+            product,
+            problem=problem.having(**{"bias" if bias else "residual": True}),
+            reads=(*product.reads, (_BIAS[problem.op] if bias else "c", r)),
+            writes=(("y", total),),
+        )
+        if calls.take(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
+            return
+
+
+def scale(calls: Calls, i: int, call: Call) -> None:
+    """z = act(a · b + c), y = z g for a row g: the product writes y if nothing else reads z.
+
+    Layer scale, where it is not folded into the weights. A residual may follow.
+    """
+    if steps_of(call) != ["Mul"] or len(call.reads) != 2 or len(call.writes) != 1:
+        return
+    (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
+    for z, g in ((first, second), (second, first)):
+        found = _product(calls.made_for(i, z), (*_SUMS, "layernorm", "scale"))
+        if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
+            continue
+        at, product, problem = found
+        made = product.writes[0][1]
+        same = made.dense and (made.offset, made.size) == (z.offset, z.size) and y.size == z.size
+        types = {t.dtype for t in (made, z, g, y)} | {problem.dtype, problem.out}
+        if not same or not problem.attr("bias") or problem.attr("bias_dtype") or len(types) > 1:
+            continue
+        if any(w >= at for w in calls.writers[g.buffer]) or not calls.may_write(at, i, y):
+            continue
+        g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
+        reads = (*product.reads, ("col0", g))
+        wanted = replace(product, problem=problem.having(scale=True), reads=reads)
+        if calls.take(at, i, replace(wanted, writes=(("y", y),))):
+            return
+
+
+def _norm_of(call: Call, total: Tensor) -> Call:
+    """The LayerNormalization of a SkipLayerNorm whose sum stands elsewhere."""
+    (launch,) = call.launches
+    defines = tuple((name, "0" if name == "RESIDUAL" else text) for name, text in launch.defines)
+    reads = {"x": total} | {n: t for n, t in call.reads if n not in ("x", "residual")}
+    return replace(
+        call,
+        kernel="LayerNormalization",
+        launches=(replace(launch, defines=defines),),
+        reads=tuple(reads.items()),
+        writes=tuple((n, t) for n, t in call.writes if n != "sum"),
+        bytes=sum(t.nbytes for _, t in (*reads.items(), *call.writes)) - total.nbytes,
+    )
+
+
+def activate(calls: Calls, i: int, call: Call) -> None:
+    """z = a · b + c, y = act(z) becomes one Gemm, which stores z too where something reads it.
+
+    Where z has a residual that comes before the activation as the epilogue's c, if that is faster:
+    not every kernel has it.
+    """
+    steps = steps_of(call)
+    if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
+        return
+    (_, z), (_, y) = call.reads[0], call.writes[0]
+    found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
+    if found is None or len(calls.writers[y.buffer]) != 1:
+        return
+    at, product, plain = found
+    if plain.attr("residual") and (plain.attr("beta") or plain.attr("residual") is not True):
+        return
+    problem, made = _summed_first(plain), product.writes[0][1]
+    # equal but for the strides of axes of one
+    same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
+    if not (same and y.dense and z.dense) or y.dtype != problem.out:
+        return
+    problem = problem.having(act=ACTIVATIONS[steps[0]])
+    if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
+        problem = problem.having(save_z=True)
+    if problem.attr("beta") and plain.attr("residual"):
+        apart = calls.hw.launch_seconds + 2 * y.nbytes / calls.hw.bandwidth
+        if calls.seconds(problem) > calls.seconds(plain) + apart:
+            return
+    writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
+    calls.take(at, i, replace(product, problem=problem, writes=writes))
+
+
+def _summed_first(problem: Problem) -> Problem:
+    """The problem with its residual as Gemm's C, which is added before the activation."""
+    if not problem.attr("residual"):
+        return problem
+    rest = tuple(a for a in problem.attrs if a[0] != "residual")
+    return replace(problem, attrs=rest).having(beta=1.0)
+
+
+def cast(calls: Calls, i: int, call: Call) -> None:
+    """z = a · b in 16 bits, y = float(z): the product writes y if nothing else reads z.
+
+    Only small ones: a large product's wider stores take as long as the cast or longer.
+    """
+    if steps_of(call) != ["Cast"] or len(call.reads) != 1 or len(call.writes) != 1:
+        return
+    (_, z), (_, y) = call.reads[0], call.writes[0]
+    source = calls.made_for(i, z)
+    problem = source[1].problem if source is not None else None
+    if source is None or problem is None or not calls.may_write(source[0], i, y):
+        return
+    at, product = source
+    if problem.op not in ("Gemm", "LayerNormGemm"):
+        return
+    if any(problem.attr(a) for a in ("accumulate", "beta", "dact", "gate", "residual", "save_z")):
+        return
+    if z.size >= LARGE or not whole(z.size, z, y) or y.dtype != "float32":
+        return
+    if dict(product.writes)["y"].size == z.size:
+        writes = tuple((n, y if n == "y" else t) for n, t in product.writes)
+        wider = problem.having(out_dtype=y.dtype)
+        calls.take(at, i, replace(product, problem=wider, writes=writes))
+
+
+def slope(calls: Calls, i: int, call: Call) -> None:
+    """dy = a · b, dz = dy act'(z): the product stores dz where nothing else reads dy.
+
+    Its reader is a LayerNormGemmGrad, which is then one without an activation, or the pass of an
+    activation's gradient, of which the sums for dbias are left.
+    """
+    problem, given, how, hw = call.problem, dict(call.reads), _slope(call), calls.hw
+    plain_only = (*BARE, "scale")
+    found = _product(calls.made_for(i, given["dy"]), plain_only) if how is not None else None
+    if how is None or found is None:
+        return
+    at, product, plain = found
+    dy, z, dz = given["dy"], given["z"], product.writes[0][1]
+    if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
+        return
+    wanted, left = plain.having(dact=True, **how), None
+    before, after = calls.seconds(plain), calls.seconds(wanted)
+    if problem is not None:
+        rest = replace(problem, attrs=tuple(a for a in problem.attrs if a[0] not in how))
+        before, after = before + calls.seconds(problem), after + calls.seconds(rest)
+        left = calls.served(replace(call, problem=rest))
+    else:
+        dz = dict(call.writes)["dz"]
+        size = rough(dz.nbytes)
+        rate = hw.bandwidth * (2 if 3 * size <= hw.l2_bytes / 2 else 1)
+        before += hw.launch_seconds + 3 * size / rate
+        sums = tuple((n, t) for n, t in call.writes if n != "dz")
+        if any(calls.readers[t.buffer] or t.buffer in calls.keep for _, t in sums):
+            left = _column_sums(call, dz, sums)
+            after += hw.launch_seconds + size / rate
+    if after >= before:
+        return
+    made = replace(product, problem=wanted, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
+    calls.take(at, i, made, *([left] if left is not None else []))
+
+
+def _slope(call: Call) -> dict[str, Value] | None:
+    """The activation, and its alpha, by whose slope at z the call multiplies its dy."""
+    if call.problem is not None and call.problem.op == "LayerNormGemmGrad":
+        attrs = dict(call.problem.attrs)
+        return {name: attrs[name] for name in ("act", "act_alpha") if attrs.get(name)} or None
+    if [launch.entry for launch in call.launches] != ["act_grad_rows"]:
+        return None
+    (launch,) = call.launches
+    (alpha,) = (a.value for a in launch.args if isinstance(a, Num) and a.ctype == "f32")
+    return {"act": dict(launch.defines)["ACT"].lower(), "act_alpha": alpha}
+
+
+def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -> Call:
+    """The pass of an activation's gradient over a dz that is there: dbias, or its parts."""
+    (launch,) = call.launches
+    defines = tuple((name, "NONE" if name == "ACT" else text) for name, text in launch.defines)
+    launch = replace(launch, defines=defines)
+    return replace(call, launches=(launch,), reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
+
+
+def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
+    """s = dx + r, dx a LayerNormGemmGrad's that nothing else reads: that call writes s.
+
+    r, the gradient of the residual around it, is read from where it is, or, where nothing reads it
+    afterwards, added to in place: what the cost models find cheaper, if the sum's launch is not.
+    """
+    if steps_of(call) != ["Add"] or len(call.reads) != 2:
+        return
+    first, second, total = tensors = [t for _, t in (*call.reads, *call.writes)]
+    readers, writers = calls.readers, calls.writers
+    if writers[total.buffer] != [i] or not whole(total.size, *tensors):
+        return
+    if len({t.dtype for t in tensors}) > 1:
+        return
+    for dx, r in ((first, second), (second, first)):
+        at, grad = calls.made_for(i, dx) or (i, call)
+        problem = grad.problem
+        if problem is None or problem.op != "LayerNormGemmGrad" or problem.attr("add"):
+            continue
+        if dict(grad.writes)["dx"].buffer != dx.buffer or not calls.may_write(at, i, total):
+            continue
+        before, after = writers[r.buffer], readers[total.buffer]
+        if max(before, default=-1) >= at:
+            continue
+        ways = [problem.having(add="apart")]
+        read_later = max((j for j in readers[r.buffer] if j != i), default=-1) > at
+        alone = before and not read_later and r.buffer not in calls.keep
+        if alone and min(after, default=i) >= i and _all_of(calls.calls, r):
+            ways.append(problem.having(add="here"))
+        wanted = min(ways, key=calls.seconds)
+        launch = calls.hw.launch_seconds + 3 * rough(dx.nbytes) / calls.hw.bandwidth
+        if calls.seconds(wanted) >= calls.seconds(problem) + launch:
+            continue
+        readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])
+        writers[total.buffer] = [at]
+        if wanted.text("add") == "here":
+            same = {r.buffer: total.buffer}
+            calls.now = [tuple(elsewhere(c, same) for c in now) for now in calls.now]
+            readers[total.buffer] = sorted((*readers.pop(r.buffer), *after))
+            writers[total.buffer] = [*writers.pop(r.buffer), at]
+            r, (grad,) = moved(r, same), calls.now[at]
+        made = replace(
+            grad,
+            problem=wanted,
+            reads=(*grad.reads, ("add", r)),
+            writes=tuple((n, total if n == "dx" else t) for n, t in grad.writes),
+        )
+        calls.take(at, i, made)
+        return
+
+
+def _all_of(calls: Sequence[Call], tensor: Tensor) -> bool:
+    """Whether no call touches the tensor's buffer outside of it."""
+    others = [t for c in calls for _, t in (*c.reads, *c.writes) if t.buffer == tensor.buffer]
+    ends = [t.offset + sum((d - 1) * max(s, 0) for d, s in zip(t.shape, t.strides, strict=True))
+            for t in others]  # fmt: skip
+    return max(ends) < tensor.size and {t.dtype for t in others} == {tensor.dtype}
+
+
+def suffix(calls: Calls, i: int, call: Call) -> None:
+    """A pointwise call behind a kernel that takes a suffix becomes part of it."""
+    if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:
+        return
+    (_, y), tensors = call.writes[0], [t for _, t in call.reads]
+    for k, v in enumerate(tensors):
+        at, before = calls.made_for(i, v) or (i, call)
+        if not before.suffix or not calls.may_write(at, i, y):
+            continue
+        name, others = before.suffix, [t for t in tensors if t is not v]
+        if dict(before.writes)[name].buffer != v.buffer or not whole(v.size, y, *tensors):
+            continue
+        if {t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS:
+            continue
+        if any(w >= at for t in others for w in calls.writers[t.buffer]):
+            continue
+        names = [f"v{j + (j < k)}" if j != k else "v0" for j in range(len(tensors))]
+        text = inline(call.expression, names)
+        if text is None:
+            continue
+        *first, launch = before.launches  # the last one stores
+        macros = {"OPERANDS": str(len(others)), "SUFFIX(v0, v1, v2, v3)": text,
+                  "TY": STORAGE[y.dtype]}  # fmt: skip
+        macros = _whole_sectors(dict(launch.defines), v, y) | macros
+        shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
+        made = replace(
+            before,
+            kernel=f"{before.kernel}+{call.expression.name}",
+            launches=(*first, replace(launch, defines=tuple(sorted(macros.items())))),
+            reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
+            writes=tuple((n, y if n == name else t) for n, t in before.writes),
+            bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
+            inplace=tuple(pair for pair in before.inplace if shared or pair[0] != name),
+            suffix="",
+        )
+        calls.take(at, i, made)
+        return
+
+
+def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, str]:
+    """VEC elements as many times ITEMS: where y is wider than v, a warp's store has no gaps."""
+    if "ITEMS" not in macros:
+        return macros
+    vec, items = int(macros["VEC"]), int(macros["ITEMS"])
+    less = min(vec, max(1, ITEMSIZE[y.dtype] // ITEMSIZE[v.dtype]))
+    return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
+
+
+BEFORE_CHAINS = (add, scale, add, activate, slope, add_to_gradient)
+BEHIND_CHAINS = (suffix, cast)
+"""In order: each sees what the one before has made."""

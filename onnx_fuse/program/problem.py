@@ -1,0 +1,394 @@
+"""Problem (what), Config (how), Launch (one kernel call), Hardware (where): frozen scalars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from onnx_fuse.program.size import Classes, Size, Trace, class_of, rough, wide_class_of
+
+Value = bool | int | float | str | tuple[int, ...]
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "float4_e2m1fn": 1, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1,
+}  # fmt: skip
+"""Bytes of an element on the device. Elements of less than 8 bits take one byte each, as in NumPy,
+so that views and copies treat them as any other; only what `MatMulNBits` reads is packed, and that
+is a tensor of uint8 to everyone else."""
+
+PRECISIONS = {
+    "fp32": ("float32", "ieee"), "tf32": ("float32", "tf32"),
+    "bf16x3": ("float32", "bf16x3"), "bf16x6": ("float32", "bf16x6"),
+    "bf16": ("bfloat16", "ieee"), "fp16": ("float16", "ieee"),
+}  # fmt: skip
+"""What a user may ask for -> the dtype that is computed in, and `Problem.math`."""
+
+
+FEW = 16
+"""Queries up to which attention is a token's or a few: the kernels then have one tile of them."""
+
+
+class _Attrs:
+    """Named extra scalars kept as a sorted tuple, so that the dataclass stays hashable."""
+
+    attrs: tuple[tuple[str, Value], ...]
+
+    @cached_property
+    def _named(self) -> dict[str, Value]:
+        return dict(self.attrs)
+
+    def attr(self, name: str, default: Value = 0) -> Value:
+        """The extra called `name`, or `default`."""
+        return self._named.get(name, default)
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """The extra called `name` as an int."""
+        value = self.attr(name, default)
+        assert isinstance(value, int | Size), f"{name}={value!r} is not an int"
+        return value
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """The extra called `name` as a float."""
+        value = self.attr(name, default)
+        assert isinstance(value, int | float), f"{name}={value!r} is not a number"
+        return float(value)
+
+    def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The extra called `name` as a tuple of ints."""
+        value = self.attr(name, default)
+        assert isinstance(value, tuple), f"{name}={value!r} is not a tuple"
+        return value
+
+    def text(self, name: str, default: str = "") -> str:
+        """The extra called `name` as a string."""
+        value = self.attr(name, default)
+        assert isinstance(value, str), f"{name}={value!r} is not a string"
+        return value
+
+
+def _open(value: object) -> bool:
+    """Whether there is an open size in a field or an extra."""
+    if isinstance(value, tuple):
+        return any(_open(part) for part in value)
+    return isinstance(value, Size)
+
+
+def _rough(value: Any, classes: Classes) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rough(part, classes) for part in value)
+    return rough(value, classes) if _open(value) else value
+
+
+def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted(attrs.items()))
+
+
+@dataclass(frozen=True)
+class Problem(_Attrs):
+    """What to compute: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and whatever `attrs` adds.
+
+    `dtype` is the operands', `out_dtype` the result's; `math` says which products are allowed
+    ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). Ops that are no
+    GEMM describe themselves in `attrs` alone. One Problem is one key of the tuning records.
+    """
+
+    op: str
+    m: int = 1
+    n: int = 1
+    k: int = 1
+    batch: tuple[int, ...] = ()
+    dtype: str = "float32"
+    out_dtype: str = ""
+    trans_a: bool = False
+    trans_b: bool = False
+    math: str = "ieee"
+    attrs: tuple[tuple[str, Value], ...] = ()
+
+    @classmethod
+    def of(cls, op: str, **values: Value) -> Problem:
+        """Problem from keywords: its own fields by name, everything else into `attrs`."""
+        own = {f.name for f in fields(cls)}
+        attrs = {key: value for key, value in values.items() if key not in own}
+        rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
+        return cls(op, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+
+    def having(self, **values: Value) -> Problem:
+        """This problem with some fields or attrs replaced."""
+        own = {f.name for f in fields(self)}
+        attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
+        rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
+        return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+
+    def rough(self) -> Problem:
+        """This problem at the largest sizes of its class: what its choices are made for."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        # of a cache that grows by a token a run; a block walks over all its keys anyway
+        few = self.op == "Sdpa" and rough(self.m) <= FEW
+        wide = ("n", "attrs") if few else ()
+        changed: dict[str, Any] = {
+            name: _rough(value, wide_class_of if name in wide else class_of)
+            for name, value in own.items()
+            if _open(value)
+        }
+        return replace(self, **changed) if changed else self
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """The trace of its open sizes, None where all are plain."""
+        parts: list[Any] = [getattr(self, f.name) for f in fields(self)]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Size):
+                return part.trace
+            if isinstance(part, tuple):
+                parts += part
+        return None
+
+    @property
+    def out(self) -> str:
+        """dtype of the result."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def batches(self) -> int:
+        """Number of matrices."""
+        return prod(self.batch)
+
+    @property
+    def flops(self) -> int:
+        """2 m n k batch; attention has two products, its gradient five, a Gemm's gradient two."""
+        if self.op not in ("Sdpa", "SdpaGrad"):
+            products = 2 if self.op.endswith("GemmGrad") else 1
+            return 2 * products * self.batches * self.m * self.n * self.k
+        whole = 2 * self.batches * self.m * self.n * (self.k + self.integer("dv"))
+        whole = whole // 2 if self.attr("causal") else whole
+        return whole * 7 // 2 if self.op == "SdpaGrad" else whole
+
+    @property
+    def bytes(self) -> int:
+        """Each operand read once and the result written once."""
+        if self.op == "MatMulNBits":
+            packed = self.n * self.integer("blocks") * self.integer("block") * self.integer("bits")
+            scales = self.n * self.integer("blocks") * ITEMSIZE[self.dtype]
+            rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
+            return packed // 8 + scales + rows
+        operands = self.m * self.k + self.k * self.n
+        results = self.m * self.n // (2 if self.attr("gate") else 1)
+        return self.batches * (operands * ITEMSIZE[self.dtype] + results * ITEMSIZE[self.out])
+
+    def floor(self, hw: Hardware, moved: int = 0) -> float:
+        """Seconds that no kernel beats: its products at the chip's rate, `moved` bytes at its own.
+
+        fp32 by split bfloat16 counts each of its products; without `moved`, `bytes`.
+        """
+        passes = {"bf16x3": 3, "bf16x6": 6}.get(self.math, 1) if self.dtype == "float32" else 1
+        kind = "tf32" if (self.dtype, self.math) == ("float32", "tf32") else self.dtype
+        rate = hw.rate("bfloat16" if passes > 1 else kind)
+        return max(self.flops * passes / rate, (moved or self.bytes) / hw.bandwidth)
+
+    def __str__(self) -> str:
+        shape = f"m={self.m} n={self.n} k={self.k}" + (f" batch={self.batch}" if self.batch else "")
+        types = self.dtype if self.out == self.dtype else f"{self.dtype}->{self.out}"
+        layout = ("T" if self.trans_a else "N") + ("T" if self.trans_b else "N")
+        extra = "".join(f" {key}={value}" for key, value in self.attrs)
+        math = f" {self.math}" if self.dtype == "float32" else ""
+        return f"{self.op} {shape} {types} {layout}{math}{extra}"
+
+
+@dataclass(frozen=True)
+class Config(_Attrs):
+    """How a kernel does it: tile sizes, stages, splits, as the kernel's own named scalars."""
+
+    attrs: tuple[tuple[str, Value], ...] = ()
+
+    @classmethod
+    def of(cls, **attrs: Value) -> Config:
+        """Config from keywords."""
+        return cls(_pairs(attrs))
+
+    def having(self, **attrs: Value) -> Config:
+        """This config with some scalars replaced."""
+        return Config(_pairs(dict(self.attrs) | attrs))
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.attrs) or "-"
+
+
+@dataclass(frozen=True)
+class Ptr:
+    """Kernel argument: the address bound to `name`, plus `offset` bytes; null if unbound."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Num:
+    """Kernel argument: a number of C type `ctype` (i32, i64, u32, f32, f64)."""
+
+    ctype: str
+    value: int | float
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Kernel argument: a TMA descriptor over `ptr`, dims innermost first, strides in bytes.
+
+    `strides` has one entry fewer than `shape` (the innermost is contiguous); `swizzle` is 0 or 128.
+    """
+
+    ptr: Ptr
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+
+@dataclass(frozen=True)
+class Table:
+    """Kernel argument: a struct of 64-bit words by value, addresses and numbers mixed."""
+
+    words: tuple[Ptr | int, ...]
+
+
+Arg = Ptr | Num | TensorMap | Table
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D.
+
+    `sync`: bytes bound under "sync", this call's own, zero at first; what the kernel leaves there
+    the next run finds (counters and flags that it resets itself). `cooperative`: all blocks are on
+    the chip at once, so they may wait for each other. `product`: no kernel, but cuBLASLt's call for
+    this problem; `source` is empty then.
+    """
+
+    source: str
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[Arg, ...]
+    defines: tuple[tuple[str, str], ...] = ()
+    smem: int = 0
+    cluster: int = 1
+    sync: int = 0
+    cooperative: bool = False
+    product: Problem | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What select and the cost models know of a GPU; rates are achievable, not datasheet peaks.
+
+    `flops` maps "float64", "float32", "tf32", "bfloat16", "float16" to operations a second.
+    """
+
+    name: str
+    arch: str
+    sm_count: int
+    smem_per_block: int
+    l2_bytes: int
+    bandwidth: float
+    flops: tuple[tuple[str, float], ...]
+    launch_seconds: float = 2e-6
+    driver: int = 0
+
+    def rate(self, kind: str) -> float:
+        """Operations a second for products of `kind`; those of 8 bits are twice float16's."""
+        if kind in ("int8", "uint8"):
+            return 2 * self.rate("float16")
+        return dict(self.flops).get(kind, dict(self.flops)["float32"])
+
+    @property
+    def cc(self) -> int:
+        """Compute capability as major * 10 + minor: sm_90a -> 90."""
+        return int("".join(filter(str.isdigit, self.arch)))
+
+    @classmethod
+    def detect(cls, device_id: int = 0) -> Hardware:
+        """The GPU `device_id`, completed from the table of known chips or scaled from one."""
+        from cuda.bindings import driver
+
+        kind = driver.CUdevice_attribute
+        driver.cuInit(0)
+
+        def number(name: str) -> int:
+            attribute = getattr(kind, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(driver.cuDeviceGetAttribute(attribute, device_id)[1])
+
+        name = driver.cuDeviceGetName(256, device_id)[1].partition(b"\0")[0].decode()
+        major, minor = (number(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        sm_count = number("MULTIPROCESSOR_COUNT")
+        known = next((hw for key, hw in CHIPS.items() if key in name), None)
+        if known is None:
+            same = [hw for hw in CHIPS.values() if hw.cc <= major * 10 + minor] or [CHIPS["A100"]]
+            near = max(same, key=lambda hw: hw.cc)
+            scale = sm_count / near.sm_count
+            # kHz * bits: two transfers a clock on every memory these chips use
+            wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
+            known = replace(
+                near,
+                bandwidth=0.85 * wide if wide > 0 else near.bandwidth * scale,
+                flops=tuple((key, rate * scale) for key, rate in near.flops),
+            )
+        return replace(
+            known,
+            name=name,
+            arch=f"sm_{major}{minor}" + ("a" if major >= 9 else ""),
+            sm_count=sm_count,
+            smem_per_block=number("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            l2_bytes=number("L2_CACHE_SIZE"),
+            driver=int(driver.cuDriverGetVersion()[1]),
+        )
+
+
+def _chip(
+    name: str, arch: str, sms: int, smem: int, l2: int, tb: float, t: tuple[float, ...]
+) -> Hardware:
+    kinds = ("float64", "float32", "tf32", "bfloat16", "float16")
+    rates = tuple((kind, rate * 1e12) for kind, rate in zip(kinds, t, strict=True))
+    return Hardware(name, arch, sms, smem, l2 << 20, tb * 1e12, rates)
+
+
+# Bandwidth (TB/s of a copy), TFLOP/s (fp64, fp32 SIMT, tf32, bf16, fp16) of a good kernel.
+# H200 measured 2026-11: copy 4.3 TB/s, bf16 790 TFLOP/s, tf32 350, cuBLAS fp32 50. Others by
+# datasheet, at the H200's fraction of it.
+CHIPS: dict[str, Hardware] = {
+    "H200": _chip("NVIDIA H200", "sm_90a", 132, 232448, 60, 4.3, (50, 50, 350, 790, 790)),
+    "H100": _chip("NVIDIA H100", "sm_90a", 132, 232448, 50, 3.0, (50, 50, 350, 760, 760)),
+    "A100": _chip("NVIDIA A100", "sm_80", 108, 166912, 40, 1.7, (17, 17, 125, 260, 260)),
+    "B200": _chip("NVIDIA B200", "sm_100a", 148, 232448, 126, 7.0, (30, 60, 800, 1600, 1600)),
+    "L4": _chip("NVIDIA L4", "sm_89", 58, 101376, 48, 0.27, (0.4, 22, 55, 110, 110)),
+    "4090": _chip("NVIDIA GeForce RTX 4090", "sm_89", 128, 101376, 72, 0.9, (1, 60, 75, 150, 150)),
+}  # fmt: skip
+
+
+def operand(problem: Problem) -> bool:
+    """Whether the epilogue reads one more [M, N] operand, "c"."""
+    return any(problem.attr(name) for name in ("beta", "dact", "dx", "dw", "residual"))
+
+
+def ld(problem: Problem) -> tuple[int, int]:
+    """Row strides of a and b in elements."""
+    return (
+        problem.integer("lda", problem.m if problem.trans_a else problem.k),
+        problem.integer("ldb", problem.k if problem.trans_b else problem.n),
+    )
+
+
+def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:
+    """The three batch strides of an operand, padded with zeros in front."""
+    default: list[int] = []
+    for size in reversed(problem.batch):
+        default.insert(0, dense)
+        dense *= size
+    strides = problem.integers(f"{name}_strides", tuple(default))
+    return (0,) * (3 - len(strides)) + strides
