@@ -179,7 +179,7 @@ template <int ACT, class Out, int N> DEVICE void activate(float (&x)[N], float a
     if (ACT == GELU && sizeof(Out) == 2) normal_tail<Out>(x, a, e);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        if (ACT == RELU) x[j] = fmaxf(x[j], 0.0f);
+        if (ACT == RELU) x[j] = max_nan(x[j], 0.0f);
         if (ACT == LEAKY_RELU) x[j] = x[j] > 0.0f ? x[j] : alpha * x[j];
         if (ACT == GELU)
             x[j] = sizeof(Out) == 2 ? fmaf(-a[j], e[j], max_nan(x[j], 0.0f)) : x[j] * normal_cdf(x[j]);

@@ -19,8 +19,8 @@ from onnxruntime.quantization import matmul_nbits_quantizer
 from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
-from onnx_fuse import autodiff, lower, passes
-from onnx_fuse.lower import elementwise, indexing, views
+from onnx_fuse import autodiff, passes
+from onnx_fuse.lower import elementwise, indexing, views, walk
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
@@ -158,13 +158,13 @@ for _row in ROWS:
 def test_a_node_is_lowered_by_its_body(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves and pointwise work by their kernels, all else of a body by onnxruntime."""
     table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
-    monkeypatch.setattr(lower, "lowerings", lambda: table)
+    monkeypatch.setattr(walk, "lowerings", lambda: table)
     model, feeds = row.model(), row.feeds()
     known: dict[str, Array] = {}
     while True:
         shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
         try:
-            program = lower.lower(model, shapes, CHIPS["H200"], values=known)
+            program = walk.lower(model, shapes, CHIPS["H200"], values=known)
             break
         except NeedsValues as error:
             new = {name: feeds[name] for name in error.names if name not in known}

@@ -14,11 +14,11 @@ import pytest
 from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
-from onnx_fuse import autodiff, lower, passes, session
+from onnx_fuse import autodiff, passes, session
 from onnx_fuse.cuda import jit, pointwise
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import cublaslt, site
-from onnx_fuse.lower import elementwise, indexing, linear, reduce, views
+from onnx_fuse.lower import elementwise, indexing, linear, reduce, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
@@ -38,7 +38,7 @@ H200 = CHIPS["H200"]
 
 def program_of(model, feeds, hw=H200, **options) -> Program:
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
-    return lower.lower(model, shapes, hw, **options)
+    return walk.lower(model, shapes, hw, **options)
 
 
 def weights_of(model) -> dict[str, np.ndarray]:
@@ -49,8 +49,8 @@ def weights_of(model) -> dict[str, np.ndarray]:
 def moves_only(monkeypatch):
     """Pointwise, views and Gather are kernels, every other node a host call."""
     table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
-    monkeypatch.setattr(lower, "lowerings", lambda: table)
-    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+    monkeypatch.setattr(walk, "lowerings", lambda: table)
+    monkeypatch.setattr(walk.Lowerer, "_body", lambda self, node: None)
 
 
 # text of a graph, feeds: each row names what it exercises
@@ -422,7 +422,7 @@ def test_a_residual_stays_apart_where_no_kernel_adds_it_before_the_activation_as
     ends = ", ".join(f"float16[{a[0]},{a[1]}] {name}" for name, (a, _) in shapes.items())
     body = "{ m = MatMul (x, w) s = Add (m, r) y = Relu (s) }"
     model = text_model(f"agraph ({ends}) => (float16[16,4096] y) {body}")
-    calls = lower.lower(model, shapes, H200).calls
+    calls = walk.lower(model, shapes, H200).calls
     product = next(c.problem for c in calls if c.problem is not None)
     assert product.attr("residual") or product.attr("beta") == 1.0
     assert (len(calls) == 1) == bool(product.attr("act"))
@@ -444,8 +444,8 @@ def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
         return "not today"
 
     table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Softmax"): refuses}
-    monkeypatch.setattr(lower, "lowerings", lambda: table)
-    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+    monkeypatch.setattr(walk, "lowerings", lambda: table)
+    monkeypatch.setattr(walk.Lowerer, "_body", lambda self, node: None)
     text = "agraph (float[3,4,6] x) => (float[6,4,3] y) "
     model, feeds = (
         text_model(text + "{ t = Transpose<perm=[2,1,0]>(x) y = Softmax(t) }"),
@@ -616,7 +616,7 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
         v.name: (tuple(d if isinstance(d, int) else 2048 for d in v.shape), v.dtype.numpy().name)
         for v in graph.graph.inputs
     }
-    calls = lower.lower(graph, shapes, hw, math="bf16x3").calls
+    calls = walk.lower(graph, shapes, hw, math="bf16x3").calls
     ops = [call.problem.op for call in calls if call.problem is not None]
     assert ops.count("LayerNormGemmGrad") == count
 
@@ -1124,7 +1124,7 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
         v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "bfloat16")
         for v in model.graph.inputs
     }
-    calls = lower.lower(model, feeds, H200, math=math).calls
+    calls = walk.lower(model, feeds, H200, math=math).calls
     kinds = [call.problem.op for call in calls if call.problem is not None]
     if dtype == "bfloat16" or math.startswith("bf16"):
         assert kinds == ["LayerNormGemmGrad"]
@@ -1154,7 +1154,7 @@ def test_a_float32_gradient_by_split_products_is_one_call_where_that_is_faster(s
     => (float[{m},{k}] dx, float[{k}] ds, float[{k}] db, float[{k},{n}] dw, float[{n}] dc)
     {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, s, b, w, c, mean, rstd, z) }}""")
     feeds = {v.name: (tuple(v.shape), "float32") for v in model.graph.inputs}
-    calls = lower.lower(model, feeds, H200, math="bf16x6").calls
+    calls = walk.lower(model, feeds, H200, math="bf16x6").calls
     assert {call.problem.op for call in calls if call.problem is not None} == kinds
 
 
@@ -1169,7 +1169,7 @@ def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
     passes.optimize(model)
     graph = autodiff.gradient(model, wrt=["x", *sizes])
     shapes = dict.fromkeys(("x", "y.grad"), (rows, 2048)) | sizes
-    program = lower.lower(graph, {name: (s, "bfloat16") for name, s in shapes.items()}, H200)
+    program = walk.lower(graph, {name: (s, "bfloat16") for name, s in shapes.items()}, H200)
     entries = [launch.entry for call in program.calls for launch in call.launches]
     assert entries.count("fold_columns") == folds
     forward, backward = (call for call in program.calls if call.problem is not None)
@@ -1443,7 +1443,7 @@ def test_a_product_without_a_bias_has_the_kernel_of_one_with_it(nodes, op):
     model = text_model(text)
     passes.optimize(model)
     shapes = {v.name: (tuple(v.shape), "float16") for v in model.graph.inputs}
-    program = lower.lower(model, shapes, H200)
+    program = walk.lower(model, shapes, H200)
     (call,) = [call for call in program.calls if call.problem is not None]
     assert call.problem.op == op
     bias = dict(call.reads)["c" if op == "LayerNormGemm" else "col1"]
@@ -1472,7 +1472,7 @@ def block_gradient(rows, more="", node="", order="dx, r"):
         v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "bfloat16")
         for v in model.graph.inputs
     }
-    program = lower.lower(model, shapes, H200)
+    program = walk.lower(model, shapes, H200)
     product, grad = (call for call in program.calls if call.problem is not None)
     return program, product, grad
 
@@ -1508,7 +1508,7 @@ def hidden_gradient(rows, width, inner, more):
 def test_of_an_activations_gradient_the_sums_for_the_bias_are_left(rows, more, sums):
     model = hidden_gradient(rows, 768, 3072, more)
     shapes = {v.name: (tuple(v.shape), "bfloat16") for v in model.graph.inputs}
-    program = lower.lower(model, shapes, H200)
+    program = walk.lower(model, shapes, H200)
     calls = [call for call in program.calls if call.launches[0].entry == "act_grad_rows"]
     first, *products = (call for call in program.calls if call.problem is not None)
     assert len(calls) == sums
@@ -1582,6 +1582,6 @@ def test_gradients_of_empty_products_are_their_bodies(op, rows, columns):
         v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "float16")
         for v in model.graph.inputs
     }
-    program = lower.lower(model, shapes, H200)
+    program = walk.lower(model, shapes, H200)
     assert not any(call.problem and call.problem.op.endswith("Grad") for call in program.calls)
     assert [t.shape for _, t in program.outputs] == [tuple(v.shape) for v in model.graph.outputs]

@@ -10,9 +10,9 @@ import pytest
 from interpret import interpret
 from quant_cases import CASES, HELD, Quantized
 
-from onnx_fuse import lower
 from onnx_fuse.cuda import jit
 from onnx_fuse.kernels import candidates, select
+from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.program.problem import CHIPS, Problem
@@ -101,7 +101,7 @@ def test_a_cast_to_float8_is_saturated_where_asked() -> None:
             f"agraph (float[7] x) => (float[7] y) {{ q = Cast<to=17, saturate={saturate}>(x) "
             "y = Cast<to=1>(q) }"
         )
-        found = lower.lower(load(text_model(text)), {"x": (x.shape, "float32")}, H200)
+        found = walk.lower(load(text_model(text)), {"x": (x.shape, "float32")}, H200)
         assert not found.fallbacks
         y = interpret(found, {"x": x}, {})["y"]
         np.testing.assert_array_equal(y, want.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))

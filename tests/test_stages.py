@@ -10,8 +10,7 @@ import onnxruntime
 import pytest
 from interpret import interpret
 
-from onnx_fuse import lower
-from onnx_fuse.lower import elementwise, scan, views
+from onnx_fuse.lower import elementwise, scan, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
@@ -154,8 +153,8 @@ GRAPHS = {
 def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pointwise operators, views and the sort of rows are kernels, other nodes host calls."""
     kernels = {**elementwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
-    monkeypatch.setattr(lower, "lowerings", lambda: kernels)
-    monkeypatch.setattr(lower.Lowerer, "_body", lambda self, node: None)
+    monkeypatch.setattr(walk, "lowerings", lambda: kernels)
+    monkeypatch.setattr(walk.Lowerer, "_body", lambda self, node: None)
     monkeypatch.setattr(merge, "batch", list)
 
 
@@ -167,7 +166,7 @@ def lowered(
     """As the runtime does it: the values that lowering asks for are those of the feeds."""
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
     try:
-        return lower.lower(model, shapes, H200, values=values)
+        return walk.lower(model, shapes, H200, values=values)
     except NeedsValues as needs:
         asked = {name: feeds[name] for name in needs.names}
     return lowered(model, feeds, {**(values or {}), **asked})
