@@ -117,6 +117,7 @@ class _Scope:
     open: bool = False  # a branch reads values of the graph that it is in
 
     def read(self, values: Iterable[ir.Value | None], who: str) -> list[ir.Value | None]:
+        """The values that stand for those a body reads. Raises ModelError for a lost one."""
         values = list(values)
         if self.open:
             return [None if v is None else self.values.get(v, v) for v in values]
@@ -135,12 +136,14 @@ class _Inliner:
         self.next: dict[str, int] = {}
 
     def take_names(self, graph: ir.Graph) -> None:
+        """Note the names that values of a graph have."""
         for inner in (graph, *graph.subgraphs()):
             self.taken.update(v.name or "" for v in (*inner.inputs, *inner.initializers.values()))
             for node in inner:
                 self.taken.update(v.name or "" for v in node.outputs)
 
     def run(self, graph: ir.Graph) -> None:
+        """Write out all calls in a graph."""
         self.take_names(graph)
         for node in list(all_nodes(graph)):
             function = self.functions.get(node.op_identifier())
@@ -154,6 +157,7 @@ class _Inliner:
         self._replace(call, nodes, found, _name(function.identifier()))
 
     def branch(self, home: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
+        """Move the nodes of a branch into the graph around it."""
         nodes: list[ir.Node] = []
         scope = _Scope({}, {}, dict(node.metadata_props), f"node '{node.name}'", open=True)
         for old in branch.initializers.values():

@@ -210,7 +210,7 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers."""
+    """The bytes of all initializers of a model."""
     tensors = (v.const_value for v in model.graph.initializers.values())
     return sum(t.nbytes for t in tensors if t is not None)
 

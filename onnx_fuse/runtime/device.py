@@ -317,7 +317,7 @@ class Stream:
         check(self._driver.cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
 
     def clear(self, address: int, nbytes: int) -> None:
-        """Zeros, in stream order."""
+        """Write zeros to memory, in the order of the stream."""
         if nbytes:
             check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.raw), "clearing memory")
 
@@ -405,7 +405,7 @@ class Stream:
         return Graph(graph, nodes)
 
     def launch(self, graph: Graph, what: str) -> None:
-        """Launch an executable graph."""
+        """Launch an executable graph in this stream."""
         check(self._driver.cuGraphLaunch(graph.raw, self.raw), what)
 
 
