@@ -24,7 +24,7 @@ import numpy as np
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
 
-__all__ = ["exists", "held", "read", "write"]
+__all__ = ["exists", "locked", "read", "write"]
 
 FORMAT = 1
 KEEP = 2  # the number that stay: the older one is there in case the newer is damaged later
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, Any]
 
 
 @contextlib.contextmanager
-def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Lock `folder` for the checkpoints of this thread's training; make it where it is missing.
 
     The lock ends with the block, or with the process in whatever way it ends. Drafts of processes
@@ -54,7 +54,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    with files.held(folder) as mine:
+    with files.locked(folder) as mine:
         if not mine:
             raise UsageError(
                 f"{folder}: another training writes its checkpoints there: wait for it, or give "
@@ -92,7 +92,7 @@ def write(
     data = save({name: np.asarray(array, order="C") for name, array in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
     text = json.dumps({"format": FORMAT, **manifest, "sha256": digest}, indent=1)
-    with held(folder), _faults(folder), files.locked_folder(folder, _DRAFT) as draft:
+    with locked(folder), _faults(folder), files.locked_folder(folder, _DRAFT) as draft:
         _write(draft / _TENSORS, data)
         _write(draft / _MANIFEST, text.encode())
         _put(draft, target)

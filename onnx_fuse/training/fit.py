@@ -18,7 +18,7 @@ from onnx_fuse.training import checkpoint, data
 from onnx_fuse.training.loss import Loss
 from onnx_fuse.training.trainer import Trainer
 
-__all__ = ["History", "begin", "check", "curve", "evaluate", "fit", "steps_per_epoch"]
+__all__ = ["History", "check", "curve", "evaluate", "fit", "start_or_resume", "steps_per_epoch"]
 
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped
@@ -83,7 +83,7 @@ def fit(
         if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
             raise DataError(f"{_DAMAGED} losses, or has more than its epochs have steps")
     started: deque[float | Loss] = deque()
-    hold = checkpoint.held(folder) if folder else contextlib.nullcontext()
+    hold = checkpoint.locked(folder) if folder else contextlib.nullcontext()
 
     def note(under_way: int = 0) -> None:
         while len(started) > under_way:
@@ -130,7 +130,7 @@ def _history(data: Any) -> History:
     return History(**data)
 
 
-def begin(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
+def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
     """Restore the run in `folder`, if there is one.
 
     Raises UsageError where there is one and `resume` is False, and the errors of `Trainer.restore`.

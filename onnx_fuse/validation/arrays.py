@@ -102,7 +102,7 @@ def _right_padded(shape: Sequence[int]) -> Array:
     return np.broadcast_to(mask if len(shape) > 1 else mask[0], shape)
 
 
-def turned(role: Role, array: Array) -> Array:
+def inverted_mask(role: Role, array: Array) -> Array:
     """A mask with the other sense: true where it hides (booleans and integers of 0 and 1)."""
     hides = role.kind == "mask" and role.dtype == DataType.BOOL
     return ~array if hides else array
@@ -122,7 +122,7 @@ def with_hidden_row(role: Role, array: Array, *, inverted: bool) -> Array:
     return array
 
 
-def hostile(array: Array) -> Array:
+def extreme_values(array: Array) -> Array:
     """Numbers with both zeros among them, a large first row and a tiny last one."""
     if array.ndim == 0 or not array.size:
         return array

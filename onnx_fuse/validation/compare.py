@@ -133,7 +133,7 @@ def _list_difference(
     ]
     if not parts:
         return Difference(name, 0.0, 0.0, 0.0, name, True)
-    worst = max(parts, key=badness)
+    worst = max(parts, key=severity)
     return Difference(
         name, worst.max_abs, worst.max_rel, worst.limit, worst.where, all(p.ok for p in parts)
     )
@@ -144,7 +144,7 @@ def _place(name: str, error: Array) -> str:
     return f"{name}[{', '.join(str(int(i)) for i in index)}]"
 
 
-def badness(d: Difference) -> tuple[bool, float]:
+def severity(d: Difference) -> tuple[bool, float]:
     """A key to sort differences by: failed ones last, then by their multiple of the limit."""
     return not d.ok, d.max_abs / (d.limit or 1.0)
 

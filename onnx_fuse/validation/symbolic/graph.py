@@ -35,7 +35,7 @@ def follow(
         difference = a - b
         simple = all(len(m) == 1 and isinstance(m[0], str) for m in difference.terms)
         if simple and a.number is None and b.number is None:
-            system.demand("equal", a, b, soft=True)
+            system.require("equal", a, b, soft=True)
 
 
 def _if(w: Walk, node: Node) -> list[Fact]:
