@@ -17,7 +17,7 @@ from onnx_fuse.lower import selection
 from onnx_fuse.lower.linear import ACTIVATIONS
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out
 from onnx_fuse.ops.recurrent import GATES

@@ -15,7 +15,7 @@ from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
@@ -183,8 +183,8 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     return product(ctx, node, a, b, y, extra, attrs=attrs)
 
 
-ACTIVATIONS = {"": "", **{a.name: a.cuda for a in TABLE.values() if a.cuda}}
-"""Fused op's suffix -> epilogue.cuh's activation."""
+ACTIVATIONS = {"": "", **{a.name: a.key for a in TABLE.values()}}
+"""Fused op's suffix -> the problem's activation."""
 
 
 def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
@@ -192,7 +192,7 @@ def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
     if not suffix:
         return {}
     row = TABLE[suffix]
-    attrs: dict[str, object] = {"act": row.cuda}
+    attrs: dict[str, object] = {"act": row.key}
     if row.attributes:
         attrs["act_alpha"] = float(ctx.attr(node, "alpha", row.alpha))
     return attrs

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.ops.activations import ACTIVATIONS, OPERATORS
 from onnx_fuse.ops.fused.gated import NAME as GATED
 from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
 from onnx_fuse.ops.fused.layerscale import NAME_16 as LAYER_SCALE_16
@@ -52,9 +52,9 @@ _ATTENTION = (
     *("PackedAttention", "PackedMultiHeadAttention", "FlexAttention", "LinearAttention"),
 )
 _ACTIVATIONS = (
-    *("Relu", "LeakyRelu", "Gelu", "Sigmoid", "Tanh", "Silu", "QuickGelu", "Swish", "FastGelu"),
-    *("BiasGelu", "Celu", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
-    *("Softsign", "ThresholdedRelu", "Clip", "Erf"),
+    *OPERATORS,
+    *("Swish", "FastGelu", "BiasGelu", "Celu", "PRelu", "Softsign", "ThresholdedRelu", "Clip"),
+    "Erf",
 )
 _LAYOUT = (
     *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Pad", "DepthToSpace"),
@@ -249,7 +249,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     source = _source(x)
     if source is None:
         return "it reads an input of the model or a weight, not a product"
-    if node.op_type not in _KNOWN:
+    if node.op_type not in OPERATORS:
         return "it is none of the activations that fuse behind a product or convolution"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"
@@ -310,7 +310,6 @@ def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
     return f"no fusion takes in a change of layout between {before} and {after}"
 
 
-_KNOWN = {row.op_type for row in ACTIVATIONS.values()}
 _Why = Callable[[ir.Node, Collection[str], bool], str]
 
 

@@ -14,13 +14,8 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import (
-    ACTIVATION_OPS,
-    ACTIVATIONS,
-    Activation,
-    activation_of,
-    signature,
-)
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import conv_act_grad
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
@@ -99,7 +94,7 @@ def _activation(z: ir.Value) -> _Behind | None:
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
             return _Behind((), node, _PRELU, {}, (slope,))
-        found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
+        found = activation_of(node)
         if found is not None:
             return _Behind(tuple(views), node, *found)
     return None

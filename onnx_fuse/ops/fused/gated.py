@@ -20,13 +20,8 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import (
-    ACTIVATION_OPS,
-    ACTIVATIONS,
-    Activation,
-    activation_of,
-    signature,
-)
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gemm import PROLOGUES, Parts, merged_bias, packed_many, product_parts
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.opdef import OpDef, register
@@ -97,7 +92,7 @@ def _gate_of(value: ir.Value | None) -> tuple[ir.Node, Activation, dict[str, flo
     node = value.producer() if value is not None else None
     if node is None:
         return None
-    found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
+    found = activation_of(node)
     if found is not None:
         return node, *found
     parts = product_parts(node)

@@ -17,13 +17,8 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import (
-    ACTIVATION_OPS,
-    ACTIVATIONS,
-    Activation,
-    activation_of,
-    signature,
-)
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
 from onnx_fuse.ops.fused.norm import (
     EPSILON,
@@ -177,7 +172,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
     after = views_above(site.output)
     z = after[-1].outputs[0] if after else site.output
-    near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
+    near = [n for n in users(z) if activation_of(n)]
     if not near:
         unfused = [n for n in users(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
@@ -502,10 +497,7 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     return True
 
 
-_OTHER_ACTIVATIONS = (
-    *("Celu", "Clip", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
-    *("Softsign", "ThresholdedRelu"),
-)
+_OTHER_ACTIVATIONS = ("Celu", "Clip", "PRelu", "Softsign", "ThresholdedRelu")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
