@@ -102,7 +102,7 @@ def test_each_operator_of_the_families_is_one_call(family: str, act: str, dtype:
 @pytest.mark.parametrize("name", GATED)
 def test_each_gated_product_is_one_call(name: str) -> None:
     """Of constant weights, for which alone their columns can be put side by side."""
-    prefix, _, act = GATED[name]
+    prefix, act = GATED[name].norm, GATED[name].activation
     affine = {"": "", "LayerNorm": "g, b, ", "RMSNorm": "g, "}[prefix]
     k, n = 64, 96
     held = {"g": (k,), "b": (k,), "w": (k, n), "c": (n,)}

@@ -12,6 +12,7 @@ from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr
@@ -308,10 +309,10 @@ def plain(ctx: Context, node: ir.Node) -> str | None:
 
 def activated(ctx: Context, node: ir.Node) -> str | None:
     """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
-    name, *exposed = node.op_type.split("_")
-    if exposed:
-        return f"it returns {', '.join(exposed)}"
-    row = ACTIVATIONS[name.removeprefix("Conv")]
+    name = FusedName.of(node.op_type)
+    if name.exposed:
+        return f"it returns {', '.join(name.exposed)}"
+    row = ACTIVATIONS[name.activation]
     if ctx.view(node, 0).dtype == "float64":
         return "the epilogue's activations are of float32"
     return convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
@@ -332,5 +333,5 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Conv"): plain,
     ("", "ConvTranspose"): plain,
     (FUSE, "ConvPRelu"): sloped,
-    **{(FUSE, f"Conv{name}"): activated for name in ACTIVATIONS},
+    **{(FUSE, str(FusedName.make("Conv", act))): activated for act in ACTIVATIONS},
 }
