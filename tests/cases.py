@@ -149,6 +149,16 @@ _LINEAR = "m = MatMul (n, w)\n z = Add (m, c)\n"
 _PLAIN = "m = MatMul (x, w)\n z = Add (m, c)\n"
 
 
+_PAD = "p = Pad (n, pads)\n"
+_PAD_AND_ROLL = (
+    "one = Constant <value_ints = [1]> ()\n two = Constant <value_ints = [2]> ()\n"
+    "end = Constant <value_ints = [99]> ()\n start = Constant <value_ints = [0]> ()\n"
+    "q = Pad (n, pads)\n low = Slice (q, start, two, one)\n high = Slice (q, two, end, one)\n"
+    "p = Concat <axis = 1> (high, low)\n"
+)
+_PADDED = "m = MatMul (v, w)\n y = Add (m, c)"
+
+
 def _scalar(name: str, value: float) -> str:
     return f"{name} = Constant <value = float {{{value}}}> ()\n"
 
@@ -599,6 +609,61 @@ FUSION_CASES = (
         ("Gemm",),
         reason="a Pad between adds rows of zeros",
         output="float[B,U,24] y",
+    ),
+    *(
+        FusionCase(
+            f"norm_with_bias_before_a_pad_{name}",  # [2, 3] padded to windows of [3, 3]
+            f"float[B,2,3,16] x, {_AFFINE}, float[16,{n}] w"
+            + (f", float[{n}] c" if tail.find("c)") > 0 else ""),
+            "pads = Constant <value = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}> ()\n"
+            "cut = Constant <value = int64[6] {-1, 2, 3, 2, 3, 16}> ()\n"
+            "flat = Constant <value = int64[3] {-1, 9, 16}> ()\n"
+            f"none = Constant <value = float[24] {{0, -0.0{', 0' * 22}}}> ()\n"
+            f"{_LN}{pad}t = Reshape (p, cut)\n u = Transpose <perm = [0,1,3,2,4,5]> (t)\n"
+            f"v = Reshape (u, flat)\n{tail}",
+            fused,
+            output=f"float[U,9,{n}] y",
+            reason=reason,
+        )
+        for name, n, pad, tail, fused, reason in (
+            ("of_many_rows", 24, _PAD, _PADDED, ("LayerNormGemm",), ""),
+            ("bias_less", 24, _PAD, "y = MatMul (v, w)", ("LayerNormGemm",), ""),
+            (
+                "of_a_zero_bias",
+                24,
+                _PAD,
+                "m = MatMul (v, w)\n y = Add (m, none)",
+                ("LayerNormGemm",),
+                "",
+            ),
+            (
+                "and_an_activation",
+                24,
+                _PAD,
+                f"{_PADDED.replace('y', 'z')}\n y = Relu (z)",
+                ("LayerNormGemm",),
+                "",
+            ),
+            ("of_a_roll", 24, _PAD_AND_ROLL, _PADDED, ("LayerNormGemm",), ""),
+            ("of_many_columns_stays", 120, _PAD, _PADDED, ("Gemm",), "costs more than the norm's"),
+            (
+                "and_others_stays",
+                24,
+                _PAD,
+                "e = Exp (v)\n f = Add (v, e)\n y = MatMul (f, w)",
+                (),
+                "",
+            ),
+            (
+                "and_its_bias_of_rows_stays",
+                24,
+                _PAD,
+                "k = Constant <value = float[9,1] {1,2,3,4,5,6,7,8,9}> ()\n m = MatMul (v, w)\n"
+                "y = Add (m, k)",
+                ("Gemm",),
+                "not one number a column",
+            ),
+        )
     ),
     FusionCase(
         "norm_through_a_pad_of_ones_stays",

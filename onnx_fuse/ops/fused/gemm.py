@@ -19,6 +19,7 @@ from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused import padded
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
 from onnx_fuse.ops.fused.norm import (
@@ -120,6 +121,8 @@ class _Site:
     activation: Activation | None = None
     attributes: tuple[tuple[str, float], ...] = ()
     after: tuple[ir.Node, ...] = ()  # views between the sum and its activation
+    moved: bool = False  # the product comes before `views`, whose added rows are `fill`
+    fill: padded.Fill = None
 
     @property
     def output(self) -> ir.Value:
@@ -203,10 +206,6 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
     norm = canonical_norm(node)
     if node is None or below is not node.outputs[0]:
         return site
-    if norm is not None and any(v.op_type == "Pad" for v in views) and not _keeps_zeros(rw, norm):
-        reason = "a Pad between adds rows of zeros, of which the norm would make others (its bias)"
-        rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
-        return site
     if norm is None:
         if node.op_type == "LayerNormalization":
             axis = attribute(node, "axis", -1)
@@ -220,7 +219,27 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
         reason = f"no kernel has its gradient at {sizes}: only rows of multiples of 8 are aligned"
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
-    return replace(site, norm=norm, views=tuple(views))
+    site = replace(site, views=tuple(views))
+    if any(v.op_type == "Pad" for v in views) and not _keeps_zeros(rw, norm):
+        return _before_pad(rw, site, norm)
+    return replace(site, norm=norm)
+
+
+def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
+    """The product before a Pad that the norm cannot cross, where that pays; an activation stays."""
+    fill, reason = padded.fill_of(site.w, site.c)
+    if site.c is not None and (rank(site.c) or 0) > (rank(norm.x) or 0):
+        reason = "the product's bias has more axes than the norm"
+    reason = reason or padded.why_not(norm.node, site.x, site.views)
+    if rw.training:
+        reason = "what the added rows become is trained"
+    if reason:
+        reason = f"a Pad between adds rows of zeros, which the norm's bias would change; {reason}"
+        rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], reason)
+        return replace(site, views=())
+    nodes = site.nodes[:-1] if site.activation else site.nodes
+    alone = replace(site, activation=None, attributes=(), nodes=nodes, after=())
+    return replace(alone, norm=norm, moved=True, fill=fill)
 
 
 def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
@@ -251,7 +270,8 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     attributes: dict[str, float | int] = dict(site.attributes)
     if site.norm is not None:
         norm = site.norm
-        x, prefix = copy_onto(op, site.views, norm.node.outputs[0], norm.x), norm.kind
+        views = () if site.moved else site.views
+        x, prefix = copy_onto(op, views, norm.node.outputs[0], norm.x), norm.kind
         inputs, attributes = list(norm.affine), {**norm.attributes, **attributes}
     w = site.w
     if site.transposed:
@@ -261,6 +281,9 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     act = site.activation.name if site.activation else ""
     name = str(FusedName.make("Gemm", act, norm=prefix))
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
+    if site.moved:
+        shape = ir.Shape([*(x.shape or ())[:-1], dim(w, 1)])
+        y = padded.moved_behind(op, site.x, site.views, typed(y, x, shape), site.fill)
     before = site.output if not site.after else site.after[0].inputs[0]
     for view in site.after:
         move_shape_readers(before, y)
