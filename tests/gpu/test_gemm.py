@@ -349,13 +349,12 @@ def test_an_activation_of_every_16_bit_value(
     for name, want, allowed in zip(("y", "slope"), CURVES[act](z), off, strict=True):
         got = wide(memory.read(name))
         error = np.abs(got[finite] - want) - 1.01 * half * np.abs(want) - 1e-7
+        error[np.abs(want) > 65504] = 0  # selu of the largest is beyond float16
         assert error.max() <= allowed, f"{name} at {z[error.argmax()]}"
         if name == "y" or act not in PIECEWISE:
             assert np.isnan(got[np.isnan(wide(x))]).all(), name
-    assert (
-        act in ("tanh", "sigmoid", "hard_sigmoid")
-        or wide(memory.read("y"))[wide(x) == np.inf] == np.inf
-    )
+    top = wide(memory.read("y"))[wide(x) == np.inf]
+    assert act in ("tanh", "sigmoid", "hard_sigmoid") or top == np.inf
 
 
 GATED = [
