@@ -633,6 +633,17 @@ FUSION_CASES = (
                 "",
             ),
             ("of_a_roll", 24, _PAD_AND_ROLL, _PADDED, ("LayerNormGemm",), ""),
+            (
+                "whose_sizes_are_asked_for",
+                24,
+                _PAD,
+                "s = Shape (v)\n f = Cast <to = 1> (s)\n e = ReduceSum <keepdims = 0> (f)\n"
+                "d = Shape <start = 1> (t)\n h = Cast <to = 1> (d)\n"
+                "i = ReduceMax <keepdims = 0> (h)\n"
+                "j = Div (e, i)\n" + _PADDED.replace("y =", "z =") + "\n y = Div (z, j)",
+                ("LayerNormGemm",),
+                "",
+            ),
             ("of_many_columns_stays", 120, _PAD, _PADDED, ("Gemm",), "costs more than the norm's"),
             (
                 "and_others_stays",
