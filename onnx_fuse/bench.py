@@ -25,8 +25,8 @@ from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.validate.arrays import Array
-from onnx_fuse.validate.inputs import Feeds, generate
+from onnx_fuse.validation.arrays import Array
+from onnx_fuse.validation.inputs import Feeds, generate
 
 
 @dataclass(frozen=True)

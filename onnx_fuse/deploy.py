@@ -23,28 +23,33 @@ from onnx_fuse.onnx.save import outlined, stands_outside
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Call, NeedsValues, Program
-from onnx_fuse.program.problem import Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, Hardware, Launch
 from onnx_fuse.runtime.encoding import FORMAT, encode
 from onnx_fuse.runtime.specialize import Specializer
+
+__all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
 
 Shapes = Mapping[str, Sequence[int]]
 Closed = dict[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of every input, by name."""
-
-
 Module = tuple[str, tuple[tuple[str, str], ...]]
 """(source, defines) of a launch."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What `compile` wrote: shapes, programs by target, modules, bytes of weights and of all."""
+    """A summary of the file that `compile` wrote."""
 
     shapes: list[dict[str, tuple[int, ...]]]
+    """The shapes of all inputs by name, for each program of a target."""
     programs: dict[str, list[Program]]
+    """The programs of each target."""
     modules: int
+    """The number of kernels, each of which is compiled for every architecture."""
     weight_bytes: int
+    """Bytes of weights and constants."""
     file_bytes: int
+    """Bytes of the whole file."""
 
 
 def compile(
@@ -56,12 +61,22 @@ def compile(
     precision: str = "fp32",
     level: int = 2,
 ) -> Compiled:
-    """Write `path`: `model` fused, lowered and compiled for `targets`, which need not be here.
+    """Fuse and compile `model` for `targets` into one file that runs without a compiler.
 
-    `targets` maps a name for messages to the GPU. Each of `shapes` maps inputs to the shapes of one
-    program; an input whose shape the model fixes may be left out, and one that has a default takes
-    the default's. Raises UsageError where an input's shape stays open, ModelError for what cannot
-    run without onnxruntime, and whose sizes depend on data; DeviceError without NVRTC.
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model.
+        path: The file to write, by custom named *.fused.
+        targets: The GPUs that will run it, such as {"h200": CHIPS["H200"]}; none need be here.
+            The keys are names for messages.
+        shapes: The input shapes of each program, by name. An input whose shape the model fixes
+            may be left out, and one that has a default takes the default's shape.
+        precision: As in InferenceSession.
+        level: Level of the fusions, 0 to 3.
+
+    Raises:
+        UsageError: The shape of an input stays free.
+        ModelError: The model is malformed, an operator has no kernel, or sizes depend on data.
+        DeviceError: NVRTC is missing.
     """
     graph = session.load(model)
     passes.optimize(graph, level=level, own_kernels=True)
@@ -251,3 +266,7 @@ def _weights(graph: ir.Model, program: Program, tensors: dict[str, np.ndarray[An
             value = graph.graph.initializers[b.name].const_value
             assert value is not None
             tensors[b.name] = value.numpy()
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

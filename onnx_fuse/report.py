@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import onnx_ir
     from rich.console import Console
 
-    from onnx_fuse.validate.check import Check
-    from onnx_fuse.validate.gradients import GradientCheck
+    from onnx_fuse.validation.check import Check
+    from onnx_fuse.validation.gradients import GradientCheck
 
 
 @dataclass

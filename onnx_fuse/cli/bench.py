@@ -69,7 +69,7 @@ def bench(
         {"--records": records, "--json": json, "--html": html},
     )
     from onnx_fuse import bench as timing
-    from onnx_fuse.validate.inputs import read_feeds
+    from onnx_fuse.validation.inputs import read_feeds
 
     printer = show.printer()
     if tune:
@@ -126,7 +126,7 @@ def _to_tune(
     from onnx_fuse import tune
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.session import InferenceSession
-    from onnx_fuse.validate.inputs import generate, read_feeds
+    from onnx_fuse.validation.inputs import generate, read_feeds
 
     check_precision(how)
     if not model.exists() and str(model) in tune.OPS:

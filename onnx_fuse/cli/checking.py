@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse.cli import files
 
 if TYPE_CHECKING:
-    from onnx_fuse.validate.check import Check
-    from onnx_fuse.validate.gradients import GradientCheck
+    from onnx_fuse.validation.check import Check
+    from onnx_fuse.validation.gradients import GradientCheck
 
 
 def check(
@@ -26,12 +26,12 @@ def check(
     precision: str = "fp32",
     blame: bool = False,
 ) -> Check:
-    from onnx_fuse.validate.check import validate
-    from onnx_fuse.validate.inputs import read_feeds
+    from onnx_fuse.validation.check import check_outputs
+    from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> Check:
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
-        return validate(
+        return check_outputs(
             original,
             candidate,
             feeds=feeds,
@@ -41,7 +41,7 @@ def check(
             atol=atol,
             device=device,
             precision=precision,
-            find_culprit=blame,
+            blame=blame,
         )
 
     checked: Check = guarded(work, str(original), device)
@@ -58,8 +58,8 @@ def gradients(
     device: str = "cpu",
 ) -> GradientCheck:
     """Every gradient of `model`, or those that the graph `written` for it computes."""
-    from onnx_fuse.validate.gradients import check_gradients, check_written
-    from onnx_fuse.validate.inputs import read_feeds
+    from onnx_fuse.validation.gradients import check_gradients, check_written
+    from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> GradientCheck:
         source = model if written is None else written

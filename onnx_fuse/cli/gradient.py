@@ -23,7 +23,7 @@ from onnx_fuse.cli.options import (
 from onnx_fuse.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from onnx_fuse.validate.gradients import GradientCheck
+    from onnx_fuse.validation.gradients import GradientCheck
 
 
 def gradient(

@@ -28,7 +28,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
-    from onnx_fuse.validate.check import Check
+    from onnx_fuse.validation.check import Check
 
 _NOTES = 3  # shown without --explain
 _NODES = 3  # named for each reason of --explain
@@ -103,7 +103,7 @@ def optimize(
     from onnx_fuse.onnx.save import at_opset, save
     from onnx_fuse.onnx.save import inline as inlined
     from onnx_fuse.onnx.shapes import fix_shapes
-    from onnx_fuse.validate.inputs import read_feeds
+    from onnx_fuse.validation.inputs import read_feeds
 
     check_precision(precision)
     if precision != "fp32" and not target:

@@ -65,7 +65,7 @@ def run(
     from onnx_fuse.files import written
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.runtime.deployed import first_shapes
-    from onnx_fuse.validate.inputs import read_feeds
+    from onnx_fuse.validation.inputs import read_feeds
 
     printer = show.printer()
     check_device(device)

@@ -206,7 +206,7 @@ def train(
 def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> None:
     """The file under stock onnxruntime against the trainer; a file that differs does not stay."""
     from onnx_fuse.runtime import ort
-    from onnx_fuse.validate.compare import difference, random_outputs, tolerance_of
+    from onnx_fuse.validation.compare import difference, random_outputs, tolerance_of
 
     saved = files.load(draft, str(draft))
     if random_outputs(saved) or any(
