@@ -1221,6 +1221,68 @@ FUSION_CASES = (
     ),
     *(
         FusionCase(
+            f"product_batch_norm_{name}",
+            f"float[B,T,16] x, float[16,6] w, float[6] g, float[6] b{more}",
+            "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
+            f"flat = Constant <value = int64[2] {{-1, 6}}> ()\n m = MatMul (x, w)\n {body}",
+            fused,
+            output=output,
+            gone=gone,
+        )
+        for name, more, body, fused, output, gone in (
+            (
+                "through_a_reshape",
+                "",
+                "r = Reshape (m, flat)\n y = BatchNormalization (r, g, b, b, var)",
+                ("Gemm",),
+                "float[N,6] y",
+                ("BatchNormalization",),
+            ),
+            (
+                "of_a_biased_product",
+                ", float[6] c",
+                "a = Add (c, m)\n r = Reshape (a, flat)\n y = BatchNormalization (r, g, b, b, var)",
+                ("Gemm",),
+                "float[N,6] y",
+                ("BatchNormalization",),
+            ),
+            (
+                "through_a_transpose",
+                "",
+                "r = Transpose <perm = [0,2,1]> (m)\n n = BatchNormalization (r, g, b, b, var)\n"
+                "y = Relu (n)",
+                ("GemmRelu",),
+                "float[B,6,T] y",
+                ("BatchNormalization",),
+            ),
+            (
+                "read_twice_stays",
+                "",
+                "r = Reshape (m, flat)\n n = BatchNormalization (r, g, b, b, var)\n y = Add (n, r)",
+                (),
+                "float[N,6] y",
+                (),
+            ),
+            (
+                "of_a_residual_stays",
+                "",
+                "t = Tanh (m)\n a = Add (m, t)\n r = Reshape (a, flat)\n"
+                "y = BatchNormalization (r, g, b, b, var)",
+                (),
+                "float[N,6] y",
+                (),
+            ),
+        )
+    ),
+    FusionCase(
+        "product_batch_norm_of_other_axis_stays",
+        "float[B,6,16] x, float[16,5] w, float[6] g, float[6] b",
+        "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
+        "m = MatMul (x, w)\n y = BatchNormalization (m, g, b, b, var)",
+        output="float[B,6,5] y",
+    ),
+    *(
+        FusionCase(
             f"conv_add_{name}",
             "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c",
             "z = Conv <pads = [1,1,1,1]> (x, w, c)\n" + body,
