@@ -7,12 +7,12 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    ACTIVATIONS,
     epilogue_defines,
     gate_refusal,
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Config,
@@ -68,7 +68,7 @@ class Cluster:
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
         act = problem.text("act")
-        if act and act not in ACTIVATIONS:
+        if act and act not in BY_KEY:
             return f"no activation {act!r}"
         steps = [x * 2 for x in ld(problem)]
         if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):

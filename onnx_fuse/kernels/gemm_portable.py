@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -18,10 +19,6 @@ from onnx_fuse.program.problem import (
     batch_strides,
     ld,
 )
-
-ACTIVATIONS = (
-    "relu", "leaky_relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh",
-)  # fmt: skip
 
 
 def gate_refusal(problem: Problem) -> str | None:
@@ -64,9 +61,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         defines["EPI_SCALE"] = 1
     if problem.attr("residual"):
         defines["EPI_RES"] = 2 if normed(problem) else 1
-    if act := problem.text("act"):
-        defines["ACT"] = act.upper()
-    return defines
+    return defines | activation_macros(problem.text("act"))
 
 
 def type_defines(problem: Problem) -> dict[str, str]:
@@ -153,7 +148,7 @@ class _Portable:
         if problem.attr("row_bias") and (rows or normed(problem) or problem.dtype == "float64"):
             return f"a bias a row in float, and alone: not {rows or problem.dtype}"
         act = problem.text("act")
-        if act and act not in ACTIVATIONS:
+        if act and act not in BY_KEY:
             return f"no activation {act!r}"
         if max(problem.m, problem.n, problem.k) >= 2**31:
             return "a dimension of 2^31 or more"

@@ -7,13 +7,13 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    ACTIVATIONS,
     aligned,
     epilogue_defines,
     gate_refusal,
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, ld
 
 
@@ -54,7 +54,7 @@ class Skinny:
         ):
             return "c is read as a dense [M, N]"
         act = problem.text("act")
-        return f"no activation {act!r}" if act and act not in ACTIVATIONS else gate_refusal(problem)
+        return f"no activation {act!r}" if act and act not in BY_KEY else gate_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""

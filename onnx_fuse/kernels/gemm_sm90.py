@@ -7,7 +7,6 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    ACTIVATIONS,
     epilogue_defines,
     gate_refusal,
     normed,
@@ -15,6 +14,7 @@ from onnx_fuse.kernels.gemm_portable import (
     type_defines,
 )
 from onnx_fuse.kernels.rows import rename, row_stats
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -77,7 +77,7 @@ class Wgmma:
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
         act = problem.text("act")
-        if act and act not in ACTIVATIONS:
+        if act and act not in BY_KEY:
             return f"no activation {act!r}"
         extra = [x for x in ("beta", "dact", "dx", "dw", "residual") if problem.attr(x)]
         if len(extra) > 1:

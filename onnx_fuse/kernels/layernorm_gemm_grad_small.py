@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
 
 N_STEP = 64  # columns of dz and w a stage holds
@@ -185,7 +186,8 @@ class FewRows:
         columns = arena.take(8 * column_parts * k)
         defines = as_defines(
             tiles.defines(),
-            {"T": C_TYPES[problem.dtype], "ACT": act.upper() or "NONE"},
+            {"T": C_TYPES[problem.dtype]},
+            activation_macros(act),
         )
         calls = []
         if act:

@@ -19,6 +19,7 @@ from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, outputs_kept
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
 from onnx_fuse.onnx.downgrade import downgrade
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.onnx.upgrade import upgrade
 
 MAX_PROTOBUF = 2**31 - 1
@@ -60,7 +61,7 @@ def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
     body = body_of(op_type)
     if body is None:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
-    exposed = op_type.split("_")[1:]
+    exposed = FusedName.of(op_type).exposed
     if opset >= CANONICAL_OPSET:
         return body(exposed, opset, overload)
     function = body(exposed, CANONICAL_OPSET, overload)

@@ -78,6 +78,13 @@ class Tensor:
         return prod(self.shape)
 
     @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory, those between them counted."""
+        if not self.size:
+            return 0
+        return 1 + sum(abs(s) * (d - 1) for d, s in zip(self.shape, self.strides, strict=True))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the elements, broadcast ones counted each time."""
         return self.size * ITEMSIZE[self.dtype]

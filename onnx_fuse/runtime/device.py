@@ -316,10 +316,10 @@ class Stream:
         """Device to device, in stream order."""
         check(self._driver.cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
 
-    def clear(self, address: int, nbytes: int) -> None:
-        """Write zeros to memory, in the order of the stream."""
+    def fill(self, address: int, value: int, nbytes: int) -> None:
+        """Set each of these bytes to `value`, in stream order."""
         if nbytes:
-            check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.raw), "clearing memory")
+            check(self._driver.cuMemsetD8Async(address, value, nbytes, self.raw), "filling memory")
 
     def wait(self, what: str) -> None:
         """Until everything enqueued is done; a kernel's fault surfaces here."""
