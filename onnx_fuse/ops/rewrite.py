@@ -78,7 +78,7 @@ class Rewriter:
         return self.model.graph
 
     def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
-        """Record why nodes that nearly match stay as they are; return False, for a rule to return."""
+        """Record why nodes that nearly match stay as they are; return False for the rule."""
         names, ops = tuple(label(n) for n in nodes), tuple(n.op_type for n in nodes)
         refusal = Refusal(fusion, names, reason, ops)
         if refusal not in self.refusals:
