@@ -521,7 +521,7 @@ class Code:
         return "scalar", len(self.scalars) - 1
 
     def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
-        """TABLE[name](args)."""
+        """Add the step TABLE[name](args), and return a reference to it."""
         self.steps.append((name, dtype, args))
         return "step", len(self.steps) - 1
 

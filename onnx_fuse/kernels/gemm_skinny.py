@@ -24,11 +24,11 @@ class Skinny:
     source = "layernorm_gemm/skinny.cu"
 
     def sources(self) -> tuple[str, ...]:
-        """The kernel."""
+        """The source file of the kernel."""
         return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -103,7 +103,7 @@ class Skinny:
         return slope + hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """None."""
+        """No bytes: the kernel needs no workspace."""
         return 0
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
@@ -118,7 +118,7 @@ class Skinny:
         return 4 if fit >= 4 else 2 if fit >= 2 else 1
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.attr("folded") else 2

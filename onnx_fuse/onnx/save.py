@@ -194,7 +194,9 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
     """
     newest = onnx.defs.onnx_opset_version()
     if not _OLDEST <= opset <= newest:
-        raise ModelError(f"there is no ai.onnx opset {opset} to write ({_OLDEST} to {newest} are)")
+        raise ModelError(
+            f"ai.onnx opset {opset} cannot be written: choose one from {_OLDEST} to {newest}"
+        )
     model = model.clone()
     version = model.graph.opset_imports[""]
     if opset >= version:
@@ -209,7 +211,7 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers."""
+    """The bytes of all initializers of a model."""
     tensors = (v.const_value for v in model.graph.initializers.values())
     return sum(t.nbytes for t in tensors if t is not None)
 

@@ -82,6 +82,7 @@ OPS: dict[tuple[str, str], OpDef] = {}
 
 
 def register(*defs: OpDef) -> None:
+    """Enter operators into `OPS`; each key may be entered once."""
     for definition in defs:
         key = (definition.domain, definition.name)
         if key in OPS:

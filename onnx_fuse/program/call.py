@@ -51,7 +51,7 @@ feeds that such an operand comes from are then made part of the shape key."""
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """The row-major strides of a shape, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -74,7 +74,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements of the view."""
         return prod(self.shape)
 
     @property
@@ -302,7 +302,7 @@ class Context(Protocol):
         inplace: Sequence[tuple[str, str]] = (),
         suffix: str = "",
     ) -> None:
-        """Append a call."""
+        """Append a call to the program."""
 
     def append(self, call: Call) -> None:
         """Append a call made elsewhere (pointwise expressions)."""

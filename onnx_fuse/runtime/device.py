@@ -405,7 +405,7 @@ class Stream:
         return Graph(graph, nodes)
 
     def launch(self, graph: Graph, what: str) -> None:
-        """Launch an executable graph."""
+        """Launch an executable graph in this stream."""
         check(self._driver.cuGraphLaunch(graph.raw, self.raw), what)
 
 

@@ -540,7 +540,7 @@ class Instance:
         return DeviceTensor(address, tensor.shape, tensor.dtype, self.owner.device_id, self)
 
     def describe(self) -> str:
-        """What runs, for messages."""
+        """A listing of what runs, for messages."""
         return f"running a program of {len(self.program.calls)} calls"
 
 

@@ -334,7 +334,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
 
 
 def _apart(rw: Rewriter, node: ir.Node) -> bool:
-    """What training takes."""
+    """The form that training uses: product and gate apart."""
     columns = dim(node.inputs[-2], 1)
     if columns is None:
         return False
