@@ -14,7 +14,6 @@ from math_cases import H200, cases
 
 from onnx_fuse.cuda import jit
 from onnx_fuse.kernels import sdpa, select
-from onnx_fuse.lower.conv import Shape, Window, conv_launches
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces, team, vector
 from onnx_fuse.lower.softmax import softmax_launch
@@ -22,6 +21,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Num, Problem, Ptr
+from onnx_fuse.program.problems import Conv, Window
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,10 @@ def test_softmax_launch_covers_every_row():
 def test_conv_splits_cover_the_sum_and_fit_the_workspace(dtype, channels, filters):
     one = (1, 1, 1)
     window = Window((1, 3, 3), one, one, (0, 1, 1), (0, 1, 1))
-    shape = Shape(2, 1, channels, filters, (1, 7, 7), (1, 7, 7))
-    launches, workspace = conv_launches(shape, window, dtype, False)
+    problem = Conv(2, 1, channels, filters, (1, 7, 7), (1, 7, 7), window, dtype)
+    choice = select("Conv", problem, H200)
+    assert choice is not None
+    launches, workspace = choice.launch(problem, H200), choice.workspace(problem, H200)
     main = next(
         x for x in launches if x.entry.startswith("conv") and x.entry in ("conv", "conv_direct")
     )

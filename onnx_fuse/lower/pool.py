@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.kernels.rule import window_macros
 from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.program.call import Context, Lowering, Tensor
@@ -44,7 +45,7 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
         defines(
             T=C_TYPES[x.dtype], ACC=accumulator(x.dtype) if x.dtype in FLOATS else "float",
             MODE=mode, INCLUDE_PAD=bool(ctx.attr(node, "count_include_pad", 0)),
-            COLUMN_MAJOR=bool(ctx.attr(node, "storage_order", 0)), **taps.macros(), **after,
+            COLUMN_MAJOR=bool(ctx.attr(node, "storage_order", 0)), **window_macros(taps), **after,
         ),
     )  # fmt: skip
     ctx.call(node, launch, {"x": x}, writes)
@@ -268,7 +269,8 @@ def col2im(ctx: Context, node: ir.Node) -> str | None:
     launch = Launch(
         "pool/col2im.cu", "col2im", (-(-y.size // 256), 1, 1), (256, 1, 1),
         (Ptr("x"), Ptr("y"), Num("i64", y.size), *(Num("i32", n) for n in (*triple(image), *grid))),
-        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), TRANSPOSED=True, **taps.macros()),
+        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), TRANSPOSED=True,
+                **window_macros(taps)),
     )  # fmt: skip
     ctx.call(node, launch, {"x": x}, {"y": y})
     return None

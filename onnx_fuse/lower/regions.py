@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.cuda.pointwise import Code, call_of
+from onnx_fuse.kernels.rule import window_macros
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
@@ -57,7 +58,7 @@ def deform_conv(ctx: Context, node: ir.Node) -> str | None:
     columns = ctx.scratch(x.dtype, (batch, groups, channels // groups * taps, pixels))
     mask = ctx.dense(node, 4) if ctx.has(node, 4) else None
     size = batch * shifts * taps * pixels
-    frame = window(ctx, node, w.shape[2:], image, outer).macros()
+    frame = window_macros(window(ctx, node, w.shape[2:], image, outer))
     launch = Launch(
         "regions/deform_columns.cu", "deform_columns", (-(-size // 128), 1, 1), (128, 1, 1),
         (*map(Ptr, ("x", "offset", "mask", "columns")), Num("i64", size),
