@@ -18,7 +18,8 @@ from onnx_fuse import autodiff, passes, session
 from onnx_fuse.cuda import jit, pointwise
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import cublaslt, site
-from onnx_fuse.lower import elementwise, indexing, linear, reduce, views, walk
+from onnx_fuse.kernels import reduce as reduce_kernels
+from onnx_fuse.lower import elementwise, indexing, linear, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
@@ -567,7 +568,7 @@ def test_a_global_norm_is_two_launches(monkeypatch):
     for arch in ("sm_80", "sm_90a", "sm_100a"):
         found = jit.resources(call.launches[0].source, call.launches[0].defines, arch)
         assert all(entry.clean for entry in found.values())
-    monkeypatch.setattr(reduce, "ROWS", 2)  # a table holds so many: more take more launches
+    monkeypatch.setattr(reduce_kernels, "ROWS", 2)  # a table holds so many: more take more launches
     (call,) = program_of(text_model(norm_graph(sizes)), feeds).calls
     assert [x.grid[0] for x in call.launches] == [2, 2, 3, 1]
     parts = [x.args[-1].offset for x in call.launches[:3]]

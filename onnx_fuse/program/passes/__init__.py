@@ -32,7 +32,7 @@ PIPELINE: tuple[Pass, ...] = (
     lambda calls, keep, _: fuse(calls, keep),
     *(partial(_each, rule) for rule in (*BEHIND_CHAINS, *FEW_COLUMNS)),
     defer,
-    lambda calls, keep, _: fold_together(calls, keep),
+    lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw),
     lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs),
     # twice: what a batch has moved to the end lets its producers wait as well
     lambda calls, *_: batch(calls),

@@ -13,8 +13,8 @@ from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
-from onnx_fuse.program.problem import ITEMSIZE, Num, Problem, Value
-from onnx_fuse.program.problems import Norm
+from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
+from onnx_fuse.program.problems import Norm, SlopeProduct
 from onnx_fuse.program.size import rough
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
@@ -234,19 +234,16 @@ def _slope(call: Call) -> dict[str, Value] | None:
     if isinstance(call.problem, Problem) and call.problem.op == "LayerNormGemmGrad":
         attrs = dict(call.problem.attrs)
         return {name: attrs[name] for name in ("act", "act_alpha") if attrs.get(name)} or None
-    if [launch.entry for launch in call.launches] != ["act_grad_rows"]:
+    if not isinstance(call.problem, SlopeProduct) or not call.problem.act:
         return None
-    (launch,) = call.launches
-    (alpha,) = (a.value for a in launch.args if isinstance(a, Num) and a.ctype == "f32")
-    return {"act": dict(launch.defines)["ACT"].lower(), "act_alpha": alpha}
+    return {"act": call.problem.act, "act_alpha": call.problem.act_alpha}
 
 
 def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -> Call:
     """The pass of an activation's gradient over a dz that is there: dbias, or its parts."""
-    (launch,) = call.launches
-    defines = tuple((name, "NONE" if name == "ACT" else text) for name, text in launch.defines)
-    launch = replace(launch, defines=defines)
-    return replace(call, launches=(launch,), reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
+    assert isinstance(call.problem, SlopeProduct)
+    problem = replace(call.problem, act="")
+    return replace(call, problem=problem, reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
 
 
 def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
