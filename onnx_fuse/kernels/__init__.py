@@ -77,6 +77,11 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("Pool", "ChannelWindow", "Resample", "GridSample", "Col2Im"), "pool"),
     "CrossEntropy": "loss",
     **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
+    **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
+    **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
+    "Recurrence": "recurrent",
+    **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
+    **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),
 }
 
 
