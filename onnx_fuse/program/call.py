@@ -1,6 +1,6 @@
 """The LLIR: a flat list of kernel calls over buffers; and the contract of a kernel family.
 
-A kernel family is a module under onnx_fuse/kernels, named in `lower.FAMILIES`, that holds a table
+A lowering family is a module under onnx_fuse/lower, named in `lower.walk.FAMILIES`, with a table
 
     LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
 
