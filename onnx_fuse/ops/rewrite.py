@@ -419,7 +419,7 @@ def _climb(
     seen: dict[tuple[ir.Value, int], _Climb | None],
     left: int,
 ) -> _Climb | None:
-    """As `through_row_views`, with the rows along `axis`; None where they never lie last."""
+    """`through_row_views` with the rows along `axis`; None where they never lie last."""
     if (value, axis) in seen:
         return seen[value, axis]
     node = value.producer()
@@ -557,7 +557,7 @@ def _take_apart(
 
 
 def _captured(body: ir.Graph) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
-    """What a body and those inside it read from outside, constants apart, and where."""
+    """The values that a body and bodies in it read from outside, and where, without constants."""
     inner = [body, *body.subgraphs()]
     own: set[ir.Value] = set()
     for each in inner:

@@ -1,4 +1,4 @@
-"""What runs a training step and holds its states: stock onnxruntime, or a GPU."""
+"""The two backends that run a training step and hold its states: onnxruntime, and a GPU."""
 
 from __future__ import annotations
 

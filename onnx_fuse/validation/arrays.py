@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Role:
-    """What an input is for.
+    """The purpose of an input.
 
     One of ids, positions, mask (of ones), added (0 or lowest), pixels, scales (of a Resize), plain.
     """
@@ -33,7 +33,7 @@ class Role:
 
 
 def role_of(value: Value) -> Role:
-    """What the name, the type and the readers of an input say that it is for. Raises ModelError."""
+    """The purpose of an input, from its name, its type and its readers. Raises ModelError."""
     name, dtype = (value.name or "").lower(), value.dtype
     if dtype is None or dtype == DataType.STRING:
         raise ModelError(f"input '{value.name}' holds strings: give inputs (--inputs FILE.npz)")

@@ -117,7 +117,7 @@ def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
 
 @dataclass
 class _Assignment:
-    """What sizes have to fulfil for one setting of the branches, and where their search starts."""
+    """The constraints on sizes for one setting of the branches, and the search for sizes."""
 
     system: System
     shapes: dict[str, Shape]
@@ -217,7 +217,7 @@ def _symbol(system: System, dim: Size) -> str | None:
 
 
 def _expression(dim: str, symbols: set[str]) -> Size | None:
-    """What a name such as `past + 1` says of other symbols."""
+    """The size that a name such as `past + 1` means in terms of other symbols, or None."""
     try:
         tree = ast.parse(dim, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

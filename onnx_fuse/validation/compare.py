@@ -1,4 +1,4 @@
-"""What must agree between two runs: tolerances, differences, and outputs random by design."""
+"""Compare two runs: tolerances, differences, and outputs that are random by design."""
 
 from __future__ import annotations
 

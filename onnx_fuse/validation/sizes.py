@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Atom:
-    """What no polynomial says: a quotient rounded down, a minimum, or an unknown of its own."""
+    """A term that is no polynomial: a quotient rounded down, a minimum, or an unknown."""
 
     op: str
     args: tuple[Size, ...] = ()
@@ -243,7 +243,7 @@ def product(values: Iterable[Size]) -> Size:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a node asks of sizes; one that is `soft` may also fail (a slice then ends earlier)."""
+    """A constraint of a node on sizes; a `soft` one may fail (a slice then ends earlier)."""
 
     kind: str  # equal, broadcast, least (a >= b), divides (a % b == 0)
     a: Size

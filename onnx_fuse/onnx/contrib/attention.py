@@ -78,7 +78,7 @@ def lowest(like: ir.Value) -> float:
 def _padding(
     op: Body, mask: ir.Value, source: ir.Value, total: ir.Value, like: ir.Value, low: float
 ) -> ir.Value:
-    """What a mask_index or key_padding_mask adds to the scores; broadcasts to [B, N, S, T].
+    """The addend of the scores for a mask_index or key_padding_mask; broadcasts to [B, N, S, T].
 
     `source` [B, …] is what the queries were made of, `like` the queries.
     """

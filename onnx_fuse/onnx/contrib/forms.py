@@ -37,7 +37,7 @@ def pad(op: Body, node: ir.Node) -> Results:
 
 @contrib("Unique", recognized=False)
 def unique(op: Body, node: ir.Node) -> Results:
-    """Of a vector, in the order of first appearance: values, their places in x, counts."""
+    """The values of a vector in the order of first appearance, their places in x, and counts."""
     y, first, inverse, counts = op.Unique(needed(node, 0), outputs=4, sorted=0)
     first.dtype = inverse.dtype = counts.dtype = ir.DataType.INT64
     return [y, inverse, counts]

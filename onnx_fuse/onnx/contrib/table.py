@@ -1,4 +1,4 @@
-"""What a contrib operator is here: its name and how its body is written for one node.
+"""The table of contrib operators: their names, and the functions that write their bodies.
 
 A body is standard ONNX, built by a function for the node at hand: a contrib operator's meaning
 depends on which inputs are there, on attributes that are strings, and on ranks, none of which one

@@ -1,4 +1,4 @@
-"""What operators that compute over windows, rows and products ask of shapes, and their results."""
+"""Rules of operators over windows, rows and products: their constraints and their results."""
 
 from __future__ import annotations
 

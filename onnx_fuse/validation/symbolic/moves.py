@@ -1,4 +1,4 @@
-"""What operators that move, cut and index values do to shapes and entries."""
+"""Rules of operators that move, cut and index values, for shapes and entries."""
 
 from __future__ import annotations
 

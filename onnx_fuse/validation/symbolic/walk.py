@@ -21,7 +21,7 @@ ENTRIES = 256  # of an array whose values are followed
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a value: its shape, its entries (Size, bool, or None each), and a bound.
+    """The facts about a value: its shape, its entries (Size, bool or None each), and a bound.
 
     `top` bounds entries from above, exclusively: one for all, or one for each along the last axis.
     """
