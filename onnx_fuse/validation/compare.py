@@ -27,15 +27,23 @@ class Tolerance:
 
 
 TOLERANCES = {
-    DataType.DOUBLE: Tolerance(1e-9, 1e-11, "double: other orders of summation, some 100 layers"),
+    DataType.DOUBLE: Tolerance(
+        1e-9, 1e-11, "double: summing in another order changes results, over some 100 layers"
+    ),
     DataType.FLOAT: Tolerance(
-        5e-5, 5e-6, "float: another order of summation leaves 1e-6 a layer, and layers add"
+        5e-5,
+        5e-6,
+        "float: summing in another order changes results by 1e-6 a layer, and layers add up",
     ),
     DataType.FLOAT16: Tolerance(
-        2e-2, 2e-3, "float16: each stored value is rounded to 2^-11, and a fusion stores fewer"
+        2e-2,
+        2e-3,
+        "float16: each stored value is rounded to 2^-11, and a fusion stores fewer values",
     ),
     DataType.BFLOAT16: Tolerance(
-        8e-2, 1e-2, "bfloat16: each stored value is rounded to 2^-8, and a fusion stores fewer"
+        8e-2,
+        1e-2,
+        "bfloat16: each stored value is rounded to 2^-8, and a fusion stores fewer values",
     ),
 }
 """By the coarsest float type anywhere in the graph, that of norms' statistics (`stash_type`) among
