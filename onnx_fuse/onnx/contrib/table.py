@@ -174,7 +174,7 @@ def attr(node: ir.Node, name: str, default: Any = None) -> Any:
     if found is None:
         return default
     if found.is_ref():
-        raise Unwritable(f"its attribute '{name}' is a function's")
+        raise Unwritable(f"its attribute '{name}' refers to one of a function")
     return found.value
 
 
