@@ -38,6 +38,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
         if isinstance(loaded, np.lib.npyio.NpzFile):
             with loaded:
                 return {name: loaded[name] for name in loaded.files}
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file or folder") from error
     except NOT_ARRAYS as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise DataError(f"{path}: not an .npz file or a folder of .npy files: {reason}") from error

@@ -40,6 +40,8 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file") from error
     except (*NOT_ARRAYS, AttributeError) as error:
         raise ModelError(f"{path}: not an .npz file of arrays ({error})") from error
     needed = [v.name for v in required(model)]
