@@ -73,6 +73,13 @@ def load(hw: Hardware) -> dict[str, Any]:
     return merged
 
 
+def stamp(hw: Hardware) -> tuple[tuple[int, int], ...]:
+    """What changes where a file of `load` does."""
+    paths = [f / _file_name(hw) for f in (SHIPPED, config.CACHE_DIR.value / "tuning")]
+    found = [path.stat() for path in paths if path.exists()]
+    return tuple((s.st_size, s.st_mtime_ns) for s in found)
+
+
 def lookup(
     op: str, problem: Problem, hw: Hardware, legal: Sequence[Kernel]
 ) -> tuple[Kernel, Config, float] | None:
