@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.size import Size, Trace, expression
+from onnx_fuse.program.size import Size, Trace, expression, largest, least
 
 
 class Open:
     """An object that holds sizes of a trace, and what it is for other values of its symbols."""
 
     def __init__(self, made: Any, trace: Trace) -> None:
-        symbols, guards = tuple(trace.values), tuple(trace.guards)
+        symbols = tuple(trace.values)
+        # classes first: most programs are told apart by them
+        guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
         given = ", ".join(symbols)
         writer = _Writer()
         result = writer.write(made)
@@ -39,6 +41,7 @@ class Open:
     ) -> None:
         self.symbols, self.guards, self._code, self._used = symbols, guards, code, used
         names = used | {"new": _new, "array": np.array, "int64": np.int64}
+        names |= {"min": least, "max": largest}  # which leave sizes open
         exec(code, names)  # text of our own making
         self._holds: Callable[..., bool] = names["holds"]
         self._make: Callable[..., Any] = names["make"]

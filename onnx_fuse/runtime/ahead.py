@@ -1,8 +1,8 @@
-"""Programs and kernels for shapes that have not come yet, made by a process of low priority.
+"""Programs and kernels for shapes that have not come yet, made by processes of low priority.
 
-The process (`background`) lowers for this GPU's description and compiles; it never touches the GPU.
-What it makes it writes to the cache, where a run that needs it finds it. It ends when it has had
-nothing to do for a while, and with the process that started it, however that ends.
+Such a process (`background`) lowers for this GPU's description and compiles; it never touches the
+GPU. What it makes it writes to the cache, where a run that needs it finds it. It ends when it has
+had nothing to do for a while, and with the process that started it, however that ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ FAR = 512
 WORTH = 0.1
 """Seconds that a new shape's program and kernels must have taken, for others to be made ahead."""
 CORES = 4
-"""Fewer would be taken from the runs."""
+"""Fewer would be taken from the runs; with more there is a process for each so many."""
+PROCESSES = 4
+"""At most, since NVRTC compiles one kernel after another in a process, whatever its threads."""
 LARGEST = 4 << 30
 """Bytes of weights up to which a model that is in no file is copied for the other process."""
 
@@ -60,21 +63,23 @@ class Ahead:
         self._wanted: list[_Wish] = []
         self._changed = threading.Condition()
         self._busy = False  # whether a thread hands over what is wanted
-        self._child: _Child | None = None
+        self.children: list[_Child] = []
 
     def expect(self, shapes: Shapes, seconds: float) -> None:
         """Prepare what may come after these shapes, whose program took so long to make.
 
-        Nothing happens until some dimension has had two sizes, and a program has taken WORTH.
+        Nothing happens until a program has taken WORTH; nothing is prepared until some dimension
+        has had two sizes.
         """
         specializer = self._specializer()
         if specializer is None:
             return
-        self._worth |= seconds > WORTH
         numbers = specializer.numbers(shapes)
         for symbol, number in numbers.items():
             if self._first.setdefault(symbol, number) != number:
                 self._varying.add(symbol)
+        begins = seconds > WORTH and not self._worth
+        self._worth |= begins
         if not self._worth:
             return
         wanted = {}
@@ -84,7 +89,7 @@ class Ahead:
             if self._seen.get((symbol, others), 0) < far:
                 self._seen[symbol, others] = far
                 wanted[symbol] = far
-        if not wanted:
+        if not (wanted or begins):
             return
         with self._changed:
             self._wanted.insert(0, (shapes, wanted))  # the latest first
@@ -95,12 +100,13 @@ class Ahead:
                 ).start()
 
     def wait(self) -> None:
-        """Return when all that was wanted is prepared, and the process has ended."""
+        """Return when all that was wanted is prepared, and the processes have ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy)
-        if self._child is not None:
-            self._child.say({"end": True})
-            self._child.ended.wait()
+        for child in self.children:
+            child.say({"end": True})
+        for child in self.children:
+            child.ended.wait()
 
     def _hand_over(self) -> None:
         """A thread's: tell the process, which is started if need be, what is wanted."""
@@ -125,30 +131,63 @@ class Ahead:
 
     def _tell(self, specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) -> None:
         origin = None if specializer.origin is None else specializer.origin.result()
-        copy: _Copy | None = None
-        try:
-            if specializer.programs is None:
-                copy = _Copy.of(specializer)
-                if copy is None:
-                    return
-                specializer.keep_under(copy.digest)
-            if self._child is None or self._child.ended.is_set():
-                if origin is None and copy is None:
-                    copy = _Copy.of(specializer)
-                self._child = _Child(specializer, origin, copy)
-                weakref.finalize(self, self._child.end)
-            plain = {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()}
-            self._child.say({"shapes": plain, "sizes": wanted})
-        finally:
-            if copy is not None:
-                os.close(copy.file)
+        graph: _Copy | None = None
+        if specializer.programs is None:
+            graph = _Copy.of(specializer)
+            if graph is None:
+                return  # too large
+            specializer.keep_under(graph.digest)
+        if not wanted:
+            return
+        self.children = [child for child in self.children if not child.ended.is_set()]
+        if not self.children:
+            if not missing(specializer, shapes, wanted):
+                return
+            if origin is None and graph is None and (graph := _Copy.of(specializer)) is None:
+                return
+            parts = max(1, min(PROCESSES, len(os.sched_getaffinity(0)) // CORES))
+            with contextlib.nullcontext() if graph is None else graph.open():
+                for part in range(parts):
+                    child = _Child(specializer, origin, graph, (part, parts))
+                    weakref.finalize(self, child.end)
+                    self.children.append(child)
+        plain = {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()}
+        for child in self.children:
+            child.say({"shapes": plain, "sizes": wanted})
+
+
+def order(number: int, far: int, part: int = 0, parts: int = 1) -> list[int]:
+    """All sizes up to `far`: class by class, those nearest to the number first.
+
+    Of `parts` processes each takes every so-manyth class.
+    """
+    classes, last = [], 0
+    while last < far:
+        first, last = class_of(last + 1)
+        classes.append((first, last))
+    classes.sort(key=lambda pair: abs(pair[1] - number))
+    return [size for first, last in classes[part::parts] for size in range(last, first - 1, -1)]
+
+
+def missing(specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) -> bool:
+    """Whether some of the sizes wanted has no program yet."""
+    key, numbers = specializer.key(shapes, {}), specializer.numbers(shapes)
+    return any(
+        not specializer.has(key, numbers | {symbol: size})
+        for symbol, far in wanted.items()
+        for size in order(numbers[symbol], far)
+    )
 
 
 class _Copy:
-    """A graph with its weights in memory, which a process that is given `file` reads as a file."""
+    """A graph with its weights, for a process to read as a file that is in memory alone."""
 
-    def __init__(self, file: int, digest: str) -> None:
-        self.file, self.digest = file, digest
+    def __init__(self, data: bytes, parts: graphs.Parts) -> None:
+        self._data, self._parts = data, parts
+        own = (parts.tensors[n] for n in parts.manifest["own"])
+        dense = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in own]
+        self.digest = digest_of([data, *dense])
+        self.file = -1
 
     @classmethod
     def of(cls, specializer: Specializer) -> _Copy | None:
@@ -159,16 +198,18 @@ class _Copy:
         assert parts is not None
         if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
             return None
-        data = outlined(graph)
-        own = [parts.tensors[n] for n in graph.graph.initializers if n in parts.tensors]
-        dense = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in own)
-        found = cls(os.memfd_create("onnx_fuse"), digest_of([data, *dense]))
+        parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
+        return cls(outlined(graph), parts)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Within the block there is the file."""
+        self.file = os.memfd_create("onnx_fuse")
         try:
-            write(found.path, parts.manifest, {GRAPH: data}, parts.tensors)
-        except BaseException:
-            os.close(found.file)
-            raise
-        return found
+            write(self.path, self._parts.manifest, {GRAPH: self._data}, self._parts.tensors)
+            yield
+        finally:
+            os.close(self.file)
 
     @property
     def path(self) -> Path:
@@ -177,9 +218,15 @@ class _Copy:
 
 
 class _Child:
-    """The process that prepares programs, until it has `ended`."""
+    """A process that prepares programs, until it has `ended`."""
 
-    def __init__(self, specializer: Specializer, origin: Origin | None, copy: _Copy | None) -> None:
+    def __init__(
+        self,
+        specializer: Specializer,
+        origin: Origin | None,
+        copy: _Copy | None,
+        part: tuple[int, int],
+    ) -> None:
         """The graph is the cache's entry that `origin` names, or the copy."""
         assert specializer.programs is not None
         if copy is not None:
@@ -196,6 +243,7 @@ class _Child:
             "math": specializer.math,
             "prefs": specializer.prefs,
             "state": specializer.state,
+            "part": part,
         }
         path = os.pathsep.join(p for p in sys.path if p)
         self._process = subprocess.Popen(

@@ -22,15 +22,14 @@ from onnx_fuse.errors import OnnxFuseError
 from onnx_fuse.lower.walk import Shapes
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.size import class_of
 from onnx_fuse.runtime import graphs
-from onnx_fuse.runtime.kept import Kept, Key, Programs
+from onnx_fuse.runtime.ahead import order
+from onnx_fuse.runtime.kept import Key, Programs
+from onnx_fuse.runtime.plan import Kept
 from onnx_fuse.runtime.specialize import Specializer
 
 IDLE = 10.0
 """Seconds without anything to do after which the process ends."""
-COMPILING = 2
-"""Programs whose kernels are compiled at once."""
 NICE = 10
 """How far it stands behind other processes."""
 
@@ -75,21 +74,16 @@ class Wishes:
             self._waiting.append(wish)
 
 
-def order(number: int, far: int) -> list[int]:
-    """All sizes up to `far`: class by class, those nearest to the number first."""
-    classes, last = [], 0
-    while last < far:
-        first, last = class_of(last + 1)
-        classes.append((first, last))
-    classes.sort(key=lambda pair: abs(pair[1] - number))
-    return [size for first, last in classes for size in range(last, first - 1, -1)]
+def prepare(
+    specializer: Specializer, wish: Wish, wishes: Wishes, part: int = 0, parts: int = 1
+) -> None:
+    """Lower for every size that no program holds for yet, until something newer is wished for.
 
-
-def prepare(specializer: Specializer, wish: Wish, wishes: Wishes) -> None:
-    """Lower for every size that no program holds for yet, until something newer is wished for."""
+    Of `parts` processes this is one.
+    """
     shapes, symbol, far = wish
     key, numbers = specializer.key(shapes, {}), specializer.numbers(shapes)
-    for size in order(numbers[symbol], far):
+    for size in order(numbers[symbol], far, part, parts):
         if wishes.waiting:
             wishes.again(wish)
             return
@@ -104,13 +98,13 @@ class Compiling(Programs):
     """Programs that are written once their kernels are compiled."""
 
     arch: str
-    _turns = threading.Semaphore(COMPILING)
+    _turns = threading.Lock()
 
     def keep(self, key: Key, kept: Kept) -> None:
         program: Program = kept.source.at(kept.largest)
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
-            jit.compile_all(launches, self.arch, workers=os.cpu_count() or 1, progress=False)
+            jit.compile_all(launches, self.arch, workers=1, progress=False)
         super().keep(key, kept)
 
 
@@ -130,7 +124,7 @@ def main() -> None:
     programs.arch = specializer.hw.arch
     specializer.keep_in(programs)
     while (wish := wishes.next()) is not None:
-        prepare(specializer, wish, wishes)
+        prepare(specializer, wish, wishes, *job["part"])
     specializer.written()
     os._exit(0)  # a thread still waits for lines
 

@@ -28,7 +28,7 @@ from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.hosts import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.memory import Arena, Constants
-from onnx_fuse.runtime.plan import Made, plan
+from onnx_fuse.runtime.plan import Made, Source
 from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
 from onnx_fuse.runtime.turns import Turns
@@ -37,7 +37,6 @@ from onnx_fuse.runtime.weights import Weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnx_fuse.program.open import Open
     from onnx_fuse.runtime.ahead import Ahead
     from onnx_fuse.runtime.kept import Origin
     from onnx_fuse.runtime.specialize import Specializer
@@ -122,7 +121,7 @@ class Executable:
         """Told of the graph once it is first lowered, what that made of weights included; says
         later where it is kept."""
         self._deciding: list[str] = []  # feeds whose values decide about shapes
-        self._once: dict[Open | None, Shape] = {}  # shapes that have come once, by their source
+        self._once: dict[Source | None, Shape] = {}  # shapes that have come once, by their source
 
     @cached_property
     def specializer(self) -> Specializer:
@@ -599,8 +598,7 @@ class Executable:
         values: Mapping[str, np.ndarray] | None = None,
     ) -> Made:
         if isinstance(self.model, Deployed):
-            program = self.model.program(shapes, self.hw)
-            return Made(program, plan(program))
+            return self.model.made(shapes, self.hw)
         made = self.specializer.of({**self._resident(), **shapes}, values)
         if self.on_lowered is not None:
             self.keep(self.on_lowered(self.model))

@@ -1,4 +1,4 @@
-"""Open programs with their layouts, and the folder of the cache that keeps those of one model.
+"""The folder of the cache that keeps the open programs of one model.
 
 A file holds the guards and, pickled, the program: a process that meets a shape that meets them
 lowers nothing. Weights that lowering made stand in files of their own, each once for all programs.
@@ -19,12 +19,11 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -35,15 +34,11 @@ from onnx_fuse.cuda import jit
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt, tuning
-from onnx_fuse.program.call import Program
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.runtime.plan import Made, plan
+from onnx_fuse.runtime.plan import Kept
 from onnx_fuse.runtime.tensor import dtype_of
 
-LARGE = 256 << 20
-"""Bytes from which a program that needs less than half of what its class may need has a layout of
-its own."""
 SECONDS = 0.02
 """Lowering that took longer is kept."""
 
@@ -51,41 +46,6 @@ Array = np.ndarray[Any, Any]
 Key = tuple[object, ...]
 """What programs of one list have in common: their open dimensions, the ranks and types of inputs,
 and the inputs whose values are known."""
-
-
-class Kept:
-    """An open program, and the layout for the largest shape of its class."""
-
-    def __init__(self, source: Open, largest: Mapping[str, int]) -> None:
-        self.source, self.largest = source, largest
-        # a layout for these sizes is one for smaller ones, whether or not the guards hold there
-        whole: Program = source.at(largest)
-        self._plan = plan(whole)
-        self._room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
-        self._bytes = sum(self._room.values())
-        self._workspaces = [call.workspace for call in whole.calls]
-        self.weights = {
-            b.name: whole.constants[b.id]
-            for b in whole.buffers
-            if b.kind == "weight" and b.id in whole.constants
-        }
-        """What lowering made of weights, by name."""
-        self.needs = tuple(
-            b.name for b in whole.buffers if b.kind == "weight" and b.name not in self.weights
-        )
-        """The model's own weights that it reads."""
-
-    def at(self, numbers: Mapping[str, int]) -> Made:
-        """The Program for these sizes, and a layout that it fits."""
-        program: Program = self.source.at(numbers)
-        fits = all(b.nbytes <= self._room[b.id] for b in program.buffers)
-        fits = fits and all(
-            call.workspace <= n for call, n in zip(program.calls, self._workspaces, strict=True)
-        )
-        large = self._bytes > LARGE and 2 * sum(b.nbytes for b in program.buffers) < self._bytes
-        if fits and not large:
-            return Made(program, self._plan, self.source, self._room)
-        return Made(program, plan(program), self.source)
 
 
 @dataclass(frozen=True)
@@ -112,7 +72,7 @@ class Programs:
         self, folder: Path, array: Callable[[str], Array | None], given: Collection[str] = ()
     ) -> None:
         self.folder, self._array, self.given = folder, array, frozenset(given)
-        self._guards: dict[Path, _Guards | None] = {}  # of the files seen so far
+        self._guards: dict[Path, Guards | None] = {}  # of the files seen so far
         self._containers: dict[Path, Container | None] = {}
         self._pruned = False
         self._lock = threading.Lock()
@@ -135,7 +95,7 @@ class Programs:
 
         Warns where the cache cannot be written to.
         """
-        header = json.dumps(_ranges_first(kept.source.guards)).encode()
+        header = json.dumps(kept.source.guards).encode()
         path = self._of(key) / f"{digest_of([header])}.program"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +126,7 @@ class Programs:
 
     def _meets(self, path: Path, numbers: Mapping[str, int]) -> bool:
         if path not in self._guards:
-            self._guards[path] = _Guards.of(path)
+            self._guards[path] = _guards(path)
         guards = self._guards[path]
         return guards is not None and guards.hold(numbers)
 
@@ -224,37 +184,16 @@ _LENGTH = struct.Struct("<Q")
 _HEAD = 64 + _LENGTH.size  # digests of guards and program, bytes of the guards
 
 
-def _ranges_first(guards: Iterable[str]) -> list[str]:
-    """The guards with those of classes first: most programs are told apart by them."""
-    return sorted(guards, key=lambda guard: guard.count(" <= ") < 2)
-
-
-class _Guards:
-    """The guards of a program that may not be read at all: each is compiled when it is asked."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._parts: list[str | CodeType] = list(texts)
-
-    @classmethod
-    def of(cls, path: Path) -> _Guards | None:
-        """Those of a file, None of a damaged one."""
-        try:
-            with path.open("rb") as file:
-                head = file.read(_HEAD)
-                header = file.read(_LENGTH.unpack_from(head, 64)[0])
-            whole = hashlib.sha256(header).digest() == head[:32]
-            return cls(json.loads(header)) if whole else None
-        except (OSError, ValueError, struct.error, OverflowError, MemoryError):
-            return None
-
-    def hold(self, numbers: Mapping[str, int]) -> bool:
-        """Whether these sizes meet all of them."""
-        for i, part in enumerate(self._parts):
-            if isinstance(part, str):
-                part = self._parts[i] = compile(part, "<sizes>", "eval")
-            if not eval(part, {"min": min, "max": max}, dict(numbers)):
-                return False
-        return True
+def _guards(path: Path) -> Guards | None:
+    """The guards of a file, None of a damaged one."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            header = file.read(_LENGTH.unpack_from(head, 64)[0])
+        whole = hashlib.sha256(header).digest() == head[:32]
+        return Guards(json.loads(header)) if whole else None
+    except (OSError, ValueError, struct.error, OverflowError, MemoryError):
+        return None
 
 
 def _pickled(kept: Kept) -> bytes:

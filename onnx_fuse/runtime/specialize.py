@@ -29,8 +29,8 @@ from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.graphs import made_weights
-from onnx_fuse.runtime.kept import SECONDS, Kept, Key, Origin, Programs, folder_of
-from onnx_fuse.runtime.plan import Made, plan
+from onnx_fuse.runtime.kept import SECONDS, Key, Origin, Programs, folder_of
+from onnx_fuse.runtime.plan import Kept, Made, plan
 
 KEPT = 128
 """Open programs kept of one model; the least recently used goes first."""
