@@ -1,4 +1,10 @@
-"""Fuse, run, differentiate and train ONNX models; LayerNormalization goes into the Gemm."""
+"""Fuse, run, check, differentiate and train ONNX models.
+
+`optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
+with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
+fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `backend` is the
+interface of onnx.backend.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,9 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import UsageError as UsageError
     from onnx_fuse.session import InferenceSession as InferenceSession
     from onnx_fuse.training import optim as optim
+    from onnx_fuse.training.trainer import Trainer as Trainer
+    from onnx_fuse.validation import check_gradients as check_gradients
+    from onnx_fuse.validation import validate as validate
 
 __version__ = "0.1.0"
 
@@ -32,15 +41,16 @@ _NAMES = {
     "OnnxFuseError": "errors",
     "Trainer": "training.trainer",
     "UsageError": "errors",
+    "check_gradients": "validation",
     "gradient": "api",
     "load": "api",
     "optimize": "api",
+    "validate": "validation",
 }
 _MODULES = {
     "backend": "backend",
     "deploy": "deploy",
     "optim": "training.optim",
-    "validate": "validate",
 }
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]

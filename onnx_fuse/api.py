@@ -1,4 +1,4 @@
-"""Functions from a model to a model: each answers in the kind that it was given."""
+"""Functions that take a model and return a model of the same kind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir
 
+__all__ = ["gradient", "load", "optimize"]
+
 Result: TypeAlias = "onnx.ModelProto | bytes | onnx_ir.Model"
 
 
 def load(model: Model) -> Result:
-    """The model checked and as the passes read it, in the kind it came in.
+    """Check a model and bring it to the form that the passes read.
 
-    Its opset is brought up, its local functions are inlined; fused ops stay, and carry their
-    bodies. A path gives a ModelProto, and so does a ModelProto; bytes give bytes, an ir.Model an
-    ir.Model. The argument stays as it was. Raises ModelError.
+    The model's opset is raised to the one that this package works in, and its local functions are
+    inlined. Fused operators stay nodes, and the result carries their bodies.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+
+    Returns:
+        The model in the kind that was given; a path gives a ModelProto.
+
+    Raises:
+        ModelError: The file is malformed, or uses what is not supported.
     """
     return _in_kind(model, session.load(model))
 
@@ -33,10 +43,25 @@ def optimize(
     fuse: Sequence[str] = (),
     skip: Sequence[str] = (),
 ) -> Result:
-    """The fused model, in the kind it came in (see `load`).
+    """Fuse a model.
 
-    The result runs on stock onnxruntime: every fused op carries its body as an ONNX function. Inner
-    values have no shapes, but in an ir.Model (see `onnx.save.save`). Raises ModelError, UsageError.
+    The result runs on stock onnxruntime, since it carries the body of every fused operator as an
+    ONNX function. A ModelProto has no shapes of inner values, because onnxruntime's CPU runs slower
+    with them; `onnx.shape_inference` adds them.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+        level: 0 brings the graph to one form, 1 adds exact fusions, 2 merges products and tidies
+            layouts too, 3 adds rewrites that round differently (`passes.LEVELS`).
+        fuse: Names of fusions to turn on whatever the level (`passes.FUSIONS`).
+        skip: Names of fusions to turn off.
+
+    Returns:
+        The model in the kind that was given; a path gives a ModelProto.
+
+    Raises:
+        ModelError: The file is malformed, or uses what is not supported.
+        UsageError: There is no such level or fusion.
     """
     from onnx_fuse import passes
 
@@ -48,9 +73,28 @@ def optimize(
 def gradient(
     model: Model, wrt: Sequence[str] | None = None, loss: str | None = None, **options: Any
 ) -> Result:
-    """The model with its backward, in the kind it came in (see `load`).
+    """Append the backward of a model to it: a graph that computes gradients on any runtime.
 
-    Arguments, inputs, outputs and errors are those of `autodiff.gradient`.
+    Without `loss` the result computes a vector-Jacobian product: each float output `y` gets an
+    input `y.grad` of its shape, and each name `w` of `wrt` gets an output `w.grad` of w's shape
+    and dtype. With `loss` it has an input `labels` and a scalar output `loss` instead of the
+    `y.grad`. Characters of names that a shell would need quoted become "_" in the new names.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+        wrt: Initializers, outputs of Constant nodes or graph inputs to differentiate by. The
+            default is every weight that has a gradient: float initializers, and Constant nodes
+            that stand where weights do, except scalars.
+        loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, or the name of a scalar output.
+        **options: Options of the loss, such as ignore_index or label_smoothing
+            (docs/training.md).
+
+    Returns:
+        The model in the kind that was given; a path gives a ModelProto.
+
+    Raises:
+        ModelError: The file is malformed, or a node on the way has no gradient.
+        UsageError: There is no such loss, option or tensor.
     """
     from onnx_fuse import autodiff
 
@@ -65,3 +109,7 @@ def _in_kind(source: Model, result: onnx_ir.Model) -> Result:
         return result
     proto = to_proto(result, shapes=False)
     return proto.SerializeToString() if isinstance(source, bytes) else proto
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

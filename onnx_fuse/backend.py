@@ -1,4 +1,4 @@
-"""`onnx.backend.base.Backend` over this project: the interface the ONNX backend tests speak."""
+"""The interface of `onnx.backend.base.Backend`, which the ONNX backend tests use."""
 
 from __future__ import annotations
 
@@ -15,17 +15,31 @@ from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.onnx.common import CANONICAL_OPSET
 from onnx_fuse.session import InferenceSession, load
 
+__all__ = [
+    "Backend",
+    "Rep",
+    "is_compatible",
+    "prepare",
+    "run_model",
+    "run_node",
+    "supports_device",
+]
+
 _DEVICES = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
 
 
 class Rep(BackendRep):
-    """A prepared model; `run` takes the inputs as a list (in order), an array or a dict."""
+    """A model that `prepare` has made ready to run."""
 
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The outputs, as a tuple that also has them by name."""
+        """Run the model on a list of arrays (in the order of the inputs), one array, or a dict.
+
+        Returns the outputs as a named tuple. Raises ValueError for too few inputs, and the errors
+        of `InferenceSession.run`.
+        """
         names = [v.name for v in self.session.get_inputs()]
         if not isinstance(inputs, dict):
             values = inputs if isinstance(inputs, list | tuple) else [inputs]
@@ -40,13 +54,13 @@ class Rep(BackendRep):
 
 
 class Backend(Base):
-    """prepare, run_model, run_node; `device` is "CPU" or "CUDA:0"."""
+    """The class methods that onnx.backend asks for; `device` is "CPU" or "CUDA:0"."""
 
     @classmethod
     def is_compatible(
         cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: Any
     ) -> bool:
-        """Whether the model is valid, of operators known here, and the device usable."""
+        """Whether the model is valid, its operators are known, and the device is usable."""
         try:
             load(model)
         except ModelError:
@@ -57,7 +71,10 @@ class Backend(Base):
     def prepare(
         cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: Any
     ) -> Rep:
-        """The model, optimized and ready. Raises ModelError or DeviceError."""
+        """Make a model ready to run; `kwargs` are those of InferenceSession.
+
+        Raises ModelError or DeviceError.
+        """
         return Rep(InferenceSession(model, device=_DEVICES[Device(device).type], **kwargs))
 
     @classmethod
@@ -68,6 +85,7 @@ class Backend(Base):
         device: str = "CPU",
         **kwargs: Any,
     ) -> tuple[Any, ...]:
+        """Run a model once on `inputs`, which are those of `Rep.run`."""
         return cls.prepare(model, device, **kwargs).run(inputs)
 
     @classmethod
@@ -79,7 +97,7 @@ class Backend(Base):
         outputs_info: Sequence[tuple[np.dtype[Any], tuple[int, ...]]] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """One node as a model; inputs left out ("") take no array."""
+        """Run one node; `inputs` has an array for each of its inputs that is not left out ("")."""
         arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
         names = [name for name in node.input if name]
         ends = [
@@ -102,7 +120,7 @@ class Backend(Base):
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """Whether `device` can run models here."""
+        """Whether `device` ("CPU", "CUDA", "CUDA:1") can run models on this machine."""
         kind = Device(device).type
         if kind == DeviceType.CUDA:
             from onnx_fuse.runtime import device as gpu
@@ -119,3 +137,7 @@ prepare = Backend.prepare
 run_model = Backend.run_model
 run_node = Backend.run_node
 supports_device = Backend.supports_device
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

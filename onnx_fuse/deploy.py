@@ -27,30 +27,35 @@ from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Call, NeedsValues, Program
 from onnx_fuse.program.formula import Guards
-from onnx_fuse.program.problem import Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.encoding import FORMAT, encode, template
 from onnx_fuse.runtime.plan import Made, Source
 from onnx_fuse.runtime.specialize import Specializer, Symbols
 
+__all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
+
 Shapes = Mapping[str, Sequence[int]]
 Closed = dict[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of every input, by name."""
-
-
 Module = tuple[str, tuple[tuple[str, str], ...]]
 """(source, defines) of a launch."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What `compile` wrote: shapes, programs by target, modules, bytes of weights and of all."""
+    """A summary of the file that `compile` wrote."""
 
     shapes: list[dict[str, tuple[int, ...]]]
+    """The shapes of all inputs by name, for each program of a target."""
     programs: dict[str, list[Program]]
+    """The programs of each target."""
     modules: int
+    """The number of kernels, each of which is compiled for every architecture."""
     weight_bytes: int
+    """Bytes of weights and constants."""
     file_bytes: int
+    """Bytes of the whole file."""
 
 
 def compile(
@@ -63,14 +68,25 @@ def compile(
     precision: str = "fp32",
     level: int = 2,
 ) -> Compiled:
-    """Write `path`: `model` fused, lowered and compiled for `targets`, which need not be here.
+    """Fuse and compile `model` for `targets` into one file that runs without a compiler.
 
-    `targets` maps a name for messages to the GPU. Each of `shapes` maps inputs to the shapes of one
-    program; an input whose shape the model fixes may be left out, and one that has a default takes
-    the default's. `ranges` maps symbols of the inputs' shapes to the smallest and the largest size:
-    the file then has programs for all sizes between them, as few as serve them, and `shapes` may
-    leave those out. Raises UsageError where an input's shape stays open, ModelError for what cannot
-    run without onnxruntime, and whose sizes depend on data; DeviceError without NVRTC.
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model.
+        path: The file to write, by custom named *.fused.
+        targets: The GPUs that will run it, such as {"h200": CHIPS["H200"]}; none need be here.
+            The keys are names for messages.
+        shapes: The input shapes of each program, by name. An input whose shape the model fixes
+            may be left out, and one that has a default takes the default's shape.
+        ranges: The smallest and the largest size by the symbols of the inputs' shapes, such as
+            {"sequence": (1, 512)}: the file has programs for all sizes between them, as few as
+            serve them, and `shapes` may leave those sizes out.
+        precision: As in InferenceSession.
+        level: Level of the fusions, 0 to 3.
+
+    Raises:
+        UsageError: The shape of an input stays free.
+        ModelError: The model is malformed, an operator has no kernel, or sizes depend on data.
+        DeviceError: NVRTC is missing.
     """
     graph = session.load(model)
     passes.optimize(graph, level=level, own_kernels=True)
@@ -332,20 +348,26 @@ def _lowered(programs: Specializer, shapes: WalkShapes) -> Made:
         made = programs.of(shapes)
     except NeedsValues as needs:
         raise ModelError(
-            f"the values of input {', '.join(needs.names)} decide about sizes, so there is no one "
-            "program for it: make a constant of it"
+            f"the values of input {', '.join(needs.names)} decide about sizes, so no program "
+            "serves all of them: make a constant of it"
         ) from needs
     program = made.program
     if program.fallbacks:
         raise ModelError(
             f"{program.fallbacks[0]}, so it would run on onnxruntime, which a compiled file does "
-            "without"
+            "without: run the .onnx file itself"
         )
     if program.stages:
         first = next(name for name, value in program.outputs if value is None)
-        raise ModelError(f"the sizes of what computes '{first}' depend on data")
+        raise ModelError(
+            f"the sizes of what computes '{first}' depend on data, so they cannot be compiled: run "
+            "the .onnx file itself"
+        )
     if any(b.kind == "random" for b in program.buffers):
-        raise ModelError("it draws random numbers, whose state no compiled file has")
+        raise ModelError(
+            "the model draws random numbers, whose state a compiled file does not keep: run the "
+            ".onnx file itself"
+        )
     return made
 
 
@@ -386,3 +408,7 @@ def _weights(graph: ir.Model, program: Program, tensors: dict[str, np.ndarray[An
             value = graph.graph.initializers[b.name].const_value
             assert value is not None
             tensors[b.name] = value.numpy()
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "CheckFailed",
+    "DataError",
+    "DeviceError",
+    "ModelError",
+    "OnnxFuseError",
+    "UsageError",
+]
+
 INSTALL_CUDA = "pip install 'onnx-fuse[cuda13]'"
-"""What mends an installation without the CUDA packages."""
+"""The command that installs the CUDA packages."""
 
 
 class OnnxFuseError(Exception):
-    """Base of every error a user can cause; `exit_code` is what the command returns."""
+    """Base of every error that a user can cause."""
 
     exit_code = 1
+    """The exit code of a command that ends with this error."""
 
 
 class ModelError(OnnxFuseError):
-    """The model file, or what it asks for, is malformed or unsupported (exit 1)."""
+    """The model file is malformed, or asks for something that is not supported (exit 1)."""
 
 
 class UsageError(OnnxFuseError):
@@ -23,7 +33,7 @@ class UsageError(OnnxFuseError):
 
 
 class CheckFailed(OnnxFuseError):
-    """A comparison with the oracle failed (exit 3)."""
+    """A comparison with the original model failed, or a step was not finite (exit 3)."""
 
     exit_code = 3
 
@@ -37,11 +47,16 @@ class DataError(OnnxFuseError):
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out: a name in a file must not steer a terminal.
+    """Write out the control characters of a text, so that a name in a file cannot steer a terminal.
 
-    Line ends and tabs stay; so do all letters. Marks that turn the direction of text count too.
+    Line ends and tabs stay, and so do all letters. Marks that change the direction of text count
+    as control characters.
     """
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii")
         for c in text
     )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -28,23 +28,39 @@ if TYPE_CHECKING:
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.kept import Origin
 
+__all__ = ["InferenceSession"]
+
 DEVICES = ("cpu", "cuda")
 
 
 class InferenceSession:
-    """Runs a path, bytes, ModelProto or ir.Model; `optimize=False` runs the graph as it is.
+    """A model made ready to run, with the interface of onnxruntime.InferenceSession.
 
-    `precision` is what "cuda" computes in: "fp32" (IEEE products), "tf32", "bf16x3" and "bf16x6"
-    (products of float32 as three or six of bfloat16: errors of 4e-6, and of float32 itself),
-    "bf16", "fp16". Inputs and outputs keep their types. `device="cpu"` is onnxruntime on the fused
-    graph, `device="cuda"` this project's own kernels.
-    `providers=["CUDAExecutionProvider", ...]` means the same as `device="cuda"`, and
-    `providers=[("CUDAExecutionProvider", {"device_id": 1})]` the second GPU. Whatever else an
-    onnxruntime.InferenceSession has (io_binding, run_async, ...), the CPU session has too.
-    A file of `onnx-fuse compile` runs on "cuda" as it was compiled, in the shapes and the precision
-    it was compiled for, without NVRTC and without any ONNX library; with `recompile` the graph that
-    is in it is compiled here, as any other model's. Raises ModelError for a bad model, DeviceError
-    without a usable GPU, and onnxruntime's own errors from `run`.
+    Any number of threads may run one session. What is not defined here (run_async, end_profiling,
+    ...) is onnxruntime's own, on the same graph.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model, or the path of a file that
+            `onnx-fuse compile` has written. Such a file runs on "cuda" in the shapes and the
+            precision it was compiled for, without NVRTC and without any ONNX library.
+        sess_options: onnxruntime.SessionOptions of the CPU session; ignored on "cuda".
+        providers: Execution providers, as onnxruntime has them, instead of `device`:
+            ["CUDAExecutionProvider"] means "cuda", and
+            [("CUDAExecutionProvider", {"device_id": 1})] the second GPU.
+        device: "cpu" (the default) runs the fused graph on onnxruntime, "cuda" runs it on this
+            package's own kernels.
+        optimize: False runs the graph as it is.
+        level: Level of the fusions, 0 to 3, as in `optimize`.
+        precision: What "cuda" computes in. "fp32" has IEEE products, "tf32" rounds the operands of
+            products to 11 bits, "bf16x3" and "bf16x6" make each product of float32 from three or
+            six of bfloat16 (relative errors of 4e-6, and of float32 itself), and "bf16" and "fp16"
+            compute in 16 bits. Inputs and outputs keep their types.
+        recompile: Compile the graph that is in a compiled file here, as any other model's.
+
+    Raises:
+        ModelError: The model is malformed or unsupported.
+        DeviceError: `device` is "cuda" and there is no usable GPU.
+        UsageError: There is no such device or precision.
     """
 
     def __init__(
@@ -136,19 +152,23 @@ class InferenceSession:
         return made
 
     def get_inputs(self) -> list[Any]:
-        """The model's inputs: name, type, shape."""
+        """The inputs that a run needs, as objects with `name`, `type` and `shape`.
+
+        `type` is onnxruntime's name of it, such as "tensor(float)". A size in `shape` is an int, or
+        a str or None where it is free.
+        """
         if self._executable is None:
             return list(self._session.get_inputs())
         return list(self._interface.inputs)
 
     def get_overridable_initializers(self) -> list[Any]:
-        """The inputs that feeds may leave out, since the model has a default for them."""
+        """The inputs that a run may leave out, since the model has a default for them."""
         if self._executable is None:
             return list(self._session.get_overridable_initializers())
         return list(self._interface.overridable)
 
     def get_outputs(self) -> list[Any]:
-        """The model's outputs: name, type, shape."""
+        """The model's outputs, as objects with `name`, `type` and `shape` (see `get_inputs`)."""
         if self._executable is None:
             return list(self._session.get_outputs())
         return list(self._interface.outputs)
@@ -159,7 +179,23 @@ class InferenceSession:
         input_feed: Mapping[str, Any],
         run_options: Any = None,
     ) -> list[Any]:
-        """The outputs named (None or empty: all), in that order; feeds may be any DLPack object."""
+        """Run the model once and wait for the result.
+
+        Args:
+            output_names: The outputs wanted; None or an empty list asks for all.
+            input_feed: Arrays by input name: NumPy arrays, or tensors of any library with DLPack or
+                the CUDA array interface. Types and shapes must be the model's.
+            run_options: onnxruntime.RunOptions of the CPU session; ignored on "cuda".
+
+        Returns:
+            The outputs as NumPy arrays, in the order of `output_names`.
+
+        Raises:
+            ValueError: An input is missing.
+            onnxruntime's InvalidArgument: A name, type or shape is wrong (UsageError where
+                onnxruntime is not installed).
+            DeviceError: A kernel failed.
+        """
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
@@ -173,7 +209,10 @@ class InferenceSession:
         return found
 
     def io_binding(self) -> Any:
-        """Inputs and outputs by place, as onnxruntime has it; on "cuda" they may stay there."""
+        """An object that says where inputs come from and where outputs go, as onnxruntime has it.
+
+        On "cuda" both may be GPU memory, which is read and written in place (docs/binding.md).
+        """
         return (self._executable or self._session).io_binding()
 
     def run_with_iobinding(
@@ -186,14 +225,22 @@ class InferenceSession:
     ) -> None:
         """Run on what is bound; `iobinding.get_outputs()` has the results.
 
-        On "cuda", bound GPU memory is read and written in place (docs/binding.md). `stream`, the
-        handle of a CUDA stream or an object with `__cuda_stream__`, is where the run is enqueued:
-        in order with everything else there. `synchronize=False` returns before the run is done;
-        `iobinding.synchronize_outputs()` waits for it.
+        Args:
+            iobinding: The result of `io_binding`, with inputs and outputs bound.
+            run_options: onnxruntime.RunOptions of the CPU session; ignored on "cuda".
+            stream: The CUDA stream that the run is enqueued in, in order with everything else
+                there: a handle (an int) or an object with `__cuda_stream__`. The default is the
+                session's own stream.
+            synchronize: False returns before the run is done;
+                `iobinding.synchronize_outputs()` waits for it.
+
+        Raises:
+            UsageError: Something is not bound, or the device has no streams.
+            DeviceError: A kernel failed.
         """
         if self._executable is None:
             if stream is not None:
-                raise UsageError("device 'cpu' has no CUDA streams")
+                raise UsageError("device 'cpu' has no CUDA streams: leave `stream` out")
             self._session.run_with_iobinding(iobinding, run_options)
             return
         ready = self._executable.ready(iobinding, stream)
@@ -203,16 +250,25 @@ class InferenceSession:
         )
 
     def explain(self, input_feed: Mapping[str, Any]) -> str:
-        """The program that runs for these feeds on "cuda": calls, kernels chosen, memory plan."""
+        """A listing of what runs for these feeds: kernel calls, why each was chosen, memory.
+
+        Raises UsageError unless the device is "cuda".
+        """
         return str(self._on_cuda().instance(self._feeds(input_feed)))
 
     def program(self, input_feed: Mapping[str, Any]) -> tuple[Any, Any]:
-        """(llir.Program, problem.Hardware) that these feeds run on "cuda"."""
+        """The program.call.Program that these feeds run, and its program.problem.Hardware.
+
+        Raises UsageError unless the device is "cuda".
+        """
         executable = self._on_cuda()
         return executable.instance(self._feeds(input_feed)).program, executable.hw
 
     def profile(self, input_feed: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
-        """(calls, microseconds) by kernel on "cuda", each timed by itself, the longest first."""
+        """Number of calls and microseconds in all by kernel, the longest first.
+
+        Each call is timed by itself. Raises UsageError unless the device is "cuda".
+        """
         times: dict[str, tuple[int, float]] = {}
         for call, seconds in self._on_cuda().instance(self._feeds(input_feed)).profile():
             calls, us = times.get(call.kernel, (0, 0.0))
@@ -220,12 +276,17 @@ class InferenceSession:
         return dict(sorted(times.items(), key=lambda item: -item[1][1]))
 
     def release_memory(self) -> int:
-        """Free what runs hold on "cuda" (weights stay) until the next one; the bytes held."""
+        """Free the GPU memory that runs hold, except weights; return the number of bytes freed.
+
+        The next run allocates it again. Raises UsageError unless the device is "cuda".
+        """
         return int(self._on_cuda().release_memory())
 
     def _on_cuda(self) -> Any:
         if self._executable is None:
-            raise UsageError('only device="cuda" has programs and memory on the GPU')
+            raise UsageError(
+                'this session runs on device "cpu": only device="cuda" has GPU programs and memory'
+            )
         return self._executable
 
     @cached_property
@@ -251,6 +312,7 @@ class InferenceSession:
         return checked_feeds(self._ends, {**self._interface.defaults, **feeds})
 
     def get_providers(self) -> list[str]:
+        """The names of the execution providers in use, as onnxruntime has them."""
         if self.device == "cuda":
             return ["CUDAExecutionProvider", "CPUExecutionProvider"]
         return list(self._session.get_providers())
@@ -291,8 +353,8 @@ def _require_graphs() -> None:
     """Raise UsageError in an installation of onnx-fuse-runtime, which lacks what reads ONNX."""
     if find_spec("onnx_fuse.onnx") is None:
         raise UsageError(
-            "onnx-fuse-runtime runs files of onnx-fuse compile on device 'cuda', as they were "
-            "compiled: pip install onnx-fuse for ONNX models, recompile=True and device 'cpu'"
+            "onnx-fuse-runtime only runs files of onnx-fuse compile, on device 'cuda' and as they "
+            "were compiled: pip install onnx-fuse for ONNX models, device 'cpu' or recompile=True"
         )
 
 
@@ -305,9 +367,9 @@ _KEPT = 1 << 16
 
 
 def _digest(model: object) -> Future[tuple[str, tuple[int, int]] | None] | None:
-    """The digest of the file at a path, which a thread takes, and the file's stamp before.
+    """Compute the digest of the file at a path in a thread, and note the file's stamp before.
 
-    None for what the cache does not keep.
+    The result is None for a model that the cache does not keep.
     """
     if not isinstance(model, str | os.PathLike) or config.CACHE_MB.value <= 0:
         return None
@@ -318,7 +380,7 @@ def _digest(model: object) -> Future[tuple[str, tuple[int, int]] | None] | None:
             before = stamp(path)
             return None if before[0] < _KEPT else (digest_of_file(path), before)
         except OSError:
-            return None  # what is wrong with it is said where it is read
+            return None  # reading the model reports what is wrong with the file
 
     pool = ThreadPoolExecutor(1)
     digest = pool.submit(work)
@@ -347,7 +409,7 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> str:
 
 
 def _gpu(providers: Sequence[Any] | None) -> int:
-    """The first provider's "device_id"."""
+    """The number of the GPU: the first provider's "device_id", or 0."""
     named = not providers or isinstance(providers[0], str)
     return 0 if named else int(providers[0][1].get("device_id", 0))  # type: ignore[index]
 
@@ -475,9 +537,9 @@ def _invalid(text: str) -> Exception:
 
 
 def load(model: Model) -> onnx_ir.Model:
-    """The checked model at the canonical opset, from a path, bytes, ModelProto or ir.Model.
+    """Read, check and bring to the canonical opset a path, bytes, ModelProto or ir.Model.
 
-    Local functions are inlined; this project's fused ops stay nodes; the standard's training
+    Local functions are inlined, this project's fused ops stay nodes, and the standard's training
     operators (Gradient, Adam, Adagrad, Momentum) are written out. Raises ModelError.
     """
     from onnx_fuse.onnx.load import load as load_model
@@ -489,3 +551,7 @@ def load(model: Model) -> onnx_ir.Model:
 
         expand_training_ops(graph)
     return graph
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -255,6 +255,11 @@ def _softmaxes() -> Iterator[Case]:
     yield Case("Softmax", ((1100, 2048),), {}, 1, BF16, note="two warps a row")
     masked = np.where(np.tri(6, 70, dtype=bool), 1.5, -np.inf).astype(np.float32)
     yield Case("Softmax", (masked,), note="-inf entries")
+    for shape, axis in (((3, 129), 1), ((3, 50257), 1), ((3, 40, 33), 1), ((129, 3), 0)):
+        spoilt = np.random.default_rng(8).standard_normal(shape).astype(np.float32)
+        first = np.moveaxis(spoilt, axis, -1)
+        first[0, ..., 0], first[1, ..., 0], first[2, ..., -1] = np.nan, -np.inf, np.nan
+        yield Case("Softmax", (spoilt,), {"axis": axis}, note=f"NaN at an end {shape}")
 
 
 def _norms() -> Iterator[Case]:

@@ -32,7 +32,7 @@ LAYERS = (
     ("backend",),
     ("training",),
     ("nn",),
-    ("validate",),
+    ("validation",),
     ("bench", "deploy", "report", "tune"),
     ("cli",),
     ("__main__",),
@@ -84,8 +84,8 @@ def test_a_module_imports_only_from_layers_above(path: Path) -> None:
 
 def test_the_rule_notices_an_import_from_below(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
-    path.write_text("def f():\n    from onnx_fuse import cli\n    import onnx_fuse.validate\n")
-    assert list(imports(path)) == [(2, "cli"), (3, "validate")]
+    path.write_text("def f():\n    from onnx_fuse import cli\n    import onnx_fuse.validation\n")
+    assert list(imports(path)) == [(2, "cli"), (3, "validation")]
 
 
 def test_the_package_and_its_help_import_nothing_heavy() -> None:

@@ -75,6 +75,12 @@ GRAPHS = {
         "T[B,1,S,K] mask, T[1,H,S,K] bias",
         "SdpaMaskMask",
     ),
+    "mask_of_nothing_and_infinity_mask_mask": (
+        constant("nil", 0.0) + constant("off", -np.inf) + "open = Where (keep, nil, off)"
+        " u = Add (s, open) w = Add (u, mask) z = Add (w, bias)",
+        "bool[S,K] keep, T[B,1,1,K] mask, T[1,H,S,K] bias",
+        "SdpaMaskMask",
+    ),
     "softcap_where": (
         constant("c", 3.0) + "d = Div (s, c) t = Tanh (d) u = Mul (c, t) z = Where (keep, u, low)",
         "bool[B,1,S,K] keep",
@@ -246,6 +252,8 @@ STAYS = {
     "z = Clip (s, lo, hi) p = Softmax (z) y = MatMul (p, v)": "Clip stands between the product",
     "c = Cast <to = 11> (s) d = Softmax (c) p = Cast <to = 1> (d) y = MatMul (p, v)":
         "the weights are cast to another type",
+    "m = Add (s, wide4) n = Add (m, wide4) z = Add (n, wide4) p = Softmax (z) y = MatMul (p, v)":
+        "3 masks and conditions follow each other",
     "p = Softmax (s) r = Mul (p, hi) y = MatMul (p, v) u = Add (r, r)": "have 2 readers",
     "p = Softmax (s) r = Mul (p, hi) y = MatMul (r, v)": "the weights go into Mul",
     "z = Mul (s, s) p = Softmax (z) y = MatMul (p, v)": "scaled by the tensor 's'",

@@ -15,7 +15,7 @@ from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.passes import merge
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.validate.compare import COMPUTED
+from onnx_fuse.validation.compare import COMPUTED
 
 LOW = -3.4028234663852886e38
 SIZES = {"B": 2, "H": 2, "S": 8, "T": 16}

@@ -16,12 +16,12 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.validate import check as check_module
-from onnx_fuse.validate.check import AS_WRITTEN, OPTIMIZED, validate
-from onnx_fuse.validate.compare import tolerance_of
-from onnx_fuse.validate.gradients import check_written
-from onnx_fuse.validate.inputs import read_feeds
-from onnx_fuse.validate.quantized import COUNT, Steps
+from onnx_fuse.validation import check as check_module
+from onnx_fuse.validation.check import AS_WRITTEN, OPTIMIZED, check_outputs
+from onnx_fuse.validation.compare import tolerance_of
+from onnx_fuse.validation.gradients import check_written
+from onnx_fuse.validation.inputs import read_feeds
+from onnx_fuse.validation.quantized import COUNT, Steps
 
 PLAIN = (
     "g (float[N,4] x) => (float[N,4] y) {{ c = Constant <value_float = {}> ()  y = Add (x, c) }}"
@@ -61,26 +61,26 @@ def test_the_originals_own_difference_is_the_floor_of_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moving(monkeypatch, 0.25)
-    check = validate(shifted(1), shifted(1))
+    check = check_outputs(shifted(1), shifted(1))
     assert check.ok
     assert check.worst is not None
     assert check.worst.max_abs == 0  # like is compared with like
     assert check.worst.limit == pytest.approx(0.25, rel=1e-3)
     assert any("own optimizations change" in note and "0.25" in note for note in check.notes)
-    assert validate(shifted(1), shifted(1.2)).ok
-    assert not validate(shifted(1), shifted(1.5)).ok
+    assert check_outputs(shifted(1), shifted(1.2)).ok
+    assert not check_outputs(shifted(1), shifted(1.5)).ok
 
 
 def test_without_it_the_limit_is_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = validate(shifted(1), shifted(1))
+    check = check_outputs(shifted(1), shifted(1))
     assert check.raised == {}
-    assert not validate(shifted(1), shifted(1.2)).ok
+    assert not check_outputs(shifted(1), shifted(1.2)).ok
 
 
 def test_a_result_that_is_wrong_at_one_level_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = shifted(1)
     moving(monkeypatch, 0.5, fused)
-    check = validate(shifted(1), fused)
+    check = check_outputs(shifted(1), fused)
     assert not check.ok
     assert {d.level for d in check.differences if not d.ok} == {OPTIMIZED}
     assert OPTIMIZED in report.check_lines(check)[0]
@@ -113,7 +113,7 @@ def test_the_limit_counts_steps_of_quantization(form: tuple[str, str], step: flo
     assert steps is not None
     assert steps.scales == {"y": step}
     for moved, ok in ((0, True), (1, True), (COUNT, True), (COUNT + 2, False)):
-        check = validate(graph(0), graph(0.125 * moved))
+        check = check_outputs(graph(0), graph(0.125 * moved))
         assert check.ok == ok, moved
         assert any("quantization steps" in note for note in check.notes)
 
@@ -132,7 +132,7 @@ def test_equal_bits_as_written_are_right_whatever_kernels_optimizations_choose(
 
     monkeypatch.setattr(check_module, "_answers", moved)
     model = text_model(QDQ.format(kind="float", rest=FLOATS[1], shift=0.0))
-    check = validate(model, model)
+    check = check_outputs(model, model)
     assert check.ok != bool(written)
     assert check.ok == any("other integer kernels, change it by 99" in n for n in check.notes)
 
@@ -158,8 +158,8 @@ def test_quantized_weights_alone_are_no_steps() -> None:
 def test_tolerances_given_are_all_that_counts() -> None:
     model = text_model(QDQ.format(kind=FLOATS[0], rest=FLOATS[1], shift=0.0))
     other = text_model(QDQ.format(kind=FLOATS[0], rest=FLOATS[1], shift=0.125))
-    assert validate(model, other).ok
-    assert not validate(model, other, rtol=0, atol=1e-3).ok
+    assert check_outputs(model, other).ok
+    assert not check_outputs(model, other, rtol=0, atol=1e-3).ok
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_bfloat16_graphs_run_in_float32_between_ends_of_their_own() -> None:
     right = np.maximum(x.astype(np.float32) @ w.reshape(4, 4), 0) + x.astype(np.float32)
     np.testing.assert_array_equal(y, right.astype(x.dtype))
     assert j.tolist() == [7]
-    check = validate(text_model(BF16), text_model(BF16))
+    check = check_outputs(text_model(BF16), text_model(BF16))
     assert check.ok
     assert ort.Widened.note in check.notes
     with pytest.warns(UserWarning, match="bfloat16"):
@@ -228,7 +228,7 @@ def test_sizes_are_given_by_symbol_shape_or_file(cli: Cli, tmp_path: Path, comma
     assert done.code == 0, done.err
     wrong = cli(command, path, *more, "--dim", "nothing=3")
     assert wrong.code == 2
-    assert "no input has the dimension 'nothing'" in wrong.err
+    assert "no input has a size named 'nothing'" in wrong.err
     assert "past" in wrong.err
     assert cli(command, path, *more, "--dim", "past").code == 2
 

@@ -28,6 +28,11 @@ def roll(x: str, y: str, by: int, axis: int) -> str:
 
 PAD = ints("p", 0, 0, 0, 0, 0, 1, 2, 0) + "x1 = Pad (x0, p) "
 NO_PAD = "x1 = Identity (x0) "
+FILL = (
+    ints("i1", *([1, 1, 1, 1, 0, 0] * 5), *([0] * 6))
+    + "f1 = Cast <to = 9> (i1) " + ints("m1", 1, 6, 6, 1) + "g1 = Reshape (f1, m1) "
+    "row = Constant <value = T[4] {3, 0, 1, 2}> () x1 = Where (g1, y1, row) "
+)  # fmt: skip
 ROLL = roll("x1", "x2", 2, 1) + roll("x2", "x3", 1, 2)
 WINDOWS = (
     ints("w", -1, 2, 3, 3, 2, 4) + "x4 = Reshape (x3, w) "
@@ -57,6 +62,13 @@ ROWS: dict[str, tuple[str, str, int, str]] = {
     "padded by reflection": (
         "5,4", PAD.replace("Pad (", 'Pad <mode = "reflect"> (') + ROLL + WINDOWS, 1, "Pad"
     ),
+    "padded by a row": ("5,4", PAD.replace("x1 =", "y1 =") + FILL + ROLL + WINDOWS, 1, ""),
+    "padded by a row, some of which are zeros": (
+        "5,4", PAD.replace("x1 =", "y1 =") + FILL.replace("0, 0]", "1, 1]") + ROLL
+        + WINDOWS,
+        1,
+        "Pad",
+    ),
     "columns that roll": ("6,6", NO_PAD + ROLL + roll("x3", "x6", 1, 3), 1, "Slice Slice Concat"),
     "a batch that is cut": ("6,6", NO_PAD + ROLL + roll("x3", "x6", 1, 0), 1, "Slice Slice Concat"),
     "read in between": (
@@ -76,7 +88,7 @@ def model_of(row: str, kind: str, batch: str) -> ir.Model:
     text = (
         f"agraph ({kind}[{batch},{sizes},4] x, int64[1] n) => ({kind}[A,C,D] y) "
         f"{{ x0 = Identity (x) {moves} y = Neg (x6) }}"
-    ).replace("T[1]", f"{kind}[1]")
+    ).replace("T[", f"{kind}[")
     if kind == "bool":
         text = text.replace("Neg", "Not")
     model = text_model(f'<ir_version: 10, opset_import: ["" : 21]>\n{text}')

@@ -17,10 +17,10 @@ from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
-from onnx_fuse.validate.arrays import index_bound, role_of
-from onnx_fuse.validate.check import validate
-from onnx_fuse.validate.inputs import Feeds, extremes, generate
-from onnx_fuse.validate.sizes import System, evaluate, larger, size, smaller, unknown
+from onnx_fuse.validation.arrays import index_bound, role_of
+from onnx_fuse.validation.check import check_outputs
+from onnx_fuse.validation.inputs import Feeds, extremes, generate
+from onnx_fuse.validation.sizes import System, evaluate, larger, size, smaller, unknown
 
 DECODERS = sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
 
@@ -229,7 +229,7 @@ def test_a_third_feed_hides_a_whole_row(kind: str, apply: str) -> None:
     [p] = ort.run(session, hidden)
     rest = np.isfinite(p).all()
     assert rest or "inf" in apply  # the original's own NaN is compared as such
-    check = validate(model, model)
+    check = check_outputs(model, model)
     assert check.ok
     assert len(check.feeds) >= 3
 
@@ -251,7 +251,7 @@ def test_other_floats_get_both_zeros_and_other_magnitudes() -> None:
 @pytest.mark.parametrize("path", DECODERS, ids=lambda p: p.stem)
 def test_decoders_with_a_cache_need_no_option(path: Path) -> None:
     """optimize and its check, run, and the program of a GPU, on generated inputs alone."""
-    check = validate(path, path)
+    check = check_outputs(path, path)
     assert check.ok
     assert not any("refused" in note or "one size" in note for note in check.notes)
     for feed in check.feeds:

@@ -230,7 +230,7 @@ def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple
 @pytest.mark.parametrize("path", list(models()), ids=lambda p: p.stem)
 def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> None:
     """What is evaluated is what lowering for that shape makes, launches and constants included."""
-    from onnx_fuse.validate.inputs import generate
+    from onnx_fuse.validation.inputs import generate
 
     model = onnx_fuse.optimize(onnx_fuse.session.load(str(path)))
     graph, precision = in_precision(model, "fp32")

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from math_cases import cases, only
@@ -32,6 +32,22 @@ def tool() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_part_keeps_its_tests_and_their_variants(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test whose case is no row of the kernels' table has no variants."""
+    monkeypatch.setattr(tool.Case, "variants", lambda case, hw: [case.name + "0", case.name + "1"])
+    row = next(iter(cases()))
+    items = [
+        SimpleNamespace(nodeid=name, callspec=SimpleNamespace(params={"case": case}))
+        for name, case in (("a", row), ("b", object()), ("c", row))
+    ]
+    part = tool.Part({"a": [1], "b": []}, 0, tmp_path / "report")
+    part.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["a", "b"]
+    assert row.variants(CHIPS["H200"]) == [row.name + "1"]
 
 
 LOG = """========= COMPUTE-SANITIZER

@@ -13,7 +13,8 @@ import pytest
 from support import Cli
 
 from onnx_fuse import config, tune
-from onnx_fuse.kernels import cublaslt, select, tuning
+from onnx_fuse.cuda import cublaslt
+from onnx_fuse.kernels import select, tuning
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import CHIPS, PRECISIONS
 

@@ -20,14 +20,14 @@ from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
-from onnx_fuse.validate.arrays import Array, index_bound
-from onnx_fuse.validate.blame import ORACLE, blame
-from onnx_fuse.validate.check import validate
-from onnx_fuse.validate.compare import TOLERANCES, difference, random_outputs, tolerance_of
-from onnx_fuse.validate.gradients import check_gradients, to_double
-from onnx_fuse.validate.inputs import Feeds, generate
-from onnx_fuse.validate.reference import reference_evaluator
-from onnx_fuse.validate.values import values_of
+from onnx_fuse.validation.arrays import Array, index_bound
+from onnx_fuse.validation.blame import ORACLE, find_culprits
+from onnx_fuse.validation.check import check_outputs
+from onnx_fuse.validation.compare import TOLERANCES, difference, random_outputs, tolerance_of
+from onnx_fuse.validation.gradients import check_gradients, to_double
+from onnx_fuse.validation.inputs import Feeds, generate
+from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.values import values_of
 
 Model = onnx_ir.Model
 
@@ -75,7 +75,7 @@ def test_ids_stay_within_what_they_index() -> None:
     model = text_model(text)
     bounds = {v.name: index_bound(v) for v in model.graph.inputs}
     assert bounds == {"ids": 5, "shifted": None, "label": 2}
-    check = validate(model, load(model))
+    check = check_outputs(model, load(model))
     assert check.ok
     assert len(check.feeds) == 3  # 'shifted' could be a mask, whose last row then hides everything
 
@@ -127,7 +127,7 @@ def test_dimensions_may_be_expressions_of_others() -> None:
     )
     total = onnx_ir.SymbolicDim("P + S")
     model.graph.inputs[2].shape = onnx_ir.Shape([model.graph.inputs[2].shape[0], total])
-    check = validate(model, model)
+    check = check_outputs(model, model)
     for feed in check.feeds:
         assert feed["all"][1] == feed["past"][1] + feed["x"][1]
 
@@ -221,7 +221,7 @@ def test_random_outputs_are_found_and_only_their_shapes_compared() -> None:
         "  y = Add (x, r)  z = Relu (x) }"
     )
     assert random_outputs(model) == ["y"]
-    check = validate(model, model)
+    check = check_outputs(model, model)
     assert check.ok
     assert any("random by design" in note and "y" in note for note in check.notes)
     dropout = (
@@ -280,7 +280,7 @@ PLANTS: list[Callable[[Model], str]] = [wrong_bias, wrong_epsilon, wrong_operand
 def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
     model = fused_encoder()
     name = plant(model)
-    check = validate(ENCODER, model, find_culprit=True)
+    check = check_outputs(ENCODER, model, blame=True)
     assert not check.ok
     assert len(check.culprits) == 1
     [culprit] = check.culprits
@@ -291,7 +291,7 @@ def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
 def test_two_planted_faults_are_both_named() -> None:
     model = fused_encoder()
     names = {wrong_bias(model), wrong_epsilon(model)}
-    check = validate(ENCODER, model, find_culprit=True)
+    check = check_outputs(ENCODER, model, blame=True)
     found = {n.outputs[0].name for c in check.culprits for n in model.graph if n.name in c.nodes}
     assert names <= found
     assert all(c.confirmed for c in check.culprits)
@@ -328,17 +328,17 @@ def test_a_fault_that_shows_only_in_place_is_found_by_bisection(
             return {name: value + 1 for name, value in values.items()}
         return values
 
-    monkeypatch.setattr("onnx_fuse.validate.values.values_of", spoiled)
-    feeds = validate(ENCODER, model).feeds[0]
+    monkeypatch.setattr("onnx_fuse.validation.values.values_of", spoiled)
+    feeds = check_outputs(ENCODER, model).feeds[0]
     arrays = {name: np.ones(shape, np.int64) for name, shape in feeds.items()}
-    [culprit] = blame(ENCODER, model, arrays, FLOAT)
+    [culprit] = find_culprits(ENCODER, model, arrays, FLOAT)
     assert culprit.output == victim
     fused = sum(n.domain == FUSE for n in model.graph)
     assert len(runs) <= 5 + int(np.ceil(np.log2(fused))) + 1
 
 
 def test_without_a_difference_there_is_nobody_to_blame() -> None:
-    check = validate(ENCODER, fused_encoder(), find_culprit=True)
+    check = check_outputs(ENCODER, fused_encoder(), blame=True)
     assert check.ok
     assert check.culprits == []
     assert check.to_dict()["ok"] is True
@@ -459,7 +459,7 @@ def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.Mon
         def run(self, names: None, feeds: Feeds) -> list[Array]:
             raise TypeError("no such kernel")
 
-    monkeypatch.setattr("onnx_fuse.validate.gradients.reference_evaluator", lambda model: Poor())
+    monkeypatch.setattr("onnx_fuse.validation.gradients.reference_evaluator", lambda model: Poor())
     text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
     with pytest.raises(ModelError, match=r"float64.*no such kernel"):
         check_gradients(text_model(text))

@@ -170,10 +170,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             float share = o ? __fdividef(count, before + count) : 1.0f;
             float2 v = *(const float2*)(smem + MOMENT_AT + (o * ROWS + r) * 8);
             float d = v.x - mu;
-            m2 += v.y + d * d * (before * share);
+            m2 += v.y + d * (before * share) * d;  // d * d may be inf, before 0
             mu += d * share;
         }
-        return make_float2(mu, rsqrtf(fmaxf(m2, 0.0f) / K + epsilon));
+        return make_float2(mu, rsqrtf(max_nan(m2, 0.0f) / K + epsilon));
     };
     // By thread t of TEAM: 8 lanes a row, a lane has one 16-byte chunk of each step.
     auto take_moments = [&](int t) {
@@ -252,7 +252,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
             float over = s1[i] * inverse, mu = RMS ? 0.0f : shift[i] + over;
-            float m2 = RMS ? s2[i] : s2[i] - s1[i] * over;
+            float m2 = RMS ? s2[i] : fmaf(-s1[i], over, s2[i]);
             if (chunk < CLUSTER && (EACH % LINES == 0 || i * LINES + sub < EACH)) {
                 if (CLUSTER > 1) push(at + i * LINES * 8, bar, mu, m2);
                 else *(float2*)(smem + (at - base) + i * LINES * 8) = make_float2(mu, m2);

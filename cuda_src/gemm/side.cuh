@@ -128,7 +128,7 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
         }
         float off = row_sum(sum) * inv_k, mu = shift + off;
         if (SIDE_ == RMS) off = mu = 0;
-        float rs = rsqrtf(fmaxf(row_sum(square) * inv_k - off * off, 0.0f) + epsilon);
+        float rs = rsqrtf(max_nan(fmaf(-off, off, row_sum(square) * inv_k), 0.0f) + epsilon);
         int row = first + lane / LANES;
         if (lane % LANES == 0 && row < M) {
             pairs.put(row, rs, mu);
@@ -183,7 +183,7 @@ DEVICE float2 side_own(int K, float epsilon, Step step, Done done) {
     sum += __shfl_xor_sync(~0u, sum, 1);
     square += __shfl_xor_sync(~0u, square, 1);
     float off = RMS_ ? 0.0f : sum / K;
-    return make_float2(rsqrtf(fmaxf(square / K - off * off, 0.0f) + epsilon), shift + off);
+    return make_float2(rsqrtf(max_nan(fmaf(-off, off, square / K), 0.0f) + epsilon), shift + off);
 }
 
 // Column sums of a swizzled tile [ROWS_][64] in shared memory, to[0..64) of which `left` exist.

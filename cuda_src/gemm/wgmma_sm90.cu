@@ -653,7 +653,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         float sum = quad_sum(of[h].sum), over = sum * (1.0f / BN);
-                        float m2 = fmaxf(quad_sum(of[h].square) - sum * over, 0.0f);
+                        float m2 = max_nan(fmaf(-sum, over, quad_sum(of[h].square)), 0.0f);
                         int gm = m + h * 8 + lane / 4;
                         if (lane % 4 == 0 && gm < M)
                             ((float2*)part)[(i64)(t.n / BN) * M + gm] = {of[h].shift + over, m2};

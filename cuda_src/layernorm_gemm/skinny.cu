@@ -28,7 +28,7 @@ struct Moments {  // count, mean and sum of squared deviations of some values
     float n, mean, m2;
     DEVICE void merge(float n2, float mean2, float m22) {
         float total = n + n2, part = total > 0 ? n2 / total : 0.0f, d = mean2 - mean;
-        m2 += m22 + d * d * n * part;
+        m2 += m22 + d * (n * part) * d;  // d * d may be inf, n 0
         mean += d * part;
         n = total;
     }
@@ -99,7 +99,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
 #pragma unroll
             for (int h = 0; h < HALVES; h++) {
                 float over = seen > 0 ? s1[h] / seen : 0.0f;
-                Moments mo = {seen, RMS ? 0.0f : shift[h] + over, RMS ? s2[h] : s2[h] - s1[h] * over};
+                Moments mo = {seen, RMS ? 0.0f : shift[h] + over, RMS ? s2[h] : fmaf(-s1[h], over, s2[h])};
 #pragma unroll
                 for (int step = 1; step < 4; step *= 2) {
                     float n = __shfl_xor_sync(~0u, mo.n, step);
@@ -136,7 +136,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         }
         if (r < ROWS) {
             stats[0][r] = all.mean;
-            stats[1][r] = rsqrtf(fmaxf(all.m2, 0.0f) / K + epsilon);
+            stats[1][r] = rsqrtf(max_nan(all.m2, 0.0f) / K + epsilon);
             if (blockIdx.x == 0 && m0 + r < M) {
                 mean[m0 + r] = stats[0][r];
                 rstd[m0 + r] = stats[1][r];

@@ -122,7 +122,7 @@ template <class S> struct Moments {  // Welford inside a thread, Chan's merge be
         const S n = a.n + b.n;
         if (n == 0) return a;
         const S d = b.mean - a.mean, f = b.n / n;
-        return {n, a.mean + d * f, a.m2 + b.m2 + d * d * a.n * f};
+        return {n, a.mean + d * f, a.m2 + b.m2 + d * (a.n * f) * d};  // d * d may be inf, n 0
     }
     // N elements at once: one division, and no chain through the mean
     template <int N, class E> static DEVICE State take_all(State s, const E (&x)[N]) {

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
     for (i64 r = ty; r < rows; r += BY) {
         const ACC at = widen(x[base + r * inner]);
         if (at > largest) sum *= fast_exp(largest - at), largest = at;
-        sum += largest == -INFINITE ? (ACC)0 : fast_exp(at - largest);
+        sum += at == -INFINITE ? (ACC)0 : fast_exp(at - largest);  // of a NaN: NaN
     }
     __shared__ ACC top[BY][BX], total[BY][BX];
     top[ty][tx] = largest, total[ty][tx] = sum;

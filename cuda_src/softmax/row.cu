@@ -57,7 +57,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y
         for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
         if (top > largest) sum *= fast_exp(largest - top), largest = top;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) sum += largest == -INFINITE ? (ACC)0 : fast_exp((ACC)widen(t.at[j]) - largest);
+        for (int j = 0; j < VEC; j++) {  // a NaN is no top, but its exp is NaN
+            const ACC at = widen(t.at[j]);
+            sum += at == -INFINITE ? (ACC)0 : fast_exp(at - largest);
+        }
     }
     const ACC top = team_max<TEAM>(largest, scratch);
     sum = team_sum<TEAM>(sum == 0 ? sum : sum * fast_exp(largest - top), scratch);

@@ -91,16 +91,7 @@ def gradient(
     loss: str | None = None,
     **options: Any,
 ) -> ir.Model:
-    """The model with its backward: the graph that computes gradients, which onnxruntime runs.
-
-    Without `loss` it is the vector-Jacobian product: for each float output `y` there is an input
-    `y.grad`, and for each name `w` of `wrt` an output `w.grad` of w's shape and dtype. `wrt` names
-    initializers, outputs of Constant nodes or graph inputs; by default it is all weights that have
-    a gradient: float initializers, and Constant nodes that stand where weights do, but no scalars.
-    In the names of outputs, characters that need quoting in a shell are "_". With `loss`, a name
-    of `ops.loss.LOSSES` (or a scalar output), there are an input `labels` and an output `loss`.
-    `options` are the loss's. Raises ModelError, UsageError.
-    """
+    """Append the backward of a model to it; arguments and errors are those of `api.gradient`."""
     model = load(model)
     graph = model.graph
     lift_parameters(model, wrt or ())
@@ -153,7 +144,10 @@ def gradient(
 
 
 def is_weight(value: ir.Value) -> bool:
-    """No scalar, mask or first state of a recurrence: exporters keep those among the weights."""
+    """Whether a float initializer is a weight: no scalar, mask or first state of a recurrence.
+
+    Exporters keep those among the weights.
+    """
     tensor = value.meta.get(DEFAULT, value.const_value if value.is_initializer() else None)
     array = None if tensor is None else tensor.numpy()
     if array is None or array.ndim == 0 or starts_recurrence(value):

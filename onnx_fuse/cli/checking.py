@@ -1,4 +1,4 @@
-"""Comparing a model with its original, and work that a crash of onnxruntime cannot end."""
+"""Compare a model with its original, in a way that survives a crash of onnxruntime."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse.cli import files
 
 if TYPE_CHECKING:
-    from onnx_fuse.validate.check import Check
-    from onnx_fuse.validate.gradients import GradientCheck
+    from onnx_fuse.validation.check import Check
+    from onnx_fuse.validation.gradients import GradientCheck
 
 
 def check(
@@ -26,12 +26,16 @@ def check(
     precision: str = "fp32",
     blame: bool = False,
 ) -> Check:
-    from onnx_fuse.validate.check import validate
-    from onnx_fuse.validate.inputs import read_feeds
+    """Compare `candidate` with the file `original`; arguments and errors of `validation.validate`.
+
+    `inputs` is an .npz file of inputs.
+    """
+    from onnx_fuse.validation.check import check_outputs
+    from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> Check:
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
-        return validate(
+        return check_outputs(
             original,
             candidate,
             feeds=feeds,
@@ -41,7 +45,7 @@ def check(
             atol=atol,
             device=device,
             precision=precision,
-            find_culprit=blame,
+            blame=blame,
         )
 
     checked: Check = guarded(work, str(original), device)
@@ -57,9 +61,9 @@ def gradients(
     inputs: Path | None = None,
     device: str = "cpu",
 ) -> GradientCheck:
-    """Every gradient of `model`, or those that the graph `written` for it computes."""
-    from onnx_fuse.validate.gradients import check_gradients, check_written
-    from onnx_fuse.validate.inputs import read_feeds
+    """Check every gradient of `model`, or those that the file `written` for it computes."""
+    from onnx_fuse.validation.gradients import check_gradients, check_written
+    from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> GradientCheck:
         source = model if written is None else written
@@ -73,7 +77,7 @@ def gradients(
 
 
 def guarded(work: Callable[[], Any], name: str, device: str) -> Any:
-    """`work()` where a crash of onnxruntime cannot take this process along."""
+    """Run `work` so that a crash of onnxruntime becomes a ModelError and not the process's end."""
     from onnx_fuse.runtime import ort
 
     if device == "cpu":

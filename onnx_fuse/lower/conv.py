@@ -12,7 +12,8 @@ from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr
 from onnx_fuse.program.size import Size, number
@@ -139,7 +140,7 @@ def conv_launches(
     }
     macros |= taps.macros()
     if act:
-        macros["ACT"] = act.upper()
+        macros |= activation_macros(act)
     if slope:
         macros["SLOPE"] = True
     pixels = prod(shape.outer)
@@ -203,7 +204,8 @@ def conv_launches(
     launches.append(main)
     if splits > 1:
         numbers = (shape.groups * shape.filters, pixels, splits)
-        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT", "SLOPE")}
+        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "SLOPE")}
+        kept |= activation_macros(act)
         finish = Launch(
             "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
             (Ptr("workspace"), *ends, Num("i64", size),
@@ -307,13 +309,13 @@ def plain(ctx: Context, node: ir.Node) -> str | None:
 
 def activated(ctx: Context, node: ir.Node) -> str | None:
     """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
-    name, *exposed = node.op_type.split("_")
-    if exposed:
-        return f"it returns {', '.join(exposed)}"
-    row = ACTIVATIONS[name.removeprefix("Conv")]
+    name = FusedName.of(node.op_type)
+    if name.exposed:
+        return f"it returns {', '.join(name.exposed)}"
+    row = ACTIVATIONS[name.activation]
     if ctx.view(node, 0).dtype == "float64":
         return "the epilogue's activations are of float32"
-    return convolution(ctx, node, row.cuda, float(ctx.attr(node, "alpha", row.alpha)))
+    return convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
 
 
 def sloped(ctx: Context, node: ir.Node) -> str | None:
@@ -331,5 +333,5 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Conv"): plain,
     ("", "ConvTranspose"): plain,
     (FUSE, "ConvPRelu"): sloped,
-    **{(FUSE, f"Conv{name}"): activated for name, row in ACTIVATIONS.items() if row.cuda},
+    **{(FUSE, str(FusedName.make("Conv", act))): activated for act in ACTIVATIONS},
 }

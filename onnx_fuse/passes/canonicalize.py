@@ -71,7 +71,8 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     notes = _sequences(model)
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
-    _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"})
+    if _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"}):
+        _drop_identities(model)  # which a Cast to the same type has become
     _drop_no_ops(model)
     _products(model)
     clean(model)

@@ -3,7 +3,7 @@
 A window of an image that is rolled, and padded to whole windows, is a Pad, four Slices, two
 Concats and a Transpose, and back again: each a pass over all of it. Where the last axis moves as a
 whole and every place is known (the first axis, a batch, is free), all of them are one Gather of
-rows, with zeros for the rows that a Pad adds.
+rows, with zeros for the rows that a Pad adds, or the row that a Where puts in their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOVES = (
     *("Reshape", "Transpose", "Slice", "Concat", "Pad", "Squeeze", "Unsqueeze", "Identity"),
     "Flatten",
 )
-_PASSES = ("Slice", "Concat", "Pad", "Transpose")
+_PASSES = ("Slice", "Concat", "Pad", "Transpose", "Where")
 _FEWEST = 3
 """Moves that are passes over the tensor, from which one Gather is less."""
 _LONGEST = 64
@@ -45,10 +45,22 @@ def gather_rows(graph: ir.Graph) -> int:
 
 
 def _moves(node: ir.Node) -> bool:
+    if _fill(node) is not None:
+        return True
     return node.op_type in _MOVES and not node.domain and len(node.outputs) == 1
 
 
+def _fill(node: ir.Node) -> np.ndarray | None:
+    """The row that a Where puts in the place of some, at places known beforehand."""
+    if node.op_type != "Where" or node.domain or const_array(node.inputs[0]) is None:
+        return None
+    row = const_array(node.inputs[2])
+    return row if row is not None and row.ndim == 1 else None
+
+
 def _data(node: ir.Node) -> Sequence[ir.Value | None]:
+    if node.op_type == "Where":
+        return node.inputs[1:2]
     return node.inputs if node.op_type == "Concat" else node.inputs[:1]
 
 
@@ -70,10 +82,13 @@ def _replace(
         found = _followed(source, chain, y)
         if found is not None:
             rows, place, rest = found
+            fills = [row for node in chain if (row := _fill(node)) is not None]
+            if any(row.tobytes() != fills[0].tobytes() for row in fills):
+                return False
             if place.tobytes() not in held:  # blocks of a stage share theirs
                 held[place.tobytes()] = _index(graph, np.maximum(place, 0))
             index = held[place.tobytes()]
-            _emit(graph, last, source, rows, place, rest, index)
+            _emit(graph, last, source, rows, place, rest, index, fills[0] if fills else None)
             taken.update(chain)
             return True
     return False
@@ -158,12 +173,19 @@ def _rows(
         ]
         if any(v is not None and a is None for v, a in zip(node.inputs, known, strict=True)):
             return None
-        found = _padded(node, known) if node.op_type == "Pad" else exact(node, known)
-        array = found[0] if isinstance(found, list) else found
+        if node.op_type in ("Pad", "Where"):
+            array = _padded(node, known) if node.op_type == "Pad" else _filled(known, width)
+        else:
+            found = exact(node, known)
+            array = found[0] if found else None
         if array is None or array.size > _LARGEST:
             return None
         held[node.outputs[0]] = array
     made = held[y]
+    if any(n.op_type == "Where" for n in chain):  # one kind of added rows, or none is known
+        if (made == -1).any():
+            return None
+        made = np.maximum(made, -1)
     if made.ndim < 2 or made.shape[-1] % width or not made.size:
         return None
     flat = made.reshape(-1, width)
@@ -189,6 +211,16 @@ def _padded(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> np.ndarray | 
     if min(min(pair) for pair in around) < 0:
         return None
     return np.pad(x, around, constant_values=-1)
+
+
+def _filled(arrays: Sequence[np.ndarray | None], width: int) -> np.ndarray | None:
+    """A Where that puts a row where there was none: -2, since a Pad's -1 would be zeros."""
+    there, x, row = arrays
+    if there is None or x is None or row is None or row.size not in (1, width):
+        return None
+    if x.shape[-1] != width or np.broadcast_shapes(there.shape, x.shape) != x.shape:
+        return None
+    return np.where(there, x, -2)
 
 
 def _by_batch(place: np.ndarray, rows: int, unit: int, first: int) -> tuple[int, np.ndarray]:
@@ -221,14 +253,15 @@ def _emit(
     place: np.ndarray,
     rest: tuple[int, ...],
     index: ir.Value,
+    fill: np.ndarray | None,
 ) -> None:
     op, y = Builder(), last.outputs[0]
     flat = op.Reshape(source, op.constant([-1, rows, dim(source, -1)]))
     made = op.Gather(flat, index, axis=1)
     if (place < 0).any():
-        dtype = (source.dtype or ir.DataType.FLOAT).numpy()
-        there = op.constant((place >= 0)[:, None])
-        made = op.Where(there, made, op.constant(np.zeros((), dtype)))
+        if fill is None:
+            fill = np.zeros((), (source.dtype or ir.DataType.FLOAT).numpy())
+        made = op.Where(op.constant((place >= 0)[:, None]), made, op.constant(fill))
     made = op.Reshape(made, op.constant([-1, *rest]))
     made.dtype, made.shape = y.dtype, y.shape
     graph.insert_before(last, op.nodes)

@@ -37,7 +37,7 @@ class Binding:
         """The stream of the last run, while nobody has waited for it."""
 
     def bind_cpu_input(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        """Feed an array: what it holds when a run begins."""
+        """Feed an array; each run reads what it holds when the run begins."""
         self.feeds[name] = array
         self.prepared = None
 
@@ -59,7 +59,7 @@ class Binding:
         shape: Sequence[int],
         buffer_ptr: int,
     ) -> None:
-        """Feed GPU memory by its address: what is there when the run reads it."""
+        """Feed GPU memory by its address, with element type and shape; it is read in place."""
         self.feeds[name] = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
         self.prepared = None
 
@@ -72,9 +72,10 @@ class Binding:
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Where the output shall stand after a run: "cpu", "cuda", or GPU memory of the caller's.
+        """Say where an output goes: "cpu" for an array, "cuda" for a new DeviceTensor.
 
-        The latter by its address, with the element type and shape that the output must have.
+        With `buffer_ptr`, the address of GPU memory, the output is written there; `element_type`
+        and `shape` must then be the output's.
         """
         if device_type not in ("cpu", "cuda"):
             raise UsageError(f"an output is bound to 'cpu' or 'cuda', not to '{device_type}'")
@@ -85,13 +86,15 @@ class Binding:
         self._bind(name, device_type, place)
 
     def bind_ortvalue_output(self, name: str, value: Any) -> None:
-        """Write the output where a contiguous GPU tensor stands: one of ours, or of any library.
+        """Write an output into a contiguous GPU tensor, a DeviceTensor or one of any library.
 
         Each run that is given no `stream` comes after what the tensor's library has enqueued.
         """
         found = adopt(value, device.LEGACY)
         if not isinstance(found, DeviceTensor):
-            raise UsageError(f"output {name}: only GPU memory can be written in place")
+            raise UsageError(
+                f"output {name}: only a GPU tensor can be bound; bind_output(name) gives an array"
+            )
         self._bind(name, "cuda", found)
         if found is not value:
             self.lent[name] = value
@@ -107,15 +110,15 @@ class Binding:
         self.prepared = None
 
     def clear_binding_inputs(self) -> None:
-        """Forget what is fed."""
+        """Unbind all inputs."""
         self.feeds, self.prepared = {}, None
 
     def clear_binding_outputs(self) -> None:
-        """Forget which outputs are wanted."""
+        """Unbind all outputs."""
         self.targets, self.places, self.lent, self.prepared = {}, {}, {}, None
 
     def synchronize_inputs(self) -> None:
-        """Wait for everything on the GPU, whoever enqueued it: bound inputs hold their values."""
+        """Wait for everything on the GPU, whoever enqueued it, so that inputs hold their values."""
         device.start(self.device_id)
         device.wait_for_all()
 
@@ -140,16 +143,19 @@ class Binding:
         device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int
     ) -> DeviceTensor:
         if device_type != "cuda":
-            raise UsageError(f"an address is one of GPU memory, not of '{device_type}'")
+            raise UsageError(
+                f"memory of device type '{device_type}' cannot be bound by its address, only that "
+                "of 'cuda'"
+            )
         dtype = np.dtype(element_type).name
         if dtype not in ITEMSIZE:
             raise UsageError(f"no GPU tensor has the element type {dtype}")
         return DeviceTensor(address, shape, dtype, device_id, None)
 
     def get_outputs(self) -> list[Any]:
-        """The outputs bound, in that order: arrays, or DeviceTensors where bound to "cuda".
+        """The bound outputs in the order of binding: arrays, or DeviceTensors on "cuda".
 
-        Waits for arrays, and for nothing else.
+        It waits for arrays, and not for DeviceTensors.
         """
         if self.late is not None:
             self.results |= zip(self.late.names, self.late.result(), strict=True)
@@ -157,5 +163,5 @@ class Binding:
         return list(self.results.values())
 
     def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
-        """The outputs bound, as arrays; waits for them."""
+        """Wait for the bound outputs, and return them as arrays."""
         return [np.asarray(result) for result in self.get_outputs()]

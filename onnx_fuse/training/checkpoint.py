@@ -24,8 +24,10 @@ import numpy as np
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
 
+__all__ = ["exists", "held", "read", "write"]
+
 FORMAT = 1
-KEEP = 2  # how many stay: the older one is there in case the newer is damaged later
+KEEP = 2  # the number that stay: the older one is there in case the newer is damaged later
 _TENSORS, _MANIFEST, _DRAFT = "state.safetensors", "manifest.json", ".draft-"
 _FIELDS: dict[str, type] = {
     "format": int,
@@ -40,11 +42,11 @@ Array = np.ndarray[Any, Any]
 
 @contextlib.contextmanager
 def held(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep `folder`, made where it is missing, for the checkpoints of this thread's training.
+    """Lock `folder` for the checkpoints of this thread's training; make it where it is missing.
 
-    The hold ends with the block, or with the process however that ends. Drafts of the dead are
-    removed, and so is a new folder into which nothing was written. Raises UsageError where another
-    training has the folder, DataError where it cannot be written.
+    The lock ends with the block, or with the process in whatever way it ends. Drafts of processes
+    that died are removed, and so is a new folder into which nothing was written. Raises UsageError
+    where another training has locked the folder, DataError where it cannot be written.
     """
     folder = Path(folder)
     new = not folder.exists()
@@ -54,7 +56,10 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     with files.held(folder) as mine:
         if not mine:
-            raise UsageError(f"{folder}: another training writes its checkpoints there")
+            raise UsageError(
+                f"{folder}: another training writes its checkpoints there: wait for it, or give "
+                "another folder"
+            )
         files.sweep(folder, _DRAFT)
         try:
             yield
@@ -75,10 +80,10 @@ def _faults(folder: Path) -> Iterator[None]:
 def write(
     folder: str | os.PathLike[str], tensors: Mapping[str, Array], manifest: Mapping[str, Any]
 ) -> Path:
-    """Write the checkpoint `folder/step-NNNNNNNN` of manifest["step"].
+    """Write the checkpoint `folder/step-NNNNNNNN` of manifest["step"], and return its path.
 
     Of the steps up to this one the KEEP newest stay. Raises DataError where the folder cannot be
-    written, UsageError while another training has it.
+    written, UsageError while another training has locked it.
     """
     from safetensors.numpy import save
 
@@ -91,7 +96,7 @@ def write(
         _write(draft / _TENSORS, data)
         _write(draft / _MANIFEST, text.encode())
         _put(draft, target)
-        # Newer ones are not this run's: it went on from one before them, which were damaged.
+        # Newer ones do not belong to this run: they were damaged, so it continued from before them.
         steps = _steps(folder)
         for step in [n for n in steps if n <= manifest["step"]][KEEP:]:
             shutil.rmtree(steps[step])
@@ -99,7 +104,7 @@ def write(
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Rename `draft` to `target`; what is there stays there if that fails or is interrupted."""
+    """Rename `draft` to `target`; an old `target` stays if that fails or is interrupted."""
     if not target.exists():
         os.replace(draft, target)
         return
@@ -125,7 +130,7 @@ def _name(step: int) -> str:
 
 
 def _steps(folder: Path) -> dict[int, Path]:
-    """Checkpoints of a folder by their steps, newest first; copies under other names are none."""
+    """The checkpoints of a folder by step, newest first; copies under other names do not count."""
     found = {}
     for path in folder.glob("step-*"):
         number = path.name.removeprefix("step-")
@@ -136,18 +141,19 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
+    """Whether `folder` holds a checkpoint, damaged or not."""
     return bool(_steps(Path(folder)))
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Tensors and manifest of the newest checkpoint that is undamaged; a damaged one is warned of.
+    """The tensors and the manifest of the newest undamaged checkpoint.
 
-    Raises DataError where there is none.
+    A damaged one gives a warning. Raises DataError where there is no undamaged one.
     """
     whole = filter(None, map(_read, _steps(Path(folder)).values()))
     found = next(whole, None)
     if found is None:
-        raise DataError(f"{folder}: holds no whole checkpoint to resume from")
+        raise DataError(f"{folder}: the folder holds no whole checkpoint to resume from")
     return found
 
 
@@ -181,3 +187,7 @@ def _parse(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
         raise ValueError(f"{_TENSORS} is not what was written")
     return dict(load(data)), manifest
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

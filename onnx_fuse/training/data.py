@@ -1,4 +1,4 @@
-"""Training data: named arrays whose first axis counts examples, and the order they come in."""
+"""Training data: named arrays whose first axis counts examples, cut into batches in an order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import onnx_ir
 from onnx_fuse.errors import DataError
 from onnx_fuse.onnx.common import one_line
 
+__all__ = ["batches", "count", "fit", "load", "order"]
+
 Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""What `np.load` raises on a file that it cannot read: damaged, encrypted or of another kind."""
+"""The exceptions of `np.load` for a file that is damaged, encrypted or of another kind."""
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Array]:
-    """The arrays of an .npz file, or of a folder of .npy files, which are mapped, not read.
+    """Read the arrays of an .npz file, or map those of a folder of .npy files into memory.
 
-    Raises DataError for what is neither, and for arrays of Python objects.
+    Raises DataError for a path that is neither, and for arrays of Python objects.
     """
     path = Path(path)
     try:
@@ -43,9 +45,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
 
 
 def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
-    """Number of examples, after a check that the arrays fit the inputs whatever the batch.
+    """Check that the arrays fit the inputs, whatever the batch; return the number of examples.
 
-    Raises DataError that names the array, what it is and what it should be.
+    Raises a DataError that names the array, what it is and what it should be.
     """
     sizes = {name: len(array) for name, array in fit(arrays, inputs, batch=False).items()}
     if len(set(sizes.values())) != 1:
@@ -60,10 +62,10 @@ def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
 def fit(
     arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value], *, batch: bool = True
 ) -> dict[str, Array]:
-    """The arrays as the inputs want them, converted only where no value can change.
+    """The arrays in the types of the inputs, converted only where no value can change.
 
-    Equal symbols must stand for equal sizes. `batch=False`: whole data sets, whose first axis is
-    not the batch and which are checked but not converted. Raises DataError.
+    Sizes of equal symbols must be equal. With `batch=False` the arrays are whole data sets, whose
+    first axis is not the batch; they are checked but not converted. Raises DataError.
     """
     names = [v.name or "" for v in inputs]
     missing = [name for name in names if name not in arrays]
@@ -117,7 +119,10 @@ def _check_shape(
 
 
 def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Array:
-    """Indices of an epoch: a function of its arguments alone, so that a resumed run agrees."""
+    """The order of the examples in an epoch, as indices (int64, [examples]).
+
+    It depends on the arguments alone, so that a resumed run agrees.
+    """
     if not shuffle:
         return np.arange(examples)
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(examples)
@@ -126,8 +131,12 @@ def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Arra
 def batches(
     arrays: Mapping[str, Array], indices: Array, batch_size: int, start: int = 0
 ) -> Iterator[dict[str, Array]]:
-    """Batches number `start` on of the examples `indices`; the last one may be smaller."""
+    """Cut the examples `indices` into batches, from batch `start` on; the last may be smaller."""
     for i in range(start * batch_size, len(indices), batch_size):
         # Ascending, so that a mapped file is read forwards.
         rows = np.sort(indices[i : i + batch_size])
         yield {name: array[rows] for name, array in arrays.items()}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Epochs over a data set: batches in order, evaluation, checkpoints, and the history of it all."""
+"""Train over whole data sets: batches in order, evaluation, checkpoints, history, loss curve."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from onnx_fuse.training import checkpoint, data
 from onnx_fuse.training.loss import Loss
 from onnx_fuse.training.trainer import Trainer
 
+__all__ = ["History", "begin", "check", "curve", "evaluate", "fit", "steps_per_epoch"]
+
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped
 
 
 @dataclass
 class History:
-    """Losses of all steps in order, and a record of each epoch; what a resumed run goes on from."""
+    """The course of a training run, which a resumed run continues."""
 
     examples: int
+    """The number of examples in the training data."""
     batch_size: int
+    """The number of examples in a batch."""
     losses: list[float] = field(default_factory=list)
+    """The loss of each step, in order."""
     epochs: list[dict[str, float]] = field(default_factory=list)
+    """"epoch" (from 1) and mean "loss" of each epoch, and what `evaluate` gave for it."""
 
 
 def fit(
@@ -44,11 +50,23 @@ def fit(
     every: int | None = None,
     watch: Callable[[History], None] = lambda history: None,
 ) -> History:
-    """Train until `epochs` epochs are done, from where the trainer stands.
+    """Train until `epochs` epochs are done, counted from the beginning of the run.
 
-    The order of an epoch depends on the trainer's seed and its number alone. With `folder` there is
-    a checkpoint after every `every` steps and every epoch. `watch` is called after each step and
-    each epoch. Raises DataError, before the first step, for data that does not fit the model.
+    Args:
+        trainer: The Trainer; one that was resumed continues in the middle of an epoch.
+        arrays: Training data by input name, and "labels"; the first axis counts examples.
+        epochs: Number of passes over the data.
+        batch_size: Number of examples in a batch.
+        validation: Data to evaluate after each epoch, in the form of `arrays`.
+        shuffle: Draw a new order for each epoch, from the trainer's seed and the epoch's number.
+        folder: Folder that gets a checkpoint after each epoch.
+        every: Number of steps after which `folder` gets a checkpoint, too.
+        watch: Called with the history after each step and each epoch.
+
+    Raises:
+        DataError: The data does not fit the model; this is found before the first step.
+        UsageError: The run to resume had other data or another batch size.
+        CheckFailed: A loss or gradient is not finite.
     """
     examples = check(trainer, arrays, batch_size)
     if validation is not None:
@@ -63,7 +81,7 @@ def fit(
                 f"{history.batch_size}, not {examples} in batches of {batch_size}"
             )
         if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
-            raise DataError(f"{_DAMAGED} as many losses as its epochs have steps")
+            raise DataError(f"{_DAMAGED} losses, or has more than its epochs have steps")
     started: deque[float | Loss] = deque()
     hold = checkpoint.held(folder) if folder else contextlib.nullcontext()
 
@@ -94,45 +112,56 @@ def fit(
     return history
 
 
-_DAMAGED = "the checkpoint is damaged: its history has not"
+_DAMAGED = "the checkpoint is damaged: its history lacks"
 
 
 def _history(data: Any) -> History:
     """The History that a checkpoint holds. Raises DataError for anything else."""
     shapes = {"examples": int, "batch_size": int, "losses": list, "epochs": list}
     if not isinstance(data, dict) or {k: type(v) for k, v in data.items()} != shapes:
-        raise DataError(f"{_DAMAGED} {', '.join(shapes)}")
+        raise DataError(f"{_DAMAGED} one of {', '.join(shapes)}")
     numbers = [*data["losses"]]
     for record in data["epochs"]:
         if not isinstance(record, dict) or not {"epoch", "loss"} <= set(record):
-            raise DataError(f"{_DAMAGED} an epoch and a loss in each record")
+            raise DataError(f"{_DAMAGED} the epoch or the loss of a record")
         numbers += record.values()
     if any(type(x) is not float for x in numbers):
-        raise DataError(f"{_DAMAGED} floating-point numbers alone")
+        raise DataError(f"{_DAMAGED} a number where one should be")
     return History(**data)
 
 
 def begin(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
-    """Restore the run in `folder`, if there is one; without `resume` there must be none."""
+    """Restore the run in `folder`, if there is one.
+
+    Raises UsageError where there is one and `resume` is False, and the errors of `Trainer.restore`.
+    """
     if not checkpoint.exists(folder):
         return
     if not resume:
-        raise UsageError(f"{folder} holds the checkpoints of a run: resume it or give another one")
+        raise UsageError(
+            f"{folder} holds the checkpoints of a run: continue it with --resume, or give another "
+            "folder"
+        )
     trainer.restore(folder)
 
 
 def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int:
-    """Number of examples, after a check of all arrays and labels against the model."""
+    """Check all arrays and labels against the model, and return the number of examples.
+
+    Raises DataError for data that does not fit, UsageError for a batch size other than the model's.
+    """
     spec = trainer.spec()
     examples = data.count(arrays, spec.feeds)
     fixed = _fixed_batch(trainer)
     if fixed is not None and fixed != batch_size:
         raise UsageError(
-            f"the model's batch is fixed at {fixed}: train in batches of {fixed}, or free it "
-            "(--free-batch)"
+            f"the model's batch is fixed at {fixed}: give --batch-size {fixed}, or --free-batch"
         )
     if fixed is not None and examples < fixed:
-        raise DataError(f"{examples} examples do not fill one batch, fixed at {fixed}")
+        raise DataError(
+            f"the data has {examples} examples, which do not fill one batch: the model fixes it at "
+            f"{fixed}"
+        )
     if spec.classes:
         labels = arrays[spec.labels]
         for i in range(0, len(labels), _CHUNK):
@@ -146,13 +175,17 @@ def _fixed_batch(trainer: Trainer) -> int | None:
 
 
 def steps_per_epoch(trainer: Trainer, examples: int, batch_size: int) -> int:
-    """A smaller last batch counts, unless the model's batch is fixed."""
+    """The number of steps of an epoch; a smaller last batch counts unless the batch is fixed."""
     whole = _fixed_batch(trainer) is not None
     return examples // batch_size if whole else math.ceil(examples / batch_size)
 
 
 def evaluate(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> dict[str, float]:
-    """{"validation_loss": mean over examples, "accuracy": share of labels hit} of a data set."""
+    """Evaluate a data set in inference mode.
+
+    The result has "validation_loss", the mean over examples, and where labels are classes
+    "accuracy", the share of labels that are predicted (0 to 1). Raises DataError.
+    """
     examples = data.count(arrays, trainer.spec("evaluate").feeds)
     rows = steps_per_epoch(trainer, examples, batch_size) * batch_size
     total = counted = hits = seen = 0.0
@@ -170,7 +203,7 @@ _WIDTH, _HEIGHT, _MARGIN, _POINTS = 860, 420, 56, 600
 
 
 def curve(history: History, title: str) -> str:
-    """The loss curve as one HTML page that loads nothing: each step, and validation by epoch."""
+    """The loss by step and the validation loss by epoch as one HTML page that loads nothing."""
     losses = np.asarray(history.losses)
     steps = -(-len(losses) // max(len(history.epochs), 1))
     lines = [("loss", "#8ab4f8", _thinned(losses))]
@@ -239,3 +272,7 @@ def _smooth(values: Array) -> Array:
     starts = np.maximum(ends - width, 0)
     means: Array = (sums[ends] - sums[starts]) / (ends - starts)
     return means
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

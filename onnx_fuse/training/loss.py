@@ -1,4 +1,4 @@
-"""The loss of a step that may be under way still, as a number that waits for it."""
+"""The loss of a step that may still be running, as a number that waits for it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Run:
 
 @total_ordering
 class Loss:
-    """The loss of a step that the GPU may still be at: to use it as a number waits for the step.
+    """The loss of a step that the GPU may still be running; using it as a number waits for it.
 
-    Raises CheckFailed then, where that step (or one before it that nobody has looked at) was bad.
+    That use raises CheckFailed where the step, or an earlier one whose loss was not read, had a
+    loss or gradient that is not finite.
     """
 
     def __init__(self, run: Run, read: Callable[[Run], float]) -> None:

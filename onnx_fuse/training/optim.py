@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: values that know the nodes of one update."""
+"""Optimizers and learning-rate schedules, as immutable values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,44 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
 
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Optimizer",
+    "Schedule",
+    "constant",
+    "cosine",
+    "from_json",
+    "linear",
+    "make",
+    "step",
+    "to_json",
+]
+
 # ---- schedules ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate of each update: `warmup` updates up to `lr`, then a shape of `_SHAPES`.
-
-    "constant"; "linear" and "cosine" reach `end` · lr after `steps` updates, warm-up included, and
-    stay there; "step" multiplies by `gamma` every `every` updates.
-    """
+    """The learning rate of each update. Raises UsageError for values that make no schedule."""
 
     lr: float
+    """The rate after the warm-up."""
     shape: str = "constant"
+    """The course after the warm-up: "constant", "linear", "cosine" or "step"."""
     steps: int = 0
+    """The update, warm-up included, from which "linear" and "cosine" stay at `end` · lr."""
     warmup: int = 0
+    """The number of updates over which the rate grows linearly to `lr`."""
     end: float = 0.0
+    """The last rate of "linear" and "cosine", as a factor on `lr`."""
     every: int = 1
+    """The number of updates after which "step" multiplies the rate by `gamma`."""
     gamma: float = 0.1
+    """The factor of "step"."""
 
     def __post_init__(self) -> None:
         if self.shape not in _SHAPES:
@@ -40,21 +60,21 @@ class Schedule:
         if not 0 <= self.lr < math.inf:
             raise UsageError(f"the learning rate is {self.lr}: it must be finite and not negative")
         if self.warmup < 0 or self.every < 1:
-            raise UsageError("a schedule's warmup is at least 0, and its every at least 1")
+            raise UsageError("a schedule's warmup must be at least 0, and its every at least 1")
         if self.shape in ("linear", "cosine") and self.steps <= self.warmup:
             raise UsageError(
                 f"a {self.shape} schedule of {self.steps} steps ends within its {self.warmup} "
-                "steps of warm-up"
+                "steps of warm-up: give it more steps, or less warm-up"
             )
 
     def __call__(self, step: int) -> float:
-        """Rate of update `step`, the first being 0."""
+        """The rate of update `step`, where the first update is 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         return self.lr * _SHAPES[self.shape](self, step - self.warmup)
 
     def progress(self, done: int) -> float:
-        """From 0 to 1 over the updates after the warm-up."""
+        """The share of the updates after the warm-up that is done, from 0 to 1."""
         return min(done / (self.steps - self.warmup), 1.0)
 
 
@@ -68,22 +88,22 @@ _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
 
 
 def constant(lr: float, *, warmup: int = 0) -> Schedule:
-    """lr, after `warmup` updates of linear growth."""
+    """A schedule of the rate `lr`, after `warmup` updates of linear growth."""
     return Schedule(lr, "constant", warmup=warmup)
 
 
 def linear(lr: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """A straight line from lr to end · lr at update `steps`."""
+    """A schedule that falls linearly from `lr` to end · lr at update `steps`."""
     return Schedule(lr, "linear", steps, warmup, end)
 
 
 def cosine(lr: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Half a cosine from lr to end · lr at update `steps`."""
+    """A schedule that falls along half a cosine from `lr` to end · lr at update `steps`."""
     return Schedule(lr, "cosine", steps, warmup, end)
 
 
 def step(lr: float, every: int, *, gamma: float = 0.1, warmup: int = 0) -> Schedule:
-    """lr · gamma^k from update k · every on."""
+    """A schedule of the rate lr · gamma^k from update k · every on, after the warm-up."""
     return Schedule(lr, "step", warmup=warmup, every=every, gamma=gamma)
 
 
@@ -92,15 +112,17 @@ def step(lr: float, every: int, *, gamma: float = 0.1, warmup: int = 0) -> Sched
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Hyperparameters; `lr` is a number or a Schedule. Names and defaults are PyTorch's.
+    """The base of all optimizers. Names and defaults of hyperparameters are PyTorch's.
 
-    Parameters whose name matches a glob of `no_decay` get no weight decay. A subclass names its
-    update op of `ops.update` in `rule`, and its state tensors in `slots`.
+    A subclass names its update op of `ops.update` in `rule`, and its state tensors in `slots`.
     """
 
     lr: float | Schedule = 1e-3
+    """The learning rate, as a number or a Schedule."""
     weight_decay: float = 0.0
+    """The factor λ of the weight decay."""
     no_decay: tuple[str, ...] = ()
+    """Globs over the names of parameters that have no weight decay."""
 
     decoupled: ClassVar[bool] = False  # the op applies the decay; otherwise it goes into g
     counts: ClassVar[bool] = False  # the op reads the number of the update
@@ -111,13 +133,13 @@ class Optimizer:
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
 
     def rate(self, step: int) -> float:
-        """Learning rate of update `step`, the first being 0."""
+        """The learning rate of update `step`, where the first update is 0."""
         assert isinstance(self.lr, Schedule)
         return self.lr(step)
 
     @property
     def slots(self) -> dict[str, float]:
-        """State tensors that a parameter has, each of its shape, with their initial value."""
+        """The initial values of a parameter's state tensors, by name; each has its shape."""
         return {}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
@@ -134,7 +156,7 @@ class Optimizer:
         lr: ir.Value,
         step: ir.Value,
     ) -> list[ir.Value]:
-        """Emit the update of parameter `name`: its new value, then its new slots."""
+        """Emit the nodes that update parameter `name`; return its new value and its new slots."""
         decay = self.weight_decay
         if any(fnmatchcase(name, glob) for glob in self.no_decay):
             decay = 0.0
@@ -148,17 +170,24 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """w - lr g; with momentum m = μ m + g: w - lr m, and by Nesterov w - lr (g + μ m)."""
+    """Stochastic gradient descent, as torch.optim.SGD: w becomes w - lr g.
+
+    With momentum, m = μ m + g and w becomes w - lr m; Nesterov's variant is w - lr (g + μ m).
+    """
 
     lr: float | Schedule = 1e-2
     momentum: float = 0.0
+    """The factor μ of the running sum of gradients."""
     nesterov: bool = False
+    """Whether the update looks ahead along the momentum."""
 
     @property
     def slots(self) -> dict[str, float]:
+        """One running sum of gradients, where there is momentum."""
         return {"momentum": 0.0} if self.momentum else {}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """SgdUpdate, MomentumUpdate or NesterovUpdate."""
         if not self.momentum:
             return "SgdUpdate", {}
         return f"{'Nesterov' if self.nesterov else 'Momentum'}Update", {"momentum": self.momentum}
@@ -166,31 +195,39 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """w - lr m̂ / (√v̂ + eps), m̂ and v̂ the unbiased running means of g and g²."""
+    """Adam, as torch.optim.Adam: w becomes w - lr m̂ / (√v̂ + eps).
+
+    m̂ and v̂ are the unbiased running means of g and g².
+    """
 
     betas: tuple[float, float] = (0.9, 0.999)
+    """The factors by which the running means of g and g² decay at each update."""
     eps: float = 1e-8
+    """The number that keeps the denominator from 0."""
 
     counts: ClassVar[bool] = True
 
     @property
     def slots(self) -> dict[str, float]:
+        """The running means of the gradient and of its square."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """AdamUpdate with the two decays and epsilon."""
         beta1, beta2 = self.betas
         return "AdamUpdate", {"beta1": beta1, "beta2": beta2, "epsilon": self.eps}
 
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam of w (1 - lr λ): the decay bypasses the gradient's statistics."""
+    """Adam on w (1 - lr λ), as torch.optim.AdamW: the decay bypasses the running means."""
 
     weight_decay: float = 1e-2
 
     decoupled: ClassVar[bool] = True
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """AdamWUpdate, or AdamUpdate for a parameter without decay."""
         kind, attributes = super().rule(decay)
         return (
             ("AdamWUpdate", attributes | {"weight_decay": decay}) if decay else (kind, attributes)
@@ -199,34 +236,44 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """s = s + g²: w - lr g / (√s + eps)."""
+    """Adagrad, as torch.optim.Adagrad: s = s + g², and w becomes w - lr g / (√s + eps)."""
 
     lr: float | Schedule = 1e-2
     eps: float = 1e-10
+    """The number that keeps the denominator from 0."""
     initial_accumulator_value: float = 0.0
+    """The first value of s."""
 
     @property
     def slots(self) -> dict[str, float]:
+        """The sum of the squares of all gradients."""
         return {"sum": self.initial_accumulator_value}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """AdagradUpdate with its epsilon."""
         return "AdagradUpdate", {"epsilon": self.eps}
 
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """w (1 - lr λ) - lr sign(β1 m + (1-β1) g), then m = β2 m + (1-β2) g."""
+    """Lion (Chen et al., 2023, arXiv:2302.06675).
+
+    w becomes w (1 - lr λ) - lr sign(β1 m + (1-β1) g), and then m = β2 m + (1-β2) g.
+    """
 
     lr: float | Schedule = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
+    """The factors β1 and β2."""
 
     decoupled: ClassVar[bool] = True
 
     @property
     def slots(self) -> dict[str, float]:
+        """The running mean of the gradient."""
         return {"exp_avg": 0.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """LionUpdate with the two factors and the decay."""
         beta1, beta2 = self.betas
         return "LionUpdate", {"beta1": beta1, "beta2": beta2, "weight_decay": decay}
 
@@ -234,11 +281,15 @@ class Lion(Optimizer):
 TABLE: dict[str, type[Optimizer]] = {
     cls.__name__.lower(): cls for cls in (SGD, Adam, AdamW, Adagrad, Lion)
 }
-"""Optimizers by the name the command line and checkpoints know them by."""
+"""The optimizers by the names that the command line and checkpoints use."""
 
 
 def make(name: str, **options: Any) -> Optimizer:
-    """The optimizer of this name; options that are None take its defaults. Raises UsageError."""
+    """Make an optimizer by its name: "sgd", "adam", "adamw", "adagrad" or "lion".
+
+    `options` are its fields; those that are None take their defaults. Raises UsageError for an
+    unknown name or option.
+    """
     cls = TABLE.get(name)
     if cls is None:
         raise UsageError(f"unknown optimizer '{name}': choose one of {', '.join(TABLE)}")
@@ -252,9 +303,14 @@ def make(name: str, **options: Any) -> Optimizer:
 
 
 def to_json(optimizer: Optimizer) -> dict[str, Any]:
-    """{"name": "adamw", "lr": {...}, ...}, from which `from_json` makes an equal optimizer."""
+    """The optimizer as JSON values, such as {"name": "adamw", "lr": {...}, ...}."""
     return {"name": type(optimizer).__name__.lower(), **dataclasses.asdict(optimizer)}
 
 
 def from_json(data: Mapping[str, Any]) -> Optimizer:
+    """Make the optimizer that `to_json` described."""
     return make(**{**data, "lr": Schedule(**data["lr"])})
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

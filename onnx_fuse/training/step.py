@@ -24,6 +24,8 @@ from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.training import optim
 from onnx_fuse.training.weights import ancestors, is_selected, model_names
 
+__all__ = ["Mode", "Spec", "State", "training_model"]
+
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate"]
 GROWTH = 2000
@@ -32,46 +34,53 @@ GROWTH = 2000
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that outlives a step: the graph's input `name`, and its output `next` if it changes.
-
-    `kind` is "parameter", "statistic" (of BatchNormalization), "slot" (the optimizer's),
-    "accumulator" (of gradients) or "scaler" (of the loss, in float16). `value` has its dtype, shape
-    and, if packed, its record.
-    """
+    """A tensor that outlives a step."""
 
     name: str
+    """The graph's input that reads it."""
     kind: str
+    """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
+    (of gradients) or "scaler" (of the loss, in float16)."""
     initial: Array
+    """The value before the first step."""
     value: onnx_ir.Value
+    """The graph's value, with dtype and shape, and the record of how a parameter is packed."""
     next: str = ""
+    """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What the inputs and outputs of a training graph mean; "" for those it does not have.
-
-    `feeds` are the model's own inputs and `labels`, class numbers below `classes` where that is
-    not 0: then they count the axis `class_axis` of the output `logits`. `lr` is a float32 scalar;
-    `step`, 1 at the first update, and `rng`, which differs from step to step, are int64 scalars.
-    `loss`, and `norm` of all gradients before clipping, are scalars. `outputs` are the model's own.
-    """
+    """The meaning of a training graph's inputs and outputs; "" names one that it does not have."""
 
     feeds: tuple[onnx_ir.Value, ...]
+    """The inputs that a caller feeds: the model's own, and the labels."""
     labels: str
+    """The input of labels."""
     classes: int
+    """The number of classes where labels are class numbers, otherwise 0."""
     class_axis: int
+    """The axis of `logits` that counts classes."""
     logits: str
+    """The output that the loss is computed from."""
     loss: str
+    """The output of the loss, a scalar."""
     norm: str
+    """The output of the norm of all gradients before clipping, a scalar."""
     lr: str
+    """The input of the learning rate, a float32 scalar."""
     step: str
+    """The input of the update's number, an int64 scalar that is 1 at the first update."""
     rng: str
+    """The input of an int64 scalar that differs from step to step, for Dropout."""
     outputs: tuple[str, ...]
+    """The model's own outputs."""
     states: tuple[State, ...]
+    """The tensors that outlive a step."""
 
     @property
     def strict(self) -> bool:
-        """Whether a gradient that is not finite is a fault: a scaled step leaves it out itself."""
+        """Whether a gradient that is not finite is an error; a step with a scaled loss skips it."""
         return all(s.kind != "scaler" for s in self.states)
 
 
@@ -94,16 +103,18 @@ def training_model(
     fused: bool = False,
     whole: autodiff.Whole | None = None,
 ) -> tuple[onnx_ir.Model, Spec]:
-    """Forward, loss, backward and update of `model` as one graph, and what its ends mean.
+    """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
-    Weights that train become inputs, with their successors as outputs; so do optimizer state and
-    the running statistics of BatchNormalization. Mode "accumulate" adds gradient / `accumulate` to
-    accumulators in place of the update; "evaluate" is the forward in inference mode, with the loss.
-    A state has one name in all modes. `trainable` and `frozen` are globs over initializers; without
-    `trainable`, all float weights that have an axis and reach the loss train. `free_batch` opens a
-    batch that was exported fixed. `level` is that of `passes.optimize`; `fused` allows operators of
-    ours in the backward at any, `whole` as in `autodiff.backward`. In precision "fp16" the backward
-    is scaled, by `loss_scale` at first: see `_Step.scale`. Raises ModelError, UsageError.
+    Weights that train become inputs, and their new values outputs; so do optimizer state and the
+    running statistics of BatchNormalization. A state has one name in all modes.
+
+    Args:
+        mode: "update" is a whole step. "accumulate" adds gradient / `accumulate` to accumulators
+            in place of the update. "evaluate" is the forward in inference mode, with the loss.
+        fused: Allow this project's fused operators in the backward at every level.
+        whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
+
+    The other arguments, and the errors, are those of `training.trainer.Trainer`.
     """
     original = read(model)
     named, source = set(original.graph.initializers), load(original)
@@ -199,7 +210,7 @@ class _Step:
         )
 
     def kept(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
-        """A new state."""
+        """Add a state, and return the input that reads it."""
         dtype = onnx_ir.DataType.from_numpy(initial.dtype)
         value = self.input(name, dtype, initial.shape)
         self.states.append((value, kind, initial))
@@ -290,7 +301,7 @@ class _Step:
         trainable: Sequence[str] | None,
         frozen: Sequence[str],
     ) -> list[onnx_ir.Value]:
-        """The initializers that train."""
+        """The initializers of the model that train."""
         floats = [
             v for v in autodiff.trainable(self.model) if self.named.issuperset(model_names(v))
         ]
@@ -420,7 +431,7 @@ class _Step:
         return sums
 
     def zeros(self, like: onnx_ir.Value) -> onnx_ir.Value:
-        """Zeros, whatever `like` holds."""
+        """Zeros of the shape and dtype of `like`, whatever it holds."""
         no, zero = self.op.constant(np.array(False)), self.op.constant(0.0, like.dtype)
         return typed(self.op.Where(no, like, zero), like, like.shape)
 
@@ -488,3 +499,7 @@ class _Step:
             ),
         )
         return self.model, spec
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

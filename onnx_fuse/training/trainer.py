@@ -1,4 +1,4 @@
-"""The Trainer: steps, evaluation, the tuned model, checkpoints."""
+"""The Trainer runs steps and evaluations, and writes checkpoints and the tuned model."""
 
 from __future__ import annotations
 
@@ -31,37 +31,62 @@ from onnx_fuse.training.shared import Twin
 from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import is_selected, literal, model_names
 
+__all__ = ["Evaluation", "Loss", "Trainer"]
+
 Array = np.ndarray[Any, Any]
 
 
 class Evaluation(NamedTuple):
-    """Loss and outputs of a batch; where its labels are classes, how many count and are hit."""
+    """The result of `Trainer.evaluate` for one batch."""
 
     loss: float
+    """The loss of the batch."""
     outputs: dict[str, Array]
+    """The model's outputs by name."""
     counted: int
+    """The number of labels other than ignore_index; 0 where labels are not classes."""
     hits: int
+    """The number of those that the largest logit predicts."""
 
 
 class Trainer:
-    """Fine-tunes a model: `step(feeds)` is one batch, `save(path)` writes the tuned model.
+    """Fine-tune a model: `step(feeds)` trains on one batch, `save(path)` writes the tuned model.
 
-    model: path, bytes, ModelProto or ir.Model. loss: a name of `ops.loss.LOSSES`, of the output
-    `output` (the first) against the input "labels", or of a scalar output that is the loss already.
-    loss_options: ignore_index, label_smoothing, weight, delta, ... trainable, frozen: globs over
-    the model's float initializers; without `trainable`, all that have an axis and reach the loss.
-    clip_norm bounds the norm of all gradients together. With accumulate=k, every k-th step updates,
-    by the mean of k gradients. Batch and sequence may change from step to step where the model's
-    inputs leave them open; free_batch opens a batch that was exported fixed, and proves on the
-    first feeds that the results of the original stay. `shapes` by input and `dims` by symbol fix
-    sizes in training, not in what `save` writes. Equal seeds and data give equal bits.
-    `precision` is as in InferenceSession: "tf32", "bf16x3" and "bf16x6" are of products alone; with
-    "bf16" and "fp16" forward and backward are in 16 bits, weights and update in float32, and
-    "fp16" scales the loss, by `loss_scale` at first, and leaves out updates whose gradients
-    overflow. `level` is that of the fusions, by default 2 where a GPU computes in 16 bits, else 0:
-    attention's kernels of float32 are slower than its products apart, onnxruntime is fastest
-    without (measured: 5 to 20 %).
-    Raises ModelError, UsageError.
+    Batch and sequence length may change from step to step where the model's inputs leave them
+    free. Equal seeds and data give equal bits.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+        loss: cross_entropy, nll, mse, l1, huber or bce_with_logits, computed from an output and
+            the input "labels"; or the name of a scalar output that is the loss already.
+        optimizer: An optimizer of `onnx_fuse.optim`; the default is AdamW().
+        loss_options: ignore_index, label_smoothing, weight, pos_weight, delta, reduction or
+            class_axis, with PyTorch's meanings.
+        output: The output that the loss is computed from; the default is the first.
+        trainable: Globs over the names of float initializers that train; the default is all that
+            have an axis and reach the loss.
+        frozen: Globs over the names of initializers that do not train.
+        clip_norm: Bound on the norm of all gradients together.
+        accumulate: Number of steps whose mean gradient makes one update.
+        seed: Seed of Dropout, and of the order of data in `fit`.
+        precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
+            bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
+            skips updates whose gradients overflow.
+        loss_scale: The first scale of the loss in "fp16".
+        device: "cpu" trains on onnxruntime, "cuda" on this package's kernels.
+        free_batch: Free a batch size that was exported fixed. The first batch proves that the
+            results stay those of the original, row by row.
+        level: Level of the fusions, 0 to 3. The default is 2 where a GPU computes in 16 bits,
+            and otherwise 0, which was measured to be 5 to 20 % faster.
+        shapes, dims: Shapes by input and sizes by symbol, fixed in training but not in what
+            `save` writes.
+        tie: Train a weight that the file stores twice as one.
+        untie: Give each place that reads a tensor of one repeated number a tensor of its own.
+
+    Raises:
+        ModelError: The model is malformed, or cannot be differentiated.
+        UsageError: Arguments contradict each other or the model.
+        DeviceError: `device` is "cuda" and there is no usable GPU.
     """
 
     def __init__(
@@ -93,14 +118,16 @@ class Trainer:
 
             begin()
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
-            raise UsageError("accumulate is at least 1, seed at least 0, clip_norm above 0")
+            raise UsageError(
+                "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
+            )
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self.optimizer = optimizer or optim.AdamW()
         self._given = read(model)
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
-        """Sentences on weights that are stored twice, or once for several places."""
+        """Sentences about weights that the file stores twice, or once for several places."""
         self._source, self._twins = self._shared(frozenset(trainable or ()), trainable, frozen)
         self._sized = self._source
         if shapes or dims:
@@ -125,10 +152,10 @@ class Trainer:
         self._ignored = ignored_label(loss_options or {})
         self._unproved: bool = free_batch
         self.calls = 0
-        """Steps so far, each one batch."""
+        """The number of steps so far, each of one batch."""
         self._runs: list[Run] = []  # started, and not looked at yet
         self.extra: dict[str, Any] = {}
-        """What `checkpoint` was given to keep besides the states."""
+        """The JSON values that `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         self._device: Portable | Cuda = (
@@ -182,21 +209,21 @@ class Trainer:
         )
 
     def spec(self, mode: Mode = "update") -> Spec:
-        """What the graph of this mode reads and gives; the graph is built at its first use."""
+        """The inputs, outputs and states of the graph of a mode, which its first use builds."""
         if mode not in self._specs:
             graph, self._specs[mode] = self._build(mode)
             self._device.add(mode, graph)
         return self._specs[mode]
 
     def schedule(self, rates: optim.Schedule) -> None:
-        """Take other learning rates, which are no part of the graph."""
+        """Use other learning rates from now on; the graph stays, since they are no part of it."""
         self.optimizer = dataclasses.replace(self.optimizer, lr=rates)
 
     # -- steps --
 
     @property
     def freed(self) -> int:
-        """The batch that the model was exported with and that was opened; 0 where none was."""
+        """The batch size that the model was exported with and that was freed, or 0."""
         if not self._options["free_batch"]:
             return 0
         names = self._source.graph.initializers
@@ -206,15 +233,23 @@ class Trainer:
 
     @property
     def updates(self) -> int:
+        """The number of updates so far: one for every `accumulate` steps."""
         return self.calls // self.accumulate
 
     def step(self, feeds: Mapping[str, Any]) -> float | Loss:
-        """Forward, backward and, every `accumulate` calls, the update; returns the batch's loss.
+        """Train on one batch: forward, backward and, every `accumulate` calls, the update.
 
-        On a GPU the loss is a Loss, and the step may be under way still: up to four are. feeds: the
-        model's inputs by name, and "labels". Raises DataError for feeds that do not fit,
-        CheckFailed where the loss or a gradient is not finite: then the states stay as they were,
-        and so they do in the steps started since, which count as not made.
+        Args:
+            feeds: The model's inputs by name, and "labels", as arrays of the model's types.
+
+        Returns:
+            The loss of the batch. On a GPU it is a Loss, which waits for the step when it is used
+            as a number; up to four steps are under way.
+
+        Raises:
+            DataError: The arrays do not fit the model.
+            CheckFailed: The loss or a gradient is not finite. The states stay as they were, and
+                steps that were started since count as not made.
         """
         self._settle(max(self._device.ahead - 1, 0))
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
@@ -265,7 +300,7 @@ class Trainer:
             raise CheckFailed(fault)
 
     def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
-        """Loss and outputs of a batch in inference mode."""
+        """Compute loss and outputs of a batch in inference mode; `feeds` are those of `step`."""
         self._settle()
         spec = self.spec("evaluate")
         arrays = self._fit(spec, feeds)
@@ -298,7 +333,10 @@ class Trainer:
         size = int(session.get_inputs()[0].shape[0])
         rows = len(arrays[session.get_inputs()[0].name])
         if rows < size:
-            raise DataError(f"the first batch needs {size} rows at least, as the model has")
+            raise DataError(
+                f"the first batch has {rows} rows, but it needs at least {size}, the batch that "
+                "the model was exported with"
+            )
         head = "the batch of the model cannot be freed"
         try:
             found = self._device.start("evaluate", spec, arrays)()
@@ -309,10 +347,10 @@ class Trainer:
             for name, y in zip(spec.outputs, ort.run(session, own, spec.outputs), strict=True):
                 got = found[name][i : i + size]
                 if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
-                    raise ModelError(f"{head}: '{name}' comes out different")
+                    raise ModelError(f"{head}: its output '{name}' changes")
 
     def check_labels(self, labels: Array, first: int = 0) -> None:
-        """Raises DataError for a label that is neither a class of the model nor ignore_index.
+        """Raise DataError for one of `labels` that is neither a class nor ignore_index.
 
         `first` is the number of the first row, for the message.
         """
@@ -348,7 +386,7 @@ class Trainer:
     # -- results --
 
     def state(self) -> dict[str, Array]:
-        """All tensors of the run by their names in the graph, as copies."""
+        """Copies of all tensors that outlive a step, by their names in the graph of the step."""
         self._settle()
         return {s.name: self._device.array(s.name).copy() for s in self._specs["update"].states}
 
@@ -373,10 +411,19 @@ class Trainer:
     # -- checkpoints --
 
     def checkpoint(self, folder: str | os.PathLike[str], **extra: Any) -> Path:
-        """Write `folder/step-N`, from which `resume` goes on to the same bits; returns it.
+        """Write the folder `folder/step-N`, from which `resume` continues to the same bits.
 
-        extra: JSON values, found again in `extra` after a resume. Raises CheckFailed, and writes
-        nothing, where a state is not finite.
+        Args:
+            folder: A folder for the checkpoints of this run; it is made where it is missing.
+            **extra: JSON values, which are in `extra` again after a resume.
+
+        Returns:
+            The path of the new folder.
+
+        Raises:
+            CheckFailed: A state is not finite; nothing is written.
+            DataError: The folder cannot be written.
+            UsageError: Another training writes its checkpoints there.
         """
         self._settle()
         spec = self._specs["update"]
@@ -385,7 +432,7 @@ class Trainer:
             # of an update that will be left out
             summed = not spec.strict and name.endswith(".accumulated")
             if not summed and not np.isfinite(array).all():
-                raise CheckFailed(f"step {self.calls}: '{name}' is not finite any more")
+                raise CheckFailed(f"step {self.calls}: '{name}' is no longer finite")
         self.extra = extra
         manifest = {
             "step": self.calls,
@@ -399,9 +446,15 @@ class Trainer:
     def resume(
         cls, folder: str | os.PathLike[str], model: Model, *, device: str = "cpu"
     ) -> Trainer:
-        """The run as its newest whole checkpoint has it, over the model it was started with.
+        """Make a Trainer that continues a run from its newest whole checkpoint.
 
-        Raises DataError where there is none, or it is of another model.
+        Args:
+            folder: The folder that `checkpoint` was given.
+            model: The model that the run was started with.
+            device: "cpu" or "cuda"; it may differ from that of the run.
+
+        Raises:
+            DataError: There is no whole checkpoint, or it is of another model.
         """
         settings = dict(checkpoint.read(folder)[1]["settings"])
         try:
@@ -413,17 +466,21 @@ class Trainer:
         return trainer
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from the newest whole checkpoint, which a trainer of equal settings has written.
+        """Continue from the newest whole checkpoint in `folder`, of a trainer with equal settings.
 
-        Raises DataError where there is none, it is of another model or a tensor is not of its
-        state's dtype and shape, UsageError where settings differ. Nothing is restored then.
+        Raises DataError where there is no such checkpoint, where it is of another model, and where
+        a tensor has another dtype or shape; UsageError where settings differ. In these cases
+        nothing is restored.
         """
         self._settle()
         tensors, manifest = checkpoint.read(folder)
         stored = manifest["settings"]
         for key, value in self._settings().items():
             if stored.get(key) != value:
-                raise UsageError(f"{folder}: the run was started with {key} {stored.get(key)}")
+                raise UsageError(
+                    f"{folder}: the run was started with {key} {stored.get(key)}, not {value}: "
+                    "give the same, or another folder"
+                )
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")
@@ -520,3 +577,7 @@ def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
 
 def _only(feeds: Mapping[str, Array], names: set[str | None]) -> dict[str, Array]:
     return {k: v for k, v in feeds.items() if k in names}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,7 +14,7 @@ from onnx_fuse.onnx.load import load
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.validate.compare import COMPUTED
+from onnx_fuse.validation.compare import COMPUTED
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from math_cases import only

@@ -16,7 +16,7 @@ from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
-from onnx_fuse.validate.check import validate
+from onnx_fuse.validation.check import check_outputs
 
 CASES = {case.name: case for case in real_cases()}
 MODELS = Path(__file__).parents[2] / "models"
@@ -315,5 +315,5 @@ def test_a_precision_is_validated_against_the_original(name: str, precision: str
     path = CASES[name].path
     fused = load(read(path))
     passes.optimize(fused)
-    check = validate(path, fused, device="cuda", precision=precision)
+    check = check_outputs(path, fused, device="cuda", precision=precision)
     assert check.ok, [d for d in check.differences if not d.ok]

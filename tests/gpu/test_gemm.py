@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels import Kernel, candidates, cublaslt
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
@@ -261,8 +263,8 @@ extern "C" __global__ void activate(const T* x, T* y, T* slope) {
     after_previous_launch();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (PAIRS) ((u16*)y)[i] = gelu_f16x2(((const u32*)x)[i / 2]) >> i % 2 * 16;
-    else y[i] = from_float<T>(act<ACT, T>(to_float(x[i]), 1.702f));
-    slope[i] = from_float<T>(act_grad<ACT, T>(to_float(x[i]), 1.702f));
+    else y[i] = from_float<T>(act<T>(to_float(x[i]), ALPHA_));
+    slope[i] = from_float<T>(times_slope<T>(1.0f, to_float(x[i]), ALPHA_));
 }
 """
 
@@ -284,10 +286,35 @@ def gelu_tanh(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return z * s, s + z * slope * k * (1 + 3 * 0.044715 * z**2)
 
 
+def mish(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    t, s = np.tanh(np.logaddexp(0, z)), sigmoid(z)[0]
+    return z * t, t + z * s * (1 - t * t)
+
+
+def elu(z: np.ndarray, alpha: float = 1.0, gamma: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    below = np.minimum(z, 0)
+    value, slope = np.where(z < 0, alpha * np.expm1(below), z), alpha * np.exp(below)
+    return gamma * value, gamma * np.where(z < 0, slope, 1.0)
+
+
+def hard_sigmoid(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    v = np.float64(np.float32(0.2)) * z + 0.5
+    return np.clip(v, 0, 1), ((v > 0) & (v < 1)) * 0.2
+
+
+def hard_swish(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return z * np.clip(z / 6 + 0.5, 0, 1), np.where(z >= 3, 1, (z > -3) * (z / 3 + 0.5))
+
+
+PIECEWISE = ("relu", "leaky_relu", "elu", "selu", "hard_sigmoid", "hard_swish")
+"""Activations whose slope compares z, and so is a number where z is NaN."""
 CURVES = {
     "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid,
     "quick_gelu": lambda z: silu(z, 1.702), "tanh": lambda z: (np.tanh(z), 1 - np.tanh(z) ** 2),
-    "relu": lambda z: (np.maximum(z, 0), (z > 0) * 1.0),
+    "relu": lambda z: (np.maximum(z, 0), (z > 0) * 1.0), "mish": mish, "elu": elu,
+    "selu": lambda z: elu(z, 1.6732632, 1.0507010), "hard_sigmoid": hard_sigmoid,
+    "hard_swish": hard_swish, "softplus": lambda z: (np.logaddexp(0, z), sigmoid(z)[0]),
+    "leaky_relu": lambda z: (np.where(z < 0, 0.01 * z, z), np.where(z < 0, 0.01, 1.0)),
 }  # fmt: skip
 
 
@@ -304,7 +331,10 @@ def test_an_activation_of_every_16_bit_value(
     types = {"bfloat16": "bf16", "float16": "f16"}
     launch = Launch(
         ACTIVATE, "activate", (256, 1, 1), (256, 1, 1), (Ptr("x"), Ptr("y"), Ptr("slope")),
-        (("ACT", act.upper()), ("PAIRS", str(int(pairs))), ("T", types[dtype])),
+        as_defines(
+            {"PAIRS": pairs, "T": types[dtype], "ALPHA_": f"{BY_KEY[act].alpha}f"},
+            activation_macros(act),
+        ),
     )  # fmt: skip
     pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
     jit.Bound(launch, pointers, hw).enqueue(memory.stream.handle)
@@ -319,10 +349,12 @@ def test_an_activation_of_every_16_bit_value(
     for name, want, allowed in zip(("y", "slope"), CURVES[act](z), off, strict=True):
         got = wide(memory.read(name))
         error = np.abs(got[finite] - want) - 1.01 * half * np.abs(want) - 1e-7
+        error[np.abs(want) > 65504] = 0  # selu of the largest is beyond float16
         assert error.max() <= allowed, f"{name} at {z[error.argmax()]}"
-        if act != "relu":  # whose fmaxf takes NaN for 0
+        if name == "y" or act not in PIECEWISE:
             assert np.isnan(got[np.isnan(wide(x))]).all(), name
-    assert act in ("tanh", "sigmoid") or wide(memory.read("y"))[wide(x) == np.inf] == np.inf
+    top = wide(memory.read("y"))[wide(x) == np.inf]
+    assert act in ("tanh", "sigmoid", "hard_sigmoid") or top == np.inf
 
 
 GATED = [
@@ -441,6 +473,59 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
         assert np.all(np.abs(memory.read("mean") - mean[:, 0]) <= 2e-6 * spread)
         assert error(memory.read("rstd")[:-1], rstd[:-1, 0]) <= 1e-5
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, math=math, bias=True, act="relu")
+        for m, n in ((5, 72), (200, 384))
+        for dtype, math in (
+            *(("bfloat16", "ieee"), ("float16", "ieee"), ("float64", "ieee")),
+            *(("float32", "ieee"), ("float32", "tf32"), ("float32", "bf16x3")),
+        )
+    ],
+    ids=str,
+)
+def test_relu_of_nan_is_nan(problem: Problem, hw: Hardware) -> None:
+    m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+    rng = np.random.default_rng(3)
+    a, b, c = random(rng, dtype, m, k), random(rng, dtype, k, n), random(rng, dtype, n)
+    a[1, 7], c[3] = np.nan, np.nan
+    spoilt = np.zeros((m, n), bool)
+    spoilt[1], spoilt[:, 3] = True, True
+    for kernel, how in each(problem, hw):
+        memory = Memory({"a": a, "b": b, "col1": c, "y": poison(problem.out, m, n)})
+        memory.run(kernel, problem, how, hw)
+        np.testing.assert_array_equal(np.isnan(memory.read("y")), spoilt, f"{kernel.name} {how}")
+
+
+@pytest.mark.parametrize("problem", [p for p in NORMS if p.m in (16, 200)], ids=str)
+def test_rows_that_have_no_norm_are_nan(problem: Problem, hw: Hardware) -> None:
+    """A NaN or an infinity spoils its row whole; a variance past float32 leaves beta W + c."""
+    m, k, n, dtype = problem.m, problem.k, problem.n, problem.dtype
+    rng = np.random.default_rng(6)
+    x = random(rng, dtype, m, k)
+    x[0, 0], x[1, -1], x[2, 3], x[3, k // 2] = np.nan, np.nan, np.inf, -np.inf
+    if dtype == "bfloat16":
+        x[4] = (wide(x[4]) * 1e30).astype(x.dtype)
+    gamma, w = random(rng, dtype, k), np.abs(random(rng, dtype, k, n))
+    beta, c = np.zeros_like(gamma), random(rng, dtype, n)
+    wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
+    given = {"x": x, "gamma": gamma, "beta": beta, "c": c, "cv": c.astype(np.float32),
+             "w": np.ascontiguousarray(w.T) if problem.trans_b else w,
+             "wq": np.ascontiguousarray(wq.T) if problem.trans_b else wq,
+             "cs": wide(wq).sum(0).astype(np.float32)}  # fmt: skip
+    for kernel, how in each(problem, hw):
+        blank = {"y": poison(problem.out, m, n), "mean": poison("float32", m),
+                 "rstd": poison("float32", m)}  # fmt: skip
+        memory = Memory(given | blank)
+        memory.run(kernel, problem, how, hw)
+        y, note = wide(memory.read("y")), f"{kernel.name} {how}"
+        assert np.isnan(y[:4]).all(), note
+        assert np.isfinite(y[4:]).all(), note
+        if dtype == "bfloat16":
+            np.testing.assert_allclose(y[4], wide(c), rtol=1e-2, err_msg=note)
 
 
 @pytest.mark.launches("norm/fold.cu", "fold_columns", "W", "float")

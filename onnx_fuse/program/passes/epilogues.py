@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx_fuse.cuda.pointwise import FLOATS, STORAGE, inline
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
 from onnx_fuse.program.problem import ITEMSIZE, Num, Problem, Value
@@ -18,13 +19,6 @@ from onnx_fuse.program.size import rough
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
-ACTIVATIONS = {
-    "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
-    "Sigmoid": "sigmoid", "Tanh": "tanh",
-}  # fmt: skip
-"""Pointwise step -> the epilogue's activation."""
-
-
 _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 """Product -> its operand that is a bias of columns."""
 
@@ -129,8 +123,8 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     Where z has a residual that comes before the activation as the epilogue's c, if that is faster:
     not every kernel has it.
     """
-    steps = steps_of(call)
-    if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
+    act = _activation(call)
+    if act is None:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
     found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
@@ -144,7 +138,7 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
     if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
-    problem = problem.having(act=ACTIVATIONS[steps[0]])
+    problem = problem.having(**act)
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
         problem = problem.having(save_z=True)
     if problem.attr("beta") and plain.attr("residual"):
@@ -153,6 +147,21 @@ def activate(calls: Calls, i: int, call: Call) -> None:
             return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
     calls.take(at, i, replace(product, problem=problem, writes=writes))
+
+
+def _activation(call: Call) -> dict[str, Value] | None:
+    """The epilogue's attributes for a pointwise call that is one activation of one tensor."""
+    expression = call.expression
+    if expression is None or len(expression.steps) != 1 or len(call.reads) != 1:
+        return None
+    row = TABLE.get(expression.steps[0].name)
+    if row is None or len(expression.scalars) != len(row.numbers):
+        return None
+    numbers = dict(zip((name for name, _ in row.numbers), expression.scalars, strict=True))
+    if any(numbers[name][1] != value for name, value in row.fixed if name in numbers):
+        return None
+    act: dict[str, Value] = {"act": row.key}
+    return act | {"act_alpha": numbers["alpha"][1]} if row.attributes else act
 
 
 def _summed_first(problem: Problem) -> Problem:
@@ -233,13 +242,13 @@ def _slope(call: Call) -> dict[str, Value] | None:
         return None
     (launch,) = call.launches
     (alpha,) = (a.value for a in launch.args if isinstance(a, Num) and a.ctype == "f32")
-    return {"act": dict(launch.defines)["ACT"].lower(), "act_alpha": alpha}
+    return {"act": TABLE[dict(launch.defines)["ACT"]].key, "act_alpha": alpha}
 
 
 def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -> Call:
     """The pass of an activation's gradient over a dz that is there: dbias, or its parts."""
     (launch,) = call.launches
-    defines = tuple((name, "NONE" if name == "ACT" else text) for name, text in launch.defines)
+    defines = tuple(pair for pair in launch.defines if not pair[0].startswith("ACT"))
     launch = replace(launch, defines=defines)
     return replace(call, launches=(launch,), reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
 

@@ -16,6 +16,7 @@ from onnx_fuse.ops.fused.sdpa.scores import (
     REACH,
     Scores,
     climb,
+    joined,
     same_rows,
     same_size,
 )
@@ -62,11 +63,11 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
             else "the softmax is not over the keys"
         )
         return rw.refuse("Sdpa", nodes, reason)
-    product = found.product.outputs[0]
+    product, op = found.product.outputs[0], Builder()
+    found.steps = joined(op, found.steps)
     reason = _mismatch(rw, found, ending, z)
     if reason:
         return rw.refuse("Sdpa", nodes, reason)
-    op = Builder()
     left, right = found.product.inputs[0], found.product.inputs[1]
     assert left is not None
     assert right is not None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.ops.rewrite import is_float, made_by, rank, scalar
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
 
+MOST = 2
+"""Masks and conditions of one attention operator."""
+
 RANGE = (2.0**-20, 2.0**20)
 """Of factors of the scores."""
+
+_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Expand", "Transpose", "Identity", "Slice")
 
 
 @dataclass
@@ -229,3 +234,48 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
         found.steps.append(step)
         return found
     return None
+
+
+def joined(op: Builder, steps: list[Step]) -> list[Step]:
+    """The steps, where there are more than an operator has by fewer.
+
+    (z + p) + m is z + (p + m) for every z and m, where p is 0 or -inf throughout: where p is -inf
+    both are -inf, or NaN where z or m is NaN or +inf. No other masks may be added up before.
+    """
+    found: list[Step] = []
+    for i, step in enumerate(steps):
+        last = found[-1] if found else None
+        many = len(found) + len(steps) - i > MOST
+        if many and last is not None and _joins(last, step):
+            total = op.Add(last.value, step.value)
+            total.dtype = step.value.dtype
+            if last.value.shape is not None and step.value.shape is not None:
+                total.shape = ir.Shape(_broadcast(last.value.shape, step.value.shape))
+            found[-1] = replace(step, value=total)
+        else:
+            found.append(step)
+    return found
+
+
+def _joins(first: Step, second: Step) -> bool:
+    added = first.fill is None and second.fill is None
+    plain = not first.negated and not second.negated and first.factor == second.factor
+    same = first.at.shape is not None and first.at.shape == second.at.shape
+    return added and plain and same and _hides_or_keeps(first.value)
+
+
+def _hides_or_keeps(value: ir.Value | None) -> bool:
+    """Whether all elements are known to be 0 or -inf."""
+    while (view := made_by(value, *_VIEWS)) is not None:
+        value = view.inputs[0]
+    chosen = made_by(value, "Where")
+    sources = chosen.inputs[1:] if chosen is not None else [value]
+    arrays = [const_array(v) for v in sources]
+    return all(a is not None and ((a == 0) | np.isneginf(a)).all() for a in arrays)
+
+
+def _broadcast(a: ir.Shape, b: ir.Shape) -> list[int | str | ir.SymbolicDim | None]:
+    """The sizes of a sum; unknown where two differ and none is 1."""
+    size = max(len(a), len(b))
+    pairs = zip([1] * (size - len(a)) + [*a], [1] * (size - len(b)) + [*b], strict=True)
+    return [y if x == 1 else x if y in (1, x) else None for x, y in pairs]

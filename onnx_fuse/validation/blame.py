@@ -14,11 +14,11 @@ from onnx_ir import DataType, Value
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import functions_attached, fused_function
-from onnx_fuse.validate import values
-from onnx_fuse.validate.arrays import Array
-from onnx_fuse.validate.compare import Difference, Tolerance, badness, difference
-from onnx_fuse.validate.inputs import Feeds
-from onnx_fuse.validate.values import by_name
+from onnx_fuse.validation import values
+from onnx_fuse.validation.arrays import Array
+from onnx_fuse.validation.compare import Difference, Tolerance, badness, difference
+from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.values import by_name
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,19 @@ class Culprit:
     """A node of the fused model that turns right inputs into wrong outputs."""
 
     nodes: list[str]
+    """Names of the nodes: several where only all of them together can be told apart."""
     ops: list[str]
+    """Operators of `nodes`, in the same order."""
     output: str
+    """The value that is wrong though the values it is computed from are right."""
     max_abs: float
+    """The largest absolute difference in `output`."""
     limit: float
+    """The absolute difference that is allowed there."""
     where: str
+    """The place of the largest difference, as `name[index]`."""
     confirmed: bool
+    """Whether the model is right once the original's value stands in place of `output`."""
 
     def __str__(self) -> str:
         what = ", ".join(f"{op} '{name}'" for op, name in zip(self.ops, self.nodes, strict=True))
@@ -41,7 +48,7 @@ class Culprit:
 ORACLE = "/oracle"  # suffix of the inputs that carry the original's values
 
 
-def blame(
+def find_culprits(
     original: Model,
     fused: Model,
     feeds: Feeds,

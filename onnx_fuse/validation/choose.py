@@ -14,9 +14,9 @@ import onnx_ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import required
 from onnx_fuse.onnx.save import inline
-from onnx_fuse.validate.sizes import Demand, Size, Symbol, System, evaluate, size
-from onnx_fuse.validate.symbolic.graph import controls, follow
-from onnx_fuse.validate.symbolic.walk import Shape
+from onnx_fuse.validation.sizes import Demand, Size, Symbol, System, evaluate, size
+from onnx_fuse.validation.symbolic.graph import controls, follow
+from onnx_fuse.validation.symbolic.walk import Shape
 
 Dim = int | str
 

@@ -10,7 +10,7 @@ from onnx_ir import Value
 
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.validate.inputs import Feeds
+from onnx_fuse.validation.inputs import Feeds
 
 
 def values_of(

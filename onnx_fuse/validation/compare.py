@@ -11,7 +11,7 @@ import onnx_ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse.onnx.build import const_array, subgraphs
-from onnx_fuse.validate.arrays import Array
+from onnx_fuse.validation.arrays import Array
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,11 @@ class Tolerance:
     """A difference passes up to `atol + rtol * (the largest magnitude of that output)`."""
 
     rtol: float
+    """The part that grows with the output's largest magnitude, without a unit."""
     atol: float
+    """The part that does not, in the output's own unit."""
     reason: str
+    """Why a correct fusion may differ by that much."""
 
 
 TOLERANCES = {
@@ -64,18 +67,22 @@ def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """One output on one feed; `where` is `name[index]` of the largest difference.
-
-    `level` says at which level of onnxruntime's own optimizations both ran.
-    """
+    """How far one output of one run is from the original's."""
 
     output: str
+    """The output's name."""
     max_abs: float
+    """The largest absolute difference; infinite where shape, dtype or the place of a NaN differ."""
     max_rel: float
+    """The largest difference relative to the original's value at the same index."""
     limit: float
+    """The absolute difference that is allowed."""
     where: str
+    """The place of the largest difference, as `name[index]`."""
     ok: bool
+    """Whether `max_abs` is within `limit`."""
     level: str = ""
+    """The level of onnxruntime's own optimizations at which both models ran."""
 
 
 def difference(
@@ -138,6 +145,7 @@ def _place(name: str, error: Array) -> str:
 
 
 def badness(d: Difference) -> tuple[bool, float]:
+    """A key to sort differences by: failed ones last, then by their multiple of the limit."""
     return not d.ok, d.max_abs / (d.limit or 1.0)
 
 

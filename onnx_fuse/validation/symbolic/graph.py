@@ -8,9 +8,9 @@ import onnx_ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.onnx.build import const_array, subgraphs
-from onnx_fuse.validate.sizes import System
-from onnx_fuse.validate.symbolic import arithmetic, compute, moves
-from onnx_fuse.validate.symbolic.walk import Fact, Rule, Shape, Walk
+from onnx_fuse.validation.sizes import System
+from onnx_fuse.validation.symbolic import arithmetic, compute, moves
+from onnx_fuse.validation.symbolic.walk import Fact, Rule, Shape, Walk
 
 
 def follow(

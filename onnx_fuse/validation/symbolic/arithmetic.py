@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.validate.sizes import Size, larger, rounded_down, size, smaller
-from onnx_fuse.validate.symbolic.walk import Array, Fact, Rule, Shape, Walk, each, small
+from onnx_fuse.validation.sizes import Size, larger, rounded_down, size, smaller
+from onnx_fuse.validation.symbolic.walk import Array, Fact, Rule, Shape, Walk, each, small
 
 
 def sign_of(a: Any, b: Any) -> int | None:

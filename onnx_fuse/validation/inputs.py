@@ -15,8 +15,8 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.data import NOT_ARRAYS
-from onnx_fuse.validate.arrays import Array, Role, hostile, make, role_of, turned, with_hidden_row
-from onnx_fuse.validate.choose import Choice, choices
+from onnx_fuse.validation.arrays import Array, Role, hostile, make, role_of, turned, with_hidden_row
+from onnx_fuse.validation.choose import Choice, choices
 
 Feeds = dict[str, Array]
 Run = Callable[[Feeds], list[Any]]

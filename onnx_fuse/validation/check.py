@@ -1,4 +1,4 @@
-"""Fused against original under onnxruntime, on every output."""
+"""Compare a fused model with its original under onnxruntime, on every output."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
-from onnx_fuse.validate.blame import Culprit, blame
-from onnx_fuse.validate.compare import (
+from onnx_fuse.validation.blame import Culprit, find_culprits
+from onnx_fuse.validation.compare import (
     TOLERANCES,
     Difference,
     Tolerance,
@@ -26,33 +26,41 @@ from onnx_fuse.validate.compare import (
     random_outputs,
     tolerance_of,
 )
-from onnx_fuse.validate.inputs import Feeds, reference_pairs
-from onnx_fuse.validate.quantized import Steps
+from onnx_fuse.validation.inputs import Feeds, reference_pairs
+from onnx_fuse.validation.quantized import Steps
 
 AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
 
 
 @dataclass
 class Check:
-    """The outcome of one validation: a Difference for each compared output of each feed."""
+    """The outcome of one validation."""
 
     differences: list[Difference] = field(default_factory=list)
+    """One Difference for each output of each run, in the order of the runs."""
     feeds: list[dict[str, list[int]]] = field(default_factory=list)
+    """The shapes of the inputs of each run, by name."""
     notes: list[str] = field(default_factory=list)
+    """Sentences that a reader should know, such as what raised a limit."""
     tolerance: Tolerance = TOLERANCES[DataType.FLOAT]
+    """The tolerance that all outputs were compared with."""
     culprits: list[Culprit] = field(default_factory=list)
+    """The nodes that make a difference, the worst first, where they were asked for."""
     raised: dict[str, float] = field(default_factory=dict)
-    """The original's own difference between levels, of outputs whose limit that is."""
+    """The outputs whose limit is the original's own difference between levels, with it."""
 
     @property
     def ok(self) -> bool:
+        """Whether every output stays within its limit."""
         return all(d.ok for d in self.differences)
 
     @property
     def worst(self) -> Difference | None:
+        """The difference that is largest as a multiple of its limit; None without outputs."""
         return max(self.differences, key=badness, default=None)
 
     def to_dict(self) -> dict[str, Any]:
+        """The outcome as JSON values, as `--json` writes it."""
         worst = self.worst
         return {
             "ok": self.ok,
@@ -70,6 +78,66 @@ class Check:
 
 
 def validate(
+    model: Model,
+    against: Model | None = None,
+    *,
+    feeds: Sequence[Feeds] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    dims: Mapping[str, int] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    device: str = "cpu",
+    precision: str = "fp32",
+    seed: int = 0,
+    blame: bool = False,
+) -> Check:
+    """Compare every output of `model` with that of its original, under onnxruntime.
+
+    Args:
+        model: The model to check: a path, bytes, ModelProto or onnx_ir.Model.
+        against: The original. Without it, `model` is the original, and its fusion (as `optimize`
+            makes it) is checked against it.
+        feeds: One mapping from input names to arrays for each run. Without it, inputs are
+            generated that fit the graph, a wholly masked row among them (docs/checking.md).
+        shapes: Shapes of the generated inputs by name; a size of -1 stays free.
+        dims: Sizes of the generated inputs by symbol, such as {"batch": 2}.
+        rtol, atol: An output may differ by `atol + rtol * its largest magnitude`. The defaults
+            depend on the coarsest float type in the graph.
+        device: "cpu" runs the checked model on onnxruntime, "cuda" on this package's kernels.
+        precision: What "cuda" computes in, as in InferenceSession.
+        seed: Seed of the generated values.
+        blame: Trace a difference to the nodes that make it (`Check.culprits`).
+
+    Returns:
+        A Check: `ok`, the worst difference, and all differences by output.
+
+    Raises:
+        ModelError: A model is malformed, or onnxruntime cannot run the original.
+        UsageError: A name, shape or precision does not fit the model.
+        DeviceError: `device` is "cuda" and there is no usable GPU.
+    """
+    original: Model = model if against is None else against
+    if against is None:
+        from onnx_fuse import passes
+
+        model = load(model)
+        passes.optimize(model)
+    return check_outputs(
+        original,
+        model,
+        feeds=feeds,
+        shapes=shapes,
+        dims=dims,
+        rtol=rtol,
+        atol=atol,
+        device=device,
+        precision=precision,
+        seed=seed,
+        blame=blame,
+    )
+
+
+def check_outputs(
     original: Model,
     fused: Model,
     *,
@@ -81,16 +149,15 @@ def validate(
     device: str = "cpu",
     precision: str = "fp32",
     seed: int = 0,
-    find_culprit: bool = False,
+    blame: bool = False,
 ) -> Check:
     """Run both models on `feeds` (or on generated ones) and compare every output.
 
     The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
-    onnxruntime's own optimizations on; like is compared with like, and what these change in the
-    original is the least limit of an output. On "cuda" `fused` runs in the session's `precision`
-    and is compared with the original as it is written. `shapes` fixes the shapes of inputs by name,
-    `dims` sizes by symbol. With `find_culprit` a difference in the model's own precision is traced
-    to its nodes. Raises ModelError where onnxruntime cannot run the original.
+    onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
+    at least what these optimizations change in the original. On "cuda" `fused` runs in the
+    session's `precision` and is compared with the original as it is written. The arguments and
+    errors are those of `validate`.
     """
     model = load(original)
     fix_shapes(model, shapes or {}, dims)
@@ -157,11 +224,11 @@ def validate(
             f"the limit of {len(check.raised)} outputs is what onnxruntime's own optimizations "
             f"change in the original: {check.raised[worst_raised]:.3g} in '{worst_raised}'"
         )
-    if find_culprit and precision == "fp32" and not check.ok:
+    if blame and precision == "fp32" and not check.ok:
         bad = next(i for i, d in enumerate(check.differences) if not d.ok)
         as_written = check.differences[bad].level == AS_WRITTEN
         feed = every[bad // len(names)]
-        check.culprits = blame(
+        check.culprits = find_culprits(
             original, fused, feed, check.tolerance, device=device, as_written=as_written
         )
     return check
@@ -206,7 +273,9 @@ def _answers(
             session = InferenceSession(fused, device=device, optimize=False, precision=precision)
         given = [v.name for v in session.get_outputs()]
         if given != list(names):
-            raise ModelError(f"the fused model's outputs are {given}, the original's {list(names)}")
+            raise ModelError(
+                f"the models' outputs differ: {given} in the one, {list(names)} in the original"
+            )
         if device == "cpu":
             return [ort.run(session, feed) for feed in feeds]
         return [session.run(None, feed) for feed in feeds]

@@ -19,11 +19,11 @@ from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.passes.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
-from onnx_fuse.validate.arrays import Array
-from onnx_fuse.validate.compare import Tolerance, difference
-from onnx_fuse.validate.inputs import Feeds, reference_pairs
-from onnx_fuse.validate.reference import reference_evaluator
-from onnx_fuse.validate.values import by_name, values_of
+from onnx_fuse.validation.arrays import Array
+from onnx_fuse.validation.compare import Tolerance, difference
+from onnx_fuse.validation.inputs import Feeds, reference_pairs
+from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.values import by_name, values_of
 
 # Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
 # truncation 1e-14, rounding 1e-9.
@@ -53,36 +53,52 @@ _ZERO = 1e-6
 
 @dataclass(frozen=True)
 class GradientError:
-    """One trainable tensor: its worst slope along two directions, and its float32 gradient."""
+    """What the check of one trainable tensor's gradient found."""
 
     tensor: str
+    """The tensor's name."""
     op: str
+    """Operator and name of a node that reads the tensor."""
     slope: float
+    """The slope that the gradient predicts, along the direction in which it errs most."""
     expected: float
+    """The slope along that direction by central differences, in float64."""
     slope_error: float
+    """The absolute difference of the two slopes."""
     max_abs: float
+    """The largest absolute difference of the gradient in its own type from that in float64."""
     limit: float
+    """The value that `max_abs` may have."""
     where: str
+    """The place of that difference, as `name[index]`."""
     ok: bool
+    """Whether the slope and the gradient in its own type are both within their limits."""
 
 
 @dataclass
 class GradientCheck:
-    """The outcome for every trainable tensor; `worst_first` puts the failing ones in front."""
+    """The outcome of a gradient check."""
 
     errors: list[GradientError] = field(default_factory=list)
+    """One GradientError for each trainable tensor, in the order of the nodes that read them."""
     notes: list[str] = field(default_factory=list)
+    """Sentences that a reader should know, such as tensors that could not be compared."""
 
     @property
     def ok(self) -> bool:
+        """Whether every gradient is right."""
         return all(e.ok for e in self.errors)
 
     @property
     def failed(self) -> list[GradientError]:
-        """Nearest to the outputs first: a wrong rule spoils every tensor before its node."""
+        """The wrong gradients, nearest to the outputs first.
+
+        A wrong rule spoils every tensor before its node, so the first one is the guilty one.
+        """
         return [e for e in reversed(self.errors) if not e.ok]
 
     def to_dict(self) -> dict[str, Any]:
+        """The outcome as JSON values, as `--json` writes it."""
         return {
             "ok": self.ok,
             "notes": self.notes,
@@ -99,13 +115,23 @@ def check_gradients(
     device: str = "cpu",
     seed: int = 0,
 ) -> GradientCheck:
-    """Every gradient of every trainable float tensor, against central differences.
+    """Check the gradient of every trainable float tensor against central differences.
 
     The loss is sum(output * cotangent) for fixed random cotangents. The backward of the fused graph
-    runs in float32 on `device`; the same backward with all bodies written out runs in float64;
-    along two random directions of each tensor that must give the slope that the unfused graph has
-    in float64. `shapes` and `dims` are those of generated feeds, as in `validate`. Raises
-    ModelError where onnxruntime cannot run the model.
+    runs in float32 on `device`, and the same backward with all function bodies written out runs in
+    float64. Along two random directions of each tensor, the latter must give the slope that the
+    unfused graph has in float64.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model.
+        feeds: Arrays by input name; without it, inputs are generated that fit the graph.
+        shapes, dims: Shapes by input and sizes by symbol of generated inputs, as in `validate`.
+        device: "cpu" runs the backward on onnxruntime, "cuda" on this package's kernels.
+        seed: Seed of the generated inputs, the cotangents and the directions.
+
+    Raises:
+        ModelError: The model is malformed, or onnxruntime cannot run it.
+        UsageError: A name or shape does not fit the model.
     """
     from onnx_fuse import autodiff, passes
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from onnx_ir import Node
 
-from onnx_fuse.validate.sizes import Size, product, size, smaller, unknown
-from onnx_fuse.validate.symbolic.arithmetic import sign_of
-from onnx_fuse.validate.symbolic.walk import (
+from onnx_fuse.validation.sizes import Size, product, size, smaller, unknown
+from onnx_fuse.validation.symbolic.arithmetic import sign_of
+from onnx_fuse.validation.symbolic.walk import (
     ENTRIES,
     NOTHING,
     Fact,

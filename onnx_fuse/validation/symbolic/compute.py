@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from onnx_ir import Node
 
-from onnx_fuse.validate.sizes import Size, product, rounded_down, size, unknown
-from onnx_fuse.validate.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
+from onnx_fuse.validation.sizes import Size, product, rounded_down, size, unknown
+from onnx_fuse.validation.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
 
 
 def _norm(w: Walk, node: Node) -> list[Fact]:

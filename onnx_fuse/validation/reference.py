@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from onnx import NodeProto
 
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.validate.arrays import Array
+from onnx_fuse.validation.arrays import Array
 
 
 def reference_evaluator(model: onnx_ir.Model) -> Any:

@@ -1,0 +1,168 @@
+"""A norm, a Pad that adds rows of zeros, a product: the product may come before the Pad.
+
+A norm with a bias makes no zeros of a row of zeros, so it cannot move behind the Pad. The product
+can move before it: P(N(x)) · w + c = P_c(N(x) · w + c), where P_c adds rows that are c. It then
+works on fewer rows and takes the norm with it, but the Pad and the moves around it carry the
+product's columns in the place of its operand's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.ops.rewrite import attribute, dim, ints, rank, row_axis, typed, users
+
+Fill = np.ndarray | None
+"""What each column of an added row is; None where that is 0."""
+
+
+def fill_of(w: ir.Value, c: ir.Value | None) -> tuple[Fill, str]:
+    """The row that the product makes of zeros, 0 · w + c, or why it is not known."""
+    weight, bias = const_array(w), const_array(c)
+    if weight is None or not np.isfinite(weight.astype(np.float64)).all():
+        return None, "the weight is not known, or not finite"
+    if c is None:
+        return None, ""
+    if bias is None or any(d != 1 for d in bias.shape[:-1]):
+        return None, "the product's bias is not known, or not one number a column"
+    row = bias.reshape(-1) + np.zeros((), bias.dtype)  # 0 + -0.0 is 0
+    return (row if row.any() else None), ""
+
+
+def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
+    """Why the products of `x`, which `views` make of what `node` norms, stay behind the Pad; or "".
+
+    Bytes are compared, in columns a row, with r rows behind the Pad for each before it. A product
+    behind: the norm 2 K, the moves K + r K, the product r K + r N; one before: the product K + N,
+    the moves N + r N.
+    """
+    between = [node.outputs[0], *(v for n in views for v in n.outputs)]
+    shapes = [n for v in between for n in users(v) if n.op_type == "Shape"]
+    products = [n for n in users(x) if n not in shapes]
+    others = [n for v in between for n in users(v) if n not in (*views, *shapes, *products)]
+    if others or any(v.is_graph_output() for v in (*between, *(n.outputs[0] for n in shapes))):
+        return "others read the norm, or what is between, so that it would not save a pass"
+    if not all(_width(n, x) for n in products):
+        return "others than products read the padded rows"
+    axes = _axes(x, views)
+    ratio = 1.0
+    for view in views:
+        axis = axes[view.outputs[0]]
+        if view.op_type == "Pad":
+            after = _padded_shape(view)
+            if after is None:
+                return "the sizes that are padded are not known beforehand"
+            if axis != len(after) - 1:
+                return "the rows do not lie along the last axis where they are padded"
+            ratio *= prod(after) / prod(_sizes(view, after))
+        elif view.op_type == "Reshape":
+            target = ints(view.inputs[1])
+            if target is None or attribute(view, "allowzero", 0) or target[axis] == 0:
+                return "the shapes between are not known beforehand"
+    columns, width = sum(_width(n, x) for n in products), dim(x, -1) or 0
+    if columns >= width * (1 + ratio):
+        return (
+            f"the product could come first, with its bias as the added rows, but moving {columns} "
+            f"columns in the place of {width} costs more than the norm's pass"
+        )
+    return ""
+
+
+def moved_behind(
+    op: Builder, x: ir.Value, views: Sequence[ir.Node], y: ir.Value, fill: Fill
+) -> ir.Value:
+    """The `views` over `y`, the product of what they are over; rows that they add are `fill`.
+
+    What asks for the shape of a value between is told that of its successor, but for the columns.
+    """
+    axes, width = _axes(x, views), dim(y, -1) or 0
+    normed = views[0].inputs[0]
+    moved: dict[ir.Value | None, ir.Value] = {normed: y}
+    _tell_shape(op, normed, y, axes[normed])
+    for view in views:
+        inputs = [moved.get(v, v) for v in view.inputs]
+        axis = axes[view.outputs[0]]
+        if view.op_type == "Reshape":
+            target = ints(view.inputs[1]) or []
+            inputs[1] = op.constant([width if i == axis else d for i, d in enumerate(target)])
+        kept = {name: value.value for name, value in view.attributes.items()}
+        made = op.node(view.op_type, inputs, outputs=len(view.outputs), attributes=kept)
+        outputs = made if isinstance(made, tuple) else (made,)
+        for before, after in zip(view.outputs, outputs, strict=True):
+            assert before.shape is not None
+            shape = list(before.shape)
+            shape[axes.get(before, axis)] = width
+            typed(after, y, ir.Shape(shape))
+            if view.op_type == "Pad" and fill is not None:
+                there = op.constant(_is_there(view))
+                after = typed(op.Where(there, after, op.constant(fill)), y, ir.Shape(shape))
+            moved[before] = after
+            _tell_shape(op, before, after, axes.get(before, axis))
+    return moved[x]
+
+
+def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
+    """Shape nodes of `old` are worked out from `new`, which differs from it along `axis` alone."""
+    for reader in [n for n in users(old) if n.op_type == "Shape"] if old is not None else ():
+        sizes = [op.Shape(new, end=axis), op.constant([dim(old, axis)])]
+        after = [op.Shape(new, start=axis + 1)] if axis + 1 < (rank(old) or 0) else []
+        told = op.Concat(*sizes, *after, axis=0)
+        start, end = attribute(reader, "start", 0), attribute(reader, "end", None)
+        if start or end is not None:
+            last = op.constant([rank(old) or 0 if end is None else end])
+            told = op.Slice(told, op.constant([start]), last)
+        reader.outputs[0].replace_all_uses_with(
+            typed(told, reader.outputs[0], reader.outputs[0].shape)
+        )
+
+
+def _width(node: ir.Node, x: ir.Value) -> int:
+    """Columns of a product of `x` with a weight; 0 for any other node."""
+    if node.domain or node.op_type not in ("MatMul", "Gemm") or node.inputs[0] is not x:
+        return 0
+    w = node.inputs[1]
+    if attribute(node, "transA", 0) or rank(w) != 2 or w is x:
+        return 0
+    return dim(w, 0 if attribute(node, "transB", 0) else 1) or 0
+
+
+def _axes(x: ir.Value, views: Sequence[ir.Node]) -> dict[ir.Value | None, int]:
+    """The axis of each value between along which the rows of `x` lie."""
+    axes: dict[ir.Value | None, int] = {x: (rank(x) or 0) - 1}
+    for view in reversed(views):
+        axis = next(axes[v] for v in view.outputs if v in axes)
+        below = axis if view.op_type == "Pad" else row_axis(view, axis)
+        assert below is not None
+        axes |= dict.fromkeys(view.outputs, axis)
+        axes |= dict.fromkeys(view.inputs if view.op_type == "Concat" else view.inputs[:1], below)
+    return axes
+
+
+def _padded_shape(pad: ir.Node) -> list[int] | None:
+    """The result's sizes, 1 along the axes that stay as they are."""
+    pads, size = ints(pad.inputs[1]) or [], rank(pad.inputs[0]) or 0
+    found = []
+    for axis in range(size):
+        by, here = (pads[axis], pads[axis + size]), dim(pad.inputs[0], axis)
+        if any(by) and (here is None or min(by) < 0):
+            return None
+        found.append((here or 0) + sum(by) if any(by) else 1)
+    return found
+
+
+def _sizes(pad: ir.Node, after: Sequence[int]) -> list[int]:
+    pads = ints(pad.inputs[1]) or []
+    return [d - pads[i] - pads[i + len(after)] for i, d in enumerate(after)]
+
+
+def _is_there(pad: ir.Node) -> np.ndarray:
+    """Which of the padded rows are those that were there."""
+    after, pads = _padded_shape(pad) or [], ints(pad.inputs[1]) or []
+    there = np.zeros(after, np.bool_)
+    there[tuple(slice(pads[i], d - pads[i + len(after)]) for i, d in enumerate(after))] = True
+    return there

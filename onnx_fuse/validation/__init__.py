@@ -1,0 +1,23 @@
+"""Compare fused models with their originals: outputs, gradients, and the nodes that differ."""
+
+from __future__ import annotations
+
+from onnx_fuse.validation.blame import Culprit
+from onnx_fuse.validation.check import Check, validate
+from onnx_fuse.validation.compare import Difference, Tolerance
+from onnx_fuse.validation.gradients import GradientCheck, GradientError, check_gradients
+
+__all__ = [
+    "Check",
+    "Culprit",
+    "Difference",
+    "GradientCheck",
+    "GradientError",
+    "Tolerance",
+    "check_gradients",
+    "validate",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

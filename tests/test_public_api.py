@@ -1,0 +1,149 @@
+"""The public API: what it holds, and that every name of it says what it is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onnx_fuse as of
+from onnx_fuse.onnx.build import text_model
+
+PUBLIC = (
+    "onnx_fuse",
+    *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
+    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "optim")),
+    *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
+    "onnx_fuse.validation",
+)
+"""Modules whose names users may rely on; all others are the package's own."""
+MODEL = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that a class of this package defines itself."""
+    for name, value in vars(cls).items():
+        if not name.startswith("_") and isinstance(
+            value, property | classmethod | staticmethod | type(members)
+        ):
+            yield f"{cls.__module__}.{cls.__qualname__}.{name}", value
+
+
+def named() -> dict[str, Any]:
+    """Every public function, class, method and property, by its full name."""
+    found: dict[str, Any] = {}
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not getattr(value, "__module__", "").startswith("onnx_fuse"):
+                continue  # a table, or a type of another library
+            found[f"{value.__module__}.{getattr(value, '__qualname__', name)}"] = value
+            if inspect.isclass(value):
+                found |= dict(members(value))
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_module_shows_what_is_public_and_nothing_else(name: str) -> None:
+    module = importlib.import_module(name)
+    assert list(module.__all__) == list(dict.fromkeys(module.__all__)), "a name comes twice"
+    assert dir(module) == sorted(module.__all__)
+    for public in module.__all__:
+        assert getattr(module, public) is not None
+    assert len((module.__doc__ or "").split()) >= 5
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    found = {name: inspect.getdoc(value) or "" for name, value in named().items()}
+    assert len(found) > 80
+    assert not [name for name, text in found.items() if len(text.split()) < 4]
+    assert not [name for name, text in found.items() if not text.rstrip().endswith((".", ")"))]
+
+
+OBVIOUS = {"self", "cls", "model", "path", "feeds", "input_feed", "step", "device", "trainer"}
+"""Arguments that mean the same wherever they stand."""
+
+
+def test_every_argument_of_a_public_function_is_described() -> None:
+    functions: dict[str, Any] = {}
+    for name in of.__all__:
+        value = getattr(of, name)
+        if callable(value) and not (inspect.isclass(value) and issubclass(value, Exception)):
+            functions[name] = value
+            functions |= dict(members(value)) if inspect.isclass(value) else {}
+    assert len(functions) > 30
+    missing = []
+    for name, function in functions.items():
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, property):
+            text = inspect.getdoc(function) or ""
+            arguments = [a for a in inspect.signature(function).parameters if a not in OBVIOUS]
+            missing += [f"{name}({a})" for a in arguments if a not in text]
+    assert not missing
+
+
+def test_every_field_of_a_public_dataclass_has_a_docstring() -> None:
+    missing = []
+    for name, cls in named().items():
+        is_record = inspect.isclass(cls) and (
+            dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
+        )
+        if not is_record or cls.__module__ == "onnx_fuse.program.problem":
+            continue
+        [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(body, ast.ClassDef)
+        inherited = {f for base in cls.__mro__[1:] for f in getattr(base, "__annotations__", {})}
+        for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+            if not isinstance(statement, ast.AnnAssign) or "ClassVar" in ast.dump(
+                statement.annotation
+            ):
+                continue
+            field = getattr(statement.target, "id", "")
+            documented = isinstance(following, ast.Expr) and isinstance(
+                following.value, ast.Constant
+            )
+            if not documented and not field.startswith("_") and field not in inherited:
+                missing.append(f"{name}.{field}")
+    assert not missing
+
+
+def test_validate_is_a_function_whatever_is_imported() -> None:
+    code = (
+        "import onnx_fuse as of, onnx_fuse.validation, onnx_fuse.validation.check, inspect\n"
+        "from onnx_fuse import cli\n"
+        "cli.run_command(['validate', '--help'])\n"
+        "print('function:', inspect.isfunction(of.validate), of.validate.__module__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "function: True onnx_fuse.validation.check"
+
+
+def test_validate_compares_a_model_with_its_fusion_or_with_another() -> None:
+    check = of.validate(MODEL)
+    assert check.ok
+    assert check.worst is not None
+    assert check.worst.output == "y"
+    other = text_model("agraph (float[N] x) => (float[N] y) { y = Abs(x) }")
+    feeds = [{"x": np.array([-1, 2], np.float32)}]
+    check = of.validate(other, MODEL, feeds=feeds)
+    assert not check.ok
+    assert check.worst is not None
+    assert (check.worst.max_abs, check.worst.where) == (1.0, "y[0]")
+    assert of.validate(other, MODEL, feeds=[{"x": np.ones(2, np.float32)}]).ok
+
+
+def test_check_gradients_is_public() -> None:
+    head = "agraph (float[2,3] x) => (float[2,2] y)"
+    text = head + " <float[3,2] w = {1,2,3,4,5,6}> { y = MatMul(x, w) }"
+    check = of.check_gradients(text_model(text))
+    assert check.ok
+    assert [e.tensor for e in check.errors] == ["w"]
