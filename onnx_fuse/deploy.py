@@ -175,7 +175,8 @@ class _Made:
 class _Served:
     """What an open program serves: all of `sizes`, by symbol, and whatever else meets its guards.
 
-    `ends` names the dimensions of each input, `ranges` has the names among them that vary.
+    `ends` names the dimensions of each input, `ranges` has the names among them that vary, and
+    `own` their symbols.
     """
 
     source: Source
@@ -183,6 +184,7 @@ class _Served:
     sizes: list[dict[str, int]]
     ends: dict[str, list[str]]
     ranges: Mapping[str, tuple[int, int]]
+    own: Mapping[str, str]
 
 
 Free = dict[str, tuple[tuple[int, int], list[tuple[str, int]]]]
@@ -244,7 +246,7 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
             made = _lowered(programs, shapes)
             if made.source is None:
                 raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
-            served = _Served(made.source, symbols, [numbers], ends, ranges)
+            served = _Served(made.source, symbols, [numbers], ends, ranges, own)
             found.append(_Made(target, programs.hw, dict(shapes), made.program, served))
     return found
 
@@ -276,7 +278,7 @@ def _written(
         "guards": guards,
         "largest": largest,
         "names": served.ends,
-        "ranges": [[label, low, high] for label, (low, high) in served.ranges.items()],
+        "ranges": [[label, *served.ranges[label], symbol] for label, symbol in served.own.items()],
     }
 
 

@@ -228,7 +228,8 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         "p = a.children[0]._process; print(p.pid, flush=True)\n"
         f"end = {end!r}\n"
         "if end == 'parent is killed': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if end == 'dropped': child = a.children[0]; del a; gc.collect(); print(child.ended.wait(20))\n"
+        "child = a.children[0]\n"
+        "if end == 'dropped': del a; gc.collect(); print(child.ended.wait(20))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -124,8 +124,10 @@ class Deployed:
                 if numbers is not None:
                     return self._at(entry, numbers, hw.arch)
             except (ModelError, ValueError) as error:
-                own = str(error).startswith(str(self.container.path))
-                raise error if own else self._fault(str(error)) from error
+                if str(error).startswith(str(self.container.path)):
+                    raise
+                what = str(error) if isinstance(error, ModelError) else f"damaged: {error}"
+                raise self._fault(what) from error
         given = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in shapes.items())
         raise UsageError(
             f"{self.container.path}: there is no program for {given}; there are those for "
@@ -209,7 +211,10 @@ class _Entry:
         names = {symbol for _, _, symbol in self.open}
         if self.largest is not None and self.largest.keys() != names:
             raise ValueError("the largest sizes")
-        self._ranges = [(str(name), _axis(low), _axis(high)) for name, low, high in found["ranges"]]
+        self._ranges = {
+            str(symbol): (str(name), _axis(low), _axis(high))
+            for name, low, high, symbol in found["ranges"]
+        }
         self._names = {str(k): [str(d) for d in dims] for k, dims in found["names"].items()}
 
     def numbers(self, shapes: Shapes) -> dict[str, int] | None:
@@ -223,10 +228,11 @@ class _Entry:
             if kind != dtype or len(known) != len(shape):
                 return None
             for axis, size in enumerate(shape):
-                symbol = places.get((name, axis))
-                if symbol is None and size != known[axis]:
+                symbol = places.get((name, axis), "")
+                _, low, high = self._ranges.get(symbol, ("", known[axis], known[axis]))
+                if not low <= size <= high:
                     return None
-                if symbol is not None and found.setdefault(symbol, size) != size:
+                if symbol and found.setdefault(symbol, size) != size:
                     return None
         return found if self._guards.hold(found) else None
 
@@ -241,7 +247,7 @@ class _Entry:
         if self.open is None:
             return ", ".join(f"{n} {list(shape)}" for n, (shape, _) in self.shapes.items())
         ends = ", ".join(f"{n} [{', '.join(dims)}]" for n, dims in self._names.items())
-        sizes = (f"{name} from {low} to {high}" for name, low, high in self._ranges)
+        sizes = (f"{name} from {low} to {high}" for name, low, high in self._ranges.values())
         return f"{ends} with {' and '.join(sizes)}"
 
 
