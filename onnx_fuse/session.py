@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from onnx_fuse.onnx.common import Model
     from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.kept import Origin
 
 __all__ = ["InferenceSession"]
 
@@ -112,17 +113,23 @@ class InferenceSession:
         if digest is not None and (found := digest.result()):
             options = {"level": self._level, "precision": precision}
             kept = cache.Entry(Path(self._source), *found, options)  # type: ignore[arg-type]
-        graph = kept.load() if kept else None
-        self._interface = _Interface.of_graph(self.model if graph is None else graph)
-        if graph is None:
+        cached = kept.load() if kept else None
+        self._interface = _Interface.of_graph(self.model if cached is None else cached[0])
+        if cached is None:
             made = _executable(self.model, precision, gpu)
             if kept and cache.keepable(self.model):
                 made.on_lowered = kept.store
             return made
+        graph, origin = cached
         if PRECISIONS[precision][0] == "float32":
             self.model = graph
-            return _executable(graph, precision, gpu)
-        return _executable(graph, "fp32", gpu)  # its weights are of `precision` already
+        else:
+            precision = "fp32"  # its weights are of the precision already
+        made = _executable(graph, precision, gpu)
+        known: Future[Origin | None] = Future()
+        known.set_result(origin)
+        made.keep(known)
+        return made
 
     @cached_property
     def model(self) -> onnx_ir.Model:

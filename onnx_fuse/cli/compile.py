@@ -18,6 +18,7 @@ from onnx_fuse.cli.options import (
     check_precision,
     hardware_of,
     shape_sets,
+    size_ranges,
     split_names,
 )
 from onnx_fuse.errors import DeviceError, UsageError
@@ -67,7 +68,8 @@ def compile(
             "--dim",
             metavar="SYMBOL=8 ...",
             help="Compile for these sizes, by the names that the model's inputs have for them: 8, "
-            "or several as 1,8 or 16..128:16.",
+            "several as 1,8 or 16..128:16, or 1..512 for all sizes between two, which a few "
+            "programs serve.",
         ),
     ] = None,
     json: Json = None,
@@ -92,12 +94,20 @@ def compile(
             "--target h200"
         ) from error
     graph = files.load(model, str(model))
-    sets = shape_sets(graph, input_shapes, dim)
+    named, ranges = size_ranges(dim)
+    largest = [f"{symbol}={high}" for symbol, (_, high) in ranges.items()]
+    sets = shape_sets(graph, input_shapes, [*named, *largest])
     started = time.perf_counter()
     found = files.named(
         str(model),
         lambda: deploy.compile(
-            graph, output, targets=targets, shapes=sets, precision=precision, level=level
+            graph,
+            output,
+            targets=targets,
+            shapes=sets,
+            ranges=ranges,
+            precision=precision,
+            level=level,
         ),
     )
     seconds = time.perf_counter() - started
@@ -106,6 +116,8 @@ def compile(
         for name, programs in found.programs.items()
     ]
     printer.table("compiled", ["target", "GPU", "programs", "calls at most"], rows, left=2)
+    for symbol, (low, high) in ranges.items():
+        printer.text(f"{symbol} from {low} to {high}")
     printer.text(
         f"{found.modules} kernels, {found.weight_bytes / 1e6:,.1f} MB of weights, {precision}",
         f"{output}: {found.file_bytes / 1e6:,.1f} MB in {seconds:.1f} s",
@@ -116,6 +128,7 @@ def compile(
         "precision": precision,
         "targets": {name: len(programs) for name, programs in found.programs.items()},
         "shapes": [{name: list(shape) for name, shape in s.items()} for s in found.shapes],
+        "ranges": {symbol: list(bounds) for symbol, bounds in ranges.items()},
         "kernels": found.modules,
         "weight_bytes": found.weight_bytes,
         "file_bytes": found.file_bytes,

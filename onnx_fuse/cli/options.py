@@ -136,6 +136,19 @@ def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
 _MOST_PROGRAMS = 1024
 
 
+def size_ranges(dims: Sequence[str] | None) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    """Split `--dim` into what names sizes one by one and `SYMBOL=1..512`, all sizes between two."""
+    named, ranges = [], {}
+    for value in dims or ():
+        symbol, _, sizes = value.rpartition("=")
+        low, dots, high = sizes.partition("..")
+        if symbol and dots and low.isdecimal() and high.isdecimal():
+            ranges[symbol] = int(low), int(high)
+        else:
+            named.append(value)
+    return named, ranges
+
+
 def shape_sets(
     model: Any, shapes: Sequence[str] | None, dims: Sequence[str] | None
 ) -> list[dict[str, list[int]]]:
