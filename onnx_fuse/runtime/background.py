@@ -97,6 +97,7 @@ def prepare(
 class Compiling(Programs):
     """Programs that are written once their kernels are compiled."""
 
+    seconds = 0.0
     arch: str
     _turns = threading.Lock()
 
