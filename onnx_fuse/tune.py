@@ -25,7 +25,7 @@ from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.passes.callgraph import chosen
-from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, Hardware, Problem
+from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
 from onnx_fuse.session import load
@@ -51,7 +51,7 @@ OPS["MatMulNBits"] = (
 class Tuned:
     """One problem: what was chosen before and what is now, in microseconds a call."""
 
-    problem: Problem
+    problem: AnyProblem
     before: str
     before_us: float
     kernel: str
@@ -96,7 +96,7 @@ def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardwar
 
 
 def calls_of(program: Program, op: str = "") -> list[Call]:
-    """One call for each problem (of `op`, if given) that has a registry of kernels."""
+    """One call for each problem (of `op`, if given)."""
     found = {tuning.key(c.problem.op, c.problem): c for c in program.calls if c.problem}
     return [c for c in found.values() if c.problem and op in ("", c.problem.op)]
 
@@ -121,13 +121,16 @@ def tune(
         if time.monotonic() > until:
             return
         assert call.problem is not None
+        choices = likely(call.problem, hw, top)
+        if len(choices) < 2:  # nothing to choose
+            continue
         watch(str(call.problem))
-        result, entry = _tune(call, call.problem, hw, top, until)
+        result, entry = _tune(call, call.problem, choices, hw, until)
         tuning.save([(call.problem.op, call.problem, entry)], hw, folder)
         yield result
 
 
-def likely(problem: Problem, hw: Hardware, top: int = 6) -> list[Choice]:
+def likely(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Choice]:
     """The present choice, then `top` configurations of each candidate, best predicted first.
 
     Those predicted to take more than twice the least are left out.
@@ -150,9 +153,9 @@ def likely(problem: Problem, hw: Hardware, top: int = 6) -> list[Choice]:
 
 
 def _tune(
-    call: Call, problem: Problem, hw: Hardware, top: int, until: float
+    call: Call, problem: AnyProblem, choices: Sequence[Choice], hw: Hardware, until: float
 ) -> tuple[Tuned, dict[str, object]]:
-    choices = likely(problem, hw, top)
+    math = problem.math if isinstance(problem, Problem) else "ieee"
     present = choices[0]
     tries = [chosen(call, choice, hw) for choice in choices]
     jit.compile_all((launch for t in tries for launch in t.launches), hw.arch)
@@ -163,7 +166,7 @@ def _tune(
     for choice, attempt in zip(choices[1:], tries[1:], strict=True):
         if time.monotonic() > until:
             break
-        if not operands.agree(operands.results(attempt), truth, problem.math):
+        if not operands.agree(operands.results(attempt), truth, math):
             refused.append(f"{choice.kernel.name} {choice.config}")
             continue
         kept.append(choice)

@@ -164,9 +164,9 @@ def interpret(
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
-        elif call.problem is not None or call.kernel in NORMS:
+        elif isinstance(call.problem, Problem) or call.kernel in NORMS:
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
-            if call.problem is None:
+            if not isinstance(call.problem, Problem):
                 found = {"y": _norm(read)}
             elif call.problem.op.startswith("Sdpa"):
                 found = _attention(call.problem, read)

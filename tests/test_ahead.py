@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -249,8 +250,14 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         "if end == 'dropped': del a; gc.collect(); print(child.ended.wait(20))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
     pid, *more = done.stdout.split()
     assert more == (["True"] if end == "dropped" else [])
     deadline = time.monotonic() + 20

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.kernels import select
-from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
+from onnx_fuse.kernels.rows import act_parts, fold_seconds
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.onnx.common import FUSE
@@ -21,6 +21,7 @@ from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem, Value
+from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 PACKED = "its weight stays in 4 bits"
 """Why a fused product is lowered in parts (`decompose.four_bits`)."""
@@ -357,7 +358,7 @@ def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> di
     k, n = given["w"].shape
     made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
     made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
-    ctx.call(node, fold(k, n, given["w"].dtype, False, ctx.hw), given, made)
+    ctx.select(node, Fold(((k, n),), given["w"].dtype), given, made)
     ctx.folds[_places(reads)] = made
     return made
 
@@ -469,10 +470,12 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)
-    launch, parts = act_grad(
+    parts = act_parts(rows, n)
+    problem = SlopeProduct(
         rows,
         n,
         dy.dtype,
+        parts,
         str(how["act"]),
         float(how.get("act_alpha", 1.0)),  # type: ignore[arg-type]
     )
@@ -481,12 +484,12 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     )
     dc = ctx.output(node, 2, (n,), dy.dtype) if ctx.wants(node, 2) else None
     if dc is not None and parts == 1:
-        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "dbias": dc})
+        ctx.select(node, problem, {"dy": dy, "z": z}, {"dz": dz, "dbias": dc})
     else:
         part = ctx.scratch("float32", (parts, n))
-        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "part": part})
+        ctx.select(node, problem, {"dy": dy, "z": z}, {"dz": dz, "part": part})
         if dc is not None:
-            ctx.call(node, sum_parts(parts, n, 1, dy.dtype), {"part": part}, {"out0": dc})
+            ctx.select(node, PartSums(parts, n, dy.dtype), {"part": part}, {"out0": dc})
     flat_x, flat = x.reshape((rows, k)), dz.reshape((rows, n))
     assert flat_x is not None
     assert flat is not None
