@@ -75,7 +75,8 @@ def select_kernels(
 
     Raises UsageError where one that the user asks for does not serve its problem.
     """
-    return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
+    done = (call.problem is None or bool(call.launches) for call in calls)
+    return [c if made else _selected(c, hw, prefs) for c, made in zip(calls, done, strict=True)]
 
 
 def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:

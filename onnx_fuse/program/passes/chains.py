@@ -17,7 +17,9 @@ from math import prod
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.passes.callgraph import nodes_of
+from onnx_fuse.program.problem import ITEMSIZE
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
@@ -291,3 +293,25 @@ def _plain(tensor: Tensor) -> Tensor:
     """Strides of axes of size 1 set to 0, so that equal views compare equal."""
     pairs = zip(tensor.shape, tensor.strides, strict=True)
     return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))
+
+
+def as_problem(call: Call) -> Call:
+    """A pointwise call as a problem, and the pairs of its operands that may share memory."""
+    if call.expression is None:
+        return call
+    reads, writes = ([t for _, t in part] for part in (call.reads, call.writes))
+    if not prod(writes[0].shape):
+        return call
+    tables = {f"a{row.load}" for row in call.expression.rows}
+    pairs = [
+        (w, r)
+        for w, y in call.writes
+        for r, x in call.reads
+        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
+        if r not in tables
+    ]
+    views = (tuple(replace(t, buffer=0) for t in part) for part in (reads, writes))
+    problem = Pointwise(call.expression, *views)
+    return replace(
+        call, problem=problem, inplace=tuple(pairs), flops=problem.flops, bytes=problem.bytes
+    )
