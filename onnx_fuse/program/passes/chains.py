@@ -295,12 +295,16 @@ def _plain(tensor: Tensor) -> Tensor:
     return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))
 
 
+def pointwise(call: Call) -> Pointwise:
+    """What a pointwise call computes."""
+    assert call.expression is not None
+    views = (tuple(replace(t, buffer=0) for _, t in part) for part in (call.reads, call.writes))
+    return Pointwise(call.expression, *views)
+
+
 def as_problem(call: Call) -> Call:
     """A pointwise call as a problem, and the pairs of its operands that may share memory."""
-    if call.expression is None:
-        return call
-    reads, writes = ([t for _, t in part] for part in (call.reads, call.writes))
-    if not prod(writes[0].shape):
+    if call.expression is None or not prod(call.writes[0][1].shape):
         return call
     tables = {f"a{row.load}" for row in call.expression.rows}
     pairs = [
@@ -310,8 +314,7 @@ def as_problem(call: Call) -> Call:
         if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
         if r not in tables
     ]
-    views = (tuple(replace(t, buffer=0) for t in part) for part in (reads, writes))
-    problem = Pointwise(call.expression, *views)
+    problem = pointwise(call)
     return replace(
         call, problem=problem, inplace=tuple(pairs), flops=problem.flops, bytes=problem.bytes
     )
