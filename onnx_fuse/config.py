@@ -22,6 +22,7 @@ class Variable(Generic[T]):
 
     @property
     def value(self) -> T:
+        """The parsed value, or the default. Raises UsageError for text of another form."""
         text = os.environ.get(self.name)
         if not text:
             return self.default
@@ -77,15 +78,15 @@ ARENA = Variable(
 AHEAD = Variable(
     "ONNX_FUSE_AHEAD",
     _flag,
-    False,
-    "1 makes programs and kernels for other sizes of a dimension that varies, in the background; "
-    "while it lasts, runs take longer",
+    True,
+    "0 starts no process of low priority that prepares programs and kernels for other sizes of a "
+    "dimension that varies",
 )
 CACHE_DIR = Variable(
-    "ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, optimized graphs, tuning records"
+    "ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, graphs, programs, records"
 )
 CACHE_MB = Variable(
-    "ONNX_FUSE_CACHE_MB", int, 4096, "MB that optimized graphs may hold in the cache; 0 keeps none"
+    "ONNX_FUSE_CACHE_MB", int, 4096, "MB of graphs and programs kept in the cache; 0 keeps none"
 )
 
 VARIABLES: tuple[Variable[object], ...] = (

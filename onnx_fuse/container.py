@@ -306,10 +306,12 @@ def _members(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
 
 def digest_of(parts: Sequence[Any]) -> str:
     """16 hex digits over `parts`, which are bytes or arrays: the name of what is stored once."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(hashlib.sha256(part).digest())
-    return whole.hexdigest()[:16]
+    if sum(memoryview(part).nbytes for part in parts) < PIECE:
+        digests = [hashlib.sha256(part).digest() for part in parts]
+    else:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(lambda part: hashlib.sha256(part).digest(), parts))
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 def digest_of_file(path: Path) -> str:

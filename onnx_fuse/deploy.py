@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,19 @@ from onnx_fuse.cuda import jit
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt
+from onnx_fuse.lower.walk import Shapes as WalkShapes
 from onnx_fuse.onnx.build import defaults
 from onnx_fuse.onnx.common import DEFAULT, Model
 from onnx_fuse.onnx.save import outlined, stands_outside
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Call, NeedsValues, Program
+from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch
-from onnx_fuse.runtime.encoding import FORMAT, encode
-from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.program.size import Trace
+from onnx_fuse.runtime.encoding import FORMAT, encode, template
+from onnx_fuse.runtime.plan import Made, Source
+from onnx_fuse.runtime.specialize import Specializer, Symbols
 
 __all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
 
@@ -58,6 +64,7 @@ def compile(
     *,
     targets: Mapping[str, Hardware],
     shapes: Sequence[Shapes] = ({},),
+    ranges: Mapping[str, tuple[int, int]] | None = None,
     precision: str = "fp32",
     level: int = 2,
 ) -> Compiled:
@@ -70,6 +77,9 @@ def compile(
             The keys are names for messages.
         shapes: The input shapes of each program, by name. An input whose shape the model fixes
             may be left out, and one that has a default takes the default's shape.
+        ranges: The smallest and the largest size by the symbols of the inputs' shapes, such as
+            {"sequence": (1, 512)}: the file has programs for all sizes between them, as few as
+            serve them, and `shapes` may leave those sizes out.
         precision: As in InferenceSession.
         level: Level of the fusions, 0 to 3.
 
@@ -82,13 +92,18 @@ def compile(
     passes.optimize(graph, level=level, own_kernels=True)
     graph, math = in_precision(graph, precision)
     expand_standard_updates(graph)
-    wanted = [_closed(graph, given) for given in shapes]
+    free = _free(graph, ranges or {})
+    wanted = [_closed(graph, given, free) for given in shapes]
     wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
     with cublaslt.left_out():
         made = []
         for target, hw in targets.items():
             programs = Specializer(graph, hw, math=math)  # what a session has for a shape
-            made += [_Made(target, hw, closed, _lowered(programs, closed)) for closed in wanted]
+            for closed in wanted:
+                if free:
+                    made += _over(programs, target, closed, free)
+                else:
+                    made.append(_Made(target, hw, closed, _lowered(programs, closed).program))
     members: dict[str, bytes] = {}
     names, table = _modules(made, members)
     modules = list(dict.fromkeys(names.values()))
@@ -103,11 +118,16 @@ def compile(
     entries = []
     for i, one in enumerate(made):
         _weights(graph, one.program, tensors)
-        data = encode(_renamed(_without_weights(one.program), names), modules, store)
-        member = f"programs/{i}.json"
-        members[member] = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
         inputs = {name: [list(shape), dtype] for name, (shape, dtype) in one.shapes.items()}
-        entries.append({"target": one.target, "inputs": inputs, "member": member})
+        member = f"programs/{i}.json"
+        entry = {"target": one.target, "inputs": inputs, "member": member}
+        if one.served is None:
+            data = encode(_renamed(_without_weights(one.program), names), modules, store)
+            text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+        else:
+            text, entry["open"] = _written(one, one.served, names, modules, store)
+        members[member] = text.encode()
+        entries.append(entry)
     given = defaults(graph)
     kept = [[name, store(a), [list(a.shape), a.dtype.name]] for name, a in given.items()]
     members[GRAPH] = outlined(graph)
@@ -148,6 +168,118 @@ class _Made:
     hw: Hardware
     shapes: Closed
     program: Program
+    served: _Served | None = None
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What an open program serves: all of `sizes`, by symbol, and whatever else meets its guards.
+
+    `ends` names the dimensions of each input, `ranges` has the names among them that vary, and
+    `own` their symbols.
+    """
+
+    source: Source
+    symbols: Symbols
+    sizes: list[dict[str, int]]
+    ends: dict[str, list[str]]
+    ranges: Mapping[str, tuple[int, int]]
+    own: Mapping[str, str]
+
+
+Free = dict[str, tuple[tuple[int, int], list[tuple[str, int]]]]
+"""Symbol -> the smallest and the largest size, and the (input, axis) that have it."""
+
+
+def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
+    """The places of the symbols in `ranges`. Raises UsageError where there are none."""
+    found: Free = {}
+    for symbol, (low, high) in ranges.items():
+        places = [
+            (v.name or "", axis)
+            for v in graph.graph.inputs
+            for axis, dim in enumerate(v.shape or ())
+            if not isinstance(dim, int) and dim.value == symbol
+        ]
+        if not places:
+            raise UsageError(f"no input has a dimension called '{symbol}'")
+        if not 1 <= low <= high:
+            raise UsageError(f"'{symbol}' from {low} to {high}: no range of sizes")
+        found[symbol] = (low, high), places
+    if prod(high - low + 1 for (low, high), _ in found.values()) > MOST:
+        raise UsageError(f"the ranges of {', '.join(found)} have over {MOST:,} shapes: fewer sizes")
+    return found
+
+
+MOST = 1 << 17
+"""Shapes that ranges may have: each is held against the programs."""
+_FIXED = "what the model does with them is no formula"
+
+
+def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> list[_Made]:
+    """Open programs, as few as serve all sizes of the ranges, from the largest down."""
+    symbols = programs.symbols(closed)
+    of = {(name, axis): symbol for name, axis, symbol in symbols}
+    own = {label: of[places[0]] for label, (_, places) in free.items()}
+    fixed = {s: n for s, n in programs.numbers(closed).items() if s not in own.values()}
+    ends = {
+        name: [
+            next(
+                (label for label, (_, places) in free.items() if (name, axis) in places), str(size)
+            )
+            for axis, size in enumerate(shape)
+        ]
+        for name, (shape, _) in closed.items()
+    }
+    ranges = {label: bounds for label, (bounds, _) in free.items()}
+    found: list[_Made] = []
+    counts = [range(high, low - 1, -1) for (low, high), _ in free.values()]
+    for sizes in product(*counts):
+        numbers = fixed | dict(zip(own.values(), sizes, strict=True))
+        for one in reversed(found):
+            assert one.served is not None
+            if one.served.source.holds(numbers):
+                one.served.sizes.append(numbers)
+                break
+        else:
+            shapes = programs.changed(closed, numbers)
+            made = _lowered(programs, shapes)
+            if made.source is None:
+                raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
+            served = _Served(made.source, symbols, [numbers], ends, ranges, own)
+            found.append(_Made(target, programs.hw, dict(shapes), made.program, served))
+    return found
+
+
+def _written(
+    one: _Made,
+    served: _Served,
+    names: Mapping[Module, Module],
+    modules: Sequence[Module],
+    store: Callable[[np.ndarray[Any, Any]], str],
+) -> tuple[str, dict[str, Any]]:
+    """The text of an open program, and what the manifest says of it."""
+    trace = Trace()
+    opened = {symbol: trace.symbol(symbol, n) for symbol, n in served.sizes[0].items()}
+    program = _without_weights(served.source.at(opened))
+    text, formulas = template(encode(_renamed(program, names), modules, store))
+    guards = [*served.source.guards, *trace.guards]
+    checks = Guards(trace.guards)
+    if not all(checks.hold(sizes) for sizes in served.sizes):
+        raise ModelError(f"{', '.join(served.ranges)} must be given size by size: {_FIXED}")
+    largest: dict[str, int] | None = {
+        symbol: max(sizes[symbol] for sizes in served.sizes) for symbol in opened
+    }
+    if largest not in served.sizes:
+        largest = None  # one layout for all of them would be of a program that there is not
+    return text, {
+        "symbols": [list(place) for place in served.symbols],
+        "formulas": formulas,
+        "guards": guards,
+        "largest": largest,
+        "names": served.ends,
+        "ranges": [[label, *served.ranges[label], symbol] for label, symbol in served.own.items()],
+    }
 
 
 def _modules(
@@ -177,8 +309,12 @@ def _modules(
     return names, table
 
 
-def _closed(graph: ir.Model, given: Shapes) -> Closed:
-    """(shape, dtype) of every input. Raises UsageError where one stays open."""
+def _closed(graph: ir.Model, given: Shapes, free: Free) -> Closed:
+    """(shape, dtype) of every input, at the largest sizes of the ranges.
+
+    Raises UsageError where one stays open.
+    """
+    largest = {place: high for (_, high), places in free.values() for place in places}
     known = {v.name or "": v for v in graph.graph.inputs}
     found = {}
     for name in given:
@@ -193,6 +329,7 @@ def _closed(graph: ir.Model, given: Shapes) -> Closed:
             raise UsageError(f"the shape of input '{name}' is open: --input-shapes {name}:...")
         if rank is not None and len(shape) != len(rank):
             raise UsageError(f"input '{name}' has {len(rank)} dimensions, not {len(shape)}")
+        shape = [largest.get((name, axis), size) for axis, size in enumerate(shape)]
         for axis, (dim, size) in enumerate(zip(rank or shape, shape, strict=True)):
             if not isinstance(size, int) or size < 0:
                 symbol = getattr(dim, "value", None)
@@ -207,26 +344,33 @@ def _closed(graph: ir.Model, given: Shapes) -> Closed:
     return found
 
 
-def _lowered(programs: Specializer, shapes: Closed) -> Program:
+def _lowered(programs: Specializer, shapes: WalkShapes) -> Made:
     """The program for one set of shapes. Raises ModelError for what a file cannot hold."""
     try:
-        program = programs.of(shapes).program
+        made = programs.of(shapes)
     except NeedsValues as needs:
         raise ModelError(
-            f"the values of input {', '.join(needs.names)} decide about sizes, so there is no one "
-            "program for it: make a constant of it"
+            f"the values of input {', '.join(needs.names)} decide about sizes, so no program "
+            "serves all of them: make a constant of it"
         ) from needs
+    program = made.program
     if program.fallbacks:
         raise ModelError(
             f"{program.fallbacks[0]}, so it would run on onnxruntime, which a compiled file does "
-            "without"
+            "without: run the .onnx file itself"
         )
     if program.stages:
         first = next(name for name, value in program.outputs if value is None)
-        raise ModelError(f"the sizes of what computes '{first}' depend on data")
+        raise ModelError(
+            f"the sizes of what computes '{first}' depend on data, so they cannot be compiled: run "
+            "the .onnx file itself"
+        )
     if any(b.kind == "random" for b in program.buffers):
-        raise ModelError("it draws random numbers, whose state no compiled file has")
-    return program
+        raise ModelError(
+            "the model draws random numbers, whose state a compiled file does not keep: run the "
+            ".onnx file itself"
+        )
+    return made
 
 
 def _unique(source: str) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from onnx_fuse.onnx.common import Model
     from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.kept import Origin
 
 __all__ = ["InferenceSession"]
 
@@ -112,17 +113,23 @@ class InferenceSession:
         if digest is not None and (found := digest.result()):
             options = {"level": self._level, "precision": precision}
             kept = cache.Entry(Path(self._source), *found, options)  # type: ignore[arg-type]
-        graph = kept.load() if kept else None
-        self._interface = _Interface.of_graph(self.model if graph is None else graph)
-        if graph is None:
+        cached = kept.load() if kept else None
+        self._interface = _Interface.of_graph(self.model if cached is None else cached[0])
+        if cached is None:
             made = _executable(self.model, precision, gpu)
             if kept and cache.keepable(self.model):
                 made.on_lowered = kept.store
             return made
+        graph, origin = cached
         if PRECISIONS[precision][0] == "float32":
             self.model = graph
-            return _executable(graph, precision, gpu)
-        return _executable(graph, "fp32", gpu)  # its weights are of `precision` already
+        else:
+            precision = "fp32"  # its weights are of the precision already
+        made = _executable(graph, precision, gpu)
+        known: Future[Origin | None] = Future()
+        known.set_result(origin)
+        made.keep(known)
+        return made
 
     @cached_property
     def model(self) -> onnx_ir.Model:
@@ -233,7 +240,7 @@ class InferenceSession:
         """
         if self._executable is None:
             if stream is not None:
-                raise UsageError("device 'cpu' has no CUDA streams")
+                raise UsageError("device 'cpu' has no CUDA streams: leave `stream` out")
             self._session.run_with_iobinding(iobinding, run_options)
             return
         ready = self._executable.ready(iobinding, stream)
@@ -277,7 +284,9 @@ class InferenceSession:
 
     def _on_cuda(self) -> Any:
         if self._executable is None:
-            raise UsageError('only device="cuda" has programs and memory on the GPU')
+            raise UsageError(
+                'this session runs on device "cpu": only device="cuda" has GPU programs and memory'
+            )
         return self._executable
 
     @cached_property
@@ -344,8 +353,8 @@ def _require_graphs() -> None:
     """Raise UsageError in an installation of onnx-fuse-runtime, which lacks what reads ONNX."""
     if find_spec("onnx_fuse.onnx") is None:
         raise UsageError(
-            "onnx-fuse-runtime runs files of onnx-fuse compile on device 'cuda', as they were "
-            "compiled: pip install onnx-fuse for ONNX models, recompile=True and device 'cpu'"
+            "onnx-fuse-runtime only runs files of onnx-fuse compile, on device 'cuda' and as they "
+            "were compiled: pip install onnx-fuse for ONNX models, device 'cpu' or recompile=True"
         )
 
 

@@ -203,7 +203,7 @@ class _Operands:
         self.hw, self.stream = hw, device.Stream()
         self.written = list(call.writes)
         tensors = dict([*call.reads, *call.writes])
-        total = sum(_span(t) * ITEMSIZE[t.dtype] for t in tensors.values())
+        total = sum(t.span * ITEMSIZE[t.dtype] for t in tensors.values())
         self.sets: list[dict[str, int]] = []
         self._memory: list[device.Memory] = []
         rng = np.random.default_rng(0)
@@ -212,7 +212,7 @@ class _Operands:
             places = {}
             for name, tensor in tensors.items():
                 array = filled.get(name)
-                places[name] = self._place(_span(tensor) * ITEMSIZE[tensor.dtype], name)
+                places[name] = self._place(tensor.span * ITEMSIZE[tensor.dtype], name)
                 if array is not None:
                     self.stream.upload(places[name], array.ctypes.data, array.nbytes)
             places["workspace"] = self._place(workspace, "workspace")
@@ -230,13 +230,13 @@ class _Operands:
         """Both ends of everything the call writes, on the first set."""
         places = self.sets[0]
         for name, tensor in self.written:
-            self.stream.clear(places[name], _span(tensor) * ITEMSIZE[tensor.dtype])
+            self.stream.fill(places[name], 0, tensor.span * ITEMSIZE[tensor.dtype])
         bound = self._bound(call, places)
         for step in bound:
             step.enqueue(self.stream.handle)
         found = []
         for name, tensor in self.written:
-            size, item = _span(tensor), ITEMSIZE[tensor.dtype]
+            size, item = tensor.span, ITEMSIZE[tensor.dtype]
             for at in {0, max(0, size - SAMPLE)}:
                 array = np.empty(min(size, SAMPLE), dtype_of(tensor.dtype))
                 self.stream.download(array.ctypes.data, places[name] + at * item, array.nbytes)
@@ -278,22 +278,15 @@ class _Operands:
         return run
 
 
-def _span(tensor: Tensor) -> int:
-    """Elements from a tensor's first to its last."""
-    if 0 in tensor.shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-
-
 def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:
     dtype = dtype_of(tensor.dtype)
     if tensor.dtype in ("int8", "uint8"):
-        some = rng.integers(0, 256, min(_span(tensor), 1_000_003)).astype(np.uint8)
-        return np.resize(some.view(dtype), _span(tensor))
+        some = rng.integers(0, 256, min(tensor.span, 1_000_003)).astype(np.uint8)
+        return np.resize(some.view(dtype), tensor.span)
     if tensor.dtype not in TOLERANCE:
-        return np.zeros(_span(tensor), dtype)
+        return np.zeros(tensor.span, dtype)
     # a large operand repeats a part of odd length: no two rows are alike
-    part = rng.standard_normal(min(_span(tensor), 1_000_003))
+    part = rng.standard_normal(min(tensor.span, 1_000_003))
     if name in ("rstd", "part"):
         part = 0.5 + np.abs(part)
-    return np.resize(part.astype(dtype), _span(tensor))
+    return np.resize(part.astype(dtype), tensor.span)

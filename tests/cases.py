@@ -391,6 +391,18 @@ FUSION_CASES = (
             ("leaky_relu", "LeakyRelu", "y = LeakyRelu <alpha = 0.2> (z)"),
             ("sigmoid", "Sigmoid", "y = Sigmoid (z)"),
             ("tanh", "Tanh", "y = Tanh (z)"),
+            ("elu", "Elu", "y = Elu <alpha = 0.7> (z)"),
+            ("selu", "Selu", "y = Selu (z)"),
+            ("mish", "Mish", "y = Mish (z)"),
+            ("mish_of_opset_17", "Mish", "s = Softplus (z)\n t = Tanh (s)\n y = Mul (z, t)"),
+            ("softplus", "Softplus", "y = Softplus (z)"),
+            ("hard_sigmoid", "HardSigmoid", "y = HardSigmoid <alpha = 0.16666667> (z)"),
+            ("hard_swish", "HardSwish", "y = HardSwish (z)"),
+            (
+                "hard_swish_of_opset_13",
+                "HardSwish",
+                "s = HardSigmoid <alpha = 0.16666667> (z)\n y = Mul (s, z)",
+            ),
             ("gelu", "Gelu", "y = Gelu (z)"),
             ("gelu_tanh", "GeluTanh", 'y = Gelu <approximate = "tanh"> (z)'),
             ("gelu_erf_half_last", "Gelu", _ERF + "t = Mul (z, e1)\n y = Mul (t, half)"),
@@ -633,6 +645,17 @@ FUSION_CASES = (
                 "",
             ),
             ("of_a_roll", 24, _PAD_AND_ROLL, _PADDED, ("LayerNormGemm",), ""),
+            (
+                "whose_sizes_are_asked_for",
+                24,
+                _PAD,
+                "s = Shape (v)\n f = Cast <to = 1> (s)\n e = ReduceSum <keepdims = 0> (f)\n"
+                "d = Shape <start = 1> (t)\n h = Cast <to = 1> (d)\n"
+                "i = ReduceMax <keepdims = 0> (h)\n"
+                "j = Div (e, i)\n" + _PADDED.replace("y =", "z =") + "\n y = Div (z, j)",
+                ("LayerNormGemm",),
+                "",
+            ),
             ("of_many_columns_stays", 120, _PAD, _PADDED, ("Gemm",), "costs more than the norm's"),
             (
                 "and_others_stays",
@@ -1142,9 +1165,9 @@ FUSION_CASES = (
     FusionCase(
         "activation_outside_the_table",
         f"{_X}, {_LIN}",
-        _PLAIN + "y = HardSwish (z)",
+        _PLAIN + "y = Softsign (z)",
         ("Gemm",),
-        reason="HardSwish is none of the fused activations",
+        reason="Softsign is none of the fused activations",
     ),
     # --- Conv, losses -----------------------------------------------------------------------------
     *(
@@ -1207,6 +1230,68 @@ FUSION_CASES = (
         "y = Relu (n)",
         ("ConvRelu",),
         output="float[B,6,P,Q] y",
+    ),
+    *(
+        FusionCase(
+            f"product_batch_norm_{name}",
+            f"float[B,T,16] x, float[16,6] w, float[6] g, float[6] b{more}",
+            "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
+            f"flat = Constant <value = int64[2] {{-1, 6}}> ()\n m = MatMul (x, w)\n {body}",
+            fused,
+            output=output,
+            gone=gone,
+        )
+        for name, more, body, fused, output, gone in (
+            (
+                "through_a_reshape",
+                "",
+                "r = Reshape (m, flat)\n y = BatchNormalization (r, g, b, b, var)",
+                ("Gemm",),
+                "float[N,6] y",
+                ("BatchNormalization",),
+            ),
+            (
+                "of_a_biased_product",
+                ", float[6] c",
+                "a = Add (c, m)\n r = Reshape (a, flat)\n y = BatchNormalization (r, g, b, b, var)",
+                ("Gemm",),
+                "float[N,6] y",
+                ("BatchNormalization",),
+            ),
+            (
+                "through_a_transpose",
+                "",
+                "r = Transpose <perm = [0,2,1]> (m)\n n = BatchNormalization (r, g, b, b, var)\n"
+                "y = Relu (n)",
+                ("GemmRelu",),
+                "float[B,6,T] y",
+                ("BatchNormalization",),
+            ),
+            (
+                "read_twice_stays",
+                "",
+                "r = Reshape (m, flat)\n n = BatchNormalization (r, g, b, b, var)\n y = Add (n, r)",
+                (),
+                "float[N,6] y",
+                (),
+            ),
+            (
+                "of_a_residual_stays",
+                "",
+                "t = Tanh (m)\n a = Add (m, t)\n r = Reshape (a, flat)\n"
+                "y = BatchNormalization (r, g, b, b, var)",
+                (),
+                "float[N,6] y",
+                (),
+            ),
+        )
+    ),
+    FusionCase(
+        "product_batch_norm_of_other_axis_stays",
+        "float[B,6,16] x, float[16,5] w, float[6] g, float[6] b",
+        "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
+        "m = MatMul (x, w)\n y = BatchNormalization (m, g, b, b, var)",
+        output="float[B,6,5] y",
     ),
     *(
         FusionCase(

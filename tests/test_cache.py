@@ -25,7 +25,7 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Hardware
-from onnx_fuse.runtime import device
+from onnx_fuse.runtime import device, graphs, kept
 from onnx_fuse.runtime.executable import Executable
 
 H200 = CHIPS["H200"]
@@ -160,13 +160,13 @@ def test_a_file_that_changes_meanwhile_is_not_kept(
     opened._executable.program(SHAPES)
     program(path)
     assert (len(entries(gpu)), optimized) == (1, [2])
-    whole = cache.reread
+    whole = graphs.reread
 
     def slow(*arguments: Any) -> Any:
         os.utime(path)
         return whole(*arguments)
 
-    monkeypatch.setattr(cache, "reread", slow)
+    monkeypatch.setattr(graphs, "reread", slow)
     program(path)
     assert optimized == [3]
 
@@ -209,7 +209,7 @@ def test_the_longest_unused_entries_go(gpu: Path, monkeypatch: pytest.MonkeyPatc
     for i in range(4):
         (folder / f"{i}.graph").write_bytes(bytes(400_000))
         os.utime(folder / f"{i}.graph", (i, i))
-    cache._prune(folder, 1 << 20)
+    kept.prune(1 << 20)
     assert [p.name for p in entries(gpu)] == ["2.graph", "3.graph"]
 
 
@@ -218,9 +218,9 @@ def test_nothing_large_is_kept_beyond_the_bound(gpu: Path, monkeypatch: pytest.M
     passes.optimize(graph, own_kernels=True)
     graph, _ = in_precision(graph, "bf16")  # new weights, all of them
     monkeypatch.setattr(jit, "compile", lambda *_: b"")
-    kept = cache.Entry(ENCODER, "digest", stamp(ENCODER), {})
+    entry = cache.Entry(ENCODER, "digest", stamp(ENCODER), {})
     monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "1")
     big = graph.graph.initializers["embeddings.word.weight"]
     big.const_value = ir.tensor(np.ones((1 << 20, 1), np.float32), name=big.name)
-    kept.store(graph)
+    assert entry.store(graph).result() is None
     assert not entries(gpu)

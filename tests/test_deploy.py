@@ -21,14 +21,18 @@ import test_lower
 from fake_gpu import FakeGpu
 from support import ENCODER, Cli
 
-from onnx_fuse import InferenceSession, __version__, container, deploy, session
+from onnx_fuse import InferenceSession, __version__, container, deploy, passes, session
 from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.program import formula
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.deployed import Deployed
+from onnx_fuse.runtime.plan import Made
+from onnx_fuse.runtime.specialize import Specializer
 
 H200, A100 = CHIPS["H200"], CHIPS["A100"]
 TANH = "agraph (float[N,4] x) => (float[N,4] y) { y = Tanh(x) }"
@@ -225,6 +229,22 @@ def test_both_distributions_have_one_version() -> None:
     assert [match and match[1] for match in found] == [__version__] * 2
 
 
+def told(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, original: Callable[[Any], Program]) -> None:
+    """Tell the GPU what a file's launches compute: as the calls of the program they come from."""
+    whole = Deployed.made
+
+    def made(self: Deployed, shapes: Any, hw: Any) -> Made:
+        found, written = whole(self, shapes, hw), original(shapes)
+        read = (*found.program.setup, *found.program.calls)
+        for call, source in zip(read, (*written.setup, *written.calls), strict=True):
+            for launch in call.launches:
+                gpu._calls[id(launch)] = replace(call, expression=source.expression)
+                gpu._launches[id(launch)] = launch
+        return found
+
+    monkeypatch.setattr(Deployed, "made", made)
+
+
 def test_a_run_of_a_compiled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU of host memory, whose kernels are NumPy's, told which calls the launches are of."""
     text = (
@@ -235,18 +255,7 @@ def test_a_run_of_a_compiled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shapes = [{"x": (n, 8)} for n in rows]
     made = deploy.compile(text_model(text), path, targets={"h": H200}, shapes=shapes)
     gpu = FakeGpu().use(monkeypatch)
-    whole = Deployed.program
-
-    def program(self: Deployed, shapes: Any, hw: Any) -> Program:
-        found = whole(self, shapes, hw)
-        written = made.programs["h"][rows.index(shapes["x"][0][0])]
-        calls = zip((*found.setup, *found.calls), (*written.setup, *written.calls), strict=True)
-        for read, original in calls:
-            for launch in read.launches:
-                gpu._calls[id(launch)], gpu._launches[id(launch)] = original, launch
-        return found
-
-    monkeypatch.setattr(Deployed, "program", program)
+    told(gpu, monkeypatch, lambda shapes: made.programs["h"][rows.index(shapes["x"][0][0])])
     opened = InferenceSession(path, device="cuda")
     b = np.linspace(-1, 1, 8, dtype=np.float32)
     for n in (*rows, *rows, *rows):
@@ -256,6 +265,162 @@ def test_a_run_of_a_compiled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(z, -y.T)
     with pytest.raises(UsageError, match=r"no program for x \[4, 8\]"):
         opened.run(None, {"x": np.zeros((4, 8), np.float32), "b": b})
+
+
+# ---- ranges of sizes ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_range_of_sizes_needs_few_programs(tmp_path: Path) -> None:
+    """Each size of the range has the program that lowering makes for it, from a few in the file."""
+    path = tmp_path / "m.fused"
+    made = deploy.compile(
+        ENCODER,
+        path,
+        targets={"h": H200},
+        shapes=[dict.fromkeys(IDS, (2, -1))],
+        ranges={"sequence": (3, 40)},
+        precision="fp16",
+    )
+    loaded = Deployed(path)
+    assert len(made.programs["h"]) == len(loaded._programs) < 20
+    graph = session.load(ENCODER)
+    passes.optimize(graph, own_kernels=True)
+    graph, math = in_precision(graph, "fp16")
+    programs = Specializer(graph, H200, math=math)
+    plans = set()
+    for length in range(40, 2, -1):  # as they were compiled: the first of a class lowers it
+        shapes = dict.fromkeys(IDS, ((2, length), "int64"))
+        found = loaded.made(shapes, H200)
+        as_read(found.program, programs.of(shapes).program)
+        plans.add(id(found.plan))
+    assert len(plans) <= len(loaded._programs)
+    for sizes in ((2, 41), (3, 40), (2, 0)):
+        with pytest.raises(
+            UsageError, match=r"those for input_ids \[2, sequence\].* with sequence from 3 to 40;"
+        ):
+            loaded.program(dict.fromkeys(IDS, (sizes, "int64")), H200)
+    with pytest.raises(UsageError, match="no program"):
+        loaded.program(dict.fromkeys(IDS, ((2, 40), "int32")), H200)
+    unequal = dict(zip(IDS, (((2, n), "int64") for n in (8, 8, 9)), strict=True))
+    with pytest.raises(UsageError, match="no program"):
+        loaded.program(unequal, H200)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_run_in_any_size_of_a_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "agraph (float[N,M] x, float[M] b) => (float[N,M] y, float[M,N] z, float[N,N] o)"
+        "{ s = Add(x, b) y = Tanh(s) t = Transpose(y) z = Neg(t) one = Constant<value_ints = [0]>()"
+        "n = Shape<end = 1>(x) nn = Concat<axis = 0>(n, n) f = ConstantOfShape(nn) o = Cos(f) }"
+    )
+    path = tmp_path / "m.fused"
+    made = deploy.compile(
+        text_model(text), path, targets={"h": H200}, ranges={"N": (1, 40), "M": (2, 20)}
+    )
+    gpu = FakeGpu().use(monkeypatch)
+    entries = Deployed(path)._programs
+
+    def original(shapes: Any) -> Program:
+        given = {n: (tuple(s), d) for n, (s, d) in shapes.items()}
+        k = next(i for i, e in enumerate(entries) if e.numbers(given) is not None)
+        return made.programs["h"][k]
+
+    told(gpu, monkeypatch, original)
+    opened = InferenceSession(path, device="cuda")
+    rng = np.random.default_rng(0)
+    for n, m in [(3, 5), (4, 8), (3, 5), (40, 20), (1, 2), (7, 6), (3, 5), (40, 3), (3, 5)]:
+        x, b = (rng.standard_normal(s).astype(np.float32) for s in ((n, m), m))
+        y, z, o = opened.run(None, {"x": x, "b": b})
+        np.testing.assert_allclose(y, np.tanh(x + b), atol=1e-6)
+        np.testing.assert_allclose(z, -y.T)
+        np.testing.assert_array_equal(o, np.ones((n, n)))
+    with pytest.raises(UsageError, match=r"x \[N, M\], b \[M\] with N from 1 to 40 and M from 2"):
+        opened.run(None, {"x": np.zeros((2, 300), np.float32), "b": np.zeros(300, np.float32)})
+
+
+RANGES = {
+    "an unknown symbol": ({"Z": (1, 2)}, "no input has a dimension called 'Z'"),
+    "no sizes": ({"N": (3, 2)}, "from 3 to 2: no range"),
+    "nothing": ({"N": (0, 2)}, "from 0 to 2: no range"),
+    "too many": ({"N": (1, 1 << 20)}, "over 131,072 shapes"),
+}
+
+
+@pytest.mark.parametrize("case", RANGES)
+def test_what_is_no_range_is_refused(case: str, tmp_path: Path) -> None:
+    ranges, match = RANGES[case]
+    with pytest.raises(UsageError, match=match):
+        deploy.compile(text_model(TANH), tmp_path / "m", targets={"h": H200}, ranges=ranges)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("(-1*((-768*s1)//2048))", 48),
+        ("not (1+-1*s0) == 0", False),
+        ("2 <= s0 <= 16", False),
+        ("min((s1),(3+s0))+max(s0,7)", 11),
+        ("((s1)%8)", 0),
+    ],
+)
+def test_expressions_over_sizes(text: str, wanted: int) -> None:
+    assert formula.evaluated(formula.compiled(text), {"s0": 1, "s1": 128}) == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s0.real", "__import__('os')", "s0 ** s1", "1 << s0", "9" * 30, "s0 s1", "(s0)(s1)", "(" * 300,
+     "lambda: 0", "[s0]", "'a'", "s0\n", "min", "True", "s0 if s1 else s0", "", "s1(3)", "1 // 0"],
+)  # fmt: skip
+def test_nothing_else_is_evaluated(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no expression|no value|no whole"):
+        formula.Numbers([text]).at({"s0": 1, "s1": 2})
+
+
+@pytest.fixture
+def ranged(tmp_path: Path, no_compiler: None) -> Path:
+    path = tmp_path / "m.fused"
+    deploy.compile(text_model(TANH), path, targets={"h": H200}, ranges={"N": (2, 9)})
+    return path
+
+
+def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = to
+
+    return change
+
+
+BAD_RANGES = {
+    "symbols of numbers": _set("symbols", to=[1]),
+    "a symbol of no input": _set("symbols", 0, 0, to="z"),
+    "an axis that is not there": _set("symbols", 0, 1, to=7),
+    "a formula that is code": _set("formulas", 0, to="__import__('os').getpid()"),
+    "a formula of a number": _set("formulas", 0, to=3),
+    "a formula that is missing": lambda d: d["formulas"].pop(),
+    "a formula without a value": _set("formulas", 0, to="(s0//0)"),
+    "a formula that is false": _set("formulas", 0, to="s0 == 1"),
+    "another formula": lambda d: d.update(formulas=["99*s0"] * len(d["formulas"])),
+    "a guard that is code": _set("guards", 0, to="exit()"),
+    "a guard of another symbol": _set("guards", 0, to="s7 == 1"),
+    "a largest size of text": _set("largest", to={"s0": "9"}),
+    "a largest size of nothing": _set("largest", to={"s9": 9}),
+    "ranges of numbers": _set("ranges", to=[1]),
+    "no names": lambda d: d.pop("names"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_RANGES)
+def test_a_range_that_nobody_wrote_is_refused(ranged: Path, fault: str) -> None:
+    manifest = copy.deepcopy(container.Container(ranged).manifest)
+    for entry in manifest["programs"]:
+        BAD_RANGES[fault](entry["open"])
+    rewritten(ranged, manifest=manifest)
+    with pytest.raises(ModelError, match="damaged"):
+        Deployed(ranged).program({"x": ((5, 4), "float32")}, H200)
 
 
 # ---- which program, which GPU -------------------------------------------------------------------
@@ -402,15 +567,6 @@ def rewritten(path: Path, manifest: Any = None, program: Any = None) -> None:
     container.write(path, manifest or whole.manifest, members, tensors)
 
 
-def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def change(data: Any) -> None:
-        for key in keys[:-1]:
-            data = data[key]
-        data[keys[-1]] = to
-
-    return change
-
-
 BAD_PROGRAMS = {
     "a buffer of negative size": _set("buffers", 0, 2, to=-1),
     "a buffer too small": _set("buffers", 0, 2, to=4),
@@ -465,7 +621,7 @@ def test_a_program_that_nobody_lowered_is_refused(tanh: Path, fault: str) -> Non
 
 
 BAD_MANIFESTS = {
-    "another format": (_set("format", to=99), "of format 99.*reads format 1.*recompile"),
+    "another format": (_set("format", to=99), "of format 99.*reads format 2.*recompile"),
     "no programs": (lambda m: m.pop("programs"), "manifest lacks"),
     "inputs of numbers": (_set("inputs", to=[1]), "manifest lacks"),
     "a negative size": (_set("inputs", 0, 2, to=[-3]), "manifest lacks"),
@@ -510,6 +666,15 @@ def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) ->
     )
     assert done.code == 0, done.err
     assert [s["token_type_ids"][0] for s in Deployed(path).shapes()] == [(1, 4), (3, 5)]
+    done = cli(
+        *("compile", ENCODER, "-o", path, "--target", "h200", "--json", report),
+        *("--dim", "batch=2", "sequence=3..20"),
+    )
+    assert done.code == 0, done.err
+    assert "sequence from 3 to 20" in done.out
+    assert json.loads(report.read_text())["ranges"] == {"sequence": [3, 20]}
+    for length in range(3, 21):
+        assert Deployed(path).program(dict.fromkeys(IDS, ((2, length), "int64")), H200).calls
     # elsewhere the file is the graph that is in it
     done = cli("run", path, "--input-shapes", "input_ids:2,3")
     assert done.code == 0, done.err
@@ -522,12 +687,12 @@ def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "cuda"], "name the GPU that will run it: --target h200"),
+        (["--target", "cuda"], "name the one that will run the file, as in --target h200"),
         (["--target", "h2"], "--target h2: choose cuda or one of h200"),
         (["--target", "h200"], "axis 0 is open: give it by --input-shapes or by --dim batch=8"),
         (["--target", "h200", "--dim", "batch=x"], "--dim batch=x: expected SYMBOL=8"),
-        (["--target", "h200", "--dim", "batch=1..9999"], "asks for 9,999 programs"),
-        (["--target", "h200", "--dim", "none=1"], "no input has the dimension 'none'"),
+        (["--target", "h200", "--dim", "batch=1..9999:1"], "asks for 9,999 programs"),
+        (["--target", "h200", "--dim", "none=1"], "no input has a size named 'none'"),
     ],
 )
 def test_the_command_says_what_is_wrong(

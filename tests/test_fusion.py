@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.build import const_array, text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
@@ -433,3 +433,35 @@ def test_every_second_body_is_one() -> None:
     for (domain, name), definition in OPS.items():
         if domain == FUSE and definition.newer:
             assert len(definition.function(overload="newer")), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "target"),
+    [
+        ("n, two, three", [0, 2, 3]),
+        ("n, three, two", [0, 3, 2]),
+        ("two, n, three", None),  # a size in another place is no copy
+        ("n, rest, three", [0, -1, 3]),
+    ],
+)
+def test_a_reshape_to_sizes_of_its_own_input_has_a_constant_target(
+    sizes: str, target: list[int] | None
+) -> None:
+    model = text_model(
+        '<ir_version: 10, opset_import: ["" : 21]> agraph (float[N,5] x) => (float[A,B,C] y) '
+        "<int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] three = {3},"
+        " int64[1] rest = {-1}, int64[4] by = {0, 0, 0, 1}>"
+        " { p = Pad (x, by) s = Shape (x) n = Slice (s, zero, one)"
+        f" t = Concat <axis = 0> ({sizes}) r = Reshape (p, t) y = Neg (r) }}"
+    )
+    before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    passes.optimize(model)
+    (reshape,) = [n for n in model.graph if n.op_type == "Reshape"]
+    found = const_array(reshape.inputs[1])
+    assert (None if found is None else found.tolist()) == target
+    after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    for rows in (2, 4, 0):
+        x = np.arange(rows * 5, dtype=np.float32).reshape(rows, 5)
+        if rows == 0 and "rest" in sizes:
+            continue  # nothing is left to find a size by
+        np.testing.assert_array_equal(after.run(None, {"x": x})[0], before.run(None, {"x": x})[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ from cases import real_cases
 from interpret import interpret
 
 import onnx_fuse
-from onnx_fuse.cuda import jit
 from onnx_fuse.kernels import refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
@@ -35,9 +35,8 @@ from onnx_fuse.program.size import (
     wide_class_of,
 )
 from onnx_fuse.runtime import ort
-from onnx_fuse.runtime.ahead import Ahead
 from onnx_fuse.runtime.plan import Made
-from onnx_fuse.runtime.specialize import Interrupted, Specializer
+from onnx_fuse.runtime.specialize import Specializer
 
 H200 = CHIPS["H200"]
 SIZES = {"b": 3, "t": 130}
@@ -266,6 +265,11 @@ def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> No
             again = Open(lower(graph, there, H200, math=precision, values=values), trace)
             assert repr(again.at(sizes)) == repr(made.source.at(sizes)), sizes
             held += 1
+        stored: Open = pickle.loads(pickle.dumps(made.source))  # as the cache has it
+        for sizes in tries:
+            assert stored.holds(sizes) == made.source.holds(sizes)
+            if stored.holds(sizes):
+                assert repr(stored.at(sizes)) == repr(made.source.at(sizes))
     assert held >= 2
 
 
@@ -321,53 +325,6 @@ def test_few_lowerings_serve_all_lengths() -> None:
 
 def test_expressions_are_evaluated_over_their_symbols() -> None:
     assert value("min(b,3)*t", {"b": 5, "t": 2}) == 6
-
-
-def test_other_classes_are_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one length, those of the next classes cost no lowering, and their kernels are there."""
-    compiled = []
-    monkeypatch.setattr(
-        jit, "compile_all", lambda launches, arch, workers, progress: compiled.append(arch)
-    )
-    path = next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo")
-    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
-    specializer = Specializer(graph, H200, math=precision)
-    (name,) = (v.name or "" for v in graph.graph.inputs)
-    width = int(graph.graph.inputs[0].shape[2])  # type: ignore[index, arg-type]
-
-    def shapes(length: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        return {name: ((2, length, width), "float32")}
-
-    assert specializer.of(shapes(40)).source is not None
-    ahead = Ahead(specializer)
-    ahead.expect(shapes(40))
-    ahead.wait()
-    assert specializer.traced == 1  # one size so far: nothing says that it varies
-    ahead.expect(shapes(48))
-    ahead.wait()
-    lowered = specializer.traced
-    assert compiled
-    assert set(compiled) == {"sm_90a"}
-    for length in (16, 32, 64, 128):
-        specializer.of(shapes(length))
-    assert specializer.traced == lowered
-    ahead.expect(shapes(40))  # nothing twice
-    ahead.wait()
-    assert specializer.traced == lowered
-
-
-def test_what_is_made_in_the_background_gives_way() -> None:
-    path = next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo")
-    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
-    specializer = Specializer(graph, H200, math=precision)
-    (value,) = graph.graph.inputs
-    shapes = {value.name or "": ((2, 40, int(value.shape[2])), "float32")}  # type: ignore[index, arg-type]
-    specializer._waiting.append(None)  # as while another thread waits for the lock
-    with pytest.raises(Interrupted):
-        specializer.prepare(shapes)
-    specializer._waiting.clear()
-    assert specializer.prepare(shapes) is not None
-    assert specializer.traced == 1
 
 
 def test_a_growing_cache_keeps_one_layout() -> None:

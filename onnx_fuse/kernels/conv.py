@@ -12,6 +12,7 @@ from math import prod
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule import ByRule, tail_macros, window_macros
+from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Conv
 
@@ -30,9 +31,7 @@ def _macros(problem: Conv) -> dict[str, object]:
 
 
 def _epilogue(problem: Conv) -> dict[str, object]:
-    macros: dict[str, object] = {}
-    if problem.act:
-        macros["ACT"] = problem.act.upper()
+    macros: dict[str, object] = {**activation_macros(problem.act)}
     if problem.slope:
         macros["SLOPE"] = True
     return macros

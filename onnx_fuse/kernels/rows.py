@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
 
 
@@ -176,7 +177,8 @@ def row_dots(
             Ptr("part"),
         ),
         as_defines(
-            {"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw},
+            {"T": C_TYPES[dtype], "RPW": rpw},
+            activation_macros(act),
             {"PLANES": planes} if planes else {},
         ),
     )  # fmt: skip
@@ -201,7 +203,7 @@ def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> tuple[La
             Ptr("dy"), Ptr("z"), Num("i32", m), Num("i32", n), Num("f32", act_alpha), Ptr("dz"),
             Ptr("part"), Ptr("dbias"),
         ),
-        as_defines({"T": C_TYPES[dtype], "ACT": act.upper()}),
+        as_defines({"T": C_TYPES[dtype]}, activation_macros(act)),
     )  # fmt: skip
     return call, parts
 

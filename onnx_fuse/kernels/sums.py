@@ -24,7 +24,7 @@ class Slope(ByRule):
 
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
-        act = problem.act or "none"
+        act = problem.act
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
 
 

@@ -91,6 +91,11 @@ def _operators(files: tuple[tuple[Path, int], ...]) -> frozenset[str]:
     return frozenset(key.partition(" | ")[0] for file in files for key in _read(*file))
 
 
+def stamp(hw: Hardware) -> tuple[tuple[str, int], ...]:
+    """What changes where a file of `load` does."""
+    return tuple((path.name, written) for path, written in _files(hw))
+
+
 def lookup(
     op: str, problem: AnyProblem, hw: Hardware, legal: Sequence[Kernel]
 ) -> tuple[Kernel, Config, float] | None:

@@ -12,7 +12,8 @@ from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import Conv, Triple, Window
@@ -170,13 +171,13 @@ def plain(ctx: Context, node: ir.Node) -> str | None:
 
 def activated(ctx: Context, node: ir.Node) -> str | None:
     """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
-    name, *exposed = node.op_type.split("_")
-    if exposed:
-        return f"it returns {', '.join(exposed)}"
-    row = ACTIVATIONS[name.removeprefix("Conv")]
+    name = FusedName.of(node.op_type)
+    if name.exposed:
+        return f"it returns {', '.join(name.exposed)}"
+    row = ACTIVATIONS[name.activation]
     if ctx.view(node, 0).dtype == "float64":
         return "the epilogue's activations are of float32"
-    return convolution(ctx, node, row.cuda, float(ctx.attr(node, "alpha", row.alpha)))
+    return convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
 
 
 def sloped(ctx: Context, node: ir.Node) -> str | None:
@@ -194,5 +195,5 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Conv"): plain,
     ("", "ConvTranspose"): plain,
     (FUSE, "ConvPRelu"): sloped,
-    **{(FUSE, f"Conv{name}"): activated for name, row in ACTIVATIONS.items() if row.cuda},
+    **{(FUSE, str(FusedName.make("Conv", act))): activated for act in ACTIVATIONS},
 }

@@ -16,6 +16,7 @@ from onnx_fuse.kernels.channel import by_columns, channel_chunks
 from onnx_fuse.kernels.norm import grad_parts
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problems import (
     ChannelGrad,
@@ -29,8 +30,8 @@ from onnx_fuse.program.problems import (
 
 def layer_norm(ctx: Context, node: ir.Node) -> str | None:
     """LayerNormalization, RMSNormalization, SkipLayerNorm, SkipRMSNorm over the trailing axes."""
-    kind, *exposed = node.op_type.split("_") if node.domain == FUSE else [node.op_type]
-    skip, rms = kind.startswith("Skip"), "RMS" in kind
+    name = FusedName.of(node.op_type)
+    skip, rms = name.skip, name.rms
     x = ctx.dense(node, 0)
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
@@ -47,7 +48,7 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
     if not rms and ctx.has(node, 2 + skip):
         reads["bias"] = ctx.dense(node, 2 + skip)
     outputs = ["y", "sum"] if skip else ["y"]
-    outputs += exposed if node.domain == FUSE else ["mean", "rstd"]
+    outputs += name.exposed if node.domain == FUSE else ["mean", "rstd"]
     writes = {
         name: ctx.output(node, i, *(() if name in ("mean", "rstd") else (x.shape, x.dtype)))
         for i, name in enumerate(outputs)
@@ -65,7 +66,8 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
 
 def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     """LayerNormGrad, RMSNormalizationGrad, their Skip forms: dx, dscale, dbias by mean, rstd."""
-    skip, rms = node.op_type.startswith("Skip"), "RMS" in node.op_type
+    op = FusedName.of(node.op_type)
+    skip, rms = op.skip, op.rms
     names = ["dy", *(["ds"] if skip else []), "x", "scale", *([] if rms else ["mean"]), "rstd"]
     reads = {name: ctx.dense(node, i) for i, name in enumerate(names)}
     x, scale, rstd = reads["x"], reads["scale"], reads["rstd"]

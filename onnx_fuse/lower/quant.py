@@ -27,6 +27,7 @@ from onnx_fuse.cuda.pointwise import (
     rounded,
 )
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.moves import Range
 
@@ -231,9 +232,9 @@ def stays_packed(ctx: Context, weight: ir.Value | None) -> bool:
 def _is_weight(node: ir.Node, index: int) -> bool:
     """Whether a product's input is its right operand, alone or in a fused operator."""
     if node.domain == FUSE:
-        name = node.op_type.removeprefix("LayerNorm").removeprefix("RMSNorm")
-        grad = node.op_type.split("_")[0].endswith("Grad")
-        return name.startswith("Gemm") and not grad and index == len(node.inputs) - 2
+        name = FusedName.of(node.op_type)
+        product = name.family == "Gemm" and not (name.place or name.grad)
+        return product and index == len(node.inputs) - 2
     return (node.op_type, node.domain, index) == ("MatMul", "", 1)
 
 

@@ -27,7 +27,7 @@ from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, base_name, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
@@ -292,7 +292,7 @@ class Lowerer(Control):
             self._lower(node)
 
     def _lower(self, node: ir.Node) -> None:
-        lowering = lowerings().get((node.domain, _base(node)))
+        lowering = lowerings().get((node.domain, base_name(node)))
         mark = self._mark()
         own = not self._owner
         self._owner = self.label(node)
@@ -464,7 +464,7 @@ class Lowerer(Control):
             self._node(node)
 
     def _decompose(self, node: ir.Node) -> bool:
-        rule = DECOMPOSED.get((node.domain, _base(node)))
+        rule = DECOMPOSED.get((node.domain, base_name(node)))
         if rule is None:
             return False
         op = Builder()
@@ -646,11 +646,6 @@ class Lowerer(Control):
 
 
 # ---- helpers ------------------------------------------------------------------------------------
-
-
-def _base(node: ir.Node) -> str:
-    """Name of the operator without the inner values it exposes."""
-    return node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
 
 
 def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:

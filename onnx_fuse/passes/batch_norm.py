@@ -1,7 +1,8 @@
-"""BatchNormalization folded into the weights of the Conv, ConvTranspose or Gemm before it.
+"""BatchNormalization folded into the weights of the Conv, ConvTranspose, Gemm or MatMul before it.
 
     BatchNormalization(x·w + b) = x·(w s) + (b - mean) s + beta,  s = gamma / sqrt(var + epsilon)
-For inference only: the weights as they were are lost.
+Views may stand between that leave the axis of the channels whole. For inference only: the weights
+as they were are lost.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from onnx_fuse.onnx.build import Builder, const_array, unique_name
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
+    copy_onto,
     is_initializer,
     made_by,
-    only_use,
+    other,
+    rank,
+    row_axis,
+    typed,
     users,
 )
 
@@ -29,15 +34,48 @@ def fold_batch_norm(rw: Rewriter) -> int:
     return sum(_fold(rw, n) for n in nodes if n.op_type == "BatchNormalization" and not n.domain)
 
 
+def _climbed(norm: ir.Node) -> tuple[ir.Node, ir.Node | None, list[ir.Node]] | None:
+    """The product whose channels these are, the Add of its bias, and the views upward."""
+    value, axis, views = norm.inputs[0], 1, list[ir.Node]()
+    while (view := made_by(value, *_VIEWS)) is not None and len(views) < _MOST:
+        below = row_axis(view, axis)
+        if below is None:
+            return None
+        value, axis = view.inputs[0], below
+        views.insert(0, view)
+    product, add = made_by(value, *_PRODUCTS), made_by(value, "Add")
+    if add is not None:
+        column = next((i for i in (0, 1) if rank(add.inputs[i]) == 1), None)
+        product = None if column is None else made_by(add.inputs[1 - column], "MatMul")
+    if product is None or value is None:
+        return None
+    last = axis == (rank(value) or 0) - 1 and rank(product.inputs[1]) == 2
+    rows = product.op_type in ("Gemm", "MatMul") and (rank(product.inputs[0]) or 0) >= 2
+    return (product, add, views) if (rows and last) or (not rows and axis == 1) else None
+
+
+_VIEWS = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_MOST = 16
+"""Views that are climbed over."""
+
+
 def _fold(rw: Rewriter, norm: ir.Node) -> bool:
-    product = made_by(norm.inputs[0], "Conv", "ConvTranspose", "Gemm")
-    if product is None or product.graph is not norm.graph or attribute(norm, "training_mode", 0):
+    climbed = _climbed(norm)
+    if climbed is None or attribute(norm, "training_mode", 0):
+        return False
+    product, add, views = climbed
+    if product.graph is not norm.graph:
         return False
     nodes = [product, norm]
-    if only_use(product.outputs[0]) is not norm:
+    chain = [product, *([add] if add is not None else []), *views]
+    alone = [[n for n in users(v.outputs[0]) if n.op_type != "Shape"] for v in chain]
+    if any(v.outputs[0].is_graph_output() for v in chain) or any(len(n) > 1 for n in alone):
         return rw.refuse(FOLD_BATCH_NORM, nodes, "other nodes read what it normalizes")
     x, w, *rest = product.inputs
     b = rest[0] if rest else None
+    if add is not None:
+        b = other(add, product.outputs[0])
     parameters = [w, b, *norm.inputs[1:]]
     if w is None or not all(v is None or is_initializer(v) for v in parameters):
         return rw.refuse(FOLD_BATCH_NORM, nodes, "weights or statistics are no constants")
@@ -48,7 +86,7 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         names = " and ".join(sorted(t.name.lower() for t in types if t is not None))
         reason = f"its parameters are of {names}: the folded weights would be rounded once more"
         return rw.refuse(FOLD_BATCH_NORM, nodes, reason)
-    folded = _folded(product, norm)
+    folded = _folded(product, b, norm)
     if folded is None:
         return rw.refuse(FOLD_BATCH_NORM, nodes, "the folded weights are not finite, or lost")
     weight, bias = folded
@@ -63,13 +101,20 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         rw.graph.register_initializer(b)
     kept = {name: a.value for name, a in product.attributes.items() if name != "beta"}
     op = Builder()
-    y = op.node(product.op_type, [x, w, b], attributes=kept)
+    if product.op_type == "MatMul":
+        made = op.Add(typed(op.MatMul(x, w), w, product.outputs[0].shape), b)
+    else:
+        made = op.node(product.op_type, [x, w, b], attributes=kept)
+    last = chain[-1 - len(views)].outputs[0]
+    y = copy_onto(op, views, last, typed(made, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
 
 
-def _folded(product: ir.Node, norm: ir.Node) -> tuple[np.ndarray, np.ndarray] | None:
-    """The new weight and bias; None where they cannot stand for what the two nodes compute."""
-    arrays = [const_array(v) for v in (*product.inputs[1:], *norm.inputs[1:]) if v is not None]
+def _folded(
+    product: ir.Node, b: ir.Value | None, norm: ir.Node
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The new weight and bias; None where they cannot stand for what the nodes compute."""
+    arrays = [const_array(v) for v in (product.inputs[1], b, *norm.inputs[1:]) if v is not None]
     kept = [a for a in arrays if a is not None]
     dtype = kept[0].dtype
     with np.errstate(all="ignore"):
@@ -104,7 +149,8 @@ def _by_channel(product: ir.Node, weight: np.ndarray, scale: np.ndarray) -> np.n
             return None
         rows = np.repeat(scale.reshape(group, -1), weight.shape[0] // group, axis=0)
         return rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
-    axis = 1 if product.op_type == "Gemm" and not attribute(product, "transB", 0) else 0
+    plain = product.op_type == "Gemm" and not attribute(product, "transB", 0)
+    axis = 1 if plain or product.op_type == "MatMul" else 0
     if scale.size != weight.shape[axis]:
         return None
     return scale.reshape([-1 if i == axis else 1 for i in range(weight.ndim)])

@@ -43,12 +43,15 @@ def measure_reshapes(model: ir.Model) -> bool:
             y = node.outputs[0]
             known[y] = entries
             changed = _constant(node, entries) or changed
+        if node.op_type == "Pad":
+            _pad(node, meaning)
         if node.op_type in ("Reshape", "Expand"):
             x, y = node.inputs[0], node.outputs[0]
             wanted = _read(node.inputs[1], known)
-            if node.op_type == "Reshape":
-                wanted = _reshape(node, wanted, meaning)
             same = _sizes(x, meaning)
+            if node.op_type == "Reshape":
+                changed = _copied(node, wanted, same) or changed
+                wanted = _reshape(node, wanted, meaning)
             whole = same is not None and None not in same and not y.is_graph_output()
             if x is not None and whole and same == wanted:
                 y.replace_all_uses_with(x)
@@ -95,10 +98,46 @@ def _reshape(node: ir.Node, wanted: Sizes | None, meaning: dict[str, Size]) -> S
         found[hole] = _quotient(given, found[:hole] + found[hole + 1 :])
     if y.is_graph_output():
         return None
+    return found if _enter(y, found, meaning) else None
+
+
+def _copied(node: ir.Node, wanted: Sizes | None, given: Sizes | None) -> bool:
+    """A target of numbers and of sizes that the input has in the same places is a constant."""
+    target, graph = node.inputs[1], node.graph
+    if wanted is None or given is None or graph is None or const_array(target) is not None:
+        return False
+    if attribute(node, "allowzero", 0) != 0:
+        return False
+    numbers = []
+    for i, size in enumerate(wanted):
+        if size is not None and not size[1]:
+            numbers.append(size[0])
+        elif size is not None and i < len(given) and given[i] == size:
+            numbers.append(0)
+        else:
+            return False
+    op = Builder()
+    node.replace_input_with(1, op.constant(np.array(numbers, np.int64)))
+    graph.insert_before(node, op.nodes)
+    return True
+
+
+def _pad(node: ir.Node, meaning: dict[str, Size]) -> None:
+    """Enter what the symbols in the output's shape mean: sizes that nothing is added to stay."""
+    y, given = node.outputs[0], _sizes(node.inputs[0], meaning)
+    pads = const_array(node.inputs[1]) if len(node.inputs) in (2, 3) else None
+    if given is None or pads is None or pads.size != 2 * len(given) or y.is_graph_output():
+        return
+    by = [bool(pads[i] or pads[i + len(given)]) for i in range(len(given))]
+    _enter(y, [None if padded else size for size, padded in zip(given, by, strict=True)], meaning)
+
+
+def _enter(y: ir.Value, found: Sizes, meaning: dict[str, Size]) -> bool:
+    """Give `y` the sizes found, and its symbols their meaning; False where its rank is another."""
     if y.shape is None:
         y.shape = ir.Shape([None] * len(found))
     if len(y.shape) != len(found):  # the file declares another rank
-        return None
+        return False
     dims: list[int | str | None] = []
     for old, size in zip(y.shape, found, strict=True):
         symbol = old.value if isinstance(old, ir.SymbolicDim) else old
@@ -106,7 +145,7 @@ def _reshape(node: ir.Node, wanted: Sizes | None, meaning: dict[str, Size]) -> S
             meaning.setdefault(symbol, size)
         dims.append(symbol if symbol is not None or size is None else _dim(*size))
     y.shape = ir.Shape(dims)
-    return found
+    return True
 
 
 def _dim(factor: int, symbols: tuple[str, ...]) -> int | str | None:

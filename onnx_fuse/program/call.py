@@ -49,7 +49,7 @@ feeds that such an operand comes from are then made part of the shape key."""
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """The row-major strides of a shape, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -72,8 +72,15 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements of the view."""
         return prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory, those between them counted."""
+        if not self.size:
+            return 0
+        return 1 + sum(abs(s) * (d - 1) for d, s in zip(self.shape, self.strides, strict=True))
 
     @property
     def nbytes(self) -> int:

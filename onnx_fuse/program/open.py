@@ -6,34 +6,53 @@ another shape costs an evaluation: no lowering, no choice of kernels, no text of
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.size import Size, Trace, expression
+from onnx_fuse.program.size import Size, Trace, expression, largest, least
 
 
 class Open:
     """An object that holds sizes of a trace, and what it is for other values of its symbols."""
 
     def __init__(self, made: Any, trace: Trace) -> None:
-        self.symbols = tuple(trace.values)
-        given = ", ".join(self.symbols)
+        symbols = tuple(trace.values)
+        # classes first: most programs are told apart by them
+        guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
+        given = ", ".join(symbols)
         writer = _Writer()
         result = writer.write(made)
-        guards = "".join(f"    if not ({guard}): return False\n" for guard in trace.guards)
+        checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
         lines = "".join(f"    {line}\n" for line in writer.lines)
         source = (
-            f"def holds({given}):\n{guards}    return True\n"
+            f"def holds({given}):\n{checks}    return True\n"
             f"def make({given}):\n{lines}    return {result}\n"
         )
-        names = writer.names | {"new": _new, "array": np.array, "int64": np.int64}
-        exec(compile(source, "<open sizes>", "exec"), names)  # text of our own making
+        self._set(symbols, guards, compile(source, "<open sizes>", "exec"), writer.names)
+
+    def _set(
+        self, symbols: tuple[str, ...], guards: tuple[str, ...], code: CodeType, used: Any
+    ) -> None:
+        self.symbols, self.guards, self._code, self._used = symbols, guards, code, used
+        names = used | {"new": _new, "array": np.array, "int64": np.int64}
+        names |= {"min": least, "max": largest}  # which leave sizes open
+        exec(code, names)  # text of our own making
         self._holds: Callable[..., bool] = names["holds"]
         self._make: Callable[..., Any] = names["make"]
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """For pickle, with the compiled code: to compile it anew takes ten times as long."""
+        return self.symbols, self.guards, marshal.dumps(self._code), self._used
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        symbols, guards, code, used = state
+        self._set(symbols, guards, marshal.loads(code), used)
 
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether every decision that was taken on the way would be taken again."""

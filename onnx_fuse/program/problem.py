@@ -242,12 +242,12 @@ class Problem(_Attrs, AnyProblem):
 
     @property
     def out(self) -> str:
-        """dtype of the result."""
+        """The dtype of the result."""
         return self.out_dtype or self.dtype
 
     @property
     def batches(self) -> int:
-        """Number of matrices."""
+        """The number of matrices in a batch."""
         return prod(self.batch)
 
     @property
@@ -300,7 +300,7 @@ class Config(_Attrs):
 
     @classmethod
     def of(cls, **attrs: Value) -> Config:
-        """Config from keywords."""
+        """Make a configuration from keywords."""
         return cls(_pairs(attrs))
 
     def having(self, **attrs: Value) -> Config:

@@ -71,8 +71,6 @@ class Trace:
         """Comparisons that are among the guards."""
         self.memo: dict[Any, Any] = {}
         """What was made for problems with these sizes: their guards are among `guards`."""
-        self.watch: Callable[[str], None] | None = None
-        """Told each new guard; it may raise to give up the lowering."""
 
     def symbol(self, name: str, value: int) -> int:
         """The open dimension called `name`, an identifier; its value is `value`."""
@@ -115,10 +113,7 @@ class Trace:
 
     def guard(self, text: str) -> None:
         """Keep that the expression holds."""
-        if text not in self.guards:
-            self.guards[text] = None
-            if self.watch is not None:
-                self.watch(text)
+        self.guards[text] = None
 
 
 class Size:

@@ -1,131 +1,282 @@
-"""Programs and kernels for shapes that have not come yet, made in the background."""
+"""Programs and kernels for shapes that have not come yet, made by processes of low priority.
+
+Such a process (`background`) lowers for this GPU's description and compiles; it never touches the
+GPU. What it makes it writes to the cache, where a run that needs it finds it. It ends when it has
+had nothing to do for a while, and with the process that started it, however that ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from onnx_fuse.cuda import jit
-from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.lower.walk import Shapes
-from onnx_fuse.program.call import NeedsValues
-from onnx_fuse.program.problem import Launch
-from onnx_fuse.program.size import class_of
-from onnx_fuse.runtime.specialize import Interrupted, Specializer
+import numpy as np
 
-COMPILING, WORKERS = 2, 4
-"""Programs whose kernels are compiled at once, and threads for each."""
-PAUSE = 0.02
-"""Seconds after which a program is tried again that gave way to a run."""
+from onnx_fuse import config
+from onnx_fuse.container import GRAPH, digest_of, write
+from onnx_fuse.lower.walk import Shapes
+from onnx_fuse.onnx.save import outlined
+from onnx_fuse.program.size import class_of
+from onnx_fuse.runtime import graphs
+from onnx_fuse.runtime.kept import Origin
+from onnx_fuse.runtime.specialize import Specializer
+
+FAR = 512
+"""Size up to which programs are made ahead of time, whatever sizes have come."""
+WORTH = 0.1
+"""Seconds that a new shape's program and kernels must have taken, for others to be made ahead."""
+CORES = 4
+"""Fewer would be taken from the runs; with more there is a process for each so many."""
+PROCESSES = 4
+"""At most, since NVRTC compiles one kernel after another in a process, whatever its threads."""
+LARGEST = 4 << 30
+"""Bytes of weights up to which a model that is in no file is copied for the other process."""
+
+_Wish = tuple[Shapes, dict[str, int]]  # shapes, and how far the sizes of some symbols go
+
+
+def possible() -> bool:
+    """Whether this machine and this interpreter can have a second process do it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    own = bool(sys.executable) and not getattr(sys, "frozen", False)
+    return own and cores >= CORES and hasattr(os, "memfd_create") and config.CACHE_MB.value > 0
 
 
 class Ahead:
-    """Prepares the other size classes of the dimensions that vary from run to run.
-
-    One thread lowers, and gives up what it does when a run needs a program; others compile.
-    """
+    """Has the other size classes prepared of the dimensions that vary from run to run."""
 
     def __init__(self, specializer: Specializer) -> None:
         self._specializer = weakref.ref(specializer)
-        self._arch = specializer.hw.arch
+        self._worth = False
         self._first: dict[str, int] = {}
         self._varying: set[str] = set()
-        self._seen: set[object] = set()
-        self._done = threading.Condition()
-        self._lowering = _Queue(1, self._lower, self._done)
-        self._compiling = _Queue(COMPILING, self._compile, self._done)
+        self._seen: dict[object, int] = {}
+        self._wanted: list[_Wish] = []
+        self._changed = threading.Condition()
+        self._busy = False  # whether a thread hands over what is wanted
+        self.children: list[_Child] = []
 
-    def expect(self, shapes: Shapes) -> None:
-        """Prepare what may come after these shapes, once some dimension has had two sizes."""
+    def expect(self, shapes: Shapes, seconds: float) -> None:
+        """Prepare what may come after these shapes, whose program took so long to make.
+
+        Nothing happens until a program has taken WORTH; nothing is prepared until some dimension
+        has had two sizes.
+        """
         specializer = self._specializer()
         if specializer is None:
             return
-        symbols = specializer.symbols(shapes)
-        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
+        numbers = specializer.numbers(shapes)
         for symbol, number in numbers.items():
             if self._first.setdefault(symbol, number) != number:
                 self._varying.add(symbol)
-        for symbol in self._varying & numbers.keys():
+        begins = seconds > WORTH and not self._worth
+        self._worth |= begins
+        if not self._worth:
+            return
+        wanted = {}
+        for symbol in sorted(self._varying & numbers.keys()):
             others = tuple(class_of(n) for name, n in numbers.items() if name != symbol)
-            for other in specializer.like(shapes, symbol):
-                size = next(other[name][0][axis] for name, axis, own in symbols if own == symbol)
-                key = symbol, size, others
-                if key not in self._seen:
-                    self._seen.add(key)
-                    self._lowering.put(other)
+            far = farthest(numbers[symbol])
+            if self._seen.get((symbol, others), 0) < far:
+                self._seen[symbol, others] = far
+                wanted[symbol] = far
+        if not (wanted or begins):
+            return
+        with self._changed:
+            self._wanted.insert(0, (shapes, wanted))  # the latest first
+            if not self._busy:
+                self._busy = True
+                threading.Thread(
+                    target=self._hand_over, name="onnx_fuse ahead", daemon=True
+                ).start()
 
     def wait(self) -> None:
-        """Return when nothing is left to prepare."""
-        with self._done:
-            self._done.wait_for(lambda: not self._lowering.busy and not self._compiling.busy)
+        """Return when all that was wanted is prepared, and the processes have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
+        for child in self.children:
+            child.say({"end": True})
+        for child in self.children:
+            child.ended.wait()
 
-    def _lower(self, shapes: Shapes) -> None:
-        specializer = self._specializer()
-        if specializer is None:
-            return
+    def _hand_over(self) -> None:
+        """A thread's: tell the process, which is started if need be, what is wanted."""
         try:
-            program = specializer.prepare(shapes)
-        except Interrupted:
-            time.sleep(PAUSE)
-            self._lowering.put(shapes)
+            while (wish := self._next()) is not None:
+                specializer = self._specializer()
+                if specializer is not None:
+                    self._tell(specializer, *wish)
+        except BaseException:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+            raise
+
+    def _next(self) -> _Wish | None:
+        with self._changed:
+            if self._wanted:
+                return self._wanted.pop(0)
+            self._busy = False
+            self._changed.notify_all()
+            return None
+
+    def _tell(self, specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) -> None:
+        origin = None if specializer.origin is None else specializer.origin.result()
+        graph: _Copy | None = None
+        if specializer.programs is None:
+            graph = _Copy.of(specializer)
+            if graph is None:
+                return  # too large
+            specializer.keep_under(graph.digest)
+        if not wanted:
             return
-        except (OnnxFuseError, NeedsValues):
-            return  # that shape says why when it comes
-        if program is not None:
-            calls = (*program.setup, *program.calls)
-            self._compiling.put(tuple(x for call in calls for x in call.launches))
+        self.children = [child for child in self.children if not child.ended.is_set()]
+        if not self.children:
+            if not missing(specializer, shapes, wanted):
+                return
+            if origin is None and graph is None and (graph := _Copy.of(specializer)) is None:
+                return
+            parts = max(1, min(PROCESSES, len(os.sched_getaffinity(0)) // CORES))
+            with contextlib.nullcontext() if graph is None else graph.open():
+                for part in range(parts):
+                    child = _Child(specializer, origin, graph, (part, parts))
+                    weakref.finalize(self, child.end)
+                    self.children.append(child)
+        plain = {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()}
+        for child in self.children:
+            child.say({"shapes": plain, "sizes": wanted})
 
-    def _compile(self, launches: tuple[Launch, ...]) -> None:
-        jit.compile_all(launches, self._arch, workers=WORKERS, progress=False)
 
+def order(number: int, far: int, part: int = 0, parts: int = 1) -> list[int]:
+    """All sizes up to `far`: class by class, those nearest to the number first.
 
-class _Queue:
-    """Work for a few threads, which begin with the first item.
-
-    A thread asks for its next item when it has done one: a process that ends waits for what is
-    under way, not for all that was put in.
+    Of `parts` processes each takes every so-manyth class.
     """
+    classes, last = [], 0
+    while last < far:
+        first, last = class_of(last + 1)
+        classes.append((first, last))
+    classes.sort(key=lambda pair: abs(pair[1] - number))
+    return [size for first, last in classes[part::parts] for size in range(last, first - 1, -1)]
+
+
+def missing(specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) -> bool:
+    """Whether some of the sizes wanted has no program yet."""
+    key, numbers = specializer.key(shapes, {}), specializer.numbers(shapes)
+    return any(
+        not specializer.has(key, numbers | {symbol: size})
+        for symbol, far in wanted.items()
+        for size in order(numbers[symbol], far)
+    )
+
+
+class _Copy:
+    """A graph with its weights, for a process to read as a file that is in memory alone."""
+
+    def __init__(self, data: bytes, parts: graphs.Parts) -> None:
+        self._data, self._parts = data, parts
+        own = (parts.tensors[n] for n in parts.manifest["own"])
+        dense = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in own]
+        self.digest = digest_of([data, *dense])
+        self.file = -1
+
+    @classmethod
+    def of(cls, specializer: Specializer) -> _Copy | None:
+        """Of the specializer's model, None where its weights are too many."""
+        with specializer.lock:
+            parts = graphs.parts(specializer.model, beside=False)
+            graph = specializer.model.clone()
+        assert parts is not None
+        if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
+            return None
+        parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
+        return cls(outlined(graph), parts)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Within the block there is the file."""
+        self.file = os.memfd_create("onnx_fuse")
+        try:
+            write(self.path, self._parts.manifest, {GRAPH: self._data}, self._parts.tensors)
+            yield
+        finally:
+            os.close(self.file)
+
+    @property
+    def path(self) -> Path:
+        """Where this process, and one that was given the open file, finds it."""
+        return Path(f"/proc/self/fd/{self.file}")
+
+
+class _Child:
+    """A process that prepares programs, until it has `ended`."""
 
     def __init__(
-        self, workers: int, work: Callable[[Any], None], done: threading.Condition
+        self,
+        specializer: Specializer,
+        origin: Origin | None,
+        copy: _Copy | None,
+        part: tuple[int, int],
     ) -> None:
-        self._workers, self._work, self._done = workers, work, done
-        self._items: deque[Any] = deque()
-        self._pool: ThreadPoolExecutor | None = None
-        self.busy = 0
-        """Threads at work."""
+        """The graph is the cache's entry that `origin` names, or the copy."""
+        assert specializer.programs is not None
+        if copy is not None:
+            graph, model = copy.path, None
+        else:
+            assert origin is not None
+            graph, model = origin.entry, str(origin.model)
+        job = {
+            "graph": str(graph),
+            "model": model,
+            "folder": str(specializer.programs.folder),
+            "given": sorted(specializer.programs.given),
+            "hardware": asdict(specializer.hw),
+            "math": specializer.math,
+            "prefs": specializer.prefs,
+            "state": specializer.state,
+            "part": part,
+        }
+        path = os.pathsep.join(p for p in sys.path if p)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "onnx_fuse.runtime.background"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=None if config.DEBUG.value else subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            pass_fds=() if copy is None else (copy.file,),
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self.ended = threading.Event()
+        threading.Thread(target=self._reap, name="onnx_fuse ahead", daemon=True).start()
+        self.say(job)
 
-    def put(self, item: Any) -> None:
-        with self._done:
-            self._items.append(item)
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._workers, "onnx_fuse")
-            if self.busy < self._workers:
-                self.busy += 1
-                self._go_on()
+    def _reap(self) -> None:
+        self._process.wait()
+        self.ended.set()
 
-    def _go_on(self) -> None:
-        assert self._pool is not None
-        try:
-            self._pool.submit(self._one)
-        except RuntimeError:  # the process ends
-            self.busy -= 1
+    def say(self, message: dict[str, Any]) -> None:
+        """Write a line to it, if it is still there to read it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
 
-    def _one(self) -> None:
-        with self._done:
-            item = self._items.popleft() if self._items else None
-        try:
-            if item is not None:
-                self._work(item)
-        finally:
-            with self._done:
-                if self._items:
-                    self._go_on()
-                else:
-                    self.busy -= 1
-                self._done.notify_all()
+    def end(self) -> None:
+        """Have it end at once."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+
+def farthest(number: int) -> int:
+    """Up to which size programs are made where one of this size has come: FAR, or a class more."""
+    return max(FAR, class_of(2 * number)[1])

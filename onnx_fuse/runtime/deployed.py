@@ -16,8 +16,10 @@ from onnx_fuse.container import Container
 from onnx_fuse.cuda import jit
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.program.call import Program
+from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
-from onnx_fuse.runtime.encoding import FORMAT, Modules, decode
+from onnx_fuse.runtime.encoding import FORMAT, Modules, Template, decode
+from onnx_fuse.runtime.plan import Kept, Made, plan
 from onnx_fuse.runtime.tensor import Argument, dtype_of
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
@@ -46,14 +48,12 @@ class Deployed:
             modules = [_module(m) for m in manifest["modules"]]
             self._modules: Modules = [module for module, _, _ in modules]
             self._compiled = [(cubins, waits) for _, cubins, waits in modules]
-            self._programs = [
-                (str(p["target"]), _shapes(p["inputs"]), str(p["member"]))
-                for p in manifest["programs"]
-            ]
+            self._programs = [_Entry(p) for p in manifest["programs"]]
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
-        self._read: dict[str, Program] = {}
+        self._read: dict[str, Made] = {}  # of one shape
+        self._open: dict[str, Kept | _Open] = {}
         self._given: set[str] = set()
 
     def _fault(self, what: str) -> ModelError:
@@ -68,11 +68,12 @@ class Deployed:
         return found
 
     def shapes(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """(shape, dtype) of each input, of every program, in the order they were compiled in."""
-        return [
-            shapes for i, (_, shapes, _) in enumerate(self._programs)
-            if shapes not in [s for _, s, _ in self._programs[:i]]
-        ]  # fmt: skip
+        """(shape, dtype) of each input, of every program, in the order they were compiled in.
+
+        Of one that serves several, those it was lowered for.
+        """
+        found = [entry.shapes for entry in self._programs]
+        return [shapes for i, shapes in enumerate(found) if shapes not in found[:i]]
 
     def check_precision(self, precision: str) -> None:
         """Raise UsageError where the caller asks for another precision; "fp32" may be no wish."""
@@ -107,36 +108,58 @@ class Deployed:
 
     def program(self, shapes: Shapes, hw: Hardware) -> Program:
         """The program for inputs of these shapes. Raises UsageError where the file has none."""
+        return self.made(shapes, hw).program
+
+    def made(self, shapes: Shapes, hw: Hardware) -> Made:
+        """As `program`, with its layout in memory."""
         target = self.target(hw)
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
-        for name, known, member in self._programs:
-            if name == target and known == wanted:
-                if member not in self._read:
-                    self._give(hw.arch)
-                    try:
-                        self._read[member] = self._checked(
-                            decode(
-                                self.container.json(member), self._modules, self.container.tensor
-                            ),
-                            known,
-                        )
-                    except ModelError as error:
-                        own = str(error).startswith(str(self.container.path))
-                        raise error if own else self._fault(str(error)) from error
-                return self._read[member]
+        for entry in self._programs:
+            if entry.target != target:
+                continue
+            try:
+                if entry.shapes == wanted and entry.open is None:
+                    return self._closed(entry, hw.arch)
+                numbers = entry.numbers(wanted)
+                if numbers is not None:
+                    return self._at(entry, numbers, hw.arch)
+            except (ModelError, ValueError) as error:
+                if str(error).startswith(str(self.container.path)):
+                    raise
+                what = str(error) if isinstance(error, ModelError) else f"damaged: {error}"
+                raise self._fault(what) from error
         given = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in shapes.items())
         raise UsageError(
             f"{self.container.path}: there is no program for {given}; there are those for "
             f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
         )
 
+    def _closed(self, entry: _Entry, arch: str) -> Made:
+        if entry.member not in self._read:
+            self._give(arch)
+            data = self.container.json(entry.member)
+            program = decode(data, self._modules, self.container.tensor)
+            program = self._checked(program, entry.shapes)
+            self._read[entry.member] = Made(program, plan(program))
+        return self._read[entry.member]
+
+    def _at(self, entry: _Entry, numbers: Mapping[str, int], arch: str) -> Made:
+        assert entry.open is not None
+        if entry.member not in self._open:
+            self._give(arch)
+            text = str(self.container.member(entry.member), "utf-8")
+            template = Template(text, entry.formulas, self._modules, self.container.tensor)
+            source = _Open(self, entry, template)
+            self._open[entry.member] = Kept(source, entry.largest) if entry.largest else source
+        found = self._open[entry.member]
+        if isinstance(found, Kept):
+            return found.at(numbers)
+        program = found.at(numbers)
+        return Made(program, plan(program), found)
+
     def _listing(self, target: str) -> str:
         """The first of the shapes that can be run."""
-        all_shapes = [shapes for name, shapes, _ in self._programs if name == target]
-        lines = [
-            ", ".join(f"{name} {list(shape)}" for name, (shape, _) in shapes.items())
-            for shapes in all_shapes
-        ]
+        lines = list(dict.fromkeys(str(e) for e in self._programs if e.target == target))
         rest = len(lines) - _SHOWN
         return "; ".join(lines[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
@@ -165,12 +188,103 @@ class Deployed:
                 jit.give(source, defines, arch, self.container.member(cubins[arch]), waits)
 
 
+class _Entry:
+    """What the manifest says of a program: for one shape, or (`open`) for all that it serves."""
+
+    def __init__(self, data: Any) -> None:
+        """Raises LookupError, TypeError or ValueError for what no compiled file says."""
+        self.target, self.member = str(data["target"]), str(data["member"])
+        self.shapes = _shapes(data["inputs"])
+        self.open: list[tuple[str, int, str]] | None = None
+        """(input, axis, symbol) of the sizes that may be others."""
+        found = data.get("open")
+        if found is None:
+            return
+        self.open = [(str(name), _axis(axis), str(s)) for name, axis, s in found["symbols"]]
+        for name, axis, _ in self.open:
+            self.shapes[name][0][axis]  # there is one
+        self.formulas = [_text(text) for text in found["formulas"]]
+        self.guards = tuple(_text(text) for text in found["guards"])
+        self._guards = Guards(self.guards)
+        largest = found["largest"]
+        self.largest = None if largest is None else {str(k): _axis(n) for k, n in largest.items()}
+        names = {symbol for _, _, symbol in self.open}
+        if self.largest is not None and self.largest.keys() != names:
+            raise ValueError("the largest sizes")
+        self._ranges = {
+            str(symbol): (str(name), _axis(low), _axis(high))
+            for name, low, high, symbol in found["ranges"]
+        }
+        self._names = {str(k): [str(d) for d in dims] for k, dims in found["names"].items()}
+
+    def numbers(self, shapes: Shapes) -> dict[str, int] | None:
+        """The sizes by symbol, None where the program does not serve these shapes."""
+        if self.open is None or shapes.keys() != self.shapes.keys():
+            return None
+        found: dict[str, int] = {}
+        places = {(name, axis): symbol for name, axis, symbol in self.open}
+        for name, (shape, dtype) in shapes.items():
+            known, kind = self.shapes[name]
+            if kind != dtype or len(known) != len(shape):
+                return None
+            for axis, size in enumerate(shape):
+                symbol = places.get((name, axis), "")
+                _, low, high = self._ranges.get(symbol, ("", known[axis], known[axis]))
+                if not low <= size <= high:
+                    return None
+                if symbol and found.setdefault(symbol, size) != size:
+                    return None
+        return found if self._guards.hold(found) else None
+
+    def at(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shapes with these sizes."""
+        found = {name: (list(shape), dtype) for name, (shape, dtype) in self.shapes.items()}
+        for name, axis, symbol in self.open or ():
+            found[name][0][axis] = numbers[symbol]
+        return {name: (tuple(shape), dtype) for name, (shape, dtype) in found.items()}
+
+    def __str__(self) -> str:
+        if self.open is None:
+            return ", ".join(f"{n} {list(shape)}" for n, (shape, _) in self.shapes.items())
+        ends = ", ".join(f"{n} [{', '.join(dims)}]" for n, dims in self._names.items())
+        sizes = (f"{name} from {low} to {high}" for name, low, high in self._ranges.values())
+        return f"{ends} with {' and '.join(sizes)}"
+
+
+class _Open:
+    """An open program, each of whose shapes is checked as it is made."""
+
+    def __init__(self, owner: Deployed, entry: _Entry, template: Template) -> None:
+        self.guards = entry.guards
+        self._owner, self._entry, self._template = owner, entry, template
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether it serves these sizes."""
+        return self._entry._guards.hold(values)
+
+    def at(self, values: Mapping[str, int]) -> Program:
+        """The program for these sizes."""
+        return self._owner._checked(self._template.at(values), self._entry.at(values))
+
+
 def first_shapes(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """The shape of each input in the first program of a compiled file."""
     return {name: list(shape) for name, (shape, _) in Deployed(path).shapes()[0].items()}
 
 
 _SHOWN = 8  # shapes that an error names
+
+
+def _axis(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("a size or an axis")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("an expression")
+    return value
 
 
 def _module(

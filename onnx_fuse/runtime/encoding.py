@@ -8,18 +8,22 @@ with its arguments no check of the data can tell, so a file is to be trusted as 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
+from onnx_fuse.program.formula import Numbers
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.size import Size, expression, number, text_of
 from onnx_fuse.runtime.tensor import dtype_of
 
-FORMAT = 1
+FORMAT = 2
 """Version of what `encode` writes; a reader takes this one alone."""
 
 Modules = Sequence[tuple[str, tuple[tuple[str, str], ...]]]
@@ -62,7 +66,8 @@ def encode(
             "args": [_arg(arg) for arg in x.args],
         }
         rare = {"smem": x.smem, "sync": x.sync, "cooperative": x.cooperative}
-        return made | {k: v for k, v in rare.items() if v} | ({"cluster": x.cluster})
+        rare = {k: v for k, v in rare.items() if isinstance(v, Size) or v}
+        return made | rare | {"cluster": x.cluster}
 
     def call(x: Call) -> dict[str, Any]:
         made: dict[str, Any] = {
@@ -90,8 +95,8 @@ def encode(
 
 
 def _tensor(t: Tensor) -> list[Any]:
-    strides = None if t.strides == dense_strides(t.shape) else list(t.strides)
-    return [t.buffer, t.dtype, list(t.shape), strides, t.offset]
+    dense = list(map(expression, t.strides)) == list(map(expression, dense_strides(t.shape)))
+    return [t.buffer, t.dtype, list(t.shape), None if dense else list(t.strides), t.offset]
 
 
 def _array(
@@ -105,17 +110,44 @@ def _arg(arg: Arg) -> list[Any]:
     if isinstance(arg, Ptr):
         return ["ptr", arg.name, arg.offset]
     if isinstance(arg, Num):
-        whole = _NUMBERS[arg.ctype] is not None
-        return ["num", arg.ctype, int(arg.value) if whole else _number(float(arg.value))]
+        if _NUMBERS[arg.ctype] is None:
+            return ["num", arg.ctype, _number(float(arg.value))]
+        return ["num", arg.ctype, number(arg.value)]
     if isinstance(arg, TensorMap):
         sizes = [list(arg.shape), list(arg.strides), list(arg.box)]
         return ["map", arg.ptr.name, arg.ptr.offset, arg.dtype, *sizes, arg.swizzle]
-    return ["table", [w if isinstance(w, int) else [w.name, w.offset] for w in arg.words]]
+    return ["table", [[w.name, w.offset] if isinstance(w, Ptr) else w for w in arg.words]]
 
 
 def _number(value: float) -> float | str:
     """JSON has no infinities and no NaN: those are words."""
     return value if np.isfinite(value) else str(value)
+
+
+_MARK = "\x01"
+"""Before the number of a formula, where a size stands in the text of an open program."""
+_MARKED = re.compile(r'"\\u0001(\d+)"')
+
+
+def template(data: Any) -> tuple[str, list[str]]:
+    """What `encode` made of a program over open sizes, as text, and the formulas of its sizes.
+
+    Raises ModelError where a name in it could be taken for a size.
+    """
+    formulas: dict[str, int] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Size):
+            return f"{_MARK}{formulas.setdefault(text_of(value.terms), len(formulas))}"
+        if isinstance(value, list):
+            return [plain(part) for part in value]
+        if isinstance(value, dict):
+            return {key: plain(part) for key, part in value.items()}
+        if isinstance(value, str) and _MARK in value:
+            raise ModelError(f"the name {value!r} has a control character")
+        return value
+
+    return json.dumps(plain(data), separators=(",", ":"), allow_nan=False), list(formulas)
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -131,6 +163,40 @@ def decode(data: Any, modules: Modules, array: Callable[[str], np.ndarray[Any, A
         return _Decoder(modules, array).program(data)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise ModelError(f"its programs are damaged ({type(error).__name__}: {error})") from error
+
+
+class Template:
+    """A program over open sizes of a file: its text with formulas in the place of sizes.
+
+    Raises ModelError as `decode` does.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        formulas: Sequence[str],
+        modules: Modules,
+        array: Callable[[str], np.ndarray[Any, Any]],
+    ) -> None:
+        self._modules, self._array = modules, array
+        parts = _MARKED.split(text)
+        self._text, self._which = parts[::2], [int(n) for n in parts[1::2]]
+        if any(n >= len(formulas) for n in self._which):
+            raise _fault("a formula is missing")
+        try:
+            self._numbers = Numbers(formulas)
+        except ValueError as error:
+            raise _fault(str(error)) from error
+
+    def at(self, values: Mapping[str, int]) -> Program:
+        """The program for these sizes, checked as any other."""
+        try:
+            numbers = [str(n) for n in self._numbers.at(values)]
+            filled = (numbers[n] for n in self._which)
+            data = json.loads("".join(chain(*zip(self._text, chain(filled, ("",)), strict=True))))
+        except (ValueError, RecursionError) as error:
+            raise _fault(str(error)) from error
+        return decode(data, self._modules, self._array)
 
 
 def _fault(what: str) -> ModelError:

@@ -7,9 +7,11 @@ outside. Inputs and outputs are read and written in place where a caller binds t
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.hosts import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.memory import Arena, Constants
-from onnx_fuse.runtime.plan import Made, plan
+from onnx_fuse.runtime.plan import Made, Source
 from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
 from onnx_fuse.runtime.turns import Turns
@@ -35,8 +37,8 @@ from onnx_fuse.runtime.weights import Weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnx_fuse.program.open import Open
     from onnx_fuse.runtime.ahead import Ahead
+    from onnx_fuse.runtime.kept import Origin
     from onnx_fuse.runtime.specialize import Specializer
 
 INSTANCES = 64
@@ -58,7 +60,7 @@ class Shape:
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs in this shape."""
         return self.made.program
 
 
@@ -115,25 +117,30 @@ class Executable:
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self.input_names = sorted(v.name or "" for v in self._ends(model).inputs)
-        self.on_lowered: Callable[[ir.Model], None] | None = None
-        """Told of the graph once it is first lowered, what that made of weights included."""
+        self.on_lowered: Callable[[ir.Model], Future[Origin | None]] | None = None
+        """Told of the graph once it is first lowered, what that made of weights included; says
+        later where it is kept."""
         self._deciding: list[str] = []  # feeds whose values decide about shapes
-        self._once: dict[Open | None, Shape] = {}  # shapes that have come once, by their source
+        self._once: dict[Source | None, Shape] = {}  # shapes that have come once, by their source
 
     @cached_property
     def specializer(self) -> Specializer:
-        """Its programs by shape."""
+        """What lowers the graph and keeps its programs by shape."""
         from onnx_fuse.runtime.specialize import Specializer
 
         assert not isinstance(self.model, Deployed), "it has its programs"
         return Specializer(self.model, self.hw, math=self.math, prefs=self.prefs, state=self.state)
 
     @cached_property
-    def ahead(self) -> Ahead:
-        """What makes programs and kernels before they are asked for."""
-        from onnx_fuse.runtime.ahead import Ahead
+    def _ahead(self) -> Ahead | None:
+        """What has programs made before they are asked for; None where nothing does."""
+        from onnx_fuse.runtime.ahead import Ahead, possible
 
-        return Ahead(self.specializer)
+        return Ahead(self.specializer) if possible() else None
+
+    def keep(self, origin: Future[Origin | None]) -> None:
+        """Keep programs in the cache, and take them from there, once it is known by what name."""
+        self.specializer.keep_as(origin)
 
     @property
     def stream(self) -> device.Stream:
@@ -165,7 +172,7 @@ class Executable:
 
     @cached_property
     def constants(self) -> Constants:
-        """What lowering knew."""
+        """The constants of all programs, on the device."""
         return Constants(self.pool, self.stream)
 
     @staticmethod
@@ -356,7 +363,7 @@ class Executable:
     # ---- bound ----
 
     def io_binding(self) -> Binding:
-        """What `run_with_iobinding` takes."""
+        """A new binding, which `run_with_iobinding` takes."""
         return Binding([v.name or "" for v in self._ends(self.model).outputs], self.device_id)
 
     def run_with_iobinding(
@@ -486,8 +493,9 @@ class Executable:
         outputs: Mapping[str, DeviceTensor],
     ) -> Instance:
         key = self._key(feeds)
-        shape = self._shapes.get(key)
+        shape, new, began = self._shapes.get(key), False, 0.0
         if shape is None:
+            new, began = True, time.perf_counter()
             shape = Shape(self._lowered(feeds))
             key = self._key(feeds)  # which may have become longer
             self._shapes[key] = shape
@@ -506,6 +514,9 @@ class Executable:
                 self._once[source] = shape
         elif shape.instance.runs and self._once.get(shape.made.source) is shape:
             del self._once[shape.made.source]  # a shape that comes again keeps its own
+        if new and shape.made.source is not None and config.AHEAD.value and self._ahead is not None:
+            shapes = {name: (value.shape, value.dtype.name) for name, value in feeds.items()}
+            self._ahead.expect({**self._resident(), **shapes}, time.perf_counter() - began)
         return shape.instance
 
     def _take_over(
@@ -560,10 +571,7 @@ class Executable:
         while True:
             values = {name: self._host_value(feeds[name]) for name in self._deciding}
             try:
-                made = self._specialized(shapes, values)
-                if made.source is not None and not self.state and config.AHEAD.value:
-                    self.ahead.expect(shapes)
-                return made
+                return self._specialized(shapes, values)
             except NeedsValues as needs:
                 self._deciding += [name for name in needs.names if name not in self._deciding]
 
@@ -590,20 +598,22 @@ class Executable:
         values: Mapping[str, np.ndarray] | None = None,
     ) -> Made:
         if isinstance(self.model, Deployed):
-            program = self.model.program(shapes, self.hw)
-            return Made(program, plan(program))
-        known = {}
-        if self._home is not None or "weights" in vars(self):  # else it would wait for the GPU
-            known = {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
-        made = self.specializer.of({**known, **shapes}, values)
+            return self.model.made(shapes, self.hw)
+        made = self.specializer.of({**self._resident(), **shapes}, values)
         if self.on_lowered is not None:
-            self.on_lowered(self.model)
+            self.keep(self.on_lowered(self.model))
             self.on_lowered = None
         for fallback in made.program.fallbacks:
             if fallback not in self._warned:
                 self._warned.add(fallback)
                 warnings.warn(f"runs on onnxruntime, with copies: {fallback}", stacklevel=5)
         return made
+
+    def _resident(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """(shape, dtype) of what stays on the device."""
+        if self._home is None and "weights" not in vars(self):
+            return {}  # asking would wait for the GPU
+        return {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
 
     def instances(self) -> list[Instance]:
         """Those that have memory, the least recently used first."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.runtime.schedule import Order, by_data, in_line
 
-if TYPE_CHECKING:
-    from onnx_fuse.program.open import Open
-
 ALIGN = 256
 SIDE_BY_SIDE = 64 << 20
 """Arena bytes up to which calls may run side by side: larger ones fill a GPU each by itself."""
+LARGE = 256 << 20
+"""Bytes from which a program that needs less than half of what its class may need has a layout of
+its own."""
 MOST_CALLS = 4000
 """Calls up to which the order is looked for: its masks grow with the square."""
 
@@ -132,12 +132,59 @@ def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
     return not others and not any(t.buffer == x.buffer for _, t in call.writes)
 
 
+class Source(Protocol):
+    """A program over open sizes; `guards` are expressions that are true where it serves."""
+
+    guards: tuple[str, ...]
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether it serves these sizes."""
+
+    def at(self, values: Mapping[str, int]) -> Any:
+        """The Program for these sizes."""
+
+
 @dataclass(frozen=True)
 class Made:
     """A Program for one shape, its layout in memory, and the open program it comes from, if any."""
 
     program: Program
     plan: Plan
-    source: Open | None = None
+    source: Source | None = None
     room: Mapping[int, int] = field(default_factory=dict)
     """Bytes that `plan` leaves for a buffer, where they are more than it has."""
+
+
+class Kept:
+    """An open program, and the layout for the largest shape of its class."""
+
+    def __init__(self, source: Source, largest: Mapping[str, int]) -> None:
+        self.source, self.largest = source, largest
+        # a layout for these sizes is one for smaller ones, whether or not the guards hold there
+        whole: Program = source.at(largest)
+        self._plan = plan(whole)
+        self._room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
+        self._bytes = sum(self._room.values())
+        self._workspaces = [call.workspace for call in whole.calls]
+        self.weights = {
+            b.name: whole.constants[b.id]
+            for b in whole.buffers
+            if b.kind == "weight" and b.id in whole.constants
+        }
+        """What lowering made of weights, by name."""
+        self.needs = tuple(
+            b.name for b in whole.buffers if b.kind == "weight" and b.name not in self.weights
+        )
+        """The model's own weights that it reads."""
+
+    def at(self, numbers: Mapping[str, int]) -> Made:
+        """The Program for these sizes, and a layout that it fits."""
+        program: Program = self.source.at(numbers)
+        fits = all(b.nbytes <= self._room[b.id] for b in program.buffers)
+        fits = fits and all(
+            call.workspace <= n for call, n in zip(program.calls, self._workspaces, strict=True)
+        )
+        large = self._bytes > LARGE and 2 * sum(b.nbytes for b in program.buffers) < self._bytes
+        if fits and not large:
+            return Made(program, self._plan, self.source, self._room)
+        return Made(program, plan(program), self.source)

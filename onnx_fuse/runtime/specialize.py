@@ -11,8 +11,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,21 +27,16 @@ from onnx_fuse.lower.walk import Shapes, lower
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.size import Trace, class_of
-from onnx_fuse.runtime.plan import Made, plan
+from onnx_fuse.program.size import Trace
+from onnx_fuse.runtime.graphs import made_weights
+from onnx_fuse.runtime.kept import SECONDS, Key, Origin, Programs, folder_of
+from onnx_fuse.runtime.plan import Kept, Made, plan
 
-LARGE = 256 << 20
-"""Bytes from which a program that needs less than half of what its class may need has a layout of
-its own."""
 KEPT = 128
 """Open programs kept of one model; the least recently used goes first."""
 
 Symbols = tuple[tuple[str, int, str], ...]
 """(input, axis, symbol) of each open dimension."""
-
-
-class Interrupted(Exception):
-    """A program is wanted now, and one that was made ahead of time is given up."""
 
 
 class Specializer:
@@ -57,54 +56,88 @@ class Specializer:
         self.is_open = True
         self.traced = 0
         """Lowerings so far."""
-        self._kept: dict[tuple[object, ...], list[_Kept]] = {}
-        self._lock = threading.RLock()
-        self._waiting: list[None] = []  # one for each thread that wants a program now
+        self.origin: Future[Origin | None] | None = None
+        """Where the graph is kept, once that is known; None where it will not be."""
+        self.programs: Programs | None = None
+        """Those in the cache, once it is known by which name."""
+        self._kept: dict[Key, list[Kept]] = {}
+        self._unwritten: list[tuple[Key, Kept]] = []  # what the cache does not have yet
+        self._writers: list[threading.Thread] = []
+        self.lock = threading.RLock()
+        """Held while the model is lowered, which changes it."""
 
     def of(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> Made:
         """The Program for inputs of these (shape, dtype), by name, and its plan.
 
         `values` are inputs known at lowering. Raises what `lower` raises.
         """
-        self._waiting.append(None)
-        with self._lock, _no_collection():
-            self._waiting.pop()
+        with self.lock, _no_collection():
             found = self._opened(shapes, values or {}) if self.is_open else None
             if found is not None:
                 return found
             program = self._lower(shapes, values)
             return Made(program, plan(program))
 
-    def prepare(self, shapes: Shapes) -> Program | None:
-        """The open Program's for these shapes, None if there is none.
+    def keep_as(self, origin: Future[Origin | None]) -> None:
+        """Keep programs in the cache under the name of what the model was made of, if it gets one.
 
-        Raises Interrupted, with nothing done, when another thread calls `of`.
+        Those there are looked for from then on, and what takes long to lower is written there.
         """
-        with self._lock, _no_collection():
-            self._give_way("")
-            found = self._opened(shapes, {}, self._give_way) if self.is_open else None
-            return None if found is None else found.program
+        self.origin = origin
+        own = weakref.ref(self)
 
-    def _give_way(self, guard: str) -> None:
-        if self._waiting:
-            raise Interrupted
+        def named(done: Future[Origin | None]) -> None:
+            known, specializer = done.result(), own()
+            if known is not None and specializer is not None:
+                specializer.keep_under(known.digest, known.made)
 
-    def like(self, shapes: Shapes, symbol: str) -> Iterator[Shapes]:
-        """Shapes like these but for one open dimension, for each of its classes, the nearest first.
+        origin.add_done_callback(named)
 
-        Up to the class above the dimension's own, each at its largest sizes that are a multiple of
-        8, of 4, of 2 and of 1: wide loads and stores depend on that.
+    def keep_under(self, digest: str, made: Collection[str] = ()) -> Path:
+        """Keep programs in the cache's folder of a graph with this digest.
+
+        The weights in `made` are there for whoever opens the graph. The folder is returned.
         """
-        symbols = self.symbols(shapes)
-        number = next(shapes[name][0][axis] for name, axis, own in symbols if own == symbol)
-        limits, last = [], 1
-        while last < 2 * number:
-            first, last = class_of(last + 1)
-            limits.append((first, last))
-        for first, last in sorted(limits, key=lambda pair: abs(pair[1] - number)):
-            for size in (last, last - 1, last - 2, last - 4):
-                if size >= first:
-                    yield _changed(shapes, symbols, {symbol: size})
+        folder = folder_of(digest, self.hw, self.math, self.prefs, self.state)
+        self.keep_in(Programs(folder, self.made, made))
+        return folder
+
+    def keep_in(self, programs: Programs) -> None:
+        """Keep programs there."""
+        with self.lock:
+            self.programs = programs
+            self._write()
+
+    def made(self, name: str) -> np.ndarray | None:
+        """A weight that lowering made in this process, or an earlier one in the cached graph."""
+        return dict(made_weights(self.model)).get(name)
+
+    def _write(self) -> None:
+        """Write what is not in the cache yet, in a thread of its own."""
+        programs, new, self._unwritten = self.programs, self._unwritten, []
+        assert programs is not None
+
+        def work() -> None:
+            for key, kept in new:
+                programs.keep(key, kept)
+
+        self._writers = [thread for thread in self._writers if thread.is_alive()]
+        if new:
+            self._writers.append(threading.Thread(target=work, name="onnx_fuse cache"))
+            self._writers[-1].start()
+
+    def written(self) -> None:
+        """Return when what was made so far is in the cache."""
+        with self.lock:
+            writers = list(self._writers)
+        for thread in writers:
+            thread.join()
+
+    def has(self, key: Key, numbers: Mapping[str, int]) -> bool:
+        """Whether there is a program of this key for these sizes, here or in the cache."""
+        if any(kept.source.holds(numbers) for kept in list(self._kept.get(key, ()))):
+            return True
+        return self.programs is not None and self.programs.has(key, numbers)
 
     def changed(self, shapes: Shapes, sizes: Mapping[str, Any]) -> Shapes:
         """The shapes with these sizes for the symbols among them."""
@@ -117,36 +150,65 @@ class Specializer:
             values=values,
         )  # fmt: skip
 
-    def _opened(
-        self,
-        shapes: Shapes,
-        values: Mapping[str, np.ndarray],
-        watch: Callable[[str], None] | None = None,
-    ) -> Made | None:
-        symbols = self.symbols(shapes)
-        if not symbols:
-            return None
-        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
-        fixed = tuple(sorted((name, array.tobytes()) for name, array in values.items()))
+    def numbers(self, shapes: Shapes) -> dict[str, int]:
+        """The size of each open dimension, by its symbol."""
+        return {symbol: shapes[name][0][axis] for name, axis, symbol in self.symbols(shapes)}
+
+    def key(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Key:
+        """What programs for these shapes have in common."""
         inputs = {v.name for v in self.model.graph.inputs}
         ranks = tuple(
             sorted((n, len(shape), dtype) for n, (shape, dtype) in shapes.items() if n in inputs)
         )
-        kept = self._kept.setdefault((symbols, ranks, fixed), [])
+        fixed = tuple(sorted((name, array.tobytes()) for name, array in values.items()))
+        return self.symbols(shapes), ranks, fixed
+
+    def _opened(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Made | None:
+        symbols, numbers = self.symbols(shapes), self.numbers(shapes)
+        if not symbols:
+            return None
+        key = self.key(shapes, values)
+        kept = self._kept.setdefault(key, [])
         for i, entry in enumerate(kept):
             if entry.source.holds(numbers):
                 kept.insert(0, kept.pop(i))
                 return entry.at(numbers)
+        found = None if self.programs is None or values else self.programs.find(key, numbers)
+        if found is None or not self._serves(found):
+            began = time.perf_counter()
+            found = self._traced(shapes, values, symbols, numbers)
+            if found is None:
+                self.is_open = False
+                return None
+            if not values and time.perf_counter() - began > SECONDS:
+                self._unwritten.append((key, found))
+                if self.programs is not None:
+                    self._write()
+        kept.insert(0, found)
+        del kept[KEPT:]
+        return found.at(numbers)
+
+    def _serves(self, kept: Kept) -> bool:
+        """Whether the model has the weights that a program of the cache reads."""
+        given = self.model.graph.initializers
+        return all(name in given for name in kept.needs)
+
+    def _traced(
+        self,
+        shapes: Shapes,
+        values: Mapping[str, np.ndarray],
+        symbols: Symbols,
+        numbers: Mapping[str, int],
+    ) -> Kept | None:
+        """Lower over open sizes; None where each shape is lowered by itself."""
         trace = Trace()
-        trace.watch = watch
         opened = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
         try:
             program = self._lower(_changed(shapes, symbols, opened), values)
             if program.stages or program.fallbacks:
-                self.is_open = False
                 return None
-            entry = _Kept(Open(program, trace), trace.largest())
-        except (NeedsValues, OnnxFuseError, Interrupted):
+            return Kept(Open(program, trace), trace.largest())
+        except (NeedsValues, OnnxFuseError):
             raise
         except (
             TypeError,
@@ -154,12 +216,8 @@ class Specializer:
             AttributeError,
             ArithmeticError,
         ) as error:  # the model still runs, one lowering a shape
-            warnings.warn(f"each shape is lowered by itself: {error!r}", stacklevel=6)
-            self.is_open = False
+            warnings.warn(f"each shape is lowered by itself: {error!r}", stacklevel=7)
             return None
-        kept.insert(0, entry)
-        del kept[KEPT:]
-        return entry.at(numbers)
 
     def symbols(self, shapes: Shapes) -> Symbols:
         """The open dimensions; those of one name in the model share a symbol if they are equal."""
@@ -198,31 +256,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-class _Kept:
-    """An open program, and the layout for the largest shape of its class."""
-
-    def __init__(self, source: Open, largest: Mapping[str, int]) -> None:
-        self.source = source
-        # a layout for these sizes is one for smaller ones, whether or not the guards hold there
-        whole = source.at(largest)
-        self._plan = plan(whole)
-        self._room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
-        self._bytes = sum(self._room.values())
-        self._workspaces = [call.workspace for call in whole.calls]
-
-    def at(self, numbers: Mapping[str, int]) -> Made:
-        """The Program for these sizes, and a layout that it fits."""
-        program: Program = self.source.at(numbers)
-        fits = all(b.nbytes <= self._room[b.id] for b in program.buffers)
-        fits = fits and all(
-            call.workspace <= n for call, n in zip(program.calls, self._workspaces, strict=True)
-        )
-        large = self._bytes > LARGE and 2 * sum(b.nbytes for b in program.buffers) < self._bytes
-        if fits and not large:
-            return Made(program, self._plan, self.source, self._room)
-        return Made(program, plan(program), self.source)
 
 
 def _changed(shapes: Shapes, symbols: Symbols, sizes: Mapping[str, Any]) -> Shapes:

@@ -512,7 +512,7 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
     assert ways == [[(True, ""), (False, way)], [(False, ""), (False, "")]]
 
 
-@pytest.mark.launches("pointwise/act_grad.cu", "act_grad_rows", "ACT", "NONE")
+@pytest.mark.launches("pointwise/act_grad.cu", "act_grad_rows", "ACT", "")
 @pytest.mark.parametrize(("rows", "more"), [(8, ""), (130, ""), (4100, ", bfloat16[N] dc")])
 def test_the_gradient_of_a_hidden_layer(rows: int, more: str) -> None:
     """act'(z) in the product before, and dbias from what it stored."""

@@ -41,12 +41,13 @@ def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     behind: the norm 2 K, the moves K + r K, the product r K + r N; one before: the product K + N,
     the moves N + r N.
     """
-    readers, inner = users(x), {node.outputs[0], *(v for n in views for v in n.outputs)} - {x}
-    if any(v.is_graph_output() for v in (x, *inner)) or any(
-        n.op_type != "Shape" and n not in views for v in inner for n in users(v)
-    ):
+    between = [node.outputs[0], *(v for n in views for v in n.outputs)]
+    shapes = [n for v in between for n in users(v) if n.op_type == "Shape"]
+    products = [n for n in users(x) if n not in shapes]
+    others = [n for v in between for n in users(v) if n not in (*views, *shapes, *products)]
+    if others or any(v.is_graph_output() for v in (*between, *(n.outputs[0] for n in shapes))):
         return "others read the norm, or what is between, so that it would not save a pass"
-    if not all(_width(n, x) for n in readers):
+    if not all(_width(n, x) for n in products):
         return "others than products read the padded rows"
     axes = _axes(x, views)
     ratio = 1.0
@@ -63,7 +64,7 @@ def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
             target = ints(view.inputs[1])
             if target is None or attribute(view, "allowzero", 0) or target[axis] == 0:
                 return "the shapes between are not known beforehand"
-    columns, width = sum(_width(n, x) for n in readers), dim(x, -1) or 0
+    columns, width = sum(_width(n, x) for n in products), dim(x, -1) or 0
     if columns >= width * (1 + ratio):
         return (
             f"the product could come first, with its bias as the added rows, but moving {columns} "
@@ -75,9 +76,14 @@ def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
 def moved_behind(
     op: Builder, x: ir.Value, views: Sequence[ir.Node], y: ir.Value, fill: Fill
 ) -> ir.Value:
-    """The `views` over `y`, the product of what they are over; rows that they add are `fill`."""
+    """The `views` over `y`, the product of what they are over; rows that they add are `fill`.
+
+    What asks for the shape of a value between is told that of its successor, but for the columns.
+    """
     axes, width = _axes(x, views), dim(y, -1) or 0
-    moved: dict[ir.Value | None, ir.Value] = {views[0].inputs[0]: y}
+    normed = views[0].inputs[0]
+    moved: dict[ir.Value | None, ir.Value] = {normed: y}
+    _tell_shape(op, normed, y, axes[normed])
     for view in views:
         inputs = [moved.get(v, v) for v in view.inputs]
         axis = axes[view.outputs[0]]
@@ -96,7 +102,23 @@ def moved_behind(
                 there = op.constant(_is_there(view))
                 after = typed(op.Where(there, after, op.constant(fill)), y, ir.Shape(shape))
             moved[before] = after
+            _tell_shape(op, before, after, axes.get(before, axis))
     return moved[x]
+
+
+def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
+    """Shape nodes of `old` are worked out from `new`, which differs from it along `axis` alone."""
+    for reader in [n for n in users(old) if n.op_type == "Shape"] if old is not None else ():
+        sizes = [op.Shape(new, end=axis), op.constant([dim(old, axis)])]
+        after = [op.Shape(new, start=axis + 1)] if axis + 1 < (rank(old) or 0) else []
+        told = op.Concat(*sizes, *after, axis=0)
+        start, end = attribute(reader, "start", 0), attribute(reader, "end", None)
+        if start or end is not None:
+            last = op.constant([rank(old) or 0 if end is None else end])
+            told = op.Slice(told, op.constant([start]), last)
+        reader.outputs[0].replace_all_uses_with(
+            typed(told, reader.outputs[0], reader.outputs[0].shape)
+        )
 
 
 def _width(node: ir.Node, x: ir.Value) -> int:

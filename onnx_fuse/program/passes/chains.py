@@ -81,18 +81,17 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             groups[p] = joined
             parents[p] = (parents[p] | parents[group]) - {p, group}
             extra = ancestors[group] & ~(1 << p)
-            for g in groups:
+            for g in groups if group != q else ():  # nothing follows the call that came last
                 if ancestors[g] >> group & 1:
                     ancestors[g] = ancestors[g] & ~(1 << group) | 1 << p
                     parents[g] = {p if x == group else x for x in parents[g]}
-            ancestors[p] |= extra
-            for g in groups:
+            for g in groups if extra & ~ancestors[p] else ():
                 if ancestors[g] >> p & 1:
                     ancestors[g] |= extra
+            ancestors[p] |= extra
             del groups[group]
-            for index, h in home.items():
-                if h == group:
-                    home[index] = p
+            for index in inside:
+                home[index] = p
             group = p
     ordered = _order(groups, parents)
     return _forget([groups[g] for g in ordered], keep)
@@ -157,8 +156,8 @@ def _renamed(
         len(loads),
         tuple(expression.scalars[i] for i in scalars),
         tuple(
-            replace(expression.steps[i], args=tuple(number[a] for a in expression.steps[i].args))
-            for i in steps
+            Step(step.name, step.dtype, tuple(number[a] for a in step.args))
+            for step in map(expression.steps.__getitem__, steps)
         ),
         tuple(number[s] for s in expression.stores),
         tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
@@ -263,8 +262,8 @@ def join(a: Call, b: Call) -> Call | None:
             return base + places[i - eb.loads]
         return base + len(scalars) + len(ea.steps) + i - eb.loads - len(eb.scalars)
 
-    def moved(step: Step, number: object) -> Step:
-        return replace(step, args=tuple(number(i) for i in step.args))  # type: ignore[operator]
+    def moved(step: Step, number: Callable[[int], int]) -> Step:
+        return Step(step.name, step.dtype, tuple(number(i) for i in step.args))
 
     expression = Expression(
         len(reads),
@@ -292,7 +291,8 @@ def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | 
 def _plain(tensor: Tensor) -> Tensor:
     """Strides of axes of size 1 set to 0, so that equal views compare equal."""
     pairs = zip(tensor.shape, tensor.strides, strict=True)
-    return replace(tensor, strides=tuple(0 if d == 1 else s for d, s in pairs))
+    strides = tuple(0 if d == 1 else s for d, s in pairs)
+    return Tensor(tensor.buffer, tensor.dtype, tensor.shape, strides, tensor.offset)
 
 
 def pointwise(call: Call) -> Pointwise:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
@@ -20,13 +21,6 @@ from onnx_fuse.program.problems import Norm, SlopeProduct
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
-ACTIVATIONS = {
-    "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
-    "Sigmoid": "sigmoid", "Tanh": "tanh",
-}  # fmt: skip
-"""Pointwise step -> the epilogue's activation."""
-
-
 _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 """Product -> its operand that is a bias of columns."""
 
@@ -132,8 +126,8 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     Where z has a residual that comes before the activation as the epilogue's c, if that is faster:
     not every kernel has it.
     """
-    steps = steps_of(call)
-    if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
+    act = _activation(call)
+    if act is None:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
     found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
@@ -147,7 +141,7 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
     if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
-    problem = problem.having(act=ACTIVATIONS[steps[0]])
+    problem = problem.having(**act)
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
         problem = problem.having(save_z=True)
     residual = problem.attr("beta") and plain.attr("residual")
@@ -155,6 +149,21 @@ def activate(calls: Calls, i: int, call: Call) -> None:
         return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
     calls.take(at, i, replace(product, problem=problem, writes=writes))
+
+
+def _activation(call: Call) -> dict[str, Value] | None:
+    """The epilogue's attributes for a pointwise call that is one activation of one tensor."""
+    expression = call.expression
+    if expression is None or len(expression.steps) != 1 or len(call.reads) != 1:
+        return None
+    row = TABLE.get(expression.steps[0].name)
+    if row is None or len(expression.scalars) != len(row.numbers):
+        return None
+    numbers = dict(zip((name for name, _ in row.numbers), expression.scalars, strict=True))
+    if any(numbers[name][1] != value for name, value in row.fixed if name in numbers):
+        return None
+    act: dict[str, Value] = {"act": row.key}
+    return act | {"act_alpha": numbers["alpha"][1]} if row.attributes else act
 
 
 def _summed_first(problem: Problem) -> Problem:

@@ -1,0 +1,148 @@
+"""A graph in a container, for the cache and for another process.
+
+The container (see there) has the graph, and the weights that optimizing, a precision or lowering
+made; those that are in the model's file as they are stay there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnx_fuse.container import GRAPH, WEIGHTS, Container
+from onnx_fuse.onnx.load import reread
+from onnx_fuse.onnx.save import stands_outside
+from onnx_fuse.onnx.weights import PLACE, Place, read_places
+from onnx_fuse.runtime.tensor import dtype_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+_MADE = ("folded", "packed")  # what lowering makes of weights and keeps in the graph's `meta`
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a container of a graph holds beside the graph; `stamps` of files beside the model."""
+
+    manifest: dict[str, Any]
+    tensors: dict[str, Array]
+    stamps: dict[str, tuple[int, int]]
+
+
+def parts(model: ir.Model, *, beside: bool) -> Parts | None:
+    """The parts of `model`; with `beside`, weights that stand in its file stay there.
+
+    None where a file beside the model has changed since it was read.
+    """
+    graph = model.graph
+    tensors: dict[str, Array] = {}
+    places: dict[str, tuple[str, int, int]] = {}
+    stamps: dict[str, tuple[int, int]] = {}
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or not stands_outside(tensor):
+            continue
+        place: Place | None = getattr(tensor, "meta", {}).get(PLACE) if beside else None
+        if place is None:
+            tensors[name] = tensor.numpy()
+            continue
+        file, at, read = place
+        places[name] = file, at, tensor.nbytes
+        if read is not None and stamps.setdefault(file, read) != read:
+            return None
+    names = {id(v.const_value): n for n, v in graph.initializers.items()}
+    manifest: dict[str, Any] = {"places": places}
+    for kind in _MADE:
+        rows = manifest[kind] = []
+        for name, (value, found) in list(graph.meta.get(kind, {}).items()):
+            arrays = found if kind == "folded" else {"": found}
+            kept = {key: f"{kind} {name} {key}" for key in arrays}
+            if id(value) in names:
+                tensors |= {kept[key]: array for key, array in arrays.items()}
+                described = {
+                    key: [kept[key], array.dtype.name, list(array.shape)]
+                    for key, array in arrays.items()
+                }
+                rows.append([name, names[id(value)], described])
+    return Parts(manifest, tensors, stamps)
+
+
+def opened(container: Container, model: Path | None) -> ir.Model:
+    """The graph of a container; `model` is the file that weights stand in, if some do.
+
+    Raises ModelError, OSError, or what a manifest that `parts` did not make leads to.
+    """
+    manifest = container.manifest
+    weights = _Weights(container, model)
+    found = reread(bytes(container.member(GRAPH)), weights)
+    for kind in _MADE:
+        made = found.graph.meta[kind] = {}
+        for name, source, arrays in manifest[kind]:
+            read = {key: weights.made(*place) for key, place in arrays.items()}
+            value = found.graph.initializers[source].const_value
+            made[name] = value, read if kind == "folded" else read[""]
+    return found
+
+
+def made_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:
+    """What lowering has made of weights so far, by the names that programs have for it."""
+    for name, (_, arrays) in list(model.graph.meta.get("folded", {}).items()):
+        for key, array in arrays.items():
+            yield f"{name} {key}", array
+    for name, (_, array) in list(model.graph.meta.get("packed", {}).items()):
+        yield name, array
+
+
+def made_names(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """The names, as of `made_weights`, of what a container with this manifest holds."""
+    for name, _, arrays in manifest["folded"]:
+        yield from (f"{name} {key}" for key in arrays)
+    for name, _, _ in manifest["packed"]:
+        yield name
+
+
+class _Weights:
+    """Weights of a container by name: in it, or where they stand in the model's files."""
+
+    location = WEIGHTS
+
+    def __init__(self, container: Container, model: Path | None) -> None:
+        self._container = container
+        places: Mapping[str, Any] = container.manifest["places"]
+        self._arrays: dict[str, Array] = {}
+        if not places:
+            return
+        assert model is not None
+        own = {name: (at, n) for name, (file, at, n) in places.items() if not file}
+        with model.open("rb") as file:
+            self._arrays |= zip(own, read_places(file, list(own.values())), strict=True)
+        maps: dict[str, mmap.mmap] = {}
+        for name, (location, at, nbytes) in places.items():
+            if not location:
+                continue
+            if location not in maps:
+                with (model.parent / location).open("rb") as file:
+                    maps[location] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._arrays[name] = np.frombuffer(maps[location], np.uint8, nbytes, at)
+
+    def nbytes(self, tensor: Any) -> int:
+        return self.array(tensor).nbytes
+
+    def array(self, tensor: Any) -> Array:
+        if tensor.name in self._arrays:
+            return self._arrays[tensor.name]
+        return self._container.tensor(tensor.name)
+
+    def place(self, tensor: Any) -> Place | None:
+        return None  # what is taken from an entry is not kept again
+
+    def made(self, stored: str, dtype: str, shape: list[int]) -> Array:
+        """An array that lowering made."""
+        return self._container.tensor(stored).view(dtype_of(dtype)).reshape(shape)

@@ -1,0 +1,278 @@
+"""The folder of the cache that keeps the open programs of one model.
+
+A file holds the guards and, pickled, the program: a process that meets a shape that meets them
+lowers nothing. Weights that lowering made stand in files of their own, each once for all programs.
+The cache is the user's own and is trusted as Python's byte code is; what is damaged or was written
+by other code counts as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse import config
+from onnx_fuse.container import Container, digest_of, write
+from onnx_fuse.cuda import jit
+from onnx_fuse.errors import ModelError
+from onnx_fuse.files import written
+from onnx_fuse.kernels import cublaslt, tuning
+from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.runtime.plan import Kept
+from onnx_fuse.runtime.tensor import dtype_of
+
+SECONDS = 0.02
+"""Lowering that took longer is kept."""
+
+Array = np.ndarray[Any, Any]
+Key = tuple[object, ...]
+"""What programs of one list have in common: their open dimensions, the ranks and types of inputs,
+and the inputs whose values are known."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the graph of a session was made of: the cache's entry of it, and the model's file.
+
+    `digest` is of the file and the graph, `made` names the made weights that the entry holds.
+    """
+
+    digest: str
+    entry: Path
+    model: Path
+    made: frozenset[str]
+
+
+class Programs:
+    """The folder of one model's programs; any number of processes read and write there.
+
+    `array` gives a weight that lowering made, by its name, None for one that is not there; the
+    names in `given` are there for every reader.
+    """
+
+    def __init__(
+        self, folder: Path, array: Callable[[str], Array | None], given: Collection[str] = ()
+    ) -> None:
+        self.folder, self._array, self.given = folder, array, frozenset(given)
+        self._guards: dict[Path, Guards | None] = {}  # of the files seen so far
+        self._containers: dict[Path, Container | None] = {}
+        self._pruned = False
+        self._lock = threading.Lock()
+
+    def find(self, key: Key, numbers: Mapping[str, int]) -> Kept | None:
+        """The program of this key whose guards these sizes meet, None where there is none."""
+        with self._lock:
+            for path in self._paths(key):
+                if self._meets(path, numbers) and (found := self._read(path)) is not None:
+                    return found
+        return None
+
+    def has(self, key: Key, numbers: Mapping[str, int]) -> bool:
+        """Whether `find` would find one, damage aside."""
+        with self._lock:
+            return any(self._meets(path, numbers) for path in self._paths(key))
+
+    def keep(self, key: Key, kept: Kept) -> None:
+        """Write the program, and what of its made weights is not there yet.
+
+        Warns where the cache cannot be written to.
+        """
+        header = json.dumps(kept.source.guards).encode()
+        path = self._of(key) / f"{digest_of([header])}.program"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                return
+            self._keep_weights(kept.weights)
+            body = _pickled(kept)
+            with written(path) as draft:
+                parts = (hashlib.sha256(header).digest(), hashlib.sha256(body).digest())
+                draft.write_bytes(b"".join((*parts, _LENGTH.pack(len(header)), header, body)))
+            if not self._pruned:
+                self._pruned = True
+                prune(config.CACHE_MB.value << 20)
+        except (OSError, ModelError) as error:
+            warnings.warn(f"the program is not kept: {error}", stacklevel=2)
+
+    def _of(self, key: Key) -> Path:
+        return self.folder / digest_of([repr(key).encode()])
+
+    def _paths(self, key: Key) -> Iterator[Path]:
+        try:
+            names = os.listdir(self._of(key))
+        except OSError:
+            return
+        for name in names:
+            if name.endswith(".program"):
+                yield self._of(key) / name
+
+    def _meets(self, path: Path, numbers: Mapping[str, int]) -> bool:
+        if path not in self._guards:
+            self._guards[path] = _guards(path)
+        guards = self._guards[path]
+        return guards is not None and guards.hold(numbers)
+
+    def _read(self, path: Path) -> Kept | None:
+        try:
+            data = path.read_bytes()
+            start = _HEAD + _LENGTH.unpack_from(data, 64)[0]
+            if hashlib.sha256(memoryview(data)[start:]).digest() != data[32:64]:
+                raise ValueError("damaged")
+            found: Kept = _Unpickler(data[start:], self._weight).load()
+            os.utime(self.folder)  # used now, for who removes what is old
+        except (OSError, ModelError, LookupError, ValueError, struct.error, pickle.PickleError):
+            self._guards[path] = None  # as if it were not there
+            return None
+        return found
+
+    # ---- what lowering made of weights ----
+
+    def _keep_weights(self, arrays: Mapping[str, Array]) -> None:
+        """Write those that are not there for every reader."""
+        there = self.given | {n for c in self._made() for n in c.manifest["arrays"]}
+        new = {name: array for name, array in arrays.items() if name not in there}
+        if not new:
+            return
+        described = {name: [a.dtype.name, list(a.shape)] for name, a in new.items()}
+        folder = self.folder / "weights"
+        folder.mkdir(parents=True, exist_ok=True)
+        with written(folder / f"{digest_of([repr(described).encode()])}.made") as draft:
+            write(draft, {"arrays": described}, {}, new)
+
+    def _made(self) -> Iterator[Container]:
+        folder = self.folder / "weights"
+        for path in sorted(folder.glob("*.made")):
+            if path not in self._containers:
+                try:
+                    self._containers[path] = Container(path)
+                except ModelError:
+                    self._containers[path] = None
+            if (found := self._containers[path]) is not None:
+                yield found
+
+    def _weight(self, name: str) -> Array:
+        """A made weight. Raises LookupError where neither this process nor the folder has it."""
+        found = self._array(name)
+        if found is not None:
+            return found
+        for container in self._made():
+            if name in container.manifest["arrays"]:
+                dtype, shape = container.manifest["arrays"][name]
+                return container.tensor(name).view(dtype_of(dtype)).reshape(shape)
+        raise LookupError(name)
+
+
+_LENGTH = struct.Struct("<Q")
+_HEAD = 64 + _LENGTH.size  # digests of guards and program, bytes of the guards
+
+
+def _guards(path: Path) -> Guards | None:
+    """The guards of a file, None of a damaged one."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            header = file.read(_LENGTH.unpack_from(head, 64)[0])
+        whole = hashlib.sha256(header).digest() == head[:32]
+        return Guards(json.loads(header)) if whole else None
+    except (OSError, ValueError, struct.error, OverflowError, MemoryError):
+        return None
+
+
+def _pickled(kept: Kept) -> bytes:
+    """With weights that lowering made by name."""
+    names = {id(array): name for name, array in kept.weights.items()}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            return names.get(id(obj)) if type(obj) is np.ndarray else None
+
+    found = io.BytesIO()
+    Pickler(found, protocol=5).dump(kept)
+    return found.getvalue()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, weight: Callable[[str], Array]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._weight = weight
+
+    def persistent_load(self, pid: Any) -> Array:
+        return self._weight(pid)
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def folder_of(
+    digest: str,
+    hw: Hardware,
+    math: str,
+    prefs: Mapping[str, str] | None,
+    state: Mapping[str, str] | None,
+) -> Path:
+    """Where the programs of the graph with this digest stand: all that lowering depends on."""
+    chosen = (math, sorted((prefs or {}).items()), sorted((state or {}).items()))
+    around = (config.KERNEL.value, cublaslt.version(), tuning.stamp(hw))
+    parts = (digest, asdict(hw), chosen, around, code(), sys.implementation.cache_tag)
+    return config.CACHE_DIR.value / "programs" / hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def prune(limit: int) -> None:
+    """Remove the graphs, and the programs of a model, used longest ago while all hold more."""
+    found: list[tuple[int, int, Path]] = []
+    for folder in ("graphs", "programs"):
+        for path in (config.CACHE_DIR.value / folder).glob("*"):
+            with contextlib.suppress(OSError):  # another process removes them as well
+                inside = [path, *path.rglob("*")] if path.is_dir() else [path]
+                size = sum(p.stat().st_size for p in inside)
+                last = path.stat().st_mtime_ns if path.is_dir() else path.stat().st_atime_ns
+                found.append((last, size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found)[:-1]:
+        if total <= limit:
+            return
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        total -= size
+
+
+@cache
+def code() -> str:
+    """What tells this package's code, and that of those it works with, from another's."""
+    root = Path(__file__).resolve().parents[1]
+    files = sorted(
+        (str(path), found.st_size, found.st_mtime_ns)
+        for folder in (root, jit.source_root())
+        for path, found in _sources(folder)
+    )
+    others = [metadata.version(name) for name in ("onnx", "onnx-ir", "onnxscript", "numpy")]
+    return hashlib.sha256(repr((files, others)).encode()).hexdigest()
+
+
+def _sources(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    with os.scandir(folder) as found:
+        for item in found:
+            if item.is_dir() and item.name != "__pycache__":
+                yield from _sources(Path(item.path))
+            elif item.name.endswith((".py", ".cu", ".cuh")):
+                yield Path(item.path), item.stat()

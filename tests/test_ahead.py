@@ -1,0 +1,270 @@
+"""Open programs in the cache, and the process that makes those for shapes that have not come."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import real_cases
+from fake_gpu import FakeGpu
+
+import onnx_fuse
+from onnx_fuse import InferenceSession, session
+from onnx_fuse.cuda import jit
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save
+from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.runtime import ahead, background, kept, specialize
+from onnx_fuse.runtime.ahead import Ahead
+from onnx_fuse.runtime.plan import Made
+from onnx_fuse.runtime.specialize import Specializer
+
+H200 = CHIPS["H200"]
+CHAIN = "agraph (float[N,T] x) => (float[N,T] y) { a = Exp(x) b = Neg(a) y = Tanh(b) }"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, in which every program is kept, however fast it was lowered."""
+    monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(specialize, "SECONDS", 0.0)
+    return tmp_path / "cache"
+
+
+def half(path: Path) -> Specializer:
+    """Of the optimized model in float16."""
+    graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
+    return Specializer(graph, H200, math=precision)
+
+
+def encoder() -> Specializer:
+    return half(next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo"))
+
+
+def with_length(specializer: Specializer, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Two sequences of this length."""
+    found = {}
+    for v in specializer.model.graph.inputs:
+        assert v.shape is not None
+        assert v.dtype is not None
+        rest = [int(d) for d in v.shape[2:]]  # type: ignore[arg-type]
+        found[v.name or ""] = ((2, length, *rest), v.dtype.numpy().name)
+    return found
+
+
+def described(made: Made) -> tuple[object, ...]:
+    """All of a program and its layout, the bytes of made weights and constants included."""
+    constants = {k: (v.dtype.name, v.shape, v.tobytes()) for k, v in made.program.constants.items()}
+    return repr(made.program), made.plan, made.room, constants
+
+
+# ---- the cache ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert__ts13", "encoder_layer_prenorm__dynamo"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> None:
+    """The same programs, whether or not it has made the weights that they read."""
+    path = next(c.path for c in real_cases() if c.name == name)
+    first, second = half(path), half(path)
+    first.keep_under("a graph")
+    made = [first.of(with_length(first, n)) for n in (20, 30, 21)]
+    first.written()
+    if not fresh:
+        second.of(with_length(second, 33))
+    lowered = second.traced
+    second.keep_under("a graph")
+    for n, found in zip((20, 30, 21), made, strict=True):
+        again = second.of(with_length(second, n))
+        assert described(again) == described(found)
+    assert second.traced == lowered
+    assert not list(cache.rglob("*.draft"))
+    other = half(path)
+    other.keep_under("another graph")
+    other.of(with_length(other, 40))
+    assert other.traced == 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["guards", "program", "length", "empty", "cut", "weights", "no weights"]
+)
+def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
+    path = next(c.path for c in real_cases() if c.name == "bert__ts13")
+    first = half(path)
+    first.keep_under("a graph")
+    made = first.of(with_length(first, 40))
+    first.written()
+    (program,) = cache.rglob("*.program")
+    (weights,) = cache.rglob("*.made")
+    data = bytearray(program.read_bytes())
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "no weights":
+        weights.unlink()
+    else:
+        at = {"guards": 80, "program": -9, "length": 71, "empty": 0, "cut": 0}[damage]
+        data[at] ^= 0xFF
+        program.write_bytes({"empty": data[:0], "cut": data[: len(data) // 2]}.get(damage, data))
+    second = half(path)
+    second.keep_under("a graph")
+    assert described(second.of(with_length(second, 40))) == described(made)
+    assert second.traced == 1
+
+
+def test_programs_depend_on_all_that_lowering_depends_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = encoder()
+    folder = one.keep_under("a graph")
+    assert one.keep_under("a graph") == folder
+    others = [
+        Specializer(one.model, CHIPS["A100"]),
+        Specializer(one.model, H200, math="tf32"),
+        Specializer(one.model, H200, prefs={"Gemm": "simt"}),
+        Specializer(one.model, H200, state={"y": "x"}),
+    ]
+    folders = [folder, *(other.keep_under("a graph") for other in others)]
+    monkeypatch.setenv("ONNX_FUSE_KERNEL", "Gemm=simt")
+    folders.append(one.keep_under("a graph"))
+    monkeypatch.delenv("ONNX_FUSE_KERNEL")
+    (cache / "tuning").mkdir(parents=True)
+    (cache / "tuning" / "NVIDIA_H200.json").write_text("{}")
+    folders.append(one.keep_under("a graph"))
+    assert len(set(folders)) == len(folders)
+
+
+def test_the_longest_unused_programs_go(cache: Path) -> None:
+    for i in range(4):
+        folder = cache / "programs" / str(i) / "key"
+        folder.mkdir(parents=True)
+        (folder / "x.program").write_bytes(bytes(400_000))
+        os.utime(folder.parent, (i, i))
+    kept.prune(1 << 20)
+    assert sorted(p.name for p in (cache / "programs").iterdir()) == ["2", "3"]
+
+
+def test_a_session_takes_programs_from_the_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the second process on, once the first has named the graph."""
+    FakeGpu().use(monkeypatch)
+    monkeypatch.setattr(session, "_KEPT", 0)
+    path = tmp_path / "m.onnx"
+    save(text_model(CHAIN), path)
+    x = np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5)
+    results = []
+    for lowered in (1, 0):
+        opened = InferenceSession(path, device="cuda")
+        results += [opened.run(None, {"x": x}), opened.run(None, {"x": x[:2]})]
+        executable = opened._executable
+        assert executable is not None
+        assert executable.specializer.traced == lowered
+        assert executable.specializer.origin is not None
+        assert executable.specializer.origin.result() is not None
+        executable.specializer.written()
+    np.testing.assert_allclose(results[0][0], np.tanh(-np.exp(x)), rtol=1e-6)
+    assert all(np.array_equal(a, b) for a, b in zip(results[:2], results[2:], strict=True))
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two lengths, all others cost no lowering, and their kernels are compiled."""
+    monkeypatch.setattr(ahead, "FAR", 16)
+    specializer = encoder()
+    beside = Ahead(specializer)
+    specializer.of(with_length(specializer, 8))
+    beside.expect(with_length(specializer, 8), 1.0)
+    beside.wait()
+    assert not beside.children  # one size so far: nothing says that it varies
+    specializer.of(with_length(specializer, 7))
+    beside.expect(with_length(specializer, 7), 0.001)
+    beside.wait()
+    assert beside.children
+    assert {c._process.returncode for c in beside.children} == {0}
+    lowered = specializer.traced
+    for length in range(1, 17):
+        made = specializer.of(with_length(specializer, length))
+        for call in made.program.calls:
+            for x in call.launches:
+                key = (jit.source_text(x.source), x.defines, "sm_90a", jit._compiler())
+                name = hashlib.sha256(repr(key).encode()).hexdigest()
+                assert (cache / "cubin" / name[:2] / name).is_file()
+    assert specializer.traced == lowered
+
+
+@pytest.mark.parametrize("why", ["fast", "one size"])
+def test_no_process_where_it_would_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(ahead, "_Child", lambda *given: started.append(given))
+    specializer = encoder()
+    beside = Ahead(specializer)
+    for length in (40, 48) if why == "fast" else (40, 40):
+        beside.expect(with_length(specializer, length), 0.01 if why == "fast" else 1.0)
+    beside.wait()
+    assert not started
+
+
+@pytest.mark.parametrize("end", ["dropped", "parent ends", "parent is killed"])
+def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
+    """With the session, and with its parent, however that ends."""
+    code = (
+        "import gc, os, signal, sys, time\n"
+        "import test_ahead as t\n"
+        "from onnx_fuse.runtime import ahead\n"
+        f"s = t.encoder(); a = ahead.Ahead(s)\n"
+        "for n in (40, 48): a.expect(t.with_length(s, n), 1.0)\n"
+        "while a._busy: time.sleep(0.01)\n"
+        "p = a.children[0]._process; print(p.pid, flush=True)\n"
+        f"end = {end!r}\n"
+        "if end == 'parent is killed': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "child = a.children[0]\n"
+        "if end == 'dropped': del a; gc.collect(); print(child.ended.wait(20))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    pid, *more = done.stdout.split()
+    assert more == (["True"] if end == "dropped" else [])
+    deadline = time.monotonic() + 20
+    while running(int(pid)):
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.05)
+
+
+def test_it_ends_when_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "IDLE", 0.01)
+
+    def lines() -> Iterator[bytes]:
+        threading.Event().wait()  # at the end of its lines the process ends
+        yield b""
+
+    assert background.Wishes(lines()).next() is None
+
+
+def test_the_sizes_nearest_to_what_came_are_made_first() -> None:
+    found = ahead.order(100, 300)
+    assert found[:64] == list(range(128, 64, -1))
+    assert sorted(found) == list(range(1, 321))
+
+
+def running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
