@@ -123,8 +123,21 @@ template <int THREADS, class S> DEVICE S block_sum(S x, S* scratch) {
     return total;
 }
 
-// ---- activations and their derivatives with respect to the pre-activation z ----
-enum Activation { NONE, RELU, LEAKY_RELU, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID, TANH };
+// ---- the activation of a kernel: one row of ops/activations.py, as macros ----
+//   ACT         its name; not defined where the kernel has none
+//   ACT_VALUE   body of a function of x and alpha: act(x), which the caller rounds to Out
+//   ACT_SLOPE   body of a function of y, z and alpha: y act'(z)
+//   ACT_NORMAL  1: act(x) = x P(X < x) of a normal X
+#ifdef ACT
+constexpr bool ACTIVE = true;
+#else
+constexpr bool ACTIVE = false;
+#define ACT_VALUE return x;
+#define ACT_SLOPE return y;
+#endif
+#ifndef ACT_NORMAL
+#define ACT_NORMAL 0
+#endif
 
 DEVICE float ex2(float x) {
     float y;
@@ -170,61 +183,42 @@ template <class Out, int N> DEVICE void normal_tail(const float (&x)[N], float (
     for (int j = 0; j < N; j++) e[j] = ex2(e[j]);
 }
 DEVICE float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678118654752f)); }
-template <class Out> DEVICE float tanh_cdf(float x) {  // GELU_TANH's approximation of it
+DEVICE float normal_slope(float y, float z, float cdf) {  // y times the derivative of z P(X < z)
+    return y * (cdf + z * 0.3989422804014327f * ex2(-0.72134752044448171f * z * z));
+}
+template <class Out> DEVICE float tanh_cdf(float x) {  // the approximation of it by tanh
     return sigmoid<Out>(x * (1.5957691216057308f + 0.071354816f * x * x));
 }
-// x = act(x), N values side by side; `Out` is what the caller rounds the result to.
-template <int ACT, class Out, int N> DEVICE void activate(float (&x)[N], float alpha) {
-    float a[N], e[N];
-    if (ACT == GELU && sizeof(Out) == 2) normal_tail<Out>(x, a, e);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        if (ACT == RELU) x[j] = max_nan(x[j], 0.0f);
-        if (ACT == LEAKY_RELU) x[j] = x[j] > 0.0f ? x[j] : alpha * x[j];
-        if (ACT == GELU)
-            x[j] = sizeof(Out) == 2 ? fmaf(-a[j], e[j], max_nan(x[j], 0.0f)) : x[j] * normal_cdf(x[j]);
-        if (ACT == GELU_TANH) x[j] *= tanh_cdf<Out>(x[j]);
-        if (ACT == QUICK_GELU) x[j] *= sigmoid<Out>(alpha * x[j]);
-        if (ACT == SILU) x[j] *= sigmoid<Out>(x[j]);
-        if (ACT == SIGMOID) x[j] = sigmoid<Out>(x[j]);
-        if (ACT == TANH) x[j] = tanhf(x[j]);
-    }
+DEVICE float tanh_softplus(float x) {  // tanh(log(1 + e^x)) = (e^2x + 2 e^x) / (e^2x + 2 e^x + 2)
+    float e = __expf(fminf(x, 20.0f)), n = e * (e + 2.0f);
+    return __fdividef(n, n + 2.0f);
 }
-template <int ACT, class Out = float> DEVICE float act(float x, float alpha) {
-    float y[1] = {x};
-    activate<ACT, Out>(y, alpha);
-    return y[0];
+template <class Out> DEVICE float act_value(float x, float alpha) { ACT_VALUE }
+template <class Out> DEVICE float act_slope(float y, float z, float alpha) { ACT_SLOPE }
+// x = act(x), N values side by side; `Out` is what the caller rounds the result to.
+template <class Out, int N> DEVICE void activate(float (&x)[N], float alpha) {
+    constexpr bool TAIL = ACT_NORMAL && sizeof(Out) == 2;
+    float a[N], e[N];
+    if (TAIL) normal_tail<Out>(x, a, e);
+#pragma unroll
+    for (int j = 0; j < N; j++) x[j] = TAIL ? fmaf(-a[j], e[j], max_nan(x[j], 0.0f)) : act_value<Out>(x[j], alpha);
 }
 // y *= act'(z), N values side by side.
-template <int ACT, class Out, int N> DEVICE void times_slope(float (&y)[N], const float (&z)[N], float alpha) {
-    float a[N], s[N];
-    if (ACT == GELU && sizeof(Out) == 2) normal_tail<Out>(z, a, s);
+template <class Out, int N> DEVICE void times_slope(float (&y)[N], const float (&z)[N], float alpha) {
+    constexpr bool TAIL = ACT_NORMAL && sizeof(Out) == 2;
+    float a[N], e[N];
+    if (TAIL) normal_tail<Out>(z, a, e);
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        if (ACT == RELU) y[j] = z[j] > 0.0f ? y[j] : 0.0f;
-        if (ACT == LEAKY_RELU) y[j] = z[j] > 0.0f ? y[j] : alpha * y[j];
-        if (ACT == GELU) {
-            float cdf = sizeof(Out) > 2 ? normal_cdf(z[j]) : z[j] < 0.0f ? s[j] : 1.0f - s[j];
-            y[j] *= cdf + z[j] * 0.3989422804014327f * ex2(-0.72134752044448171f * z[j] * z[j]);
-        }
-        if (ACT == GELU_TANH) {
-            s[j] = tanh_cdf<Out>(z[j]);
-            float square = fminf(z[j] * z[j], 1e12f);  // finite where it meets s - s^2 = 0
-            y[j] *= s[j] + z[j] * (s[j] - s[j] * s[j]) * (1.5957691216057308f + 0.21406445f * square);
-        }
-        if (ACT == QUICK_GELU || ACT == SILU || ACT == SIGMOID)
-            s[j] = sigmoid<Out>(ACT == QUICK_GELU ? alpha * z[j] : z[j]);
-        if (ACT == QUICK_GELU) y[j] *= s[j] + alpha * z[j] * s[j] * (1.0f - s[j]);
-        if (ACT == SILU) y[j] *= s[j] + z[j] * s[j] * (1.0f - s[j]);
-        if (ACT == SIGMOID) y[j] *= s[j] * (1.0f - s[j]);
-        if (ACT == TANH) {
-            float t = tanhf(z[j]);
-            y[j] *= 1.0f - t * t;
-        }
-    }
+    for (int j = 0; j < N; j++)
+        y[j] = TAIL ? normal_slope(y[j], z[j], z[j] < 0.0f ? e[j] : 1.0f - e[j]) : act_slope<Out>(y[j], z[j], alpha);
 }
-template <int ACT, class Out = float> DEVICE float act_grad(float z, float alpha) {
-    float y[1] = {1.0f}, at[1] = {z};
-    times_slope<ACT, Out>(y, at, alpha);
+template <class Out> DEVICE float act(float x, float alpha) {
+    float y[1] = {x};
+    activate<Out>(y, alpha);
     return y[0];
+}
+template <class Out> DEVICE float times_slope(float y, float z, float alpha) {
+    float to[1] = {y}, at[1] = {z};
+    times_slope<Out>(to, at, alpha);
+    return to[0];
 }

@@ -39,6 +39,7 @@ class Timing:
 
 
 def timing(seconds: Array) -> Timing:
+    """The median and the 10th and 90th percentiles, in milliseconds, of seconds."""
     low, median, high = (float(q) * 1e3 for q in np.quantile(seconds, (0.1, 0.5, 0.9)))
     return Timing(median, low, high)
 
@@ -60,6 +61,7 @@ class Comparison:
     feeds: dict[str, list[int]]
 
     def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON values."""
         return asdict(self)
 
 
@@ -173,6 +175,7 @@ class RunResult:
 
     @property
     def total_us(self) -> float:
+        """Microseconds of all operators together."""
         return sum(us for _, us in self.operators.values()) or 1.0
 
 

@@ -22,6 +22,7 @@ class Variable(Generic[T]):
 
     @property
     def value(self) -> T:
+        """The parsed value, or the default. Raises UsageError for text of another form."""
         text = os.environ.get(self.name)
         if not text:
             return self.default

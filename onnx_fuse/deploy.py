@@ -213,19 +213,25 @@ def _lowered(programs: Specializer, shapes: Closed) -> Program:
         program = programs.of(shapes).program
     except NeedsValues as needs:
         raise ModelError(
-            f"the values of input {', '.join(needs.names)} decide about sizes, so there is no one "
-            "program for it: make a constant of it"
+            f"the values of input {', '.join(needs.names)} decide about sizes, so no program "
+            "serves all of them: make a constant of it"
         ) from needs
     if program.fallbacks:
         raise ModelError(
             f"{program.fallbacks[0]}, so it would run on onnxruntime, which a compiled file does "
-            "without"
+            "without: run the .onnx file itself"
         )
     if program.stages:
         first = next(name for name, value in program.outputs if value is None)
-        raise ModelError(f"the sizes of what computes '{first}' depend on data")
+        raise ModelError(
+            f"the sizes of what computes '{first}' depend on data, so they cannot be compiled: run "
+            "the .onnx file itself"
+        )
     if any(b.kind == "random" for b in program.buffers):
-        raise ModelError("it draws random numbers, whose state no compiled file has")
+        raise ModelError(
+            "the model draws random numbers, whose state a compiled file does not keep: run the "
+            ".onnx file itself"
+        )
     return program
 
 

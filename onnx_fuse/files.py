@@ -73,7 +73,10 @@ def written(path: str | os.PathLike[str]) -> Iterator[Path]:
             for made in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
                 place = target if made.name == path.name else target.parent / made.name
                 if place != target and place.exists() and not target.exists():
-                    raise ModelError(f"{place}: already there, and not of {path}")
+                    raise ModelError(
+                        f"{place}: there is such a file already, and {path} is not: move it away, "
+                        "or write to another path"
+                    )
                 os.replace(made, place)
     except OSError as error:
         raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
@@ -85,7 +88,9 @@ def _streamed(path: Path) -> Iterator[Path]:
         yield Path(folder) / path.name
         made = list(Path(folder).iterdir())
         if any(p.name != path.name for p in made):
-            raise ModelError(f"{path}: no file, beside which weights could be stored")
+            raise ModelError(
+                f"{path}: weights can only be stored beside a file: give the path of one"
+            )
         sys.stdout.flush()  # what was printed before comes before
         for draft in made:
             with draft.open("rb") as source, _opened(path) as out:

@@ -40,6 +40,7 @@ class Summary:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes, without Constant nodes."""
         return sum(self.ops.values())
 
 
@@ -102,6 +103,7 @@ class Printer:
         self.console: Console = Unread(record=True, width=width, highlight=False, soft_wrap=False)
 
     def text(self, *lines: str) -> None:
+        """Print lines of text."""
         for line in lines:
             self.console.print(printable(line), markup=False, soft_wrap=True)
 
@@ -124,6 +126,7 @@ class Printer:
         self.console.print(table)
 
     def html(self, path: Path) -> None:
+        """Write all that was printed as one HTML page."""
         write_whole(path, self.console.export_html())
 
 
@@ -264,4 +267,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def as_dict(model: Summary) -> dict[str, Any]:
+    """A summary as JSON values."""
     return asdict(model) | {"nodes": model.nodes}

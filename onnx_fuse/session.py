@@ -233,7 +233,7 @@ class InferenceSession:
         """
         if self._executable is None:
             if stream is not None:
-                raise UsageError("device 'cpu' has no CUDA streams")
+                raise UsageError("device 'cpu' has no CUDA streams: leave `stream` out")
             self._session.run_with_iobinding(iobinding, run_options)
             return
         ready = self._executable.ready(iobinding, stream)
@@ -277,7 +277,9 @@ class InferenceSession:
 
     def _on_cuda(self) -> Any:
         if self._executable is None:
-            raise UsageError('only device="cuda" has programs and memory on the GPU')
+            raise UsageError(
+                'this session runs on device "cpu": only device="cuda" has GPU programs and memory'
+            )
         return self._executable
 
     @cached_property
@@ -344,8 +346,8 @@ def _require_graphs() -> None:
     """Raise UsageError in an installation of onnx-fuse-runtime, which lacks what reads ONNX."""
     if find_spec("onnx_fuse.onnx") is None:
         raise UsageError(
-            "onnx-fuse-runtime runs files of onnx-fuse compile on device 'cuda', as they were "
-            "compiled: pip install onnx-fuse for ONNX models, recompile=True and device 'cpu'"
+            "onnx-fuse-runtime only runs files of onnx-fuse compile, on device 'cuda' and as they "
+            "were compiled: pip install onnx-fuse for ONNX models, device 'cpu' or recompile=True"
         )
 
 

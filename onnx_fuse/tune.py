@@ -25,7 +25,7 @@ from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.passes.callgraph import chosen
-from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, Hardware, Problem
+from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
 from onnx_fuse.session import load
@@ -51,7 +51,7 @@ OPS["MatMulNBits"] = (
 class Tuned:
     """One problem: what was chosen before and what is now, in microseconds a call."""
 
-    problem: Problem
+    problem: AnyProblem
     before: str
     before_us: float
     kernel: str
@@ -96,7 +96,7 @@ def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardwar
 
 
 def calls_of(program: Program, op: str = "") -> list[Call]:
-    """One call for each problem (of `op`, if given) that has a registry of kernels."""
+    """One call for each problem (of `op`, if given)."""
     found = {tuning.key(c.problem.op, c.problem): c for c in program.calls if c.problem}
     return [c for c in found.values() if c.problem and op in ("", c.problem.op)]
 
@@ -121,13 +121,16 @@ def tune(
         if time.monotonic() > until:
             return
         assert call.problem is not None
+        choices = likely(call.problem, hw, top)
+        if len(choices) < 2:  # nothing to choose
+            continue
         watch(str(call.problem))
-        result, entry = _tune(call, call.problem, hw, top, until)
+        result, entry = _tune(call, call.problem, choices, hw, until)
         tuning.save([(call.problem.op, call.problem, entry)], hw, folder)
         yield result
 
 
-def likely(problem: Problem, hw: Hardware, top: int = 6) -> list[Choice]:
+def likely(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Choice]:
     """The present choice, then `top` configurations of each candidate, best predicted first.
 
     Those predicted to take more than twice the least are left out.
@@ -150,9 +153,9 @@ def likely(problem: Problem, hw: Hardware, top: int = 6) -> list[Choice]:
 
 
 def _tune(
-    call: Call, problem: Problem, hw: Hardware, top: int, until: float
+    call: Call, problem: AnyProblem, choices: Sequence[Choice], hw: Hardware, until: float
 ) -> tuple[Tuned, dict[str, object]]:
-    choices = likely(problem, hw, top)
+    math = problem.math if isinstance(problem, Problem) else "ieee"
     present = choices[0]
     tries = [chosen(call, choice, hw) for choice in choices]
     jit.compile_all((launch for t in tries for launch in t.launches), hw.arch)
@@ -163,7 +166,7 @@ def _tune(
     for choice, attempt in zip(choices[1:], tries[1:], strict=True):
         if time.monotonic() > until:
             break
-        if not operands.agree(operands.results(attempt), truth, problem.math):
+        if not operands.agree(operands.results(attempt), truth, math):
             refused.append(f"{choice.kernel.name} {choice.config}")
             continue
         kept.append(choice)
@@ -200,7 +203,7 @@ class _Operands:
         self.hw, self.stream = hw, device.Stream()
         self.written = list(call.writes)
         tensors = dict([*call.reads, *call.writes])
-        total = sum(_span(t) * ITEMSIZE[t.dtype] for t in tensors.values())
+        total = sum(t.span * ITEMSIZE[t.dtype] for t in tensors.values())
         self.sets: list[dict[str, int]] = []
         self._memory: list[device.Memory] = []
         rng = np.random.default_rng(0)
@@ -209,7 +212,7 @@ class _Operands:
             places = {}
             for name, tensor in tensors.items():
                 array = filled.get(name)
-                places[name] = self._place(_span(tensor) * ITEMSIZE[tensor.dtype], name)
+                places[name] = self._place(tensor.span * ITEMSIZE[tensor.dtype], name)
                 if array is not None:
                     self.stream.upload(places[name], array.ctypes.data, array.nbytes)
             places["workspace"] = self._place(workspace, "workspace")
@@ -227,13 +230,13 @@ class _Operands:
         """Both ends of everything the call writes, on the first set."""
         places = self.sets[0]
         for name, tensor in self.written:
-            self.stream.clear(places[name], _span(tensor) * ITEMSIZE[tensor.dtype])
+            self.stream.fill(places[name], 0, tensor.span * ITEMSIZE[tensor.dtype])
         bound = self._bound(call, places)
         for step in bound:
             step.enqueue(self.stream.handle)
         found = []
         for name, tensor in self.written:
-            size, item = _span(tensor), ITEMSIZE[tensor.dtype]
+            size, item = tensor.span, ITEMSIZE[tensor.dtype]
             for at in {0, max(0, size - SAMPLE)}:
                 array = np.empty(min(size, SAMPLE), dtype_of(tensor.dtype))
                 self.stream.download(array.ctypes.data, places[name] + at * item, array.nbytes)
@@ -275,22 +278,15 @@ class _Operands:
         return run
 
 
-def _span(tensor: Tensor) -> int:
-    """Elements from a tensor's first to its last."""
-    if 0 in tensor.shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-
-
 def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:
     dtype = dtype_of(tensor.dtype)
     if tensor.dtype in ("int8", "uint8"):
-        some = rng.integers(0, 256, min(_span(tensor), 1_000_003)).astype(np.uint8)
-        return np.resize(some.view(dtype), _span(tensor))
+        some = rng.integers(0, 256, min(tensor.span, 1_000_003)).astype(np.uint8)
+        return np.resize(some.view(dtype), tensor.span)
     if tensor.dtype not in TOLERANCE:
-        return np.zeros(_span(tensor), dtype)
+        return np.zeros(tensor.span, dtype)
     # a large operand repeats a part of odd length: no two rows are alike
-    part = rng.standard_normal(min(_span(tensor), 1_000_003))
+    part = rng.standard_normal(min(tensor.span, 1_000_003))
     if name in ("rstd", "part"):
         part = 0.5 + np.abs(part)
-    return np.resize(part.astype(dtype), _span(tensor))
+    return np.resize(part.astype(dtype), tensor.span)

@@ -391,6 +391,18 @@ FUSION_CASES = (
             ("leaky_relu", "LeakyRelu", "y = LeakyRelu <alpha = 0.2> (z)"),
             ("sigmoid", "Sigmoid", "y = Sigmoid (z)"),
             ("tanh", "Tanh", "y = Tanh (z)"),
+            ("elu", "Elu", "y = Elu <alpha = 0.7> (z)"),
+            ("selu", "Selu", "y = Selu (z)"),
+            ("mish", "Mish", "y = Mish (z)"),
+            ("mish_of_opset_17", "Mish", "s = Softplus (z)\n t = Tanh (s)\n y = Mul (z, t)"),
+            ("softplus", "Softplus", "y = Softplus (z)"),
+            ("hard_sigmoid", "HardSigmoid", "y = HardSigmoid <alpha = 0.16666667> (z)"),
+            ("hard_swish", "HardSwish", "y = HardSwish (z)"),
+            (
+                "hard_swish_of_opset_13",
+                "HardSwish",
+                "s = HardSigmoid <alpha = 0.16666667> (z)\n y = Mul (s, z)",
+            ),
             ("gelu", "Gelu", "y = Gelu (z)"),
             ("gelu_tanh", "GeluTanh", 'y = Gelu <approximate = "tanh"> (z)'),
             ("gelu_erf_half_last", "Gelu", _ERF + "t = Mul (z, e1)\n y = Mul (t, half)"),
@@ -1173,9 +1185,9 @@ FUSION_CASES = (
     FusionCase(
         "activation_outside_the_table",
         f"{_X}, {_LIN}",
-        _PLAIN + "y = HardSwish (z)",
+        _PLAIN + "y = Softsign (z)",
         ("Gemm",),
-        reason="HardSwish is none of the fused activations",
+        reason="Softsign is none of the fused activations",
     ),
     # --- Conv, losses -----------------------------------------------------------------------------
     *(

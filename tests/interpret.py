@@ -17,6 +17,7 @@ import onnxruntime
 
 from onnx_fuse.cuda.pointwise import LARGEST
 from onnx_fuse.lower.stages import run_loop
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.problem import Problem
@@ -35,6 +36,10 @@ def _trunc_div(a: Any, b: Any) -> Any:
 STEPS: dict[str, Any] = {
     "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
     "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
+    "HardSwish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
+    "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x),
+    "Softplus": lambda x: np.logaddexp(0, x),
     "LeakyRelu": lambda x, a: np.where(x < 0, a * x, x),
     "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),
     "Identity": lambda x: x,
@@ -90,8 +95,17 @@ STEPS: dict[str, Any] = {
 BATCHED = {"align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
 BATCHED |= {"row_bias", "residual", "beta", "act", "act_alpha"}
 NORMS = ("LayerNormalization", "RMSNormalization")
-NAMES = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
 """Attributes of a plain product of several matrices."""
+
+
+def activated(p: Problem, v: np.ndarray) -> np.ndarray:
+    """act(v), as the problem's epilogue has it."""
+    row = BY_KEY[p.text("act")]
+    numbers = dict(row.numbers)
+    if row.attributes:
+        numbers["alpha"] = p.number("act_alpha")
+    found: np.ndarray = STEPS[row.name](v, *numbers.values())
+    return found
 
 
 class Memory:
@@ -150,9 +164,9 @@ def interpret(
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
-        elif call.problem is not None or call.kernel in NORMS:
+        elif isinstance(call.problem, Problem) or call.kernel in NORMS:
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
-            if call.problem is None:
+            if not isinstance(call.problem, Problem):
                 found = {"y": _norm(read)}
             elif call.problem.op.startswith("Sdpa"):
                 found = _attention(call.problem, read)
@@ -228,7 +242,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         v = a @ b + (read["row0"][:, None] if p.attr("row_bias") else 0)
         c = read["c"].reshape(v.shape) if "c" in read else 0
         v = v + (c if p.attr("beta") else 0)
-        v = STEPS[NAMES[p.text("act")]](v) if p.attr("act") else v
+        v = activated(p, v) if p.attr("act") else v
         return {"y": v + (c if p.attr("residual") else 0)}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
@@ -260,7 +274,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
         v, through = blocks[..., 0], blocks[..., 1]
     if p.attr("act"):
-        v = STEPS[NAMES[p.text("act")]](v)
+        v = activated(p, v)
     v = v * through if p.attr("gate") else v
     if p.attr("scale"):
         v = v * read["col0"]

@@ -22,7 +22,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops import OPS
-from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.fused.sdpa import KINDS
 
 CASES = real_cases()

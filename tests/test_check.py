@@ -228,7 +228,7 @@ def test_sizes_are_given_by_symbol_shape_or_file(cli: Cli, tmp_path: Path, comma
     assert done.code == 0, done.err
     wrong = cli(command, path, *more, "--dim", "nothing=3")
     assert wrong.code == 2
-    assert "no input has the dimension 'nothing'" in wrong.err
+    assert "no input has a size named 'nothing'" in wrong.err
     assert "past" in wrong.err
     assert cli(command, path, *more, "--dim", "past").code == 2
 

@@ -69,8 +69,8 @@ LEFT = {
     "activation_outside_the_table": (
         "float[3,8] x",
         "float[3,8] y",
-        "a = Exp (x) y = Mish (a)",
-        ["Mish: it is none of the activations that fuse"],
+        "a = Exp (x) y = Softsign (a)",
+        ["Softsign: it is none of the activations that fuse"],
     ),
     "instance_norm": (
         _IMAGE,

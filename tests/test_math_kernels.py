@@ -14,14 +14,14 @@ from math_cases import H200, cases
 
 from onnx_fuse.cuda import jit
 from onnx_fuse.kernels import sdpa, select
-from onnx_fuse.lower.conv import Shape, Window, conv_launches
+from onnx_fuse.kernels.rule import team, vector
 from onnx_fuse.lower.pool import taps
-from onnx_fuse.lower.reduce import passes, pieces, team, vector
-from onnx_fuse.lower.softmax import softmax_launch
+from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS, Num, Problem, Ptr
+from onnx_fuse.program.problem import CHIPS, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problems import Conv, Softmax, Window
 
 
 @pytest.fixture(scope="module")
@@ -133,17 +133,24 @@ def test_pieces_cover_the_length_in_whole_vectors(outer, length, inner):
     assert team(outer, chunk, vec) & (team(outer, chunk, vec) - 1) == 0
 
 
+def softmax_launch(problem: Softmax) -> Launch:
+    choice = select("Softmax", problem, H200)
+    assert choice is not None
+    (launch,) = choice.launch(problem, H200)
+    return launch
+
+
 def test_rows_of_ordinary_length_stay_in_registers():
     for dtype in ("float32", "bfloat16"):
         for outer in (4, 5000):
             for length in (768, 1024, 2048, 4096, 8192, 16384):
-                launch = softmax_launch(outer, length, 1, dtype, False)
+                launch = softmax_launch(Softmax(outer, length, 1, dtype))
                 assert int(dict(launch.defines)["ITEMS"]) > 0, (dtype, outer, length)
 
 
 def test_softmax_launch_covers_every_row():
     for outer, length, inner in ((7, 5, 1), (3000, 768, 1), (2, 50257, 1), (4, 9, 33)):
-        launch = softmax_launch(outer, length, inner, "float32", False)
+        launch = softmax_launch(Softmax(outer, length, inner, "float32"))
         macros = dict(launch.defines)
         if inner == 1:
             teams = int(macros["BLOCK"]) // int(macros["TEAM"])
@@ -163,8 +170,10 @@ def test_softmax_launch_covers_every_row():
 def test_conv_splits_cover_the_sum_and_fit_the_workspace(dtype, channels, filters):
     one = (1, 1, 1)
     window = Window((1, 3, 3), one, one, (0, 1, 1), (0, 1, 1))
-    shape = Shape(2, 1, channels, filters, (1, 7, 7), (1, 7, 7))
-    launches, workspace = conv_launches(shape, window, dtype, False)
+    problem = Conv(2, 1, channels, filters, (1, 7, 7), (1, 7, 7), window, dtype)
+    choice = select("Conv", problem, H200)
+    assert choice is not None
+    launches, workspace = choice.launch(problem, H200), choice.workspace(problem, H200)
     main = next(
         x for x in launches if x.entry.startswith("conv") and x.entry in ("conv", "conv_direct")
     )

@@ -14,8 +14,8 @@ from onnx_fuse.lower import elementwise, scan, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program.call import NeedsValues, Program
-from onnx_fuse.program.passes import merge
 from onnx_fuse.program.problem import CHIPS
 
 H200 = CHIPS["H200"]
@@ -155,7 +155,7 @@ def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {**elementwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
     monkeypatch.setattr(walk, "lowerings", lambda: kernels)
     monkeypatch.setattr(walk.Lowerer, "_body", lambda self, node: None)
-    monkeypatch.setattr(merge, "batch", list)
+    monkeypatch.setattr(program_passes, "batch", list)
 
 
 def lowered(

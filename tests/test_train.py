@@ -313,7 +313,7 @@ def test_a_batch_that_is_an_index_is_not_freed() -> None:
     """This mask reads row `arange(batch)` of the inputs: of a fixed batch, a constant."""
     (case,) = (case for case in real_cases() if case.name == "bert__ts13")
     model, feeds = fixed(case)
-    with pytest.raises(ModelError, match="cannot be freed: 'last_hidden_state' comes out differ"):
+    with pytest.raises(ModelError, match="cannot be freed: its output 'last_hidden_state' changes"):
         Trainer(model, loss="mse", free_batch=True).step(feeds)
 
 
@@ -546,7 +546,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
     ),
     "scale": (LINEAR, {"loss_scale": 0.0}, UsageError, "loss scale is 0.0"),
     "device": (LINEAR, {"device": "tpu"}, UsageError, "not on 'tpu'"),
-    "accumulate": (LINEAR, {"accumulate": 0}, UsageError, "accumulate is at least 1"),
+    "accumulate": (LINEAR, {"accumulate": 0}, UsageError, "accumulate must be at least 1"),
 }
 
 

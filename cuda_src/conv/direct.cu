@@ -4,9 +4,6 @@
 // Bound    : L1 loads, two an FMA.
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
-#ifndef ACT
-#define ACT NONE
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     conv_direct(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
@@ -38,5 +35,5 @@ extern "C" __global__ void __launch_bounds__(256)
                     if (xs[e] >= 0) z += (ACC)widen(weight[tap + e]) * (ACC)widen(line[xs[e]]);
             }
         }
-    y[i] = finished(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, slope_of(slope, f, alpha)), e1, e2, e3, i);
+    y[i] = finished(ACTIVE ? (ACC)act<T>((float)z, slope_of(slope, f, alpha)) : z, e1, e2, e3, i);
 }

@@ -2,9 +2,6 @@
 // Macros   : T ACC ACT, suffix.cuh's.   Bound: HBM, the parts once.
 #include "common.cuh"
 #include "conv/suffix.cuh"
-#ifndef ACT
-#define ACT NONE
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     conv_finish(const ACC* part, const T* bias, const T* slope, const T* e1, const T* e2,
@@ -16,5 +13,5 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int s = 0; s < splits; s++) z += part[s * size + i];
     if (bias) z += (ACC)widen(bias[i / pixels % filters]);
     const float a = slope_of(slope, i / pixels % filters, alpha);
-    y[i] = finished(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, a), e1, e2, e3, i);
+    y[i] = finished(ACTIVE ? (ACC)act<T>((float)z, a) : z, e1, e2, e3, i);
 }

@@ -14,9 +14,6 @@
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
 #define THREADS (BM * BN / (16 * FRAGMENTS * FRAGMENTS))
-#ifndef ACT
-#define ACT NONE
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
     conv(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
@@ -114,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
 #else
             const ACC z = acc[i][j] + (bias ? (ACC)widen(bias[g * filters + m]) : (ACC)0);
             const float a = slope_of(slope, g * filters + m, alpha);
-            y[at] = finished(ACT == NONE ? z : (ACC)act<ACT, T>((float)z, a), e1, e2, e3, at);
+            y[at] = finished(ACTIVE ? (ACC)act<T>((float)z, a) : z, e1, e2, e3, at);
 #endif
         }
     }

@@ -10,9 +10,6 @@
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
-#ifndef ACT
-#define ACT NONE
-#endif
 
 constexpr int BK = 32, PA = BK + 8, PB = BN + 8;          // pitches without bank conflicts
 constexpr int WN = 8 / WM, MT = BM / WM / 16, NT = BN / WN / 8;  // 16 x 8 tiles of a warp
@@ -103,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 part[blockIdx.z * (columns * groups * filters) + at] = z;
 #else
                 const float v = z + (bias ? to_float(bias[g * filters + m]) : 0.0f);
-                y[at] = finished(act<ACT, T>(v, slope_of(slope, g * filters + m, alpha)), e1, e2, e3, at);
+                y[at] = finished(act<T>(v, slope_of(slope, g * filters + m, alpha)), e1, e2, e3, at);
 #endif
             }
         }

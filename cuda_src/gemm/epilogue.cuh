@@ -36,9 +36,6 @@
 #ifndef SAVE_Z
 #define SAVE_Z 0
 #endif
-#ifndef ACT
-#define ACT NONE
-#endif
 #ifndef EPI_DACT
 #define EPI_DACT 0
 #endif
@@ -80,11 +77,11 @@ struct Dots { float gamma, beta; };  // EPI_DW's row sums
 
 template <class S> struct Activate {
     DEVICE static S value(S v, float alpha) { return v; }
-    DEVICE static S grad(S z, float alpha) { return 1; }
+    DEVICE static S times_slope_at(S v, S z, float alpha) { return v; }
 };
 template <> struct Activate<float> {
-    DEVICE static float value(float v, float alpha) { return act<ACT, TO>(v, alpha); }
-    DEVICE static float grad(float z, float alpha) { return act_grad<ACT, TO>(z, alpha); }
+    DEVICE static float value(float v, float alpha) { return act<TO>(v, alpha); }
+    DEVICE static float times_slope_at(float v, float z, float alpha) { return times_slope<TO>(v, z, alpha); }
 };
 
 // Up to the activation; the activation of N elements, each hiding another's latency; what follows it.
@@ -98,8 +95,8 @@ DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float
     return v;
 }
 template <int N> DEVICE void activate_all(float (&v)[N], const float (&c)[N], float act_alpha) {
-    if (EPI_DACT) times_slope<ACT, TO>(v, c, act_alpha);
-    else if (ACT != NONE) activate<ACT, TO>(v, act_alpha);
+    if (EPI_DACT) times_slope<TO>(v, c, act_alpha);
+    else if (ACTIVE) activate<TO>(v, act_alpha);
 }
 // GELU where f16 is stored and nothing follows: of two at once, in half the instructions. It is that of x
 // rounded to f16, as a model of separate operators has it, and errs by 1.2e-4 (of the norm) beside the
@@ -107,7 +104,7 @@ template <int N> DEVICE void activate_all(float (&v)[N], const float (&c)[N], fl
 template <class E> constexpr bool IS_F16 = false;
 template <> constexpr bool IS_F16<f16> = true;
 constexpr bool PACKED_ACT =
-    ACT == GELU && IS_F16<TO> && !EPI_DACT && !EPI_DX && !EPI_DW && !EPI_RES && !EPI_SCALE && !GATE;
+    ACT_NORMAL && IS_F16<TO> && !EPI_DACT && !EPI_DX && !EPI_DW && !EPI_RES && !EPI_SCALE && !GATE;
 DEVICE u32 gelu_f16x2(u32 x) {
     u32 y;
     asm("{\n.reg .b32 a, e, top;\nabs.f16x2 a, %1;\nmin.f16x2 a, a, %2;\n"  // at most 16
@@ -146,7 +143,7 @@ template <class S>
 DEVICE S epilogue(S v, const Row& row, S col0, S col1, S c, float alpha, float beta,
                   float act_alpha, S& z, Dots& dots) {
     v = before_act(v, row, col0, col1, c, alpha, beta, z);
-    if (ACT != NONE && !EPI_DACT) v = Activate<S>::value(v, act_alpha);
-    if (EPI_DACT) v *= Activate<S>::grad(c, act_alpha);
+    if (ACTIVE && !EPI_DACT) v = Activate<S>::value(v, act_alpha);
+    if (EPI_DACT) v = Activate<S>::times_slope_at(v, c, act_alpha);
     return after_act(v, row, col0, col1, c, z, dots);
 }

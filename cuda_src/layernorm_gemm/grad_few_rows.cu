@@ -545,6 +545,6 @@ extern "C" __global__ __launch_bounds__(256) void grad_dz(const T* dy,
     Vec<T, 8> g = load<8>(dy + at), v = load<8>(z + at);
 #pragma unroll
     for (int e = 0; e < 8; e++)
-        g.at[e] = from_float<T>(to_float(g.at[e]) * act_grad<ACT, T>(to_float(v.at[e]), act_alpha));
+        g.at[e] = from_float<T>(times_slope<T>(to_float(g.at[e]), to_float(v.at[e]), act_alpha));
     store<8>(dz + at, g);
 }

@@ -4,7 +4,7 @@
 // Idea     : a warp keeps RPW rows' sums in registers while the block walks along n in steps of 256; the
 //            16 warps' column sums meet in smem, in warp order. One pass over dy and z.
 // Inputs   : dy, z [M,N] T; cs, cv [N] f32.   Outputs: c1, c2 [M] f32, part [ceil(M/ROWS), N] f32,
-//            dz [M,N] T (ACT other than NONE; or, T float, [PLANES,M,N] bf16 that add up to it).
+//            dz [M,N] T (with ACT; or, T float, [PLANES,M,N] bf16 that add up to it).
 //            N a multiple of 8, rows 16-byte aligned.
 // Macros   : T, ACT, RPW, PLANES.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
 // Bound    : bytes of dy and z (and dz).
@@ -48,8 +48,8 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     float d = to_float(g[r].at[j]), zz = to_float(v[r].at[j]);
-                    if (ACT != NONE) d *= act_grad<ACT, T>(zz, act_alpha);
-                    if (ACT != NONE && !PLANES) {
+                    if (ACTIVE) d = times_slope<T>(d, zz, act_alpha);
+                    if (ACTIVE && !PLANES) {
                         out.at[j] = from_float<TZ>(d);
                         d = to_float(out.at[j]);  // what the products will see
                     }
@@ -61,7 +61,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #if PLANES
                 store_planes<PLANES>(to, (i64)M * N, whole);
 #else
-                if (ACT != NONE) store<8>(to, out);
+                if (ACTIVE) store<8>(to, out);
 #endif
             }
         }

@@ -1,9 +1,9 @@
 // pointwise/act_grad.cu: dz = dy act'(z), part[b][n] = sum of dz over the rows of blocks b: dbias' parts.
 // Idea     : a block owns 256 columns of some rows; a lane keeps 8 columns' sums in registers while its warp
 //            walks down, every WARPS-th row, BATCH rows in flight; the warps' sums meet in smem, in warp order.
-// Inputs   : dy, z [M,N] T (ACT NONE: dz, null).   Outputs: dz [M,N] T (not with ACT NONE), part [gridDim.y, N] f32;
+// Inputs   : dy, z [M,N] T (without ACT: dz, null).   Outputs: dz [M,N] T (with ACT), part [gridDim.y, N] f32;
 //            with gridDim.y 1 dbias [N] T instead, where it is not null.   N a multiple of 8, rows 16-byte aligned.
-// Macros   : T, ACT.   Launch: grid (ceil(N / 256), parts), 256 threads.
+// Macros   : T, ACT (common.cuh's).   Launch: grid (ceil(N / 256), parts), 256 threads.
 // Numerics : fixed order: bits depend on M, N and parts alone.   Bound: bytes of dy, z and dz.
 #include "common.cuh"
 constexpr int WARPS = 8, BATCH = 4;
@@ -24,7 +24,7 @@ extern "C" __global__ __launch_bounds__(256) void act_grad_rows(
             for (int r = 0; r < BATCH; r++)
                 if (m + r * WARPS < to) {
                     g[r] = load<8>(dy + (i64)(m + r * WARPS) * N + n);
-                    if (ACT != NONE) v[r] = load<8>(z + (i64)(m + r * WARPS) * N + n);
+                    if (ACTIVE) v[r] = load<8>(z + (i64)(m + r * WARPS) * N + n);
                 }
 #pragma unroll
             for (int r = 0; r < BATCH; r++) {
@@ -33,15 +33,15 @@ extern "C" __global__ __launch_bounds__(256) void act_grad_rows(
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     d[j] = to_float(g[r].at[j]);
-                    at[j] = ACT != NONE ? to_float(v[r].at[j]) : 0.0f;
+                    at[j] = ACTIVE ? to_float(v[r].at[j]) : 0.0f;
                 }
-                times_slope<ACT, T>(d, at, act_alpha);
+                times_slope<T>(d, at, act_alpha);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     g[r].at[j] = from_float<T>(d[j]);
                     column[j] += to_float(g[r].at[j]);  // what the products will see
                 }
-                if (ACT != NONE) store<8>(dz + (i64)(m + r * WARPS) * N + n, g[r]);
+                if (ACTIVE) store<8>(dz + (i64)(m + r * WARPS) * N + n, g[r]);
             }
         }
 #pragma unroll

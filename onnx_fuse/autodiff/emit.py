@@ -55,6 +55,7 @@ class Emitter(Builder):
                 self._seen.setdefault(_key(node), node)
 
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
+        """Emit a node, or return the results of an equal one that was emitted before."""
         result = super().node(op_type, inputs, **keywords)
         node = self.nodes.pop()
         # a node whose outputs the caller names stands for itself
@@ -96,6 +97,7 @@ class Emitter(Builder):
         return value in self.active
 
     def fresh(self, stem: str) -> str:
+        """A name that begins with `stem` and that no value or node has."""
         name, count = stem, 0
         while name in self.taken:
             count += 1

@@ -18,6 +18,7 @@ Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 
 
 def captures(node: ir.Node) -> bool:
+    """Whether a node has subgraphs, which may read values from outside."""
     return any(subgraphs(a) for a in node.attributes.values())
 
 

@@ -13,6 +13,7 @@ from onnx_fuse.autodiff.subgraphs import captures, reads, through_if, through_lo
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
@@ -137,8 +138,8 @@ def _split(op: Emitter, node: ir.Node, active: set[ir.Value]) -> bool:
     """Whether a fused node's parts are differentiated in its place: in fp32, where it is not whole
     or its x needs no gradient.
     """
-    base = node.op_type.split("_")[0]
-    product = node.domain == FUSE and "Gemm" in base and not base.endswith("Grad")
+    name = FusedName.of(node.op_type)
+    product = node.domain == FUSE and name.family == "Gemm" and not name.grad
     x = node.inputs[0]
     if not product or x is None or x.dtype != ir.DataType.FLOAT:
         return False

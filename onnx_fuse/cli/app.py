@@ -1,4 +1,4 @@
-"""The command line itself: its commands in their order, and a fault as an exit code."""
+"""The command line: its commands in their order, and the exit code of each error."""
 
 from __future__ import annotations
 
@@ -36,27 +36,37 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[bool, typer.Option("-v", "--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("-v", "--version", help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    """Fuse, run, check, differentiate and train ONNX models."""
+    """Make ONNX models faster, check them, run them, differentiate them and train them.
+
+    Exit codes: 0 done, 1 bad or unsupported input, 2 wrong usage, 3 a check failed.
+    """
     if version:
         print(f"onnx-fuse {__version__}")
         raise typer.Exit
 
 
+def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
+    """Add a command, with examples at the end of its --help."""
+    app.command(epilog="\n\n".join(("Examples:", *examples)))(command)
+
+
 # In the order of --help.
-app.command()(optimize.optimize)
-app.command()(compile.compile)
-app.command()(validate.validate)
-app.command()(run.run)
-app.command()(gradient.gradient)
-app.command()(train.train)
-app.command()(bench.bench)
-app.command()(inspect.inspect)
-app.command()(doctor.doctor)
+_add(optimize.optimize, optimize.EXAMPLES)
+_add(compile.compile, compile.EXAMPLES)
+_add(validate.validate, validate.EXAMPLES)
+_add(run.run, run.EXAMPLES)
+_add(gradient.gradient, gradient.EXAMPLES)
+_add(train.train, train.EXAMPLES)
+_add(bench.bench, bench.EXAMPLES)
+_add(inspect.inspect, inspect.EXAMPLES)
+_add(doctor.doctor, doctor.EXAMPLES)
 
 
-# Options that take several values, and what each looks like.
+# Options that take several values, and the form of a value.
 _SEVERAL = {
     "--input-shapes": re.compile(r".+:-?\d+(,-?\d+)*"),
     "--dim": re.compile(r".+=\d+([.,:\d]*\d)?"),
@@ -64,7 +74,10 @@ _SEVERAL = {
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
-    """`--input-shapes a:1,2 b:3` to one option a value, which is all the parser knows."""
+    """Repeat an option for each of its values, since the parser knows one value for each.
+
+    `--input-shapes a:1,2 b:3` becomes `--input-shapes a:1,2 --input-shapes b:3`.
+    """
     result: list[str] = []
     option: str | None = None
     for argument in arguments:
@@ -79,9 +92,9 @@ def expand(arguments: Sequence[str]) -> list[str]:
 
 
 def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: False) -> int:
-    """Run one command line and return its exit code; a fault is one line on stderr.
+    """Run one command line and return its exit code; an error is one line on stderr.
 
-    `interrupted` tells whether a signal came: it is then the caller's to say so.
+    `interrupted` tells whether a signal came; the caller then reports it.
     """
     try:
         code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
@@ -98,21 +111,21 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong, and with which exit code that ends."""
+    """Print what went wrong, and return the exit code for it."""
     if isinstance(error, BrokenPipeError):
-        # The reader of our output left; nobody is there to be told.
+        # The program that read our output has ended, so nobody would read a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     if isinstance(error, OnnxFuseError):
         return _fail(str(error), error.exit_code)
     if isinstance(error, MemoryError):
-        return _fail("out of memory", 1)
+        return _fail("this machine has too little memory for the command", 1)
     if isinstance(error, OSError):
         return _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
     if isinstance(error, _USAGE):
         error.show()
         return 2
-    return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
+    return _fail(f"internal error: {type(error).__name__}: {error}; --debug shows where", 1)
 
 
 _INTERRUPTED = 130

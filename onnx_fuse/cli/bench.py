@@ -1,4 +1,4 @@
-"""`onnx-fuse bench`: time a model as it is and fused, or tune the kernels that serve it."""
+"""`onnx-fuse bench`: time a model as it is and fused, or tune its kernels."""
 
 from __future__ import annotations
 
@@ -30,39 +30,60 @@ if TYPE_CHECKING:
     from onnx_fuse import report
 
 
+EXAMPLES = (
+    "onnx-fuse bench model.onnx --threads 1",
+    "onnx-fuse bench LayerNormGemm --tune --shape 8192,768,3072 --precision bf16",
+)
+
+
 def bench(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="An .onnx file; with --tune also an operator.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="The .onnx file to time; with --tune, also an operator's name."
+        ),
     ],
     inputs: Inputs = None,
     input_shapes: Shapes = None,
     dim: Dims = None,
     device: Device = "cpu",
-    repeat: Annotated[int, typer.Option(min=1, help="Timed rounds of both.")] = 50,
+    repeat: Annotated[int, typer.Option(min=1, help="Time both models this many times.")] = 50,
     threads: Annotated[
-        int, typer.Option(min=0, help="0: as onnxruntime likes; 1 is timed by CPU time.")
+        int,
+        typer.Option(
+            min=0,
+            help="Use this many threads on the CPU. 0 leaves the number to onnxruntime, and 1 is "
+            "timed by CPU time.",
+        ),
     ] = 0,
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Time the GPU's kernels instead, and keep the fastest in use."),
+        typer.Option(
+            "--tune",
+            help="Time the kernels that could serve MODEL on this GPU, and use the fastest from "
+            "now on.",
+        ),
     ] = False,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="M,K,N", help="Of an operator to tune.")
+        list[str] | None, typer.Option(metavar="M,K,N", help="Tune an operator at these sizes.")
     ] = None,
     precision: Precision = "fp32",
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that tuning may take.")] = 120,
-    top: Annotated[int, typer.Option(min=1, help="Configurations tried of each kernel.")] = 6,
+    limit: Annotated[float, typer.Option(min=1, help="Stop tuning after this many seconds.")] = 120,
+    top: Annotated[
+        int, typer.Option(min=1, help="Try this many configurations of each kernel.")
+    ] = 6,
     records: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep what is tuned there, not in the cache.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep tuning records in this folder, not in the cache."),
     ] = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Time MODEL as it is and fused, taking turns; print the ratio.
+    """Time MODEL as it is and fused, in turns, and show the ratio; or tune its kernels.
 
-    Under onnxruntime, or with --device cuda on the GPU (level 0 and 2, one launch a run, feeds
-    and outputs there). With --tune: time the kernels that serve MODEL (or an operator) on this GPU.
+    Both run on onnxruntime. With --device cuda both run on the GPU, unfused (level 0) and fused
+    (level 2), each as one launch, with inputs and outputs in GPU memory.
     """
     files.claim(
         {"MODEL": model, "--inputs": inputs},
@@ -82,13 +103,13 @@ def bench(
         )
         return
     if shape:
-        raise UsageError("--shape is an operator's, and operators are timed with --tune")
+        raise UsageError("--shape is for an operator, which only --tune times: add --tune")
     check_device(device)
     check_precision(precision)
     if precision != "fp32" and device != "cuda":
-        raise UsageError("--precision is of --device cuda, and of --tune")
+        raise UsageError(f"--precision {precision} needs --device cuda or --tune")
     if threads and device == "cuda":
-        raise UsageError("--threads is of --device cpu")
+        raise UsageError(f"--threads {threads} needs --device cpu")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
@@ -122,7 +143,7 @@ def _to_tune(
     shape: list[str],
     how: str,
 ) -> tuple[list[Any], Any]:
-    """The calls to tune, of a model or of an operator at each of `shape`, and the Hardware."""
+    """The calls to tune (of a model, or of an operator at each of `shape`), and the Hardware."""
     from onnx_fuse import tune
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.session import InferenceSession
@@ -133,12 +154,14 @@ def _to_tune(
         op = str(model)
         sizes = [_mkn(text) for text in shape]
         if not sizes:
-            raise UsageError(f"{op} is tuned at --shape M,K,N")
+            raise UsageError(f"give the sizes to tune {op} at, as in --shape 8192,768,3072")
         hw = hardware_of("cuda")
         programs = [tune.program_of(op, size, how, hw) for size in sizes]
         return [call for p in programs for call in tune.calls_of(p, op)], hw
     if not model.exists():
-        raise UsageError(f"{model} is neither a file nor one of {', '.join(tune.OPS)}")
+        raise UsageError(
+            f"{model} is neither a file nor an operator: give one of {', '.join(tune.OPS)}"
+        )
     graph = files.load(model, str(model))
     fix_shapes(graph, shapes, dims)
     session = InferenceSession(graph, device="cuda", precision=how)
@@ -152,14 +175,14 @@ def _mkn(text: str) -> tuple[int, int, int]:
     try:
         m, k, n = (int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--shape {text}: give M,K,N") from None
+        raise UsageError(f"--shape {text}: expected M,K,N, as in 8192,768,3072") from None
     return m, k, n
 
 
 def _tune(
     printer: report.Printer, calls: list[Any], hw: Any, limit: float, top: int, folder: Path | None
 ) -> list[dict[str, Any]]:
-    """Tune with a bar; the table of what won, and the same as JSON."""
+    """Tune with a progress bar; show a table of the fastest kernels, and return it as JSON."""
     from dataclasses import asdict
 
     from onnx_fuse import report, tune
@@ -182,7 +205,10 @@ def _tune(
     printer.table(f"kernels on {hw.name}", head, rows, left=2)
     for t in found:
         for name in t.refused:
-            printer.text(f"left out, another result: {name} at {t.problem}")
+            printer.text(f"left out, since its result differs: {name} at {t.problem}")
     if len(found) < len(calls):
-        printer.text(f"{len(calls) - len(found)} of {len(calls)} problems not reached: --limit")
+        printer.text(
+            f"{len(calls) - len(found)} of {len(calls)} problems were not reached in {limit:.0f} "
+            "seconds: a larger --limit gives more time"
+        )
     return [asdict(t) | {"problem": str(t.problem)} for t in found]

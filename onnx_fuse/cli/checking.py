@@ -1,4 +1,4 @@
-"""Comparing a model with its original, and work that a crash of onnxruntime cannot end."""
+"""Compare a model with its original, in a way that survives a crash of onnxruntime."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ def check(
     precision: str = "fp32",
     blame: bool = False,
 ) -> Check:
+    """Compare `candidate` with the file `original`; arguments and errors of `validation.validate`.
+
+    `inputs` is an .npz file of inputs.
+    """
     from onnx_fuse.validation.check import check_outputs
     from onnx_fuse.validation.inputs import read_feeds
 
@@ -57,7 +61,7 @@ def gradients(
     inputs: Path | None = None,
     device: str = "cpu",
 ) -> GradientCheck:
-    """Every gradient of `model`, or those that the graph `written` for it computes."""
+    """Check every gradient of `model`, or those that the file `written` for it computes."""
     from onnx_fuse.validation.gradients import check_gradients, check_written
     from onnx_fuse.validation.inputs import read_feeds
 
@@ -73,7 +77,7 @@ def gradients(
 
 
 def guarded(work: Callable[[], Any], name: str, device: str) -> Any:
-    """`work()` where a crash of onnxruntime cannot take this process along."""
+    """Run `work` so that a crash of onnxruntime becomes a ModelError and not the process's end."""
     from onnx_fuse.runtime import ort
 
     if device == "cpu":

@@ -22,27 +22,43 @@ from onnx_fuse.cli.options import (
 )
 from onnx_fuse.errors import DeviceError, UsageError
 
+EXAMPLES = (
+    "onnx-fuse compile model.onnx --target h200 --dim batch=1,8 sequence=128 -o model.fused",
+    "onnx-fuse compile model.onnx --target h100,a100 --precision fp16 --input-shapes x:1,3,224,224",
+)
+
 
 def compile(
     model: ModelArg,
     target: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="GPU", help="The GPU that runs it: h200, h100, a100, ...; cuda is yours."
+            metavar="GPU",
+            help="Compile for these GPUs: h200, h100, a100, ..., or cuda for the one in this "
+            "machine, which is the default.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .fused."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="Write to this file. The default is MODEL with the ending .fused.",
+        ),
     ] = None,
     precision: Precision = "fp32",
-    level: Annotated[int, typer.Option(min=0, max=3, help="0 canonicalize to 3.")] = 2,
+    level: Annotated[
+        int,
+        typer.Option(min=0, max=3, help="Fuse up to this level, as onnx-fuse optimize does."),
+    ] = 2,
     input_shapes: Annotated[
         list[str] | None,
         typer.Option(
             "--input-shapes",
             metavar="NAME:1,128 ...",
-            help="Shapes of inputs. A name that comes again begins another program.",
+            help="Compile for these shapes of the inputs. A name that comes again begins another "
+            "program.",
         ),
     ] = None,
     dim: Annotated[
@@ -50,14 +66,18 @@ def compile(
         typer.Option(
             "--dim",
             metavar="SYMBOL=8 ...",
-            help="Sizes by the symbols of the inputs: 8, or several as 1,8 or 16..128:16.",
+            help="Compile for these sizes, by the names that the model's inputs have for them: 8, "
+            "or several as 1,8 or 16..128:16.",
         ),
     ] = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Compile MODEL into one file that runs without NVRTC and ONNX libraries, on GPUs named."""
+    """Compile MODEL for a GPU into one file that runs without NVRTC and without ONNX libraries.
+
+    No GPU is needed. The file runs in the shapes and the precision that it is compiled for.
+    """
     output = output or files.beside(model, ".fused")
     files.claim({"MODEL": model}, {"-o": output, "--json": json, "--html": html})
     from onnx_fuse import deploy
@@ -67,7 +87,10 @@ def compile(
     try:
         targets = {name: hardware_of(name) for name in split_names(target) or ["cuda"]}
     except DeviceError as error:
-        raise UsageError(f"name the GPU that will run it: --target h200 ({error})") from error
+        raise UsageError(
+            f"this machine has no usable GPU ({error}): name the one that will run the file, as in "
+            "--target h200"
+        ) from error
     graph = files.load(model, str(model))
     sets = shape_sets(graph, input_shapes, dim)
     started = time.perf_counter()

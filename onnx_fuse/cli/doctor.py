@@ -12,8 +12,11 @@ _PACKAGES = (
 )
 
 
+EXAMPLES = ("onnx-fuse doctor", "onnx-fuse doctor --json doctor.json")
+
+
 def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
-    """Show versions, devices and settings, and try the portable backend."""
+    """Show versions, devices and settings, run a small model, and say what is missing."""
     import platform
     from importlib import metadata
 
@@ -34,7 +37,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
         for v in config.VARIABLES
     }
     rows = [[name, value, text] for name, (value, text) in variables.items()]
-    printer.table("settings", ["variable", "value", "what"], rows, left=3)
+    printer.table("settings", ["variable", "value", "meaning"], rows, left=3)
     cpu = ort.guarded(_try_onnxruntime, "onnxruntime")
     gpu = _gpu()
     printer.text(f"cpu: {cpu}", *(f"cuda: {line}" for line in gpu))
@@ -60,7 +63,7 @@ def _try_onnxruntime() -> str:
 
 
 def _gpu() -> list[str]:
-    """The GPU as the kernels see it, or what is missing and what mends it."""
+    """Lines that describe the GPU, or that say what is missing and how to install it."""
     from onnx_fuse.cuda import jit
     from onnx_fuse.program.problem import Hardware
     from onnx_fuse.runtime import device

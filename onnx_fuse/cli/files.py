@@ -1,4 +1,4 @@
-"""Reading a model, and the files that a command reads and writes, which must not be the same."""
+"""Read a model, and make sure that a command does not overwrite a file that it reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Paths: TypeAlias = "Mapping[str, Path | Sequence[Path] | None]"
 
 
 def load(model: Any, name: str) -> Any:
-    """`session.load`, with the file's name in the error also where the model is parsed already."""
+    """`session.load`, with `name` in the error even where the model was parsed before."""
     from onnx_fuse import session
 
     return named(name, lambda: session.load(model))
 
 
 def named(name: str, work: Callable[[], T]) -> T:
-    """What `work` gives; a ModelError of it that names no file names this one."""
+    """Return the result of `work`; a ModelError that names no file gets this `name`."""
     try:
         return work()
     except ModelError as error:
@@ -36,22 +36,21 @@ def named(name: str, work: Callable[[], T]) -> T:
 def beside(model: Path, suffix: str) -> Path:
     """The default output of a command. Raises UsageError for a path without a name."""
     if not model.name:
-        raise UsageError(f"give a MODEL, not '{model}'")
+        raise UsageError(f"'{model}' is no file name: give the path of an .onnx file as MODEL")
     return model.with_suffix(suffix)
 
 
 def with_weights(output: Path) -> tuple[Path, ...]:
-    """What may be written for a model: the file and that of its weights beside it."""
+    """The files that may be written for a model: itself, and its weights beside it."""
     return (output,) if is_stream(output) else (output, output.with_name(f"{output.name}.data"))
 
 
 def claim(reads: Paths, writes: Paths) -> None:
-    """Declare all files of a command, by the option that names each, before any work is done.
+    """Check all files of a command, by the option that names each, before any work is done.
 
-    What an option stands for besides is included: the weights that a model names, the arrays in a
-    folder of data. Links are followed. Raises UsageError where the command
-    would overwrite what it reads, or write one file twice; ModelError where a file cannot be
-    written.
+    The weights that a model names and the arrays in a folder of data are included, and links are
+    followed. Raises UsageError where the command would overwrite a file that it reads, or write one
+    file twice, and ModelError where a file cannot be written.
     """
     taken: dict[object, str] = {}
     models: list[Path] = []
@@ -74,12 +73,15 @@ def claim(reads: Paths, writes: Paths) -> None:
             continue
         if key in taken:
             raise UsageError(
-                f"{path}: the output is the input: {option} would overwrite {taken[key]}"
+                f"{path}: the output is the input: {option} would overwrite {taken[key]}; give "
+                "another path"
             )
         if key in written:
-            raise UsageError(f"{path}: {written[key]} and {option} would write the same file")
+            raise UsageError(
+                f"{path}: {written[key]} and {option} would write the same file; give another path"
+            )
         written[key] = option
-    if all(path.exists() for _, path in _flat(reads)):  # else that is said first
+    if all(path.exists() for _, path in _flat(reads)):  # otherwise the missing file is reported
         for option, path in outputs:
             _writable(option, path)
 
@@ -99,7 +101,7 @@ def _arrays(path: Path) -> Iterator[Path]:
 
 
 def _key(path: Path) -> object:
-    """Equal for two names of one file; None for what many may write to, a terminal or /dev/null."""
+    """A key that is equal for two names of one file, or None for a device such as /dev/null."""
     for name in (path, os.path.realpath(path)):  # the latter finds none/../m.onnx too
         with contextlib.suppress(OSError):
             found = os.stat(name)
@@ -108,7 +110,7 @@ def _key(path: Path) -> object:
 
 
 def _writable(option: str, path: Path) -> None:
-    """Raises ModelError where `path` plainly cannot be written, before hours of work are lost."""
+    """Raise ModelError where `path` cannot be written, before hours of work are lost."""
     code = 0
     place = Path(os.path.realpath(path))
     if option in _FOLDERS:

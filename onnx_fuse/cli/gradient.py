@@ -26,21 +26,41 @@ if TYPE_CHECKING:
     from onnx_fuse.validation.gradients import GradientCheck
 
 
+EXAMPLES = (
+    "onnx-fuse gradient model.onnx --loss cross_entropy -o model.grad.onnx",
+    "onnx-fuse gradient model.onnx --wrt x --wrt layer1.weight --check",
+)
+
+
 def gradient(
     model: ModelArg,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .grad.onnx."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="Write to this file. The default is MODEL with the ending .grad.onnx.",
+        ),
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A loss, or an output that is one; default: the vjp."),
+        typer.Option(
+            metavar="NAME",
+            help="Differentiate this loss (cross_entropy, mse, ...) or this scalar output. Without "
+            "it, the graph computes a vector-Jacobian product: it has an input y.grad for each "
+            "output y.",
+        ),
     ] = None,
     wrt: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Weights, inputs; default: weights.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Differentiate by this weight or input. The default is every weight.",
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare what was written with finite differences.")
+        bool, typer.Option("--check", help="Compare the gradients with central differences.")
     ] = False,
     inputs: Inputs = None,
     input_shapes: Shapes = None,
@@ -49,9 +69,10 @@ def gradient(
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Write the graph that computes MODEL's gradients, as ONNX that any runtime runs.
+    """Write a graph that computes MODEL's gradients, as ONNX that any runtime can run.
 
-    onnxruntime loads it before it stays. --inputs are those of the written graph, and of --check.
+    onnxruntime loads the graph before the file stays. --inputs, --input-shapes and --dim are for
+    --check, and are those of the written graph.
     """
     from onnx_fuse import autodiff, report
     from onnx_fuse.files import written
@@ -87,7 +108,7 @@ def gradient(
     own = {v.name for v in original.graph.outputs}
     added = [str(v.name) for v in result.graph.outputs if v.name not in own]
     if not added:
-        printer.text("no weight has a gradient: name inputs with --wrt")
+        printer.text("no weight has a gradient: name an input, as in --wrt x")
     data = {
         "input": str(model),
         "output": None if failed else str(output),

@@ -10,14 +10,21 @@ import typer
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
 
+EXAMPLES = (
+    "onnx-fuse inspect model.onnx",
+    "onnx-fuse inspect model.onnx model.fused.onnx --html compared.html",
+)
+
 
 def inspect(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL ...", help="One or more files.")],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL ...", help="One or more files to show.")
+    ],
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Show models side by side: inputs, outputs, operators, sizes."""
+    """Show the inputs, outputs, operators and sizes of models, side by side."""
     from onnx_fuse import report
     from onnx_fuse.onnx.load import read
 

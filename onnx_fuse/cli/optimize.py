@@ -30,67 +30,90 @@ if TYPE_CHECKING:
     from onnx_fuse import report
     from onnx_fuse.validation.check import Check
 
+EXAMPLES = (
+    "onnx-fuse optimize model.onnx -o model.fused.onnx --explain",
+    "onnx-fuse optimize model.onnx --skip LayerNormGemm --dim batch=1 sequence=128",
+)
 _NOTES = 3  # shown without --explain
 _NODES = 3  # named for each reason of --explain
 
 
 def optimize(
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="An .onnx file.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="MODEL", help="The .onnx file to fuse.", show_default=False),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .fused.onnx."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="Write to this file. The default is MODEL with the ending .fused.onnx.",
+        ),
     ] = None,
-    level: Annotated[int, typer.Option(min=0, max=3, help="0 canonicalize to 3.")] = 2,
+    level: Annotated[
+        int,
+        typer.Option(min=0, max=3, help="Fuse up to this level; --list says what each level does."),
+    ] = 2,
     fuse: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Turn a fusion on, whatever the level.")
+        list[str] | None, typer.Option(metavar="NAME", help="Turn this fusion on at every level.")
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Turn a fusion off.")
+        list[str] | None, typer.Option(metavar="NAME", help="Turn this fusion off.")
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the fusions and levels.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List all levels and fusions, and stop.")
+    ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say of everything that was not fused why.")
+        bool, typer.Option("--explain", help="Say why whatever was not fused was not.")
     ] = False,
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="GPU", help="And each kernel this GPU would run (h200, a100, ...; cuda: yours)."
+            metavar="GPU",
+            help="Also list the kernels that this GPU would run: h200, h100, a100, ..., or cuda "
+            "for the GPU in this machine.",
         ),
     ] = None,
     precision: Precision = "fp32",
     inline: Annotated[
-        bool, typer.Option("--inline", help="Write plain ai.onnx: fused ops as their bodies.")
+        bool,
+        typer.Option("--inline", help="Write standard operators only, the bodies of fused ones."),
     ] = False,
     opset: Annotated[
         str | None,
-        typer.Option(metavar="N|keep", help="Write this ai.onnx opset; keep: the one of MODEL."),
+        typer.Option(
+            metavar="N|keep", help="Write this version of the ai.onnx opset, or keep that of MODEL."
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare with onnxruntime on the original.")
+        bool,
+        typer.Option("--check/--no-check", help="Compare the result with MODEL on onnxruntime."),
     ] = True,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Write the result even if the check fails.")
+        bool, typer.Option("--keep", help="Keep the result even if the check fails.")
     ] = False,
     inputs: Inputs = None,
     input_shapes: Shapes = None,
     dim: Dims = None,
     external: Annotated[
         bool,
-        typer.Option("--save-as-external-data", help="Weights into OUT.data beside the model."),
+        typer.Option(
+            "--save-as-external-data", help="Write the weights to OUT.data beside the model."
+        ),
     ] = False,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Fuse MODEL into a file that still runs on stock onnxruntime, and check it."""
+    """Fuse MODEL into a file that still runs on stock onnxruntime, and check the result."""
     if list_:
         files.claim({}, {"--json": json, "--html": html})
         _list_fusions(show.printer(), json, html)
         return
     if model is None:
-        raise UsageError("give the MODEL to optimize")
+        raise UsageError("no MODEL was given: onnx-fuse optimize model.onnx, or --list")
     output = output or files.beside(model, ".fused.onnx")
     files.claim(
         {"MODEL": model, "--inputs": inputs},
@@ -108,7 +131,8 @@ def optimize(
     check_precision(precision)
     if precision != "fp32" and not target:
         raise UsageError(
-            "--precision is of the kernels that --target lists; the file keeps its types"
+            f"--precision {precision} is for the kernels that --target lists, and the file keeps "
+            "its types: add --target h200, or leave --precision out"
         )
     hardware = hardware_of(target) if target else None
     wanted = _opset(opset)
@@ -134,7 +158,7 @@ def optimize(
     if check and (unknown := opaque(graph)):
         raise ModelError(
             f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
-            "checked: --no-check writes it all the same"
+            "checked; --no-check writes it all the same"
         )
     result = inlined(graph) if inline else graph
     if inline:
@@ -179,13 +203,13 @@ def optimize(
         raise CheckFailed(
             f"{model}: the fused model differs from the original "
             + (f"(written all the same: {output})" if keep else "(nothing was written)")
-            + ": run onnx-fuse validate --blame"
+            + f": onnx-fuse validate {model} --blame names the operator"
         )
     printer.text(f"wrote {output}")
 
 
 def _refused(graph: Any, path: Path) -> str | None:
-    """Why onnxruntime does not load a model, or None."""
+    """The reason why onnxruntime does not load a model, or None if it does."""
     from onnx_fuse.runtime import ort
 
     def work() -> str | None:
@@ -200,7 +224,7 @@ def _refused(graph: Any, path: Path) -> str | None:
 
 
 def _opset(given: str | None) -> int | None:
-    """The opset to write: a number, 0 for the file's own, None for what the passes use."""
+    """The opset to write: a number, 0 for the file's own, or None for the one of the passes."""
     if given is None or given == "keep":
         return None if given is None else 0
     if not given.isdecimal() or not int(given):
@@ -243,7 +267,7 @@ def _show_optimize(
 
 
 def _few(nodes: Sequence[str]) -> str:
-    """The first nodes by name; all of them are in --json."""
+    """The names of the first nodes; --json has all of them."""
     return ", ".join(nodes[:_NODES]) + (", …" if len(nodes) > _NODES else "")
 
 

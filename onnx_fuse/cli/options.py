@@ -11,40 +11,72 @@ import typer
 from onnx_fuse.errors import UsageError
 
 Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write what is shown as JSON.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write what the command shows to this file, as JSON."
+    ),
 ]
 Html = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write what is shown as HTML.")
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Write what the command shows to this file, as HTML."
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Device = Annotated[str, typer.Option(help="cpu (onnxruntime) or cuda (this project's kernels).")]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="cpu|cuda",
+        help="Run on cpu (by onnxruntime) or on cuda (by this package's kernels).",
+    ),
+]
 Inputs = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.npz", help="Arrays named like the inputs; default: generated."),
+    typer.Option(
+        metavar="FILE.npz",
+        help="Read the inputs from this file, whose arrays have the inputs' names. Without it, "
+        "inputs are made that fit the graph.",
+    ),
 ]
 Precision = Annotated[
-    str, typer.Option(metavar="NAME", help="On cuda: fp32, tf32, bf16x3, bf16x6, bf16 or fp16.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Compute in this precision on cuda: fp32, tf32, bf16x3, bf16x6, bf16 or fp16.",
+    ),
 ]
-ModelArg = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
+ModelArg = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="The .onnx file, or a file that onnx-fuse compile has written."
+    ),
+]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
-        "--input-shapes", metavar="NAME:1,128 ...", help="Fix the shapes of inputs; -1 stays free."
+        "--input-shapes",
+        metavar="NAME:1,128 ...",
+        help="Fix the shapes of these inputs; a size of -1 stays free.",
     ),
 ]
-
 Dims = Annotated[
     list[str] | None,
-    typer.Option("--dim", metavar="SYMBOL=8 ...", help="Fix sizes by the symbols of the inputs."),
+    typer.Option(
+        "--dim",
+        metavar="SYMBOL=8 ...",
+        help="Fix sizes by the names that the model's inputs have for them, such as batch=8.",
+    ),
 ]
 
 
 def check_device(device: str) -> None:
+    """Raise UsageError for a device that there is not."""
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: choose cpu or cuda")
 
 
 def check_precision(precision: str) -> None:
+    """Raise UsageError for a precision that there is not."""
     from onnx_fuse.program.problem import PRECISIONS
 
     if precision not in PRECISIONS:
@@ -52,7 +84,10 @@ def check_precision(precision: str) -> None:
 
 
 def hardware_of(target: str) -> Any:
-    """The Hardware of a GPU by its short name, or of the one in this machine ("cuda")."""
+    """The Hardware of a GPU by its short name, or of the GPU in this machine ("cuda").
+
+    Raises UsageError for an unknown name, DeviceError where this machine has no usable GPU.
+    """
     from onnx_fuse.program.problem import CHIPS, Hardware
 
     if target == "cuda":
@@ -67,11 +102,12 @@ def hardware_of(target: str) -> Any:
 
 
 def split_names(values: Sequence[str] | None) -> list[str]:
+    """The names of an option that may be repeated and may hold several, separated by commas."""
     return [name for value in values or () for name in value.split(",") if name]
 
 
 def parse_shapes(values: Sequence[str] | None) -> dict[str, list[int]]:
-    """`NAME:1,128` to {NAME: [1, 128]}; the name itself may hold colons."""
+    """Read `NAME:1,128` as {NAME: [1, 128]}; the name itself may hold colons."""
     shapes = {}
     for value in values or ():
         name, _, dims = value.rpartition(":")
@@ -80,17 +116,19 @@ def parse_shapes(values: Sequence[str] | None) -> dict[str, list[int]]:
         except ValueError as error:
             raise UsageError(f"--input-shapes {value}: expected NAME:1,128") from error
         if not name or any(d < -1 for d in shapes[name]):
-            raise UsageError(f"--input-shapes {value}: expected NAME:1,128")
+            raise UsageError(
+                f"--input-shapes {value}: expected NAME:1,128, with -1 for a size that stays free"
+            )
     return shapes
 
 
 def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
-    """`SYMBOL=8` to {SYMBOL: 8}; the symbol itself may hold equal signs."""
+    """Read `SYMBOL=8` as {SYMBOL: 8}; the symbol itself may hold equal signs."""
     sizes: dict[str, int] = {}
     for value in values or ():
         symbol, _, number = value.rpartition("=")
         if not symbol or not number.isdecimal() or sizes.get(symbol, int(number)) != int(number):
-            raise UsageError(f"--dim {value}: expected SYMBOL=8, one size a symbol")
+            raise UsageError(f"--dim {value}: expected SYMBOL=8, with one size for each symbol")
         sizes[symbol] = int(number)
     return sizes
 
@@ -101,9 +139,9 @@ _MOST_PROGRAMS = 1024
 def shape_sets(
     model: Any, shapes: Sequence[str] | None, dims: Sequence[str] | None
 ) -> list[dict[str, list[int]]]:
-    """Shapes of inputs, one set a program: an input named again in `shapes` begins another set.
+    """The shapes of the inputs for each program: an input named again in `shapes` begins a new one.
 
-    Each set is taken with every combination of the sizes in `dims`: `SYMBOL=8`, `SYMBOL=1,8`,
+    Each of these is combined with all sizes in `dims`: `SYMBOL=8`, `SYMBOL=1,8`,
     `SYMBOL=16..128:16`. Raises UsageError.
     """
     from itertools import product
@@ -128,7 +166,9 @@ def shape_sets(
     for sizes_of in choices.values():
         count *= len(sizes_of)
     if not count or count > _MOST_PROGRAMS:
-        raise UsageError(f"--dim asks for {count:,} programs ({_MOST_PROGRAMS} at most)")
+        raise UsageError(
+            f"--dim asks for {count:,} programs: give sizes that make 1 to {_MOST_PROGRAMS}"
+        )
     sets = []
     for named in given:
         for combined in product(*choices.values()):
@@ -145,7 +185,7 @@ def shape_sets(
 
 
 def _run(text: str) -> range:
-    """`8`, or `16..128`, or `16..128:16`, ends included."""
+    """The sizes that `8`, `16..128` or `16..128:16` stand for, ends included."""
     low, dots, rest = text.partition("..")
     high, colon, step = rest.partition(":")
     if not dots:

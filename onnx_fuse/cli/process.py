@@ -1,6 +1,7 @@
-"""The process of the command: its signals, its streams, its exit.
+"""The process of the command: signals, streams and exit.
 
-Nothing heavy is imported before Ctrl-C is one line and not a traceback.
+Nothing heavy is imported before the handlers are in place that make Ctrl-C one line and no
+traceback.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ _WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "terminate
 
 
 class Interrupts:
-    """Ctrl-C and requests to end as a KeyboardInterrupt, which is not lost wherever it strikes.
+    """Signal handlers that raise KeyboardInterrupt, and see to it that it is not lost.
 
-    So whatever stands half-written is cleaned up on the way out. An import that it strikes may turn
-    it into another exception: `came` tells. A destructor would drop it: it is raised once more.
+    Half-written files are then cleaned up on the way out. An import that is interrupted may turn
+    KeyboardInterrupt into another exception, so `came` keeps the signal; a destructor would drop
+    it, so it is raised once more.
     """
 
     def __init__(self) -> None:
         self.came: signal.Signals | None = None
 
     def install(self) -> None:
+        """Install the handlers for all signals that are not ignored."""
         for name in _WORDS:
             number = getattr(signal, name, None)  # not every system has each
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
@@ -52,20 +55,20 @@ class Interrupts:
             sys.__unraisablehook__(fault)
 
     def ignore(self) -> None:
-        """The command is over: there is nothing left that a signal could interrupt."""
+        """Ignore signals from now on, since nothing is left that one could interrupt."""
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Python notes an exec() that Ctrl-C ended, of which imports have many, and would leave as
-        # if the signal had killed it; the note goes with the next exec().
+        # Python remembers that Ctrl-C ended an exec(), of which imports have many, and would exit
+        # as if the signal had killed it; the next exec() makes it forget.
         exec("")
 
 
 def _open_streams() -> None:
-    """Put something in place of streams that the caller has closed (`>&-`).
+    """Open something in place of standard streams that the caller has closed (`>&-`).
 
-    A file opened later would take the number of one, and receive what is printed. Output that
-    nobody can read fails where it is printed.
+    Otherwise a file that is opened later would take the number of one, and receive the output.
+    Printing to a stream that is open for reading alone fails at once.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -90,12 +93,12 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning in one line, without the place in the source that gave it."""
+    """Print a warning as one line, without the place in the source that gave it."""
     _say(f"warning: {message}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: every fault becomes an exit code and one line on stderr."""
+    """Entry point: run the command, and make every error one line on stderr and an exit code."""
     interrupts = Interrupts()
     code = 1
     try:
@@ -117,6 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 128 + interrupts.came
     try:
         sys.stdout.flush()
-    except (OSError, ValueError):  # it was said already, and the exit would flush once more
+    except (OSError, ValueError):  # it was reported before, and the exit would flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`onnx-fuse run`: run a model once, and say what came out and how long it took."""
+"""`onnx-fuse run`: run a model once, and show its outputs and its time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ from onnx_fuse.cli.options import (
 )
 from onnx_fuse.errors import ModelError, UsageError
 
+EXAMPLES = (
+    "onnx-fuse run model.onnx --inputs feeds.npz -o outputs.npz",
+    "onnx-fuse run model.onnx --device cuda --precision fp16 --dim batch=8 --profile",
+)
+
 
 def run(
     model: ModelArg,
     inputs: Inputs = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="OUT.npz", help="Save the outputs.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT.npz", help="Write the outputs to this file."),
     ] = None,
     device: Device = "cpu",
     precision: Precision = "fp32",
@@ -39,22 +45,29 @@ def run(
     dim: Dims = None,
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="Time by operator (as onnxruntime sees it), or by kernel."),
+        typer.Option(
+            "--profile",
+            help="Show the time by operator (as onnxruntime counts it) or, on cuda, by kernel.",
+        ),
     ] = False,
     recompile: Annotated[
         bool,
         typer.Option(
-            "--recompile", help="Of a compiled file take the graph, not the programs, on cuda."
+            "--recompile",
+            help="Compile the graph that is in a compiled file anew, for this GPU and any shape.",
         ),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="On cuda: each kernel, its time and why it runs.")
+        bool,
+        typer.Option(
+            "--explain", help="List each kernel on cuda, its predicted time and why it was chosen."
+        ),
     ] = False,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Run MODEL, fused, on given or generated inputs."""
+    """Fuse MODEL and run it once, on given or generated inputs; show the outputs and the time."""
     files.claim(
         {"MODEL": model, "--inputs": inputs}, {"-o": output, "--json": json, "--html": html}
     )
@@ -71,7 +84,10 @@ def run(
     check_device(device)
     check_precision(precision)
     if explain and device != "cuda":
-        raise UsageError("--explain needs --device cuda; without a GPU: optimize --target h200")
+        raise UsageError(
+            "--explain needs --device cuda; without a GPU, onnx-fuse optimize MODEL --target h200 "
+            "lists the kernels"
+        )
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
     compiled = device == "cuda" and not recompile and is_container(model)
@@ -127,18 +143,19 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _described(name: str, value: Any) -> list[str]:
-    """A row of the table of outputs; sequences and maps have a length and no more."""
+    """A row of the table of outputs; a sequence or map shows its type and length alone."""
     if _is_tensor(value):
         return [name, str(value.dtype), str(list(value.shape)), _range(value)]
     return [name, type(value).__name__, str(len(value)) if value is not None else "", ""]
 
 
 def _arrays(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an .npz file can hold. Raises ModelError for an output that is no tensor."""
+    """The outputs as an .npz file holds them. Raises ModelError for one that is no tensor."""
     for name, value in outputs.items():
         if not _is_tensor(value):
             raise ModelError(
-                f"output '{name}' is a {type(value).__name__}, which no .npz file holds"
+                f"output '{name}' is a {type(value).__name__}, which an .npz file cannot hold: "
+                "leave -o out to see what it is"
             )
     return dict(outputs)
 

@@ -1,4 +1,4 @@
-"""What commands show: a terminal, the same as JSON and HTML, and the table of kernels."""
+"""Show results in the terminal, as JSON and as HTML."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 def printer() -> report.Printer:
+    """A printer to the terminal that also collects the text for --html."""
     from onnx_fuse.report import Printer
 
     return Printer()
@@ -19,6 +20,7 @@ def printer() -> report.Printer:
 def write_reports(
     printer: report.Printer, data: Mapping[str, Any], json: Path | None, html: Path | None
 ) -> None:
+    """Write the files of --json and --html, where they were asked for."""
     from onnx_fuse import report
 
     if json:
@@ -28,12 +30,12 @@ def write_reports(
 
 
 def inputs(feeds: Mapping[str, Sequence[int]]) -> str:
-    """The shapes that were used, on one line."""
+    """The shapes of the inputs that were used, on one line."""
     return "inputs: " + ", ".join(f"{name} {list(shape)}" for name, shape in feeds.items())
 
 
 def kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, Any]]:
-    """The table of a program's kernels, and the same as JSON."""
+    """Show a table of a program's kernels, and return it as JSON values."""
     from collections import Counter
     from dataclasses import asdict
 

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from onnx_fuse.training.trainer import Trainer
 
 
+EXAMPLES = (
+    "onnx-fuse train model.onnx --data train.npz --loss cross_entropy --epochs 3 -o tuned.onnx",
+    "onnx-fuse train model.onnx --data train.npz --val test.npz --loss mse --lr 3e-4 "
+    "--schedule cosine --checkpoint run --resume",
+)
+
+
 def train(
     context: typer.Context,
     model: ModelArg,
@@ -36,90 +43,133 @@ def train(
             "--data",
             "--inputs",
             metavar="FILE.npz",
-            help="Arrays named like the inputs, and labels; or a folder of .npy.",
+            help="Train on these arrays, which have the names of the inputs, and labels. A folder "
+            "of .npy files is mapped instead of read.",
         ),
     ],
     loss: Annotated[
-        str, typer.Option(metavar="NAME", help="cross_entropy, mse, ...; or an output that is one.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Minimize this loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, or a "
+            "scalar output.",
+        ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="OUT", help="Default: MODEL with .tuned.onnx."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="Write to this file. The default is MODEL with the ending .tuned.onnx.",
+        ),
     ] = None,
     val: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Evaluated after each epoch.")
+        Path | None,
+        typer.Option(metavar="FILE.npz", help="Evaluate on these arrays after each epoch."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
+    epochs: Annotated[int, typer.Option(min=1, help="Go over the data this many times.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Take this many examples in a step.")] = 32,
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="sgd, adam, adamw, adagrad, lion.")
+        str,
+        typer.Option(metavar="NAME", help="Update by sgd, adam, adamw, adagrad or lion."),
     ] = "adamw",
-    lr: Annotated[float, typer.Option(help="Learning rate, at its peak.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Set the learning rate, at its peak.")] = 1e-3,
     schedule: Annotated[
-        str, typer.Option(metavar="NAME", help="constant, linear, cosine, step.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Change the rate over the run: constant, linear, cosine or step."
+        ),
     ] = "constant",
-    warmup: Annotated[int, typer.Option(min=0, help="Updates of growing rate.")] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Let the rate grow over this many updates at first.")
+    ] = 0,
     lr_every: Annotated[
-        int, typer.Option(min=1, help="step: updates between decays by 10.")
+        int,
+        typer.Option(min=1, help="Divide the rate by 10 each time after this many updates (step)."),
     ] = 1000,
-    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Default: the optimizer's.")] = None,
-    clip_norm: Annotated[
-        float | None, typer.Option(help="Bound on the norm of all gradients together.")
+    momentum: Annotated[float | None, typer.Option(help="Set the momentum of sgd.")] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="Set the weight decay, instead of the optimizer's default.")
     ] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Steps an update.")] = 1,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Bound the norm of all gradients together.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Update once in this many steps.")] = 1,
     ignore_index: Annotated[
-        int | None, typer.Option(help="Label that does not count; default: -100.")
+        int | None, typer.Option(help="Leave out labels of this number. The default is -100.")
     ] = None,
     label_smoothing: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Of cross_entropy.")
+        float | None, typer.Option(min=0.0, max=1.0, help="Smooth the labels of cross_entropy.")
     ] = None,
     logits: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Output the loss is of; default: the first.")
+        str | None,
+        typer.Option(metavar="NAME", help="Compute the loss from this output, not from the first."),
     ] = None,
     trainable: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Weights that train; default: all.")
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Train these weights. The default is all."),
     ] = None,
     freeze: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Weights that stay.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Leave these weights as they are.")
     ] = None,
     tie: Annotated[
-        bool, typer.Option("--tie", help="Train a weight that is stored twice as one.")
+        bool, typer.Option("--tie", help="Train a weight that the file stores twice as one.")
     ] = False,
     untie: Annotated[
-        bool, typer.Option("--untie", help="Split equal weights that were stored once.")
+        bool,
+        typer.Option(
+            "--untie", help="Give each reader of a tensor of one repeated number its own weight."
+        ),
     ] = False,
     level: Annotated[
         int | None,
-        typer.Option(min=0, max=3, help="Of fusions; default: 2 on a GPU in 16 bits, else 0."),
+        typer.Option(
+            min=0,
+            max=3,
+            help="Fuse up to this level. The default is 2 on a GPU in 16 bits, and otherwise 0.",
+        ),
     ] = None,
     free_batch: Annotated[
-        bool, typer.Option("--free-batch", help="Open a batch that was exported fixed, if it can.")
+        bool,
+        typer.Option(
+            "--free-batch", help="Train with another batch size than the one that MODEL fixes."
+        ),
     ] = False,
     input_shapes: Shapes = None,
     dim: Dims = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order and of Dropout.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed the order of the data and Dropout.")] = 0,
     precision: Annotated[
-        str, typer.Option(metavar="NAME", help="As for run; on the CPU fp32 or fp16.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Compute in this precision: fp32, tf32, bf16x3, bf16x6, bf16 or fp16; on the CPU "
+            "fp32 or fp16.",
+        ),
     ] = "fp32",
     device: Device = "cpu",
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save the run there after each epoch.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--checkpoint-every", min=1, help="And after each N steps.")
+        int | None,
+        typer.Option("--checkpoint-every", min=1, help="Save it after this many steps, too."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR, if any.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue from the newest checkpoint in the folder, if there is one."
+        ),
     ] = False,
     curve: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve.")
+        Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve to this file.")
     ] = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Fine-tune MODEL, and write it as it was but for its weights."""
+    """Fine-tune MODEL, and write the same graph with its new weights."""
     output = output or files.beside(model, ".tuned.onnx")
     files.claim(
         {"MODEL": model, "--data": data, "--val": val},
@@ -140,7 +190,7 @@ def train(
 
     printer = show.printer()
     if resume and checkpoint is None:
-        raise UsageError("--resume needs the folder: --checkpoint DIR")
+        raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
     if checkpoint is not None:
         context.with_resource(folders.held(checkpoint))
     arrays, held_out = load(data), load(val) if val else None
@@ -204,7 +254,10 @@ def train(
 
 
 def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> None:
-    """The file under stock onnxruntime against the trainer; a file that differs does not stay."""
+    """Compare the file on stock onnxruntime with the trainer, and delete a file that differs.
+
+    Raises CheckFailed for one.
+    """
     from onnx_fuse.runtime import ort
     from onnx_fuse.validation.compare import difference, random_outputs, tolerance_of
 
@@ -212,7 +265,7 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> Non
     if random_outputs(saved) or any(
         a.name == "training_mode" for node in saved.graph for a in node.attributes.values()
     ):
-        return  # it computes by the statistics of the batch, or at random, as it did before
+        return  # its outputs depend on the batch, or on random numbers, as they did before
     session = ort.session(draft)
     if trainer.freed:  # its batch is fixed still
         feeds = {name: array[: trainer.freed] for name, array in feeds.items()}

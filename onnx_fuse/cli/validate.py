@@ -1,4 +1,4 @@
-"""`onnx-fuse validate`: a model, or its fusion, against its original."""
+"""`onnx-fuse validate`: compare a model, or its fusion, with its original."""
 
 from __future__ import annotations
 
@@ -25,31 +25,50 @@ from onnx_fuse.cli.options import (
 )
 from onnx_fuse.errors import CheckFailed, UsageError
 
+EXAMPLES = (
+    "onnx-fuse validate model.onnx --grad",
+    "onnx-fuse validate model.fused.onnx --against model.onnx --blame --inputs feeds.npz",
+)
+
 
 def validate(
     model: ModelArg,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="ORIGINAL", help="The original; default: MODEL against its fusion."),
+        typer.Option(
+            metavar="ORIGINAL",
+            help="Compare MODEL with this file. Without it, MODEL is compared with its own fusion.",
+        ),
     ] = None,
     grad: Annotated[
-        bool, typer.Option("--grad", help="Check every gradient by central differences.")
+        bool, typer.Option("--grad", help="Also compare every gradient with central differences.")
     ] = False,
     blame: Annotated[
-        bool, typer.Option("--blame", help="Trace a difference to the node that makes it.")
+        bool, typer.Option("--blame", help="Name the nodes that make a difference.")
     ] = False,
     device: Device = "cpu",
     precision: Precision = "fp32",
     inputs: Inputs = None,
     input_shapes: Shapes = None,
     dim: Dims = None,
-    rtol: Annotated[float | None, typer.Option(min=0.0, help="Of the largest value.")] = None,
-    atol: Annotated[float | None, typer.Option(min=0.0, help="Absolute.")] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Allow this difference, as a share of an output's largest value."
+        ),
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(min=0.0, help="Allow this absolute difference besides.")
+    ] = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Compare MODEL, or its fusion, with ORIGINAL under onnxruntime; see --device, --precision."""
+    """Compare all outputs of MODEL with those of its fusion, or of ORIGINAL, on onnxruntime.
+
+    The original always runs on onnxruntime; --device and --precision say where and how the other
+    model runs.
+    """
     files.claim(
         {"MODEL": model, "--against": against, "--inputs": inputs},
         {"--json": json, "--html": html},
@@ -61,7 +80,9 @@ def validate(
     check_device(device)
     check_precision(precision)
     if precision != "fp32" and (device != "cuda" or grad or blame):
-        raise UsageError("--precision is of --device cuda, without --grad and --blame")
+        raise UsageError(
+            f"--precision {precision} needs --device cuda, and does not go with --grad or --blame"
+        )
     original = against or model
     candidate: Any = model
     source = files.load(read(original), str(original))

@@ -14,7 +14,7 @@ Defines = tuple[tuple[str, str], ...]
 
 
 def as_defines(*tables: Mapping[str, object]) -> Defines:
-    """Sorted (name, text) pairs."""
+    """The macros as (name, text) pairs, sorted by name."""
     return tuple(sorted((name, str(int(v) if isinstance(v, bool) else v))
                         for table in tables for name, v in table.items()))  # fmt: skip
 

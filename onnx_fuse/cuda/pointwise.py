@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import INT32_LIMIT, Call, Context, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
@@ -47,6 +48,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 # name -> C expression of operands {0}, {1}, ...; {t} is the result's C type. Attributes that
 # ATTRIBUTES lists are the operands after the node's inputs.
 TABLE: dict[str, str] = {
+    **{row.name: row.pointwise for row in ACTIVATIONS.values()},
     "Identity": "{0}",
     "Cast": "({t}){0}",
     "CastFloat16": "round_f16({0})",
@@ -73,30 +75,22 @@ TABLE: dict[str, str] = {
     "Cos": "m_cos({0})",
     "Cosh": "m_cosh({0})",
     "Div": "m_div(({t}){0}, ({t}){1})",
-    "Elu": "{0} < 0 ? {1} * m_expm1({0}) : {0}",
     "Equal": "{0} == {1}",
     "Erf": "m_erf({0})",
     "Exp": "m_exp({0})",
     "FMod": "m_fmod(({t}){0}, ({t}){1})",
     "Floor": "m_floor({0})",
-    "Gelu": "({t})0.5 * {0} * (1 + m_erf({0} * ({t})0.70710678118654752))",
-    "GeluTanh": "({t})0.5 * {0} * (1 + m_tanh(({t})0.79788456080286536 * "
-    "({0} + ({t})0.044715 * {0} * {0} * {0})))",
     "Greater": "{0} > {1}",
     "GreaterOrEqual": "{0} >= {1}",
-    "HardSigmoid": "m_max(({t})0, m_min(({t})1, {1} * {0} + {2}))",
-    "HardSwish": "{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
     "IsInf": "!is_nan({0}) && is_nan({0} - {0}) && "
     "(({0} < 0 && {1} != 0) || ({0} > 0 && {2} != 0))",
     "Iota": "(i64)i + v",
     "IsNaN": "is_nan({0})",
-    "LeakyRelu": "{0} < 0 ? {1} * {0} : {0}",
     "Less": "{0} < {1}",
     "LessOrEqual": "{0} <= {1}",
     "Log": "m_log({0})",
     "Max": "m_max(({t}){0}, ({t}){1})",
     "Min": "m_min(({t}){0}, ({t}){1})",
-    "Mish": "{0} * m_tanh(m_softplus({0}))",
     "Mod": "m_mod(({t}){0}, ({t}){1})",
     "Mul": "{0} * {1}",
     "Neg": "-{0}",
@@ -104,41 +98,30 @@ TABLE: dict[str, str] = {
     "Or": "{0} || {1}",
     "PRelu": "{0} < 0 ? {1} * {0} : {0}",
     "Pow": "m_pow(({t}){0}, ({t}){1})",
-    "QuickGelu": "{0} * m_sigmoid({1} * {0})",
     "Reciprocal": "1 / {0}",
-    "Relu": "{0} < 0 ? ({t})0 : {0}",
     "Round": "m_rint({0})",
     "Saturate": "{0} >= {1} ? {0} < {2} ? {0} : {2} : {1}",  # a NaN becomes the least
     "Scale": "__fmul_rn({0}, {1})",  # rounded, whatever is added to it
-    "Selu": "{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
     "ShiftLeft": "(u64){1} < 8 * sizeof({t}) ? {0} << {1} : 0",
     "ShiftRight": "m_shift_right({0}, {1})",
     "Shrink": "{0} < -{2} ? {0} + {1} : {0} > {2} ? {0} - {1} : ({t})0",
-    "Sigmoid": "m_sigmoid({0})",
     "Sign": "is_nan({0}) ? {0} : ({t})(({0} > 0) - ({0} < 0))",
-    "Silu": "{0} * m_sigmoid({0})",
     "Sin": "m_sin({0})",
     "Sinh": "m_sinh({0})",
-    "Softplus": "m_softplus({0})",
     "Softsign": "{0} / (1 + m_abs({0}))",
     "Sqrt": "m_sqrt({0})",
     "Square": "{0} * {0}",
     "Sub": "{0} - {1}",
     "Swish": "{0} * m_sigmoid({1} * {0})",
     "Tan": "m_tan({0})",
-    "Tanh": "m_tanh({0})",
     "ThresholdedRelu": "{0} > {1} ? {0} : ({t})0",
     "Where": "{0} ? {1} : {2}",
     "Xor": "{0} != {1}",
 }
 ATTRIBUTES: dict[str, tuple[tuple[str, float], ...]] = {
+    **{row.name: row.numbers for row in ACTIVATIONS.values() if row.numbers},
     "Celu": (("alpha", 1.0),),
-    "Elu": (("alpha", 1.0),),
-    "HardSigmoid": (("alpha", 0.2), ("beta", 0.5)),
     "IsInf": (("detect_negative", 1), ("detect_positive", 1)),
-    "LeakyRelu": (("alpha", 0.01),),
-    "QuickGelu": (("alpha", 1.702),),
-    "Selu": (("alpha", 1.6732631921768188), ("gamma", 1.0507010221481323)),
     "Shrink": (("bias", 0.0), ("lambd", 0.5)),
     "Swish": (("alpha", 1.0),),
     "ThresholdedRelu": (("alpha", 1.0),),
@@ -538,7 +521,7 @@ class Code:
         return "scalar", len(self.scalars) - 1
 
     def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
-        """TABLE[name](args)."""
+        """Add the step TABLE[name](args), and return a reference to it."""
         self.steps.append((name, dtype, args))
         return "step", len(self.steps) - 1
 

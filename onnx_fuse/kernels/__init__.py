@@ -13,42 +13,46 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
-from onnx_fuse.program.problem import Config, Hardware, Launch, Problem
+from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch
 
 if TYPE_CHECKING:
     from onnx_fuse.program.call import Call
 
 
 class Kernel(Protocol):
-    """What select, the tuner, the lab, the tests and the runtime need of a candidate."""
+    """What select, the tuner, the lab, the tests and the runtime need of a candidate.
+
+    A candidate names the type of its operator's problems where this says Any.
+    """
 
     name: str
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: Any, hw: Hardware) -> str | None:
         """None, or the reason why this kernel can't serve `problem`: its only statement."""
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
         """The legal configurations, the default first."""
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: Any, config: Config) -> bool:
         """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
 
         Each comparison with an open size is a guard; a kernel whose configurations serve every
         problem that it supports answers True.
         """
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
         """Predicted seconds."""
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The kernel calls, in order."""
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
 
     def sources(self) -> tuple[str, ...]:
@@ -65,6 +69,19 @@ MODULES: dict[str, str] = {
     "GemmInteger": "gemm_integer",
     "Sdpa": "sdpa",
     "SdpaGrad": "sdpa",
+    "Conv": "conv",
+    **dict.fromkeys(("Norm", "NormGrad", "NormGradSums"), "norm"),
+    **dict.fromkeys(("ChannelNorm", "RunningStats", "ChannelGrad"), "channel"),
+    "Softmax": "softmax",
+    **dict.fromkeys(("Reduce", "SumSquares"), "reduce"),
+    **dict.fromkeys(("Pool", "ChannelWindow", "Resample", "GridSample", "Col2Im"), "pool"),
+    "CrossEntropy": "loss",
+    **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
+    **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
+    **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
+    "Recurrence": "recurrent",
+    **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
+    **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),
 }
 
 
@@ -77,7 +94,7 @@ class Choice:
     seconds: float
     why: str
 
-    def launch(self, problem: Problem, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: AnyProblem, hw: Hardware) -> tuple[Launch, ...]:
         """The chosen kernel's calls."""
         if problem.trace is None:
             return self.kernel.launch(problem, self.config, hw)
@@ -88,7 +105,7 @@ class Choice:
         found: tuple[Launch, ...] = memo[key]
         return found
 
-    def workspace(self, problem: Problem, hw: Hardware) -> int:
+    def workspace(self, problem: AnyProblem, hw: Hardware) -> int:
         """The chosen kernel's scratch bytes."""
         return self.kernel.workspace(problem, self.config, hw)
 
@@ -115,7 +132,7 @@ def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def select(
     op: str,
-    problem: Problem,
+    problem: AnyProblem,
     hw: Hardware,
     prefs: Mapping[str, str] | None = None,
     *,
@@ -123,7 +140,8 @@ def select(
 ) -> Choice | None:
     """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
 
-    A problem with open sizes is served by what suits the largest of its class.
+    A problem with open sizes is served by what suits the largest of its class. Where no cost model
+    compares the candidates (`rule.ByRule`), the first that serves the problem does, by its rule.
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
     trace = problem.trace
@@ -137,10 +155,10 @@ def select(
 
 
 def _select(
-    op: str, problem: Problem, hw: Hardware, prefs: Mapping[str, str] | None, records: bool
+    op: str, problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None, records: bool
 ) -> Choice | None:
     kernels = candidates(op)
-    if not kernels or not problem.m * problem.n:  # or nothing to compute
+    if not kernels or problem.empty:
         return None
     want = forced(prefs).get(op)
     if want is not None:
@@ -150,19 +168,31 @@ def _select(
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
+        if isinstance(kernel, ByRule):
+            return _by_rule(kernel, problem, hw, "forced")
         return _first_that_fits(problem, _by_cost((kernel,), problem.rough(), hw, "forced"))
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
+    if isinstance(legal[0], ByRule) and not (records and tuning.has(op, hw)):
+        return _by_rule(legal[0], problem, hw, "its rule")
     largest = problem.rough()
     if records and (record := tuning.lookup(op, largest, hw, legal)):
         kernel, best, seconds = record
         if kernel.fits(problem, best):
             return Choice(kernel, best, seconds, "tuning record")
+    if isinstance(legal[0], ByRule):
+        return _by_rule(legal[0], problem, hw, "its rule")
     return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"))
 
 
-def _first_that_fits(problem: Problem, choices: Sequence[Choice]) -> Choice | None:
+def _by_rule(kernel: ByRule, problem: AnyProblem, hw: Hardware, why: str) -> Choice:
+    """The kernel by its own rule, which looks at open sizes themselves and not at their class."""
+    how = Config.of()
+    return Choice(kernel, how, kernel.cost(problem.told(), how, hw), why)
+
+
+def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice]) -> Choice | None:
     """The cheapest for the class of `problem` that serves `problem` itself.
 
     The same shape gets the same choice whichever shape of its class came first: what does not fit
@@ -171,7 +201,7 @@ def _first_that_fits(problem: Problem, choices: Sequence[Choice]) -> Choice | No
     return next((c for c in choices if c.kernel.fits(problem, c.config)), None)
 
 
-def refusal(kernel: Kernel, problem: Problem, hw: Hardware) -> str | None:
+def refusal(kernel: Kernel, problem: AnyProblem, hw: Hardware) -> str | None:
     """What `supports` says: the sizes named in it are no decision, those compared are."""
     if problem.trace is None:
         return kernel.supports(problem, hw)
@@ -179,7 +209,7 @@ def refusal(kernel: Kernel, problem: Problem, hw: Hardware) -> str | None:
         return kernel.supports(problem, hw)
 
 
-def refusals(op: str, problem: Problem, hw: Hardware) -> dict[str, str]:
+def refusals(op: str, problem: AnyProblem, hw: Hardware) -> dict[str, str]:
     """Candidate -> why it does not serve `problem`: what --explain prints."""
     reasons = {kernel.name: refusal(kernel, problem, hw) for kernel in candidates(op)}
     return {name: reason for name, reason in reasons.items() if reason}
@@ -237,7 +267,7 @@ def site(call: Call, hw: Hardware) -> Site:
 
 @lru_cache(4096)
 def _by_cost(
-    kernels: tuple[Kernel, ...], problem: Problem, hw: Hardware, why: str
+    kernels: tuple[Kernel, ...], problem: AnyProblem, hw: Hardware, why: str
 ) -> tuple[Choice, ...]:
     """Every configuration of `kernels`, the cheapest first."""
     priced = [

@@ -57,7 +57,7 @@ class CublasLt:
         return (f"cuBLASLt {version()}\n",)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):
             return f"no product {problem.dtype} -> {problem.out}"
         if (problem.dtype, problem.out) == ("float64", "float32"):
@@ -88,7 +88,7 @@ class CublasLt:
         return missing if isinstance(missing, str) else None
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """One: the library chooses."""
+        """One empty configuration, since the library chooses the algorithm."""
         return [Config()]
 
     def fits(self, problem: Problem, config: Config) -> bool:
@@ -112,10 +112,10 @@ class CublasLt:
         return max(min(found), moved) + hw.launch_seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """What its authors advise."""
+        """The bytes that cuBLASLt's authors advise."""
         return workspace(hw)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """One call of the library."""
         one = (1, 1, 1)
         return (Launch("", "cublasLtMatmul", one, one, OPERANDS, product=problem),)

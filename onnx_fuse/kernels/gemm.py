@@ -12,7 +12,7 @@ The Problem's attrs name the epilogue (cuda_src/gemm/epilogue.cuh), in the order
   row_bias                    row "row0", of that type: one number a row (no bias, norm, dx, dw)
   beta                        float, not 0: + beta c, element strides c_rows, c_cols (Gemm's C)
   save_z                      the pre-activation goes to "z"
-  act, act_alpha              one of ACTIVATIONS
+  act, act_alpha              a key of ops/activations.py's table
   scale                       * column "col0", with a bias and of its type; no norm, beta, dact, dx
   dact                        * act'(c) instead of act: c is the stored pre-activation
   dx                          LayerNorm's backward: rows row0..3 = rstd, mean, c1, c2; c is x;

@@ -7,12 +7,12 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    ACTIVATIONS,
     epilogue_defines,
     gate_refusal,
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Config,
@@ -37,11 +37,11 @@ class Cluster:
     norms = False  # whether gamma and beta are applied to a in shared memory
 
     def sources(self) -> tuple[str, ...]:
-        """The kernel."""
+        """The source file of the kernel."""
         return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -68,7 +68,7 @@ class Cluster:
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
         act = problem.text("act")
-        if act and act not in ACTIVATIONS:
+        if act and act not in BY_KEY:
             return f"no activation {act!r}"
         steps = [x * 2 for x in ld(problem)]
         if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
@@ -190,11 +190,11 @@ class Cluster:
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """None."""
+        """No bytes: the kernel needs no workspace."""
         return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         wgm, bn, split, share, _ = self._shape(config)
         m, n, k = problem.m, problem.n, problem.k
         rows, stages = self._rows(problem, wgm, share), self._stages(problem, config, hw)
@@ -274,7 +274,7 @@ class NormCluster(Cluster):
     norms = True
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.attr("folded"):
             return "the weights are folded: gamma and beta are not given"
         if problem.attr("stats"):

@@ -31,17 +31,17 @@ TILES = {
 
 
 class MmaInt8:
-    """mma.sync m16n8k32 (quant/mma_s8_sm80.cu)."""
+    """The candidate of quant/mma_s8_sm80.cu, by mma.sync m16n8k32."""
 
     name = "mma_s8"
     source = "quant/mma_s8_sm80.cu"
 
     def sources(self) -> tuple[str, ...]:
-        """The kernel."""
+        """The source file of the kernel."""
         return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
         if problem.dtype not in BYTES or problem.text("b_dtype") not in BYTES:
@@ -49,7 +49,7 @@ class MmaInt8:
         return None if len(problem.batch) <= 2 else "two batch axes at most"
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """Tiles of y."""
+        """The sizes of the tiles of y."""
         return [Config.of(tile=tile) for tile in TILES]
 
     def _blocks(self, problem: Problem, config: Config) -> tuple[int, int]:
@@ -72,11 +72,11 @@ class MmaInt8:
         return hw.launch_seconds / 2 + max(seconds + 1e-6, problem.bytes / (0.8 * hw.bandwidth))
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """None."""
+        """No bytes: the kernel needs no workspace."""
         return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         bm, bn = config.integers("tile")
         wm, wn, bk, stages = TILES[bm, bn]
         kinds = {"": 0, "one": 1, "each": 2}

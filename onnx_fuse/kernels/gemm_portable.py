@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -18,10 +19,6 @@ from onnx_fuse.program.problem import (
     batch_strides,
     ld,
 )
-
-ACTIVATIONS = (
-    "relu", "leaky_relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh",
-)  # fmt: skip
 
 
 def gate_refusal(problem: Problem) -> str | None:
@@ -64,9 +61,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         defines["EPI_SCALE"] = 1
     if problem.attr("residual"):
         defines["EPI_RES"] = 2 if normed(problem) else 1
-    if act := problem.text("act"):
-        defines["ACT"] = act.upper()
-    return defines
+    return defines | activation_macros(problem.text("act"))
 
 
 def type_defines(problem: Problem) -> dict[str, str]:
@@ -90,7 +85,7 @@ def aligned(problem: Problem) -> bool:
 
 
 def portable_args(problem: Problem) -> tuple[Arg, ...]:
-    """GEMM_PARAMS of gemm/portable.cuh."""
+    """The arguments GEMM_PARAMS of gemm/portable.cuh, in order."""
     m, n, k = problem.m, problem.n, problem.k
     lda, ldb = ld(problem)
     sizes = (1,) * (3 - len(problem.batch)) + problem.batch
@@ -153,7 +148,7 @@ class _Portable:
         if problem.attr("row_bias") and (rows or normed(problem) or problem.dtype == "float64"):
             return f"a bias a row in float, and alone: not {rows or problem.dtype}"
         act = problem.text("act")
-        if act and act not in ACTIVATIONS:
+        if act and act not in BY_KEY:
             return f"no activation {act!r}"
         if max(problem.m, problem.n, problem.k) >= 2**31:
             return "a dimension of 2^31 or more"
@@ -174,7 +169,7 @@ class Simt(_Portable):
     source = "gemm/simt.cu"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         fancy = any(problem.attr(x) for x in ("layernorm", "dx", "act", "dact"))
         if fancy and problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"no such epilogue in {problem.dtype}"
@@ -190,7 +185,7 @@ class Simt(_Portable):
         return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """FMA-rate waves."""
+        """Predicted seconds: waves of blocks at the rate of FMAs."""
         size = config.integer("tile")
         kind = "float64" if problem.dtype == "float64" else "float32"
         efficiency = {128: 0.75, 64: 0.5, 32: 0.25}[size]
@@ -199,7 +194,7 @@ class Simt(_Portable):
         return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16) + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         tile = SIMT_TILES[config.integer("tile")]
         vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
         layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
@@ -232,7 +227,7 @@ class Fma(_Portable):
     source = "gemm/fma_sm80.cu"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"cp.async needs sm_80, this is {hw.arch}"
         if {problem.dtype, problem.out} != {"float32"}:
@@ -264,7 +259,7 @@ class Fma(_Portable):
         return 0
 
     def threads(self, config: Config) -> int:
-        """Of a block."""
+        """The number of threads of a block."""
         bm, bn = config.integers("tile")
         return FMA_TILES[bm, bn][0] * bm * bn // 64
 
@@ -288,7 +283,7 @@ class Fma(_Portable):
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
         lying = (
@@ -340,7 +335,7 @@ class Mma(_Portable):
     source = "gemm/mma_sm80.cu"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16", "float32"):
@@ -402,7 +397,7 @@ class Mma(_Portable):
         return seconds + slope_seconds(problem, wm * wn / 32)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         bm, bn, wm, wn = config.integers("tile")
         layout = {
             "TRANS_A": problem.trans_a,

@@ -7,13 +7,13 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    ACTIVATIONS,
     aligned,
     epilogue_defines,
     gate_refusal,
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, ld
 
 
@@ -24,11 +24,11 @@ class Skinny:
     source = "layernorm_gemm/skinny.cu"
 
     def sources(self) -> tuple[str, ...]:
-        """The kernel."""
+        """The source file of the kernel."""
         return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -54,7 +54,7 @@ class Skinny:
         ):
             return "c is read as a dense [M, N]"
         act = problem.text("act")
-        return f"no activation {act!r}" if act and act not in ACTIVATIONS else gate_refusal(problem)
+        return f"no activation {act!r}" if act and act not in BY_KEY else gate_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""
@@ -103,7 +103,7 @@ class Skinny:
         return slope + hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """None."""
+        """No bytes: the kernel needs no workspace."""
         return 0
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
@@ -118,7 +118,7 @@ class Skinny:
         return 4 if fit >= 4 else 2 if fit >= 2 else 1
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.attr("folded") else 2

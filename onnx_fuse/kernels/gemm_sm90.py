@@ -7,7 +7,6 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    ACTIVATIONS,
     epilogue_defines,
     gate_refusal,
     normed,
@@ -15,6 +14,7 @@ from onnx_fuse.kernels.gemm_portable import (
     type_defines,
 )
 from onnx_fuse.kernels.rows import rename, row_stats
+from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -56,7 +56,7 @@ def direct(problem: Problem, splits: int = 1) -> bool:
 
 
 class Wgmma:
-    """gemm/wgmma_sm90.cu."""
+    """The candidate of gemm/wgmma_sm90.cu."""
 
     name = "wgmma"
     source = "gemm/wgmma_sm90.cu"
@@ -66,7 +66,7 @@ class Wgmma:
         return (self.source, "gemm/reduce.cu")
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         planes = problem.integer("planes")
@@ -77,7 +77,7 @@ class Wgmma:
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
         act = problem.text("act")
-        if act and act not in ACTIVATIONS:
+        if act and act not in BY_KEY:
             return f"no activation {act!r}"
         extra = [x for x in ("beta", "dact", "dx", "dw", "residual") if problem.attr(x)]
         if len(extra) > 1:
@@ -230,7 +230,7 @@ class Wgmma:
         return max(seconds, stream) + hw.launch_seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """The splits' partial sums."""
+        """Bytes of the partial sums of the splits of k."""
         splits = config.integer("splits")
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 
@@ -396,7 +396,7 @@ class SplitWgmma:
         )  # type: ignore[arg-type]  # fmt: skip
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype != "float32" or not self.planes(problem):
             return f"for fp32 operands and bf16x3 or bf16x6, not {problem.dtype} {problem.math}"
         if problem.batch:
@@ -404,11 +404,11 @@ class SplitWgmma:
         return self.inner.supports(self._gemm(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The bf16 product's."""
+        """The configurations of the bf16 product."""
         return self.inner.configs(self._gemm(problem), hw)
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """As the bf16 product."""
+        """Whether the bf16 product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:

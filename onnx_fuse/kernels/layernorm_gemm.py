@@ -44,7 +44,7 @@ def gemm_problem(problem: Problem, **values: Value) -> Problem:
 
 
 def stats_seconds(problem: Problem, hw: Hardware) -> float:
-    """One read of x."""
+    """Predicted seconds of the statistics: one read of x."""
     size = ITEMSIZE[problem.dtype] * problem.m * problem.k
     return hw.launch_seconds + size / hw.bandwidth
 
@@ -76,7 +76,7 @@ class Fold:
         return bool(made) and config.integer("splits", 1) == 1
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in ("bfloat16", "float16"):
             # the tensor core would round x, and the error would grow with |mean| / std
             return f"the fold is exact for 16-bit x only, not {problem.dtype}"
@@ -85,11 +85,11 @@ class Fold:
         return self.inner.supports(self._gemm(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The GEMM's."""
+        """The configurations of the product."""
         return self.inner.configs(self._gemm(problem), hw)
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """As the GEMM."""
+        """Whether the product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -168,7 +168,7 @@ class Apply:
         return gemm_problem(problem, bias=bool(problem.attr("bias")), **ahead)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.attr("folded"):
             return "the weights are folded: gamma and beta are not given"
         if problem.dtype not in ("float32", "bfloat16", "float16"):
@@ -176,11 +176,11 @@ class Apply:
         return self.inner.supports(self._gemm(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The GEMM's."""
+        """The configurations of the product."""
         return self.inner.configs(self._gemm(problem), hw)
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """As the GEMM."""
+        """Whether the product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -199,7 +199,7 @@ class Apply:
         return self._copy(problem) + self.inner.workspace(self._gemm(problem), config, hw)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """Normalise, multiply."""
+        """The launches of the norm and of the product."""
         inner = self._gemm(problem)
         calls = self.inner.launch(inner, config, hw)
         fused = isinstance(self.inner, SplitWgmma)

@@ -84,7 +84,7 @@ class TwoGemms:
         return {"rms": True} if problem.attr("rms") else {}
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.trans_b:
             return "w is [k, n]"
         if problem.attr("add") == "apart":
@@ -133,7 +133,7 @@ class TwoGemms:
         ]
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """As the two GEMMs."""
+        """Whether both products can run their configurations."""
         dx, dw = self._split(config)
         name = dx.text("kernel")
         return self.for_dx[name].fits(self._dx(problem, name), dx) and self.inner.fits(

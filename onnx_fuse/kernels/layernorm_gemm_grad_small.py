@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
 
 N_STEP = 64  # columns of dz and w a stage holds
@@ -55,7 +56,7 @@ class Tiles:
         return self.stages * ceil(max(a, b) / 1024) * 1024 + 1024
 
     def defines(self) -> dict[str, object]:
-        """The kernel's macros."""
+        """The macros that specialize the kernel."""
         return {
             "AM": self.am, "AK": self.ak, "BK": self.bk, "BN": self.bn, "BM": self.bm,
             "WARPS": self.warps, "STAGES": self.stages, "BLOCKS": self.blocks, "WG": self.wg,
@@ -90,11 +91,11 @@ class FewRows:
     source = "layernorm_gemm/grad_few_rows.cu"
 
     def sources(self) -> tuple[str, ...]:
-        """The kernel."""
+        """The source file of the kernel."""
         return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -185,7 +186,8 @@ class FewRows:
         columns = arena.take(8 * column_parts * k)
         defines = as_defines(
             tiles.defines(),
-            {"T": C_TYPES[problem.dtype], "ACT": act.upper() or "NONE"},
+            {"T": C_TYPES[problem.dtype]},
+            activation_macros(act),
         )
         calls = []
         if act:

@@ -41,7 +41,7 @@ class LeafFma(Fma):
         return ceil(problem.m / bm), problem.n
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """The parts."""
+        """Bytes of the partial sums."""
         return 0 if config.integer("join") else 8 * prod(self._parts(problem, config))
 
     def _room(self, problem: Problem, config: Config) -> int:

@@ -38,11 +38,11 @@ class FewRows:
     source = "quant/matmul_nbits.cu"
 
     def sources(self) -> tuple[str, ...]:
-        """The kernel."""
+        """The source file of the kernel."""
         return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         bits, block = problem.integer("bits"), problem.integer("block")
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
@@ -100,11 +100,11 @@ class FewRows:
         return 2.3e-6 + max(chain, uneven * (0.56 * stream + 1.2 * issue))
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """None."""
+        """No bytes: the kernel needs no workspace."""
         return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One call."""
+        """The one launch of the kernel."""
         warps, tiles = config.integer("warps"), config.integer("tiles")
         columns, sets = self._columns(problem), self._sets(problem)
         block, run = problem.integer("block"), 128 // problem.integer("bits")
@@ -145,20 +145,20 @@ class Unpacked:
         )
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """None, or why not."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in FLOATS:
             return f"no weights in {problem.dtype}"
         return self.inner.supports(self._gemm(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The GEMM's."""
+        """The configurations of the product."""
         return self.inner.configs(self._gemm(problem), hw)
 
     def _size(self, problem: Problem) -> int:
         return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """As the GEMM."""
+        """Whether the product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -172,7 +172,7 @@ class Unpacked:
         return self._size(problem) + self.inner.workspace(self._gemm(problem), config, hw)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """Unpack, multiply."""
+        """The launches that unpack the weights and multiply."""
         zero = {"": 0, "packed": 1, "float": 2}[problem.text("zero")]
         size = problem.n * problem.k
         unpack = Launch(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
 
 
@@ -106,9 +107,10 @@ def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int 
     )  # fmt: skip
 
 
-def fold_kind(fold: Launch) -> tuple[object, ...]:
+def fold_kind(k: int, n: int, dtype: str, hw: Hardware) -> tuple[object, ...]:
     """What `fold`s that are one launch have in common."""
-    return tuple(pair for pair in fold.defines if pair[0] not in ("PARTS", "HELD"))
+    defines = fold(k, n, dtype, False, hw).defines
+    return tuple(pair for pair in defines if pair[0] not in ("PARTS", "HELD"))
 
 
 def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
@@ -175,18 +177,23 @@ def row_dots(
             Ptr("part"),
         ),
         as_defines(
-            {"T": C_TYPES[dtype], "ACT": act.upper() or "NONE", "RPW": rpw},
+            {"T": C_TYPES[dtype], "RPW": rpw},
+            activation_macros(act),
             {"PLANES": planes} if planes else {},
         ),
     )  # fmt: skip
     return call, parts
 
 
+def act_parts(m: int, n: int) -> int:
+    """Parts of the column sums of `act_grad`."""
+    # 400 blocks fill a GPU; 32 rows are one batch of a block's loads
+    return max(1, min(ceil(m / 32), 400 // ceil(n / 256)))
+
+
 def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> tuple[Launch, int]:
     """Pointers dy, z -> dz, part [parts, n] (or, with one part, dbias); and how many parts."""
-    columns = ceil(n / 256)
-    # 400 blocks fill a GPU; 32 rows are one batch of a block's loads
-    parts = max(1, min(ceil(m / 32), 400 // columns))
+    columns, parts = ceil(n / 256), act_parts(m, n)
     call = Launch(
         "pointwise/act_grad.cu",
         "act_grad_rows",
@@ -196,7 +203,7 @@ def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> tuple[La
             Ptr("dy"), Ptr("z"), Num("i32", m), Num("i32", n), Num("f32", act_alpha), Ptr("dz"),
             Ptr("part"), Ptr("dbias"),
         ),
-        as_defines({"T": C_TYPES[dtype], "ACT": act.upper()}),
+        as_defines({"T": C_TYPES[dtype]}, activation_macros(act)),
     )  # fmt: skip
     return call, parts
 

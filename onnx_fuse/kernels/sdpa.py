@@ -85,7 +85,7 @@ class _Attention(ABC):
 
     @abstractmethod
     def threads(self, config: Config) -> int:
-        """Threads a block."""
+        """The number of threads of a block."""
 
     def sources(self) -> tuple[str, ...]:
         return (self.source, "sdpa/simt.cu")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_fuse import config
 from onnx_fuse.cuda import jit
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
@@ -26,8 +26,11 @@ SHIPPED = Path(__file__).parent / "records"
 IGNORED = {"epsilon", "act_alpha", "align", "bias_dtype", "c_rows", "c_cols", "static_b"}
 
 
-def key(op: str, problem: Problem) -> str:
+def key(op: str, problem: AnyProblem) -> str:
     """The record's key: the problem without what does not matter to its time or is the default."""
+    if not isinstance(problem, Problem):
+        same = dict.fromkeys(IGNORED & problem.fields().keys(), 0.0)
+        return f"{op} | {replace(problem, **same)}"  # type: ignore[type-var]
     dense = {
         "lda": problem.m if problem.trans_a else problem.k,
         "ldb": problem.k if problem.trans_b else problem.n,
@@ -63,18 +66,33 @@ def _read(path: Path, stamp: int) -> dict[str, Any]:
     return records if isinstance(records, dict) else {}
 
 
+def _files(hw: Hardware) -> tuple[tuple[Path, int], ...]:
+    """The files of this GPU's records, and when each was written."""
+    folders = (SHIPPED, config.CACHE_DIR.value / "tuning")
+    paths = (folder / _file_name(hw) for folder in folders)
+    return tuple((path, path.stat().st_mtime_ns) for path in paths if path.exists())
+
+
 def load(hw: Hardware) -> dict[str, Any]:
     """Key -> record for this GPU: the shipped ones, overridden by the user's own."""
     merged: dict[str, Any] = {}
-    for folder in (SHIPPED, config.CACHE_DIR.value / "tuning"):
-        path = folder / _file_name(hw)
-        if path.exists():
-            merged |= _read(path, path.stat().st_mtime_ns)
+    for path, stamp in _files(hw):
+        merged |= _read(path, stamp)
     return merged
 
 
+def has(op: str, hw: Hardware) -> bool:
+    """Whether there is a record of this operator for this GPU."""
+    return op in _operators(_files(hw))
+
+
+@cache
+def _operators(files: tuple[tuple[Path, int], ...]) -> frozenset[str]:
+    return frozenset(key.partition(" | ")[0] for file in files for key in _read(*file))
+
+
 def lookup(
-    op: str, problem: Problem, hw: Hardware, legal: Sequence[Kernel]
+    op: str, problem: AnyProblem, hw: Hardware, legal: Sequence[Kernel]
 ) -> tuple[Kernel, Config, float] | None:
     """The record for (op, problem, GPU) by one of `legal` whose code has not changed since."""
     record = load(hw).get(key(op, problem))
@@ -113,7 +131,7 @@ def live(name: str, entry: dict[str, Any]) -> bool:
 
 
 def save(
-    records: Iterable[tuple[str, Problem, dict[str, Any]]], hw: Hardware, folder: Path
+    records: Iterable[tuple[str, AnyProblem, dict[str, Any]]], hw: Hardware, folder: Path
 ) -> Path:
     """Merge `records` into this GPU's file in `folder`, without those that no source has any more.
 

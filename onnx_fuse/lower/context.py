@@ -25,8 +25,7 @@ from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides
-from onnx_fuse.program.passes.callgraph import chosen
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch, Problem
 
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
@@ -352,7 +351,6 @@ class Values:
         flops: int = 0,
         why: str = "",
         inplace: Sequence[tuple[str, str]] = (),
-        suffix: str = "",
     ) -> None:
         launches = (launches,) if isinstance(launches, Launch) else tuple(launches)
         moved = sum(t.nbytes for t in (*reads.values(), *writes.values()))
@@ -369,32 +367,33 @@ class Values:
                 moved,
                 why,
                 tuple(inplace),
-                suffix,
             )
         )
 
     def select(
         self,
         node: ir.Node,
-        problem: Problem,
+        problem: AnyProblem,
         reads: Mapping[str, Tensor],
         writes: Mapping[str, Tensor],
+        *,
+        inplace: Sequence[tuple[str, str]] = (),
     ) -> str | None:
-        weights = reads.get("b", reads.get("wq"))
-        if weights is not None and self._lasting(weights):
-            problem = problem.having(static_b=True)
-        if not any(t.size for t in writes.values()):
-            return None
-        right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
-        if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
-            raise self.fault(node, f"the product is over {problem.k}")
-        choice = select(problem.op, problem, self.hw, self.prefs)
-        if choice is None:
+        if isinstance(problem, Problem):
+            weights = reads.get("b", reads.get("wq"))
+            if weights is not None and self._lasting(weights):
+                problem = problem.having(static_b=True)
+            right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
+            if not any(t.size for t in writes.values()):
+                return None
+            if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
+                raise self.fault(node, f"the product is over {problem.k}")
+        if select(problem.op, problem, self.hw, self.prefs) is None:
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             return listing or f"{problem.op} has no kernel"
-        self.call(node, (), reads, writes, flops=problem.flops)
-        self.calls[-1] = chosen(replace(self.calls[-1], problem=problem), choice, self.hw)
+        self.call(node, (), reads, writes, flops=problem.flops, inplace=inplace)
+        self.calls[-1] = replace(self.calls[-1], problem=problem)
         return None
 
     def _lasting(self, tensor: Tensor) -> bool:

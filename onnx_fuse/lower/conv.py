@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.program.problems import Conv, Triple, Window
 from onnx_fuse.program.size import Size, number
-
-_BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
-Triple = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Window:
-    """Filter or pool window over three spatial axes; where there are fewer, 1 leads."""
-
-    kernel: Triple
-    strides: Triple
-    dilations: Triple
-    before: Triple
-    after: Triple
-
-    def macros(self) -> dict[str, object]:
-        """KD KH KW, SD ..., DD ..., PD ...: what conv/geometry.cuh and pool/pool.cu read."""
-        named = {"K": self.kernel, "S": self.strides, "D": self.dilations, "P": self.before}
-        return {k + axis: v for k, t in named.items() for axis, v in zip("DHW", t, strict=True)}
 
 
 def triple(sizes: Sequence[int], fill: int = 1) -> Triple:
@@ -101,119 +84,6 @@ def spatial(
     return found
 
 
-@dataclass(frozen=True)
-class Shape:
-    """x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer]."""
-
-    batch: int
-    groups: int
-    channels: int
-    filters: int
-    inner: Triple
-    outer: Triple
-
-    @property
-    def flops(self) -> int:
-        """Without the filter's taps."""
-        return 2 * self.batch * self.groups * self.channels * self.filters * prod(self.outer)
-
-
-def conv_launches(
-    shape: Shape,
-    taps: Window,
-    dtype: str,
-    transposed: bool,
-    act: str = "",
-    alpha: float = 0.0,
-    slope: bool = False,
-) -> tuple[tuple[Launch, ...], int]:
-    """The launches over names x weight bias slope e1 e2 e3 y workspace, and the workspace's bytes.
-
-    e1 to e3 are laid out as y: what a suffix of the last launch takes (conv/suffix.cuh). `slope`:
-    the activation's alpha is that tensor's, by filter.
-    """
-    macros: dict[str, object] = {
-        "T": C_TYPES[dtype],
-        "ACC": accumulator(dtype),
-        "TRANSPOSED": transposed,
-    }
-    macros |= taps.macros()
-    if act:
-        macros["ACT"] = act.upper()
-    if slope:
-        macros["SLOPE"] = True
-    pixels = prod(shape.outer)
-    columns = shape.batch * pixels
-    ends = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
-    operands = (Ptr("x"), Ptr("weight"), *ends)
-    sizes = tuple(
-        Num("i32", n)
-        for n in (shape.groups, shape.channels, shape.filters, *shape.inner, *shape.outer)
-    )
-    size = columns * shape.groups * shape.filters
-    if shape.filters <= 4:
-        direct = Launch(
-            "conv/direct.cu", "conv_direct", (-(-size // 256), 1, 1), (256, 1, 1),
-            (*operands, Num("i64", size), *sizes, Num("f32", alpha)), defines(**macros),
-        )  # fmt: skip
-        return (direct,), 0
-    # steps of 32 channels: with fewer than 12 the tensor cores would mostly multiply zeros
-    half = dtype in ("float16", "bfloat16") and shape.channels >= 12
-    count = prod(taps.kernel)
-    wide = shape.filters > 64 and dtype != "float64"
-    tiles = -(-shape.filters // 128) * -(-columns // 128) * shape.groups
-    bm = 128 if wide and (half or tiles >= _BLOCKS // 2) else 64
-    bn = 128 if half else bm
-    bk, fragments = (32, 0) if half else (8, 2) if bm == 128 else (16, 1)
-    # one tap a step pads the channels to whole steps
-    padded = -(-shape.channels // bk) * bk
-    tap_major = half or padded <= 1.3 * shape.channels
-    step = 1 if half else bk
-    depth = padded // bk * count if half else (padded if tap_major else shape.channels) * count
-    grid = (-(-columns // bn), -(-shape.filters // bm) * shape.groups)
-    splits = max(1, min(depth // (step * (8 if half else 16)), -(-_BLOCKS // prod(grid)), 64))
-    chunk = -(-depth // (splits * step)) * step
-    splits = -(-depth // chunk)
-    how: dict[str, object] = {"BM": bm, "BN": bn, "SPLIT": splits > 1}
-    how |= {"WM": bm // 32} if half else {"BK": bk, "FRAGMENTS": fragments, "TAP_MAJOR": tap_major}
-    acc = ITEMSIZE["float64" if dtype == "float64" else "float32"]
-    # the packed weights stand behind the partial sums, where 16-byte copies may begin
-    launches, at = [], -(-splits * size * acc // 16) * 16 if splits > 1 else 0
-    weight = Ptr("weight")
-    if tap_major:
-        weight, channels = Ptr("workspace", at), -(-shape.channels // 8) * 8 if half else padded
-        widths = (shape.filters, shape.channels, channels)
-        pack = Launch(
-            "conv/pack.cu", "conv_pack",
-            (-(-count // 32), -(-channels // 32), shape.groups * shape.filters), (256, 1, 1),
-            (Ptr("weight"), weight, *(Num("i32", n) for n in widths)),
-            defines(T=C_TYPES[dtype], TRANSPOSED=transposed, **taps.macros()),
-        )  # fmt: skip
-        launches.append(pack)
-        at += shape.groups * count * shape.filters * channels * ITEMSIZE[dtype]
-        padded = channels
-    main = Launch(
-        "conv/mma_sm80.cu" if half else "conv/implicit.cu", "conv", (*grid, splits),
-        (256 if half else bm * bn // (16 * fragments**2), 1, 1),
-        (Ptr("x"), weight, *ends, Ptr("workspace"), Num("i64", columns), *sizes,
-         Num("i32", chunk), Num("i32", padded), Num("f32", alpha)),
-        defines(**macros, **how),
-        2 * 2 * (bm * 40 + 32 * (bn + 8)) if half else 0,
-    )  # fmt: skip
-    launches.append(main)
-    if splits > 1:
-        numbers = (shape.groups * shape.filters, pixels, splits)
-        kept = {k: v for k, v in macros.items() if k in ("T", "ACC", "ACT", "SLOPE")}
-        finish = Launch(
-            "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("workspace"), *ends, Num("i64", size),
-             *(Num("i32", n) for n in numbers), Num("f32", alpha)),
-            defines(**kept),
-        )  # fmt: skip
-        launches.append(finish)
-    return tuple(launches), at
-
-
 def _aligned(ctx: Context, node: ir.Node, x: Tensor) -> Tensor:
     """[N, C, P] of 16-bit elements copied to rows that start at multiples of 16 bytes.
 
@@ -227,9 +97,8 @@ def _aligned(ctx: Context, node: ir.Node, x: Tensor) -> Tensor:
 
 
 def _product(
-    ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Shape, act: str,
-    alpha: float,
-) -> str | None:  # fmt: skip
+    ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Conv
+) -> str | None:
     """A filter of one tap: y[n] [M, P] = weight [M, C] · x[n] [C, P] + bias [M, 1]."""
     batch, pixels = shape.batch, prod(shape.inner)
     a = reads["weight"].reshape((shape.filters, shape.channels))
@@ -247,8 +116,8 @@ def _product(
         attrs = {"beta": 1.0, "c_rows": 1, "c_cols": 0, "c_strides": (0,) * (batch > 1)}
     elif "bias" in reads:
         extra["row0"], attrs["row_bias"] = reads["bias"], True
-    if act:
-        attrs |= {"act": act, "act_alpha": alpha}
+    if shape.act:
+        attrs |= {"act": shape.act, "act_alpha": shape.act_alpha}
     return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
 
 
@@ -278,9 +147,9 @@ def convolution(
     if slope is not None:
         reads["slope"] = slope
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
-    shape = Shape(
-        x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups,
-        triple(x.shape[2:]), triple(y.shape[2:]),
+    shape = Conv(
+        x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups, triple(x.shape[2:]),
+        triple(y.shape[2:]), taps, x.dtype, transposed, act, alpha, slope is not None,
     )  # fmt: skip
     moves = (
         *taps.before,
@@ -291,13 +160,8 @@ def convolution(
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
         if slope is not None:
             return "a filter of one tap is a product, whose kernels take one slope for all"
-        return _product(ctx, node, reads, y, shape, act, alpha)
-    launches, workspace = conv_launches(
-        shape, taps, x.dtype, transposed, act, alpha, slope is not None
-    )
-    flops = shape.flops * prod(taps.kernel)
-    ctx.call(node, launches, reads, {"y": y}, workspace=workspace, flops=flops, suffix="y")
-    return None
+        return _product(ctx, node, reads, y, shape)
+    return ctx.select(node, shape, reads, {"y": y})
 
 
 def plain(ctx: Context, node: ir.Node) -> str | None:
@@ -307,13 +171,13 @@ def plain(ctx: Context, node: ir.Node) -> str | None:
 
 def activated(ctx: Context, node: ir.Node) -> str | None:
     """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
-    name, *exposed = node.op_type.split("_")
-    if exposed:
-        return f"it returns {', '.join(exposed)}"
-    row = ACTIVATIONS[name.removeprefix("Conv")]
+    name = FusedName.of(node.op_type)
+    if name.exposed:
+        return f"it returns {', '.join(name.exposed)}"
+    row = ACTIVATIONS[name.activation]
     if ctx.view(node, 0).dtype == "float64":
         return "the epilogue's activations are of float32"
-    return convolution(ctx, node, row.cuda, float(ctx.attr(node, "alpha", row.alpha)))
+    return convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
 
 
 def sloped(ctx: Context, node: ir.Node) -> str | None:
@@ -331,5 +195,5 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Conv"): plain,
     ("", "ConvTranspose"): plain,
     (FUSE, "ConvPRelu"): sloped,
-    **{(FUSE, f"Conv{name}"): activated for name, row in ACTIVATIONS.items() if row.cuda},
+    **{(FUSE, str(FusedName.make("Conv", act))): activated for act in ACTIVATIONS},
 }

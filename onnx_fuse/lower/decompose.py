@@ -14,10 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.lower import selection
-from onnx_fuse.lower.linear import ACTIVATIONS
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out
 from onnx_fuse.ops.recurrent import GATES
@@ -38,39 +38,38 @@ def _attr(node: ir.Node, name: str, default: Any) -> Any:
 
 def four_bits(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """Gemm<Act> of dequantized 4-bit weights as MatMul, which takes them packed, and the rest."""
-    name, *exposed = node.op_type.split("_")
+    name = FusedName.of(node.op_type)
     x, w, c = node.inputs
     source = w.producer() if w is not None else None
-    if source is None or source.op_type != "DequantizeLinear" or exposed not in ([], ["z"]):
+    if source is None or source.op_type != "DequantizeLinear" or name.exposed not in ((), ("z",)):
         return None
     z = y = op.Add(op.MatMul(x, w), c)
-    if name != "Gemm":
-        row = TABLE[name.removeprefix("Gemm")]
+    if name.activation:
+        row = TABLE[name.activation]
         kept = {k: a.value for k, a in node.attributes.items()} | dict(row.fixed)
         y = op.node(row.op_type, [z], domain=row.domain, attributes=kept)
-    return [y, z][: 1 + len(exposed)]
+    return [y, z][: 1 + len(name.exposed)]
 
 
 def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
-    name, *exposed = node.op_type.split("_")
-    rms, act = name.startswith("RMS"), name.split("NormGemm")[1]
+    name = FusedName.of(node.op_type)
+    exposed = name.exposed
     epsilon = _attr(node, "epsilon", 1e-5)
     x, *params, w, c = node.inputs
     found: dict[str, Any] = {}
-    if rms:
+    if name.rms:
         names: tuple[str, ...] = ("n", "rstd") if "rstd" in exposed else ("n",)
-        op_type = "_".join(("RMSNormalization", *names[1:]))
+        op_type = str(FusedName.of("RMSNormalization").exposing(*names[1:]))
         made = op.node(op_type, [x, *params], domain=FUSE, outputs=len(names), epsilon=epsilon)
     else:
         names = ("n", "mean", "rstd") if {"mean", "rstd"} & set(exposed) else ("n",)
         made = op.LayerNormalization(x, *params, epsilon=epsilon, outputs=len(names))
     found |= zip(names, made if len(names) > 1 else (made,), strict=True)
     kept = {k: a.value for k, a in node.attributes.items() if k != "epsilon"}
-    suffix = "_z" if "z" in exposed else ""
-    made = op.node(
-        f"Gemm{act}{suffix}", [found["n"], w, c], domain=FUSE, outputs=1 + bool(suffix), **kept
-    )
+    suffix = ("z",) if "z" in exposed else ()
+    op_type = str(FusedName.make("Gemm", name.activation, exposed=suffix))
+    made = op.node(op_type, [found["n"], w, c], domain=FUSE, outputs=1 + len(suffix), **kept)
     found |= zip(("y", "z"), made if suffix else (made,), strict=False)
     return [found["y"], *(found[name] for name in exposed)]
 
@@ -81,7 +80,7 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     groups, epsilon = _attr(node, "num_groups", 1), _attr(node, "epsilon", 1e-5)
     scale, bias = (op.Reshape(value, [-1]) for value in (scale, bias))
     y = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
-    row = TABLE.get(node.op_type.removeprefix("GroupNorm"))
+    row = TABLE.get(FusedName.of(node.op_type).activation)
     if row is not None:
         kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
         y = op.node(row.op_type, [y], domain=row.domain, attributes=dict(row.fixed) | kept)
@@ -306,11 +305,14 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "STFT"): stft,
     ("", "TensorScatter"): tensor_scatter,
     **{
-        (FUSE, f"{norm}Gemm{act}"): norm_gemm
-        for norm in ("LayerNorm", "RMSNorm")
-        for act in ACTIVATIONS
+        (FUSE, str(FusedName.make(family, act, norm=norm))): decomposition
+        for act in ("", *TABLE)
+        for family, norm, decomposition in (
+            ("Gemm", "LayerNorm", norm_gemm),
+            ("Gemm", "RMSNorm", norm_gemm),
+            ("Gemm", "", four_bits),
+            ("GroupNorm", "", group_norm),
+        )
     },
     **{(FUSE, name): gated for name in GATED},
-    **{(FUSE, f"Gemm{act}"): four_bits for act in ("", *TABLE)},
-    **{(FUSE, f"GroupNorm{act}"): group_norm for act in ("", *TABLE)},
 }

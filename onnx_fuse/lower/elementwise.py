@@ -21,6 +21,7 @@ from onnx_fuse.cuda.pointwise import (
     rounded,
 )
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Context, Lowering
 
@@ -171,5 +172,6 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Clip"): clip,
     ("", "Range"): range_,
 }
-for _name in ("QuickGelu", "Silu"):
-    LOWERINGS[FUSE, _name] = LOWERINGS.pop(("", _name))
+for _row in ACTIVATIONS.values():
+    if _row.domain == FUSE:
+        LOWERINGS[FUSE, _row.op_type] = LOWERINGS.pop(("", _row.op_type))

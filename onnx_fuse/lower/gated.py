@@ -17,7 +17,6 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.kernels import forced, refusals, select
 from onnx_fuse.lower.linear import (
-    ACTIVATIONS,
     activation,
     bias_row,
     norm_problem,
@@ -49,7 +48,8 @@ def interleaved(w: np.ndarray, place: str) -> np.ndarray:
 
 def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
     """y = act(gate) * other, of the halves of N(x) · w + c."""
-    prefix, place, act = OPS[node.op_type]
+    name = OPS[node.op_type]
+    prefix, place = name.norm, name.place
     at = {"": 1, "RMSNorm": 2, "LayerNorm": 3}[prefix]
     x, w = ctx.view(node, 0), ctx.view(node, at)
     if x.dtype not in FLOATS or len(x.shape) < 2 or len(w.shape) != 2 or w.shape[1] % 2:
@@ -63,7 +63,7 @@ def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
         return f"{w.shape[1] // 2} columns are no multiple of {BLOCK}"
     if ctx.known(w) is None or ctx.known(row) is None:
         return "its weights are not constants"
-    attrs = {**activation(ctx, node, act), "gate": True}
+    attrs = {**activation(ctx, node, name.activation), "gate": True}
     if not _pays(ctx, node, w, attrs):
         return "the product by itself and a pass over its halves are faster"
     one, columns = (
@@ -83,7 +83,7 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
     """Whether one call is faster than the product and a pass over its halves."""
     x, (k, n) = ctx.view(node, 0), w.shape
     how = {"bias": True, "static_b": True, **attrs}
-    if OPS[node.op_type][0]:
+    if OPS[node.op_type].norm:
         problem = norm_problem(ctx, node, n, how)
         if x.dtype in ("float16", "bfloat16"):
             problem = problem.having(folded=True)
@@ -102,6 +102,4 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
     return seconds[0] < seconds[1] + ctx.hw.launch_seconds + moved / ctx.hw.bandwidth
 
 
-LOWERINGS: dict[tuple[str, str], Lowering] = {
-    (FUSE, name): gated_gemm for name, (_, _, act) in OPS.items() if act in ACTIVATIONS
-}
+LOWERINGS: dict[tuple[str, str], Lowering] = {(FUSE, name): gated_gemm for name in OPS}

@@ -8,29 +8,11 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import STORAGE, Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code, copy, emit
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr
+from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.size import number
-
-THREADS = 256
-_UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
-INDEX_TYPES = {"int64": "i64", "int32": "int"}
-MAX_TUPLE = 6
-
-
-def _blocks(n: int) -> tuple[int, int, int]:
-    return (-(-n // THREADS), 1, 1)
-
-
-def _unit(tensor: Tensor, inner: int) -> tuple[int, str]:
-    """Elements a thread moves at once, and the C type of that many bytes."""
-    size = ITEMSIZE[tensor.dtype]
-    width = 16 // size
-    while inner % width:
-        width //= 2
-    return width, _UNITS[width * size]
 
 
 def gather(ctx: Context, node: ir.Node) -> str | None:
@@ -91,13 +73,11 @@ def gather_elements(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.contiguous(x.slice([0] * rank, [1] * rank, shape))
     y = ctx.output(node, 0, index.shape, x.dtype)
     if y.size:
-        sizes = (y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis])
-        defines = (("IDX", INDEX_TYPES[index.dtype]), ("T", _UNITS[ITEMSIZE[x.dtype]]))
-        args: tuple[Arg, ...] = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
-        launch = Launch(
-            "indexing/gather.cu", "gather_elements", _blocks(y.size), (THREADS, 1, 1), args, defines
-        )
-        ctx.call(node, launch, {"x": x, "index": index}, {"y": y})
+        problem = GatherElements(
+            y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis], x.dtype,
+            index.dtype,
+        )  # fmt: skip
+        return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
     return None
 
 
@@ -106,36 +86,15 @@ def gather_nd(ctx: Context, node: ir.Node) -> str | None:
     x, index = ctx.dense(node, 0), ctx.dense(node, 1)
     batch = ctx.attr(node, "batch_dims", 0)
     q = index.shape[-1]
-    if q > MAX_TUPLE:
-        return f"index tuples of {q}"
     tail = x.shape[batch + q :]
     y = ctx.output(node, 0, (*index.shape[:-1], *tail), x.dtype)
     if y.size:
-        inner = prod(tail)
-        width, unit = _unit(x, inner)
-        n = y.size // width
-        dims = (*x.shape[batch : batch + q], *(1,) * (MAX_TUPLE - q))
-        args: tuple[Arg, ...] = (
-            Ptr("x"), Ptr("index"), Ptr("y"), Num("i64", n), Num("i64", inner // width),
-            Num("i64", prod(index.shape[batch:-1])), Num("i32", q), *(Num("i64", d) for d in dims),
+        problem = GatherND(
+            prod(index.shape[:batch]), prod(index.shape[batch:-1]), x.shape[batch : batch + q],
+            prod(tail), x.dtype, index.dtype,
         )  # fmt: skip
-        defines = (("IDX", INDEX_TYPES[index.dtype]), ("T", unit))
-        launch = Launch(
-            "indexing/gather.cu", "gather_nd", _blocks(n), (THREADS, 1, 1), args, defines
-        )
-        ctx.call(node, launch, {"x": x, "index": index}, {"y": y})
+        return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
     return None
-
-
-REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
-
-
-def _scatter_defines(index: Tensor, update: Tensor, reduction: str) -> tuple[tuple[str, str], ...]:
-    return (
-        ("IDX", INDEX_TYPES[index.dtype]),
-        ("REDUCE", str(REDUCTIONS[reduction])),
-        ("T", STORAGE[update.dtype]),
-    )
 
 
 def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
@@ -152,14 +111,12 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
     if index.size:
         inner = prod(x.shape[axis + 1 :])
         lines = index.size // index.shape[axis]
-        sizes = (lines, inner, index.shape[axis], x.shape[axis])
-        numbers = (Num("i64", s) for s in sizes)
-        args: tuple[Arg, ...] = (Ptr("y"), Ptr("index"), Ptr("update"), *numbers)
-        launch = Launch(
-            "indexing/scatter.cu", "scatter_elements", _blocks(lines), (THREADS, 1, 1), args,
-            _scatter_defines(index, update, ctx.attr(node, "reduction", "none")),
+        problem = ScatterElements(
+            lines, inner, index.shape[axis], x.shape[axis], update.dtype, index.dtype,
+            ctx.attr(node, "reduction", "none"),
         )  # fmt: skip
-        ctx.call(node, launch, {"index": index, "update": update, "before": y}, {"y": y})
+        reads = {"index": index, "update": update, "before": y}
+        return ctx.select(node, problem, reads, {"y": y})
     return None
 
 
@@ -167,24 +124,18 @@ def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
     """y = x, then y[index[j, :], i] (op)= update[j, i], in order of j."""
     x, index, update = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
     q = index.shape[-1]
-    if q > MAX_TUPLE:
-        return f"index tuples of {q}"
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
         return None
     copy(ctx, node, x, y)
     count, inner = prod(index.shape[:-1]), prod(x.shape[q:])
     if count and inner:
-        dims = (*x.shape[:q], *(1,) * (MAX_TUPLE - q))
-        args: tuple[Arg, ...] = (
-            Ptr("y"), Ptr("index"), Ptr("update"), Num("i64", count), Num("i64", inner),
-            Num("i32", q), *(Num("i64", d) for d in dims),
+        problem = ScatterND(
+            count, x.shape[:q], inner, update.dtype, index.dtype,
+            ctx.attr(node, "reduction", "none"),
         )  # fmt: skip
-        launch = Launch(
-            "indexing/scatter.cu", "scatter_nd", (count, 1, 1), (128, 1, 1), args,
-            _scatter_defines(index, update, ctx.attr(node, "reduction", "none")),
-        )  # fmt: skip
-        ctx.call(node, launch, {"index": index, "update": update, "before": y}, {"y": y})
+        reads = {"index": index, "update": update, "before": y}
+        return ctx.select(node, problem, reads, {"y": y})
     return None
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.cuda.macros import FLOATS, accumulator
 from onnx_fuse.program.call import Context, Lowering
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.moves import Determinant
 
 
 def det(ctx: Context, node: ir.Node) -> str | None:
@@ -21,13 +21,8 @@ def det(ctx: Context, node: ir.Node) -> str | None:
         return None
     acc = accumulator(x.dtype)
     work = ctx.scratch({"float": "float32", "double": "float64"}[acc], x.shape)
-    launch = Launch(
-        "linalg/det.cu", "det", (y.size, 1, 1), (256, 1, 1),
-        (*map(Ptr, ("x", "work", "y")), Num("i32", x.shape[-1])),
-        defines(T=C_TYPES[x.dtype], ACC=acc),
-    )  # fmt: skip
-    ctx.call(node, launch, {"x": x}, {"work": work, "y": y})
-    return None
+    problem = Determinant(y.size, x.shape[-1], x.dtype)
+    return ctx.select(node, problem, {"x": x}, {"work": work, "y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Det"): det}

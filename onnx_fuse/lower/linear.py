@@ -11,15 +11,17 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.kernels import select
-from onnx_fuse.kernels.rows import act_grad, fold, fold_seconds, sum_parts
+from onnx_fuse.kernels.rows import act_parts, fold_seconds
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS as TABLE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem, Value
+from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 PACKED = "its weight stays in 4 bits"
 """Why a fused product is lowered in parts (`decompose.four_bits`)."""
@@ -183,8 +185,8 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     return product(ctx, node, a, b, y, extra, attrs=attrs)
 
 
-ACTIVATIONS = {"": "", **{a.name: a.cuda for a in TABLE.values() if a.cuda}}
-"""Fused op's suffix -> epilogue.cuh's activation."""
+ACTIVATIONS = {"": "", **{a.name: a.key for a in TABLE.values()}}
+"""Fused op's suffix -> the problem's activation."""
 
 
 def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
@@ -192,7 +194,7 @@ def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
     if not suffix:
         return {}
     row = TABLE[suffix]
-    attrs: dict[str, object] = {"act": row.cuda}
+    attrs: dict[str, object] = {"act": row.key}
     if row.attributes:
         attrs["act_alpha"] = float(ctx.attr(node, "alpha", row.alpha))
     return attrs
@@ -213,22 +215,22 @@ def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
 
 def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
     """Gemm, Gemm<Act>: y = act(x · w + c), z the pre-activation where it is exposed."""
-    name, *exposed = node.op_type.split("_")
-    if exposed not in ([], ["z"]):
-        return f"no kernel gives {', '.join(exposed)}"
+    name = FusedName.of(node.op_type)
+    if name.exposed not in ((), ("z",)):
+        return f"no kernel gives {', '.join(name.exposed)}"
     if stays_packed(ctx, node.inputs[1]):
         return PACKED
     x, w = ctx.view(node, 0), ctx.view(node, 1)
     n = w.shape[1]
     if (row := bias_row(ctx, node, 2, n)) is None:
         return "the bias is not one row"
-    attrs = {"bias": True} | activation(ctx, node, name.removeprefix("Gemm"))
+    attrs = {"bias": True} | activation(ctx, node, name.activation)
     shape = (*x.shape[:-1], n)
     if len(x.shape) == 1:
         return "x is a vector"
     y = ctx.output(node, 0, shape, x.dtype)
     writes = {}
-    if exposed:
+    if name.exposed:
         z = ctx.output(node, 1, shape, x.dtype)
         writes["z"] = z
         attrs["save_z"] = True
@@ -239,12 +241,11 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
 
 def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     """(LayerNorm|RMSNorm)Gemm<Act>: y = act(N(x) · w + c); mean, rstd, z where they are exposed."""
-    name, *exposed = node.op_type.split("_")
-    rms = name.startswith("RMSNormGemm")
-    suffix = name.split("NormGemm")[1]
+    name = FusedName.of(node.op_type)
+    exposed = name.exposed
     if not set(exposed) <= {"mean", "rstd", "z"}:
         return f"no kernel gives {', '.join(exposed)}"
-    at = 2 if rms else 3
+    at = 2 if name.rms else 3
     if stays_packed(ctx, node.inputs[at]):
         return PACKED
     w = ctx.view(node, at)
@@ -253,7 +254,9 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     weights = node.inputs[at]
     maker = weights.producer() if weights is not None else None
     cast = maker is not None and maker.op_type == "Cast"
-    return norm_product(ctx, node, w, row, activation(ctx, node, suffix), exposed, cast=cast)
+    return norm_product(
+        ctx, node, w, row, activation(ctx, node, name.activation), exposed, cast=cast
+    )
 
 
 def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object]) -> Problem:
@@ -267,7 +270,7 @@ def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object
         dtype=x.dtype,
         math=ctx.math,
         epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
-        **({"rms": True} if node.op_type.startswith("RMS") else {}),
+        **({"rms": True} if FusedName.of(node.op_type).rms else {}),
         **attrs,  # type: ignore[arg-type]
     )
 
@@ -286,7 +289,7 @@ def norm_product(
 
     `cast`: w is a cast of its master in each run.
     """
-    rms = node.op_type.startswith("RMS")
+    rms = FusedName.of(node.op_type).rms
     x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
     n, k = w.shape[1], x.shape[-1]
     right = matrix(ctx, w)
@@ -355,17 +358,17 @@ def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> di
     k, n = given["w"].shape
     made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
     made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
-    ctx.call(node, fold(k, n, given["w"].dtype, False, ctx.hw), given, made)
+    ctx.select(node, Fold(((k, n),), given["w"].dtype), given, made)
     ctx.folds[_places(reads)] = made
     return made
 
 
 def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     """(LayerNorm|RMSNorm)Gemm<Act>Grad: dx, dscale, (dbias,) dw, dc from dy and what was kept."""
-    name, *exposed = node.op_type.split("_")
-    if exposed:
-        return f"no kernel gives {', '.join(exposed)}"
-    rms = name.startswith("RMS")
+    name = FusedName.of(node.op_type)
+    if name.exposed:
+        return f"no kernel gives {', '.join(name.exposed)}"
+    rms = name.rms
     names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
     names = [key for key in names if not rms or key not in ("beta", "mean")]
     given = {key: ctx.view(node, i) for i, key in enumerate(names)}
@@ -377,7 +380,6 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         return "mean and rstd are not float32"
     if len(x.shape) < 2 or (row := bias_row(ctx, node, names.index("c"), n)) is None:
         return "x is a vector, or the bias is not one row"
-    suffix = name.split("NormGemm")[1].removesuffix("Grad")
     problem = Problem.of(
         "LayerNormGemmGrad",
         m=prod(x.shape[:-1]),
@@ -386,7 +388,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         dtype=x.dtype,
         math=ctx.math if x.dtype == "float32" else "ieee",
         **({"rms": True} if rms else {}),
-        **activation(ctx, node, suffix),  # type: ignore[arg-type]
+        **activation(ctx, node, name.activation),  # type: ignore[arg-type]
     )
     choice = select("LayerNormGemmGrad", problem, ctx.hw)
     if choice is None:
@@ -410,10 +412,11 @@ def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
 
     Forward and backward of both ways; rows whose count is not known yet are taken for 1024.
     """
-    prefix, _, suffix = node.op_type.partition("Gemm")
-    if prefix not in ("LayerNorm", "RMSNorm") or suffix not in ACTIVATIONS:
+    name = FusedName.of(node.op_type)
+    suffix = name.activation
+    if name.family != "Gemm" or not name.norm or name.place or name.exposed:
         return False
-    x, w = node.inputs[0], node.inputs[3 if prefix == "LayerNorm" else 2]
+    x, w = node.inputs[0], node.inputs[2 if name.rms else 3]
     k, n = dim(w, 0), dim(w, 1)
     if x is None or x.shape is None or not k or not n:
         return False
@@ -455,29 +458,38 @@ def _apart_seconds(problem: Problem, hw: Hardware) -> float:
 
 def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     """Gemm<Act>Grad: dz = dy act'(z) and dc = sum_m dz in one pass, dx = dz wᵀ, dw = xᵀ dz."""
-    name, *exposed = node.op_type.split("_")
+    name = FusedName.of(node.op_type)
     dy, w = ctx.view(node, 0), ctx.view(node, 2)
     k, n = w.shape
-    if dy.dtype not in ("float16", "bfloat16") or n % 8 or not n or exposed not in ([], ["dz"]):
+    if (
+        dy.dtype not in ("float16", "bfloat16")
+        or n % 8
+        or not n
+        or name.exposed not in ((), ("dz",))
+    ):
         return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
-    rows, how = dy.size // n, activation(ctx, node, name.removeprefix("Gemm").removesuffix("Grad"))
-    launch, parts = act_grad(
+    rows, how = dy.size // n, activation(ctx, node, name.activation)
+    parts = act_parts(rows, n)
+    problem = SlopeProduct(
         rows,
         n,
         dy.dtype,
+        parts,
         str(how["act"]),
         float(how.get("act_alpha", 1.0)),  # type: ignore[arg-type]
     )
-    dz = ctx.output(node, 3, dy.shape, dy.dtype) if exposed else ctx.scratch(dy.dtype, dy.shape)
+    dz = (
+        ctx.output(node, 3, dy.shape, dy.dtype) if name.exposed else ctx.scratch(dy.dtype, dy.shape)
+    )
     dc = ctx.output(node, 2, (n,), dy.dtype) if ctx.wants(node, 2) else None
     if dc is not None and parts == 1:
-        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "dbias": dc})
+        ctx.select(node, problem, {"dy": dy, "z": z}, {"dz": dz, "dbias": dc})
     else:
         part = ctx.scratch("float32", (parts, n))
-        ctx.call(node, launch, {"dy": dy, "z": z}, {"dz": dz, "part": part})
+        ctx.select(node, problem, {"dy": dy, "z": z}, {"dz": dz, "part": part})
         if dc is not None:
-            ctx.call(node, sum_parts(parts, n, 1, dy.dtype), {"part": part}, {"out0": dc})
+            ctx.select(node, PartSums(parts, n, dy.dtype), {"part": part}, {"out0": dc})
     flat_x, flat = x.reshape((rows, k)), dz.reshape((rows, n))
     assert flat_x is not None
     assert flat is not None
@@ -493,16 +505,16 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Gemm"): gemm,
-    **{(FUSE, f"Gemm{suffix}"): fused_gemm for suffix in ACTIVATIONS},
-    **{(FUSE, f"Gemm{suffix}Grad"): activated_gemm_grad for suffix in ACTIVATIONS if suffix},
     **{
-        (FUSE, f"{norm}Gemm{suffix}"): norm_gemm
-        for norm in ("LayerNorm", "RMSNorm")
-        for suffix in ACTIVATIONS
-    },
-    **{
-        (FUSE, f"{norm}Gemm{suffix}Grad"): norm_gemm_grad
-        for norm in ("LayerNorm", "RMSNorm")
-        for suffix in ACTIVATIONS
+        (FUSE, str(FusedName.make("Gemm", act, norm=norm, grad=grad))): lowering
+        for act in ACTIVATIONS
+        for norm, grad, lowering in (
+            ("", False, fused_gemm),
+            *((("", True, activated_gemm_grad),) if act else ()),
+            ("LayerNorm", False, norm_gemm),
+            ("LayerNorm", True, norm_gemm_grad),
+            ("RMSNorm", False, norm_gemm),
+            ("RMSNorm", True, norm_gemm_grad),
+        )
     },
 }

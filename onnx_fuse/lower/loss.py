@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
-from onnx_fuse.lower.reduce import block_of, team, vector
+from onnx_fuse.cuda.macros import FLOATS, accumulator
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import Launch, Num, Ptr
-
-
-def _team(
-    x: Tensor, target: Tensor, classes: int, inner: int, **more: object
-) -> tuple[int, int, tuple[tuple[str, str], ...]]:
-    """Threads a row, threads a block, and the macros of loss/cross_entropy.cu."""
-    vec = vector(classes, x.dtype) if inner == 1 else 1
-    threads = min(512, team(x.shape[0] * inner, classes, vec)) if inner == 1 else 1
-    block = block_of(threads)
-    macros = {"LOG_SOFTMAX": True, "MEAN": False, **more}
-    types = {"T": C_TYPES[x.dtype], "I": C_TYPES[target.dtype], "ACC": accumulator(x.dtype)}
-    return threads, block, defines(**types, **macros, VEC=vec, TEAM=threads, BLOCK=block)
+from onnx_fuse.program.problems import CrossEntropy
 
 
 def cross_entropy(ctx: Context, node: ir.Node) -> str | None:
@@ -42,23 +30,14 @@ def cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     writes = {"loss": loss} if kind == "none" else {"rows": rows}
     if len(node.outputs) > 1 and ctx.wants(node, 1):
         writes["log_prob"] = ctx.output(node, 1)
-    ignored = ctx.attr(node, "ignore_index")
-    kind_macros = {"LOG_SOFTMAX": node.op_type == "SoftmaxCrossEntropyLoss", "MEAN": kind == "mean"}
-    threads, block, macros = _team(x, target, classes, inner, **kind_macros)
-    numbers = (count, classes, inner, -(2**62) if ignored is None else ignored)
-    names = ("x", "target", "weight", "loss", "rows", "log_prob")
+    problem = CrossEntropy(
+        "rows", count, classes, inner, x.dtype, target.dtype, ctx.attr(node, "ignore_index"),
+        node.op_type == "SoftmaxCrossEntropyLoss", kind == "mean",
+    )  # fmt: skip
     if count:
-        launch = Launch(
-            "loss/cross_entropy.cu", "cross_entropy_row", (-(-count * threads // block), 1, 1),
-            (block, 1, 1), (*map(Ptr, names), *(Num("i64", n) for n in numbers)), macros,
-        )  # fmt: skip
-        ctx.call(node, launch, reads, writes)
+        ctx.select(node, problem, reads, writes)
     if kind != "none":
-        total = Launch(
-            "loss/cross_entropy.cu", "cross_entropy_total", (1, 1, 1), (1024, 1, 1),
-            (Ptr("rows"), Ptr("loss"), Num("i64", count)), macros,
-        )  # fmt: skip
-        ctx.call(node, total, {"rows": rows}, {"loss": loss})
+        ctx.select(node, replace(problem, stage="total"), {"rows": rows}, {"loss": loss})
     return None
 
 
@@ -76,17 +55,9 @@ def cross_entropy_grad(ctx: Context, node: ir.Node) -> str | None:
     dx = ctx.output(node, 0, x.shape, x.dtype)
     if not x.size:
         return None
-    threads, block, macros = _team(x, target, classes, inner)
-    launch = Launch(
-        "loss/cross_entropy.cu", "cross_entropy_grad", (-(-count * threads // block), 1, 1),
-        (block, 1, 1),
-        (*map(Ptr, ("x", "target", "slope", "dx")),
-         *(Num("i64", n) for n in (count, classes, inner))),
-        macros,
-    )  # fmt: skip
+    problem = CrossEntropy("grad", count, classes, inner, x.dtype, target.dtype)
     reads = {"x": x, "target": target, "slope": slope}
-    ctx.call(node, launch, reads, {"dx": dx}, inplace=[("dx", "x")])
-    return None
+    return ctx.select(node, problem, reads, {"dx": dx}, inplace=[("dx", "x")])
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

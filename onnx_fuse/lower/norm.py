@@ -6,50 +6,32 @@ in training, take the split reduction to moments and then layernorm/channel.cu.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines, pow2
-from onnx_fuse.lower.reduce import block_of, reduction, team, vector
-from onnx_fuse.lower.softmax import row_items
+from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.kernels.channel import by_columns, channel_chunks
+from onnx_fuse.kernels.norm import grad_parts
+from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr
-
-_GRAD_THREADS = 202752  # of a gradient's row loops: fixed, so that its sums are the shape's alone
-_CHANNEL_BLOCKS = 1024  # of a channel's sums, likewise
-_KEPT = 40  # elements of a row a thread may hold in registers
-
-
-def row_launch(
-    rows: int, length: int, x: str, *, param: str, stat: str, rms: bool, residual: bool,
-    affine: int, groups: int = 1, channels: int = 1, inner: int = 1, epsilon: float,
-) -> Launch:  # fmt: skip
-    """Launch of layernorm/row.cu; names x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
-    vec = min(vector(length, x), vector(inner, x) if affine == 2 else 16)
-    if affine == 1:
-        vec = min(vec, vector(length, param))
-    threads = team(rows, length, vec)
-    block = block_of(threads)
-    names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "w", "c", "y", "sum", "mean",
-             "rstd", "z")  # fmt: skip
-    numbers = (rows, length, groups, channels, inner)
-    return Launch(
-        "layernorm/row.cu", "layernorm_row", (-(-rows * threads // block), 1, 1), (block, 1, 1),
-        (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", epsilon)),
-        defines(
-            T=C_TYPES[x], P=C_TYPES[param], M=C_TYPES[stat], ACC=accumulator(x), VEC=vec,
-            ITEMS=row_items(length, vec, threads, _KEPT), TEAM=threads, BLOCK=block, RMS=rms,
-            RESIDUAL=residual, AFFINE=affine,
-        ),
-    )  # fmt: skip
+from onnx_fuse.program.problems import (
+    ChannelGrad,
+    ChannelNorm,
+    Norm,
+    NormGrad,
+    NormGradSums,
+    RunningStats,
+)
 
 
 def layer_norm(ctx: Context, node: ir.Node) -> str | None:
     """LayerNormalization, RMSNormalization, SkipLayerNorm, SkipRMSNorm over the trailing axes."""
-    kind, *exposed = node.op_type.split("_") if node.domain == FUSE else [node.op_type]
-    skip, rms = kind.startswith("Skip"), "RMS" in kind
+    name = FusedName.of(node.op_type)
+    skip, rms = name.skip, name.rms
     x = ctx.dense(node, 0)
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
@@ -66,7 +48,7 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
     if not rms and ctx.has(node, 2 + skip):
         reads["bias"] = ctx.dense(node, 2 + skip)
     outputs = ["y", "sum"] if skip else ["y"]
-    outputs += exposed if node.domain == FUSE else ["mean", "rstd"]
+    outputs += name.exposed if node.domain == FUSE else ["mean", "rstd"]
     writes = {
         name: ctx.output(node, i, *(() if name in ("mean", "rstd") else (x.shape, x.dtype)))
         for i, name in enumerate(outputs)
@@ -75,17 +57,17 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
     if not x.size:
         return None
     stat = next((writes[n].dtype for n in ("mean", "rstd") if n in writes), "float32")
-    launch = row_launch(
-        x.size // length, length, x.dtype, param=scale.dtype, stat=stat, rms=rms, residual=skip,
-        affine=1, epsilon=ctx.attr(node, "epsilon", 1e-5),
+    problem = Norm(
+        x.size // length, length, x.dtype, scale.dtype, stat, rms, residual=skip,
+        epsilon=ctx.attr(node, "epsilon", 1e-5),
     )  # fmt: skip
-    ctx.call(node, launch, reads, writes, inplace=[("y", "x")], suffix="y")
-    return None
+    return ctx.select(node, problem, reads, writes, inplace=[("y", "x")])
 
 
 def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     """LayerNormGrad, RMSNormalizationGrad, their Skip forms: dx, dscale, dbias by mean, rstd."""
-    skip, rms = node.op_type.startswith("Skip"), "RMS" in node.op_type
+    op = FusedName.of(node.op_type)
+    skip, rms = op.skip, op.rms
     names = ["dy", *(["ds"] if skip else []), "x", "scale", *([] if rms else ["mean"]), "rstd"]
     reads = {name: ctx.dense(node, i) for i, name in enumerate(names)}
     x, scale, rstd = reads["x"], reads["scale"], reads["rstd"]
@@ -94,40 +76,21 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel for {x.dtype}"
     if scale.size != length or not x.size:
         return "the scale does not have the shape of a row"
-    rows, vec = x.size // length, min(vector(length, x.dtype), vector(length, scale.dtype))
-    threads = min(1024, max(32, pow2(-(-length // (vec * (2 if ITEMSIZE[x.dtype] == 2 else 4))))))
-    if rows <= 2048:  # few rows: more threads each, or a block would wait for memory alone
-        threads = max(threads, min(128, pow2(-(-length // vec))))
-    items = -(-length // (vec * threads))
-    if items * vec > 16:
-        return f"rows of {length} do not fit in registers"
-    # enough blocks to fill a GPU, few enough that their parts weigh little beside x
-    parts = min(-(-rows // min(8, max(1, rows // 256))), _GRAD_THREADS // threads)
-    acc = accumulator(x.dtype)
-    part = ctx.scratch("float64" if acc == "double" else "float32", (parts, 2, length))
-    dx = {"dx": ctx.output(node, 0, x.shape, x.dtype)} if ctx.wants(node, 0) else {}
+    problem = NormGrad(
+        x.size // length, length, x.dtype, scale.dtype, rstd.dtype, 0, rms, skip,
+        dx=ctx.wants(node, 0),
+    )  # fmt: skip
+    problem = replace(problem, parts=grad_parts(problem))
+    wide = "float64" if x.dtype == "float64" else "float32"
+    part = ctx.scratch(wide, (problem.parts, 2, length))
+    dx = {"dx": ctx.output(node, 0, x.shape, x.dtype)} if problem.dx else {}
+    inplace = [(w, r) for w in dx for r in ("dy", "x")]
+    refused = ctx.select(node, problem, reads, {**dx, "part": part}, inplace=inplace)
+    if refused:
+        return refused
     params = {n: ctx.output(node, i, scale.shape, scale.dtype)
               for i, n in enumerate(["dscale"] if rms else ["dscale", "dbias"], 1)}  # fmt: skip
-    macros = defines(
-        T=C_TYPES[x.dtype], P=C_TYPES[scale.dtype], M=C_TYPES[rstd.dtype], ACC=acc, VEC=vec,
-        ITEMS=items, TEAM=threads, RMS=rms, SKIP=skip,
-    )  # fmt: skip
-    pointers = map(
-        Ptr, ("x", "dy", "scale", "mean", "rstd", "ds", "e1", "e2", "e3", "b", "dx", "part")
-    )
-    main = Launch(
-        "layernorm/grad.cu", "layernorm_dx", (parts, 1, 1), (threads, 1, 1),
-        (*pointers, Num("i64", rows), Num("i64", length)), macros,
-    )  # fmt: skip
-    writes = {**dx, "part": part}
-    inplace = [(w, r) for w in dx for r in ("dy", "x")]
-    ctx.call(node, main, reads, writes, inplace=inplace, suffix="dx" if dx else "")
-    finish = Launch(
-        "layernorm/grad.cu", "layernorm_dparams", (-(-length // 32), len(params), 1), (1024, 1, 1),
-        (*map(Ptr, ("part", "dscale", "dbias")), Num("i32", parts), Num("i64", length)), macros,
-    )  # fmt: skip
-    ctx.call(node, finish, {"part": part}, params)
-    return None
+    return ctx.select(node, NormGradSums(problem, len(params)), {"part": part}, params)
 
 
 def group_norm(ctx: Context, node: ir.Node) -> str | None:
@@ -149,13 +112,12 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
         reduction(ctx, node, x, mean, "Moments", [1], variance, (rows, length))
         _apply(ctx, node, (x, scale, bias, mean, variance), y, per, epsilon)
         return None
-    launch = row_launch(
-        rows, length, x.dtype, param=scale.dtype, stat="float32", rms=False, residual=False,
-        affine=2, groups=groups, channels=per, inner=inner, epsilon=epsilon,
+    problem = Norm(
+        rows, length, x.dtype, scale.dtype, affine=2, groups=groups, channels=per, inner=inner,
+        epsilon=epsilon,
     )  # fmt: skip
     reads = {"x": x, "scale": scale, "bias": bias}
-    ctx.call(node, launch, reads, {"y": y}, inplace=[("y", "x")], suffix="y")
-    return None
+    return ctx.select(node, problem, reads, {"y": y}, inplace=[("y", "x")])
 
 
 def batch_norm(ctx: Context, node: ir.Node) -> str | None:
@@ -175,16 +137,13 @@ def batch_norm(ctx: Context, node: ir.Node) -> str | None:
         if any(ctx.wants(node, i) for i in (1, 2) if i < len(node.outputs)):
             new = [ctx.output(node, 1), ctx.output(node, 2)]
             names = ("old_mean", "old_variance", "mean", "variance", "new_mean", "new_variance")
-            momentum = Num("f32", ctx.attr(node, "momentum", 0.9))
-            launch = Launch(
-                "layernorm/channel.cu", "channel_running", (-(-channels // 256), 1, 1),
-                (256, 1, 1), (*map(Ptr, names), Num("i64", channels), momentum),
-                _macros(x, scale, mean, 1, False) + defines(R=C_TYPES[old[0].dtype]),
+            problem = RunningStats(
+                channels, x.dtype, scale.dtype, mean.dtype, old[0].dtype,
+                ctx.attr(node, "momentum", 0.9),
             )  # fmt: skip
-            tensors = (*old, mean, variance, *new)
-            bound = dict(zip(names, tensors, strict=True))
-            ctx.call(
-                node, launch, {n: bound[n] for n in names[:4]}, {n: bound[n] for n in names[4:]}
+            bound = dict(zip(names, (*old, mean, variance, *new), strict=True))
+            ctx.select(
+                node, problem, {n: bound[n] for n in names[:4]}, {n: bound[n] for n in names[4:]}
             )
     _apply(ctx, node, (x, scale, bias, mean, variance), y, 0, ctx.attr(node, "epsilon", 1e-5))
     return None
@@ -198,59 +157,31 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
     if not x.size or x.size >= 2**32:
         return "nothing to reduce, or 32-bit indices do not reach"
-    stat, columns, vec = _stat(x), inner < 16, vector(inner, x.dtype)
+    stat = _stat(x)
     mean, variance = (ctx.scratch(stat, (channels,)) for _ in range(2))
     reduction(ctx, node, x, mean, "Moments", [0, 2], variance, (batch, channels, inner))
-    if columns:
-        tiles, length, least = -(-channels * inner // 32), batch, 32
-    else:
-        tiles, length, least = channels, batch * inner // vec, 1024
-    splits = max(1, min(length // least, -(-_CHANNEL_BLOCKS // tiles)))
-    chunk = -(-length // splits)
-    splits, per = -(-length // chunk), inner if columns else 1
+    problem = ChannelGrad(
+        "sums", batch, channels, inner, 0, 0, x.dtype, scale.dtype, ctx.attr(node, "epsilon", 1e-5)
+    )
+    splits, chunk = channel_chunks(problem)
+    problem = replace(problem, splits=splits, chunk=chunk)
+    per = inner if by_columns(problem) else 1
     part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (2, channels))
-    source, epsilon = "layernorm/channel_grad.cu", Num("f32", ctx.attr(node, "epsilon", 1e-5))
-    macros = defines(
-        T=C_TYPES[x.dtype], P=C_TYPES[scale.dtype], ACC=accumulator(x.dtype), VEC=vec,
-        COLUMNS=columns,
-    )  # fmt: skip
     given = {"x": x, "dy": dy, "mean": mean, "variance": variance}
-    ctx.call(node, Launch(
-        source, "channel_sums", (tiles * splits, 1, 1), (256, 1, 1),
-        (*map(Ptr, given), Ptr("part"),
-         *(Num("u32", n) for n in (batch, channels, inner, chunk)), epsilon), macros,
-    ), given, {"part": part})  # fmt: skip
+    ctx.select(node, problem, given, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
-    ctx.call(node, Launch(
-        source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
-        (*map(Ptr, ("part", "dscale", "dbias", "sums")),
-         *(Num("u32", n) for n in (splits, channels, per))), macros,
-    ), {"part": part}, {**params, "sums": sums})  # fmt: skip
+    ctx.select(node, replace(problem, stage="params"), {"part": part}, {**params, "sums": sums})
     if not ctx.wants(node, 0):
         return None
     reads = {"x": x, "dy": dy, "scale": scale, "mean": mean, "variance": variance, "sums": sums}
-    numbers = (x.size, channels, inner, batch * inner)
-    ctx.call(node, Launch(
-        source, "channel_dx", (-(-x.size // (256 * vec)), 1, 1), (256, 1, 1),
-        (*map(Ptr, reads), Ptr("dx"), *(Num("i64", n) for n in numbers), epsilon), macros,
-    ), reads, {"dx": ctx.output(node, 0, x.shape, x.dtype)},
-       inplace=[("dx", "dy"), ("dx", "x")])  # fmt: skip
-    return None
+    dx = ctx.output(node, 0, x.shape, x.dtype)
+    inplace = [("dx", "dy"), ("dx", "x")]
+    return ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
 
 
 def _stat(x: Tensor) -> str:
     return "float64" if x.dtype == "float64" else "float32"
-
-
-def _macros(
-    x: Tensor, param: Tensor, stat: Tensor, vec: int, grouped: bool
-) -> tuple[tuple[str, str], ...]:
-    types = {"T": x, "P": param, "M": stat}
-    return defines(
-        **{k: C_TYPES[t.dtype] for k, t in types.items()},
-        ACC=accumulator(x.dtype), VEC=vec, GROUPED=grouped,
-    )  # fmt: skip
 
 
 def _apply(
@@ -259,17 +190,11 @@ def _apply(
     """y by given statistics; `per` channels share one, or 0: one a channel over the batch."""
     x = reads[0]
     channels, inner = (x.shape[1], prod(x.shape[2:])) if len(x.shape) > 1 else (1, 1)
-    vec = vector(inner, x.dtype)
-    names = ("x", "scale", "bias", "mean", "variance")
-    numbers = (x.size, channels, inner, max(per, 1))
-    launch = Launch(
-        "layernorm/channel.cu", "channel_apply", (-(-x.size // (256 * vec)), 1, 1), (256, 1, 1),
-        (*map(Ptr, (*names, "e1", "e2", "e3", "y")), *(Num("i64", n) for n in numbers),
-         Num("f32", epsilon)),
-        _macros(x, reads[1], reads[3], vec, per > 0),
-    )  # fmt: skip
-    bound = dict(zip(names, reads, strict=True))
-    ctx.call(node, launch, bound, {"y": y}, inplace=[("y", "x")], suffix="y")
+    problem = ChannelNorm(
+        x.size, channels, inner, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon
+    )
+    bound = dict(zip(("x", "scale", "bias", "mean", "variance"), reads, strict=True))
+    ctx.select(node, problem, bound, {"y": y}, inplace=[("y", "x")])
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

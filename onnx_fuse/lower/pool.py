@@ -7,20 +7,20 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.cuda.macros import FLOATS, accumulator
 from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
 
-MODES = {"MaxPool": 0, "AveragePool": 1, "LpPool": 2}
+KINDS = {"MaxPool": "max", "AveragePool": "average", "LpPool": "lp"}
 
 
 def pool(ctx: Context, node: ir.Node) -> str | None:
     """MaxPool (with indices), AveragePool, LpPool."""
     x = ctx.dense(node, 0)
-    mode = MODES[node.op_type]
-    if x.dtype not in FLOATS and (mode or x.dtype not in ("int8", "uint8")):
+    largest = node.op_type == "MaxPool"
+    if x.dtype not in FLOATS and (not largest or x.dtype not in ("int8", "uint8")):
         return f"no kernel for {x.dtype}"
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
@@ -35,20 +35,12 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
     if not y.size:
         return None
     taps = window(ctx, node, kernel, x.shape[2:], y.shape[2:])
-    numbers = (*triple(x.shape[2:]), *triple(y.shape[2:]))
-    after = {"E" + axis: pad for axis, pad in zip("DHW", taps.after, strict=True)}
-    launch = Launch(
-        "pool/pool.cu", "pool", (-(-y.size // 256), 1, 1), (256, 1, 1),
-        (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", y.size), *(Num("i32", n) for n in numbers),
-         Num("f32", float(ctx.attr(node, "p", 2)))),
-        defines(
-            T=C_TYPES[x.dtype], ACC=accumulator(x.dtype) if x.dtype in FLOATS else "float",
-            MODE=mode, INCLUDE_PAD=bool(ctx.attr(node, "count_include_pad", 0)),
-            COLUMN_MAJOR=bool(ctx.attr(node, "storage_order", 0)), **taps.macros(), **after,
-        ),
+    problem = Pool(
+        KINDS[node.op_type], x.shape[0] * x.shape[1], triple(x.shape[2:]), triple(y.shape[2:]),
+        taps, x.dtype, bool(ctx.attr(node, "count_include_pad", 0)),
+        bool(ctx.attr(node, "storage_order", 0)), float(ctx.attr(node, "p", 2)),
     )  # fmt: skip
-    ctx.call(node, launch, {"x": x}, writes)
-    return None
+    return ctx.select(node, problem, {"x": x}, writes)
 
 
 def global_pool(ctx: Context, node: ir.Node) -> str | None:
@@ -73,16 +65,11 @@ def lrn(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0)
     if not x.size:
         return None
-    launch = Launch(
-        "pool/lrn.cu", "lrn", (-(-x.size // 256), 1, 1), (256, 1, 1),
-        (Ptr("x"), Ptr("y"), Num("i64", x.size), Num("i32", x.shape[1]),
-         Num("i64", prod(x.shape[2:])), Num("i32", ctx.attr(node, "size")),
-         Num("f32", ctx.attr(node, "alpha", 1e-4)), Num("f32", ctx.attr(node, "beta", 0.75)),
-         Num("f32", ctx.attr(node, "bias", 1.0))),
-        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype)),
+    problem = ChannelWindow(
+        x.size, x.shape[1], prod(x.shape[2:]), ctx.attr(node, "size"), x.dtype,
+        ctx.attr(node, "alpha", 1e-4), ctx.attr(node, "beta", 0.75), ctx.attr(node, "bias", 1.0),
     )  # fmt: skip
-    ctx.call(node, launch, {"x": x}, {"y": y})
-    return None
+    return ctx.select(node, problem, {"x": x}, {"y": y})
 
 
 # ---- Resize -----------------------------------------------------------------------------------
@@ -202,15 +189,12 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
         length, shape[a] = shape[a], y.shape[a]
         last = step == len(todo) - 1
         target: Tensor = y if last else ctx.scratch(between, tuple(shape))
-        numbers = (prod(shape), length, shape[a], prod(shape[a + 1 :]))
-        launch = Launch(
-            "pool/resample.cu", "resample", (-(-prod(shape) // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("x", "source", "weight", "y")), *(Num("i64", n) for n in numbers),
-             Num("f32", ctx.attr(node, "extrapolation_value", 0.0))),
-            defines(X=C_TYPES[source.dtype], Y=C_TYPES[target.dtype], ACC=acc, TAPS=index.shape[1]),
+        problem = Resample(
+            prod(shape[:a]), length, shape[a], prod(shape[a + 1 :]), index.shape[1], source.dtype,
+            target.dtype, acc, ctx.attr(node, "extrapolation_value", 0.0),
         )  # fmt: skip
         tables = {"source": ctx.constant(index), "weight": ctx.constant(weight)}
-        ctx.call(node, launch, {"x": source, **tables}, {"y": target})
+        ctx.select(node, problem, {"x": source, **tables}, {"y": target})
         source = target
     return None
 
@@ -233,19 +217,12 @@ def grid_sample(ctx: Context, node: ir.Node) -> str | None:
     if not y.size or not x.size:
         return "it is empty"
     points = prod(grid.shape[1:-1])
-    launch = Launch(
-        "pool/grid_sample.cu", "grid_sample", (-(-points * x.shape[0] // 128), 1, 1), (128, 1, 1),
-        (*map(Ptr, ("x", "grid", "y")), Num("i64", points), Num("i64", x.shape[0]),
-         *(Num("i32", n) for n in (x.shape[1], *triple(x.shape[2:])))),
-        defines(
-            T=C_TYPES[x.dtype], G=C_TYPES[grid.dtype], ACC=accumulator(x.dtype), RANK=rank,
-            MODE=mode,
-            PADDING=paddings.index(ctx.attr(node, "padding_mode", "zeros")),
-            ALIGN=bool(ctx.attr(node, "align_corners", 0)),
-        ),
+    problem = GridSample(
+        x.shape[0], x.shape[1], triple(x.shape[2:]), points, rank, x.dtype, grid.dtype, mode,
+        paddings.index(ctx.attr(node, "padding_mode", "zeros")),
+        bool(ctx.attr(node, "align_corners", 0)),
     )  # fmt: skip
-    ctx.call(node, launch, {"x": x, "grid": grid}, {"y": y})
-    return None
+    return ctx.select(node, problem, {"x": x, "grid": grid}, {"y": y})
 
 
 def col2im(ctx: Context, node: ir.Node) -> str | None:
@@ -265,17 +242,12 @@ def col2im(ctx: Context, node: ir.Node) -> str | None:
     reach = [(k - 1) * d + 1 for k, d in zip(taps.kernel, taps.dilations, strict=True)]
     padded = [n + a + b for n, a, b in zip(triple(image), taps.before, taps.after, strict=True)]
     grid = [(n - r) // s + 1 for n, r, s in zip(padded, reach, taps.strides, strict=True)]
-    launch = Launch(
-        "pool/col2im.cu", "col2im", (-(-y.size // 256), 1, 1), (256, 1, 1),
-        (Ptr("x"), Ptr("y"), Num("i64", y.size), *(Num("i32", n) for n in (*triple(image), *grid))),
-        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype), TRANSPOSED=True, **taps.macros()),
-    )  # fmt: skip
-    ctx.call(node, launch, {"x": x}, {"y": y})
-    return None
+    problem = Col2Im(y.size, triple(image), triple(grid), taps, x.dtype)
+    return ctx.select(node, problem, {"x": x}, {"y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {
-    **{("", name): pool for name in MODES},
+    **{("", name): pool for name in KINDS},
     **{("", f"Global{kind}Pool"): global_pool for kind in ("Average", "Max", "Lp")},
     ("", "LRN"): lrn,
     ("", "Resize"): resize,

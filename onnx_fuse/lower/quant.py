@@ -27,8 +27,9 @@ from onnx_fuse.cuda.pointwise import (
     rounded,
 )
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.moves import Range
 
 RANGES = {
     "int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535),
@@ -231,9 +232,9 @@ def stays_packed(ctx: Context, weight: ir.Value | None) -> bool:
 def _is_weight(node: ir.Node, index: int) -> bool:
     """Whether a product's input is its right operand, alone or in a fused operator."""
     if node.domain == FUSE:
-        name = node.op_type.removeprefix("LayerNorm").removeprefix("RMSNorm")
-        grad = node.op_type.split("_")[0].endswith("Grad")
-        return name.startswith("Gemm") and not grad and index == len(node.inputs) - 2
+        name = FusedName.of(node.op_type)
+        product = name.family == "Gemm" and not (name.place or name.grad)
+        return product and index == len(node.inputs) - 2
     return (node.op_type, node.domain, index) == ("MatMul", "", 1)
 
 
@@ -271,12 +272,7 @@ def dynamic_quantize(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel for {x.dtype}"
     y = ctx.output(node, 0, x.shape, "uint8")
     scale, zero = ctx.output(node, 1, (), "float32"), ctx.output(node, 2, (), "uint8")
-    blocks = max(1, min(2 * ctx.hw.sm_count, -(-x.size // 4096)))
-    range_ = Launch("quant/range.cu", "least_and_largest", (blocks, 1, 1), (256, 1, 1),
-                    (Ptr("x"), Ptr("workspace"), Num("i64", x.size)))  # fmt: skip
-    finish = Launch("quant/range.cu", "scale_and_zero", (1, 1, 1), (256, 1, 1),
-                    (Ptr("workspace"), Ptr("scale"), Ptr("zero"), Num("i32", blocks)))  # fmt: skip
-    ctx.call(node, (range_, finish), {"x": x}, {"scale": scale, "zero": zero}, workspace=8 * blocks)
+    ctx.select(node, Range(x.size), {"x": x}, {"scale": scale, "zero": zero})
     if not x.size:
         return None
     code = Code()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import FLOATS, STORAGE, Code, dtype_name, emit
+from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name, emit
 from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.moves import Random
 
 UNIFORM, NORMAL, BERNOULLI, DROPOUT = range(4)
 
@@ -27,20 +27,11 @@ def fill(
     seed = ctx.attr(node, "seed")
     bits = int(np.float32(seed or 0.0).view(np.uint32))
     state, stream = ctx.random()
-    defines = (
-        ("FIXED", str(int(seed is not None))),
-        ("KIND", str(kind)),
-        ("T", STORAGE[y.dtype]),
-        ("X", STORAGE[x.dtype if x is not None else "float32"]),
-    )
-    args = (
-        Ptr("state"), Ptr("x"), Ptr("y"), Num("i64", y.size), Num("i64", bits),
-        Num("i64", stream), Num("f32", a), Num("f32", b),
+    problem = Random(
+        kind, y.size, stream, y.dtype, x.dtype if x is not None else "float32", a, b,
+        seed is not None, bits,
     )  # fmt: skip
-    launch = Launch(
-        "random/philox.cu", "philox_fill", (-(-y.size // 1024), 1, 1), (256, 1, 1), args, defines
-    )
-    ctx.call(node, launch, {"state": state} | ({"x": x} if x is not None else {}), {"y": y})
+    ctx.select(node, problem, {"state": state} | ({"x": x} if x is not None else {}), {"y": y})
 
 
 def _dtype(ctx: Context, node: ir.Node, default: str) -> str:

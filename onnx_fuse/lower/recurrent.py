@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.cells import DEFAULT, Cell, activations
 from onnx_fuse.ops.recurrent import steps_kind, ways
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.moves import Recurrence
 
 MAX_STEPS = 1024
 """Steps that are written out at most."""
@@ -158,39 +158,6 @@ _GRADS = {
     "RNNReluStepsGrad": (4, ("z", "r", "lengths", "dy", "dh_T")),
 }
 """Number of the kind in steps.cuh, and what the kernel calls the inputs."""
-_PARTS = 8  # PARTS_MOST of steps.cuh
-
-
-def _geometry(
-    hidden: int, gates: int, batch: int, dtype: str, hw: Hardware, *, grad: bool
-) -> tuple[dict[str, Any], int, int] | str:
-    """(macros, blocks, bytes of shared memory) of a launch, or why there is none."""
-    item, acc = ITEMSIZE[dtype], 8 if dtype == "float64" else 4
-    padded = -(-hidden // 4) * 4
-    cluster = 1
-    while hw.cc >= 90 and cluster < 8 and gates * padded * -(-hidden // cluster) * item > 1 << 14:
-        cluster *= 2
-    units = -(-hidden // cluster)
-    block = 256 if (units if grad else gates * units) <= 128 else 512
-    rows = 1
-    while rows < 8 and -(-batch // rows) * cluster > hw.sm_count and 2 * rows * units <= 2 * block:
-        rows *= 2
-
-    def shared(rows: int) -> int:
-        states = gates * padded if grad else 3 * padded
-        return acc * rows * (states + _PARTS * (units if grad else gates * units))
-
-    while rows > 1 and shared(rows) > hw.smem_per_block // 4:
-        rows //= 2
-    if units > 4 * block or shared(rows) > hw.smem_per_block:
-        return f"{hidden} hidden units are more than its kernel takes"
-    weights = gates * padded * units * item
-    stored = shared(rows) + weights <= hw.smem_per_block
-    macros = {
-        "T": C_TYPES[dtype], "ACC": accumulator(dtype), "HIDDEN": hidden, "UNITS": units,
-        "BATCH": rows, "BLOCK": block, "CLUSTER": cluster, "STORED": stored,
-    }  # fmt: skip
-    return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
 
 
 def _launch(
@@ -203,29 +170,13 @@ def _launch(
     floats = [t.dtype for name, t in reads.items() if name != "lengths"]
     if z.dtype not in FLOATS or any(d != z.dtype for d in floats):
         return f"no kernel for {z.dtype}"
-    found = _geometry(hidden, gates, batch, z.dtype, ctx.hw, grad=grad)
-    if isinstance(found, str):
-        return found
-    macros, blocks, smem = found
-    names: tuple[str, ...] = (
-        *("z", "z2", "before", "r", "rn", "c0", "lengths", "dy", "dh_T", "dc_T", "cells"),
-        *("dz", "dz2", "dh0", "dc0"),
-    )
-    if not grad:
-        names = ("z", "rt", "rn", "bn", "h0", "c0", "lengths", "y", "h", "c")
     if grad and number == 0:
         kept = "float64" if z.dtype == "float64" else "float32"
         writes["cells"] = ctx.scratch(kept, (z.shape[0], batch, hidden))
-    launch = Launch(
-        f"recurrent/steps{'_grad' if grad else ''}.cu", f"recurrent_steps{'_grad' if grad else ''}",
-        (blocks, 1, 1), (macros["BLOCK"], 1, 1),
-        (*map(Ptr, names), Num("i32", z.shape[0]), Num("i32", batch)),
-        defines(KIND=number, REVERSE=bool(ctx.attr(node, "reads")[0]), **macros),
-        smem=smem, cluster=macros["CLUSTER"],
-    )  # fmt: skip
-    flops = 2 * z.shape[0] * batch * hidden * hidden * gates
-    ctx.call(node, launch, reads, writes, flops=flops)
-    return None
+    problem = Recurrence(
+        number, gates, z.shape[0], batch, hidden, z.dtype, bool(ctx.attr(node, "reads")[0]), grad
+    )
+    return ctx.select(node, problem, reads, writes)
 
 
 def steps(ctx: Context, node: ir.Node) -> str | None:

@@ -8,17 +8,18 @@ cut depends on the shape alone, never on the GPU: the bits are the same everywhe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import FLOATS, accumulator, pow2
 from onnx_fuse.cuda.pointwise import Code, emit
+from onnx_fuse.kernels.rule import BLOCK, vector
 from onnx_fuse.lower import elementwise
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr, Table
+from onnx_fuse.program.problems import Reduce, SumSquares
 
 REDUCERS = {
     "ReduceSum": "Sum", "ReduceMean": "Mean", "ReduceSumSquare": "SumSquare", "ReduceL1": "L1",
@@ -27,32 +28,7 @@ REDUCERS = {
 }  # fmt: skip
 _STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
 _BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
-BLOCK = 256
-SHORT, LARGE_BLOCK = 256, 512  # columns of up to so many elements have blocks of so many threads
-CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
-
-
-def vector(length: int, dtype: str, most: int = 16) -> int:
-    """Elements of `dtype` an access may take where every row of `length` starts aligned."""
-    width = max(1, most // ITEMSIZE[dtype])
-    while length % width:
-        width //= 2
-    return width
-
-
-def team(rows: int, length: int, vec: int) -> int:
-    """Threads a row, a power of two: few with much each, more where the rows are few."""
-    vectors = -(-length // vec)
-    if vectors <= 32:
-        return pow2(vectors)
-    if vectors <= 256:  # 32 elements a thread still fit in its registers
-        return max(32, pow2(-(-length // 32))) if rows >= 1024 else min(256, pow2(vectors))
-    return min(1024, pow2(-(-vectors // 4)))
-
-
-def block_of(threads: int) -> int:
-    """Threads a block for teams of `threads`: several teams of a warp or less, or one larger."""
-    return BLOCK if threads <= 32 else threads
+SHORT = 256  # columns of up to so many elements are one launch
 
 
 def passes(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -108,46 +84,19 @@ def reduction(
         vec = 1 if from_state else vector(length if inner == 1 else inner, x.dtype)
         chunk = length if from_state and length <= 256 else pieces(outer, length, inner, vec)
         short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
-        if short:
-            chunk, vec = length, 1
-        splits = -(-length // chunk) if chunk else 1
-        if splits > 1:
-            todo.insert(0, (outer, splits, inner))
-        to_state = bool(todo)
-        target = ctx.scratch("uint8", (outer * splits * inner * state,)) if to_state else y
-        macros: dict[str, object] = {
-            "T": C_TYPES[x.dtype], "U": C_TYPES[y.dtype], "ACC": acc, "REDUCER": reducer,
-            "FROM_STATE": from_state, "TO_STATE": to_state, "VEC": vec,
-        }  # fmt: skip
-        if second is not None and not to_state:
-            macros["SECOND"] = 1
-        if reducer == "Moments":
-            macros["BATCHED"] = 1
-        numbers = [Num("i64", n) for n in (length, inner, chunk, splits, count)]
-        if inner == 1:
-            threads = team(outer * splits, chunk, vec)
-            block = block_of(threads)
-            macros |= {"TEAM": threads, "BLOCK": block}
-            grid = -(-outer * splits * threads // block)
-            numbers[1:2] = []
-            numbers.insert(0, Num("i64", outer))
-        else:
-            bx = min(32, pow2(-(-inner // vec)))
-            block = LARGE_BLOCK if short else BLOCK
-            macros |= {"BX": bx, "BY": block // bx}
-            grid = -(-inner // (bx * vec)) * splits * outer
-        launch = Launch(
-            "reduce/reduce.cu",
-            "reduce_row" if inner == 1 else "reduce_column",
-            (grid, 1, 1),
-            (block, 1, 1),
-            (Ptr("x"), Ptr("y"), Ptr("y2"), *numbers),
-            defines(**macros),
-        )
-        writes = {"y": target}
-        if second is not None and not to_state:
-            writes["y2"] = second
-        ctx.call(node, launch, {"x": source}, writes)
+        chunk = length if short else chunk
+        problem = Reduce(
+            reducer, outer, length, inner, chunk, count, x.dtype, y.dtype, state, from_state,
+            short=short,
+        )  # fmt: skip
+        if problem.splits > 1:
+            todo.insert(0, (outer, problem.splits, inner))
+        last = not todo
+        size = outer * problem.splits * inner * state
+        target = y if last else ctx.scratch("uint8", (size,))
+        problem = replace(problem, to_state=not last, second=last and second is not None)
+        writes = {"y": target} | ({"y2": second} if last and second is not None else {})
+        ctx.select(node, problem, {"x": source}, writes)
         source, from_state = target, True
 
 
@@ -207,34 +156,13 @@ def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
             return folded(ctx, node)
         tensors.append(ctx.dense(made, 0))
     dtype = tensors[0].dtype
-    firsts = list(accumulate((-(-t.size // CHUNK) for t in tensors), initial=0))
     if len(tensors) < 2 or dtype not in FLOATS or any(t.dtype != dtype for t in tensors):
         return folded(ctx, node)
-    if not firsts[-1]:
+    if not any(t.size for t in tensors):
         return folded(ctx, node)
-    acc, y = accumulator(dtype), ctx.output(node, 0)
-    size = 8 if acc == "double" else 4
-    launches: list[Launch] = []
-    for k in range(0, len(tensors), ROWS):
-        few = tensors[k : k + ROWS]
-        rows = pow2(len(few))  # few distinct sources for many counts
-        words: list[Ptr | int] = []
-        for i, (t, first) in enumerate(zip(few, firsts[k:], strict=False), k):
-            words += [Ptr(f"x.{i}"), t.size, first - firsts[k]]
-        words += [0] * (3 * (rows - len(few)))
-        launches.append(Launch(
-            "reduce/sum_squares.cu", "sum_squares", (firsts[k + len(few)] - firsts[k], 1, 1),
-            (256, 1, 1),
-            (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", firsts[k] * size)),
-            defines(T=C_TYPES[dtype], U=C_TYPES[dtype], ACC=acc, CHUNK=CHUNK, ROWS=rows),
-        ))  # fmt: skip
-    launches.append(Launch(
-        "reduce/sum_squares.cu", "sum_squares_total", (1, 1, 1), (1024, 1, 1),
-        (Ptr("workspace"), Num("i64", firsts[-1]), Ptr("y")), launches[-1].defines,
-    ))  # fmt: skip
     reads = {f"x.{i}": t for i, t in enumerate(tensors)}
-    ctx.call(node, launches, reads, {"y": y}, workspace=firsts[-1] * size)
-    return None
+    problem = SumSquares(tuple(t.size for t in tensors), dtype)
+    return ctx.select(node, problem, reads, {"y": ctx.output(node, 0)})
 
 
 folded = elementwise.LOWERINGS["", "Sum"]

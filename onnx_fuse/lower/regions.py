@@ -6,13 +6,13 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import Code, call_of
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.moves import DeformColumns, NmsChosen, RoiAlign
 
 
 def roi_align(ctx: Context, node: ir.Node) -> str | None:
@@ -25,18 +25,12 @@ def roi_align(ctx: Context, node: ir.Node) -> str | None:
         return None
     # before opset 16 there was no shift by half a pixel, and loading says so with an attribute
     half = ctx.attr(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
-    numbers = (*x.shape[1:], *y.shape[2:], ctx.attr(node, "sampling_ratio", 0))
-    launch = Launch(
-        "regions/roi_align.cu", "roi_align", (-(-y.size // 128), 1, 1), (128, 1, 1),
-        (*map(Ptr, ("x", "rois", "index", "y")), Num("i64", y.size), Num("i64", x.shape[0]),
-         *(Num("i32", n) for n in numbers), Num("f32", ctx.attr(node, "spatial_scale", 1.0))),
-        defines(
-            T=C_TYPES[x.dtype], I=C_TYPES[index.dtype], ACC=accumulator(x.dtype),
-            MAXIMUM=ctx.attr(node, "mode", "avg") == "max", HALF_PIXEL=half,
-        ),
+    problem = RoiAlign(
+        y.size, x.shape[0], x.shape[1:], y.shape[2:], x.dtype, index.dtype,  # type: ignore[arg-type]
+        ctx.attr(node, "sampling_ratio", 0), ctx.attr(node, "spatial_scale", 1.0),
+        ctx.attr(node, "mode", "avg") == "max", half,
     )  # fmt: skip
-    ctx.call(node, launch, {"x": x, "rois": rois, "index": index}, {"y": y})
-    return None
+    return ctx.select(node, problem, {"x": x, "rois": rois, "index": index}, {"y": y})
 
 
 def deform_conv(ctx: Context, node: ir.Node) -> str | None:
@@ -57,16 +51,10 @@ def deform_conv(ctx: Context, node: ir.Node) -> str | None:
     columns = ctx.scratch(x.dtype, (batch, groups, channels // groups * taps, pixels))
     mask = ctx.dense(node, 4) if ctx.has(node, 4) else None
     size = batch * shifts * taps * pixels
-    frame = window(ctx, node, w.shape[2:], image, outer).macros()
-    launch = Launch(
-        "regions/deform_columns.cu", "deform_columns", (-(-size // 128), 1, 1), (128, 1, 1),
-        (*map(Ptr, ("x", "offset", "mask", "columns")), Num("i64", size),
-         *(Num("i32", n) for n in (channels, shifts, *image, *outer))),
-        defines(T=C_TYPES[x.dtype], ACC=accumulator(x.dtype),
-                **{k: v for k, v in frame.items() if k.endswith(("H", "W"))}),
-    )  # fmt: skip
+    frame = window(ctx, node, w.shape[2:], image, outer)
+    problem = DeformColumns(size, channels, shifts, tuple(image), tuple(outer), frame, x.dtype)
     reads = {"x": x, "offset": offset} | ({"mask": mask} if mask is not None else {})
-    ctx.call(node, launch, reads, {"columns": columns})
+    ctx.select(node, problem, reads, {"columns": columns})
     filters = w.reshape((groups, w.shape[0] // groups, w.shape[1] * taps))
     assert filters is not None
     biased = ctx.has(node, 3)
@@ -102,14 +90,8 @@ def nms_chosen(ctx: Context, node: ir.Node) -> str | None:
         "chosen": ctx.output(node, 0, scores.shape, "int64"),
         "found": ctx.output(node, 1, (batch, classes), "int64"),
     }
-    launch = Launch(
-        "regions/nms.cu", "nms", (batch * classes, 1, 1), (256, 1, 1),
-        (*map(Ptr, ("boxes", "scores", "most", "iou", "least", "left", "chosen", "found")),
-         Num("i32", classes), Num("i32", count)),
-        defines(CENTER=ctx.attr(node, "center_point_box", 0)),
-    )  # fmt: skip
-    ctx.call(node, launch, reads, writes)
-    return None
+    problem = NmsChosen(batch * classes, classes, count, ctx.attr(node, "center_point_box", 0))
+    return ctx.select(node, problem, reads, writes)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step, emit
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problem import (
@@ -50,7 +51,7 @@ def _problem(
     ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, masks: _Masks,
     **results: Tensor,
 ) -> Problem:  # fmt: skip
-    kind = KINDS.get(node.op_type.removesuffix("Grad").split("_")[0])
+    kind = KINDS.get(FusedName.of(node.op_type).kind)
     batch, heads, queries, width = q.shape
     if k.shape != (batch, k.shape[1], k.shape[2], width) or v.shape[:3] != k.shape[:3]:
         raise ValueError("queries, keys and values do not fit together")
@@ -73,7 +74,7 @@ def _problem(
 
 def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Masks | str:
     """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them."""
-    kind = KINDS[node.op_type.removesuffix("Grad").split("_")[0]]
+    kind = KINDS[FusedName.of(node.op_type).kind]
     found, at = _Masks(), first
     for name, step in zip(("mask", "mask2"), kind.steps, strict=False):
         tensor = ctx.view(node, at)
@@ -110,8 +111,8 @@ def _as_numbers(ctx: Context, node: ir.Node, keep: Tensor, dtype: str) -> Tensor
 
 def sdpa(ctx: Context, node: ir.Node) -> str | None:
     """y = softmax(z) v with z from scale q kᵀ, the S x T matrix never in memory."""
-    exposed = node.op_type.split("_")[1:]
-    if exposed not in ([], ["lse"]):
+    exposed = FusedName.of(node.op_type).exposed
+    if exposed not in ((), ("lse",)):
         return f"it returns {', '.join(exposed)}"
     if len(ctx.view(node, 0).shape) != 4:
         return "its operands are not [B, H, S, D]"

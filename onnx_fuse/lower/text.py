@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import C_TYPES, defines
 from onnx_fuse.program.call import Context, Lowering
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.moves import NGrams
 
 MODES = {"TF": 0, "IDF": 1, "TFIDF": 2}
 
@@ -58,14 +57,9 @@ def tfidf(ctx: Context, node: ir.Node) -> str | None:
         by_column = np.ones(width, np.float32)
         by_column[: len(weights)] = weights[:width]
         reads["weight"] = ctx.constant(by_column)
-    launch = Launch(
-        "text/tfidf.cu", "tfidf", (-(-y.size // 8), 1, 1), (256, 1, 1),
-        (*map(Ptr, ("x", "pool", "entry", "weight", "y")), Num("i64", y.size), Num("i32", width),
-         Num("i64", x.shape[-1] if x.shape else 1)),
-        defines(X=C_TYPES[x.dtype], MODE=MODES[ctx.attr(node, "mode")]),
-    )  # fmt: skip
-    ctx.call(node, launch, reads, {"y": y})
-    return None
+    words = x.shape[-1] if x.shape else 1
+    problem = NGrams(y.size, width, words, x.dtype, MODES[ctx.attr(node, "mode")])
+    return ctx.select(node, problem, reads, {"y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {("", "TfIdfVectorizer"): tfidf}

@@ -27,13 +27,13 @@ from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, one_line
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, base_name, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
+from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
-from onnx_fuse.program.passes.deferred import defer
-from onnx_fuse.program.passes.merge import call_early, merge
+from onnx_fuse.program.passes.merge import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
 # Modules of this folder whose LOWERINGS table serves operators: see llir.
@@ -162,7 +162,7 @@ class Lowerer(Control):
             after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
             self.calls.append(call_of(code.expression(after), code.reads, [draw], ["random"]))
             keep.add(self._random.buffer)
-        calls = defer(merge(self.calls, keep, self.hw, self.prefs), keep, self, self.prefs)
+        calls = program_passes.run(self.calls, keep, self)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
         setup, calls = self._once_only(calls, keep)
         return Program(
@@ -292,7 +292,7 @@ class Lowerer(Control):
             self._lower(node)
 
     def _lower(self, node: ir.Node) -> None:
-        lowering = lowerings().get((node.domain, _base(node)))
+        lowering = lowerings().get((node.domain, base_name(node)))
         mark = self._mark()
         own = not self._owner
         self._owner = self.label(node)
@@ -464,7 +464,7 @@ class Lowerer(Control):
             self._node(node)
 
     def _decompose(self, node: ir.Node) -> bool:
-        rule = DECOMPOSED.get((node.domain, _base(node)))
+        rule = DECOMPOSED.get((node.domain, base_name(node)))
         if rule is None:
             return False
         op = Builder()
@@ -646,11 +646,6 @@ class Lowerer(Control):
 
 
 # ---- helpers ------------------------------------------------------------------------------------
-
-
-def _base(node: ir.Node) -> str:
-    """Name of the operator without the inner values it exposes."""
-    return node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
 
 
 def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:

@@ -11,6 +11,8 @@ from typing import TypeAlias
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.onnx.names import FusedName
+
 FUSE = "onnx_fuse"
 """Domain of the fused operators."""
 CANONICAL_OPSET = 21
@@ -34,10 +36,15 @@ def body_of(op_type: str) -> Body | None:
     These are imported here, by name, when a model first has a node in this project's domain: it
     means the same whatever else the process has imported.
     """
-    name = op_type.split("_")[0]
+    name = FusedName.of(op_type).base
     if name not in BODIES:
         importlib.import_module("onnx_fuse.ops.fused")
     return BODIES.get(name)
+
+
+def base_name(node: ir.Node) -> str:
+    """The name of a node's operator; of one of ours without the inner values that it exposes."""
+    return FusedName.of(node.op_type).base if node.domain == FUSE else node.op_type
 
 
 def one_line(error: BaseException) -> str:

@@ -43,13 +43,15 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
             for s in onnx.defs.get_all_schemas_with_history()
             if s.name == node.op_type and s.domain == ""
         )
-        raise ModelError(f"{name} needs opset {first}: it cannot be written in {opset}")
+        raise ModelError(f"{name} needs opset {first} or newer: it cannot be written in {opset}")
     changes = sorted({since for op, since in UPGRADES if op == node.op_type}, reverse=True)
     for since in changes:
         if opset < since <= version:
             rule = DOWNGRADES.get((node.op_type, since))
             if rule is None or not rule(node):
-                raise ModelError(f"{name} needs opset {since}: it cannot be written in {opset}")
+                raise ModelError(
+                    f"{name} needs opset {since} or newer: it cannot be written in {opset}"
+                )
     old: Any = onnx.defs.get_schema(node.op_type, opset, "")
     new: Any = onnx.defs.get_schema(node.op_type, version, "")
     if old.since_version == new.since_version:
@@ -61,14 +63,14 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
             known = ir.serde.deserialize_attribute(default) if default is not None else None
             if given.is_ref() or known is None or known.value != given.value:
                 raise ModelError(
-                    f"{name}: '{key}' needs opset {_first(node, opset, version, key)}: it cannot "
-                    f"be written in {opset}"
+                    f"{name}: '{key}' needs opset {_first(node, opset, version, key)} or newer: it "
+                    f"cannot be written in {opset}"
                 )
             del node.attributes[key]
     while node.inputs and node.inputs[-1] is None:
         node.resize_inputs(len(node.inputs) - 1)
     if len(node.inputs) > old.max_input or len(node.outputs) > old.max_output:
-        raise ModelError(f"{name} has more inputs or outputs than in opset {opset}")
+        raise ModelError(f"{name} has more inputs or outputs than opset {opset} allows")
     for i, value in enumerate(node.inputs):
         if value is not None and value.dtype is not None:
             _check_type(node, name, old, i, value.dtype, opset)
@@ -110,7 +112,7 @@ def _check_type(
     kind = _TYPE_NAMES.get(dtype, dtype.name.lower())
     allowed = set(formal.types)
     if allowed and f"tensor({kind})" not in allowed:
-        raise ModelError(f"{name} takes no {kind} in opset {opset}")
+        raise ModelError(f"{name} does not take {kind} in opset {opset}: write a newer one")
 
 
 WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}

@@ -95,12 +95,14 @@ def _check_size(
         if depths[key] > MAX_DEPTH:
             raise ModelError(f"{_name(key)} nests more than {MAX_DEPTH} functions")
         if sizes[key] > MAX_NODES:
-            raise ModelError(f"{_name(key)} becomes {sizes[key]} nodes: at most {MAX_NODES} may be")
+            raise ModelError(
+                f"{_name(key)} becomes {sizes[key]} nodes, of which {MAX_NODES} are allowed"
+            )
     if size(graph) > MAX_NODES:
         worst = max(sizes, key=lambda k: sizes[k])
         raise ModelError(
-            f"the calls of {_name(worst)} and others become {size(graph)} nodes: "
-            f"at most {MAX_NODES} may be"
+            f"the calls of {_name(worst)} and others become {size(graph)} nodes, of which "
+            f"{MAX_NODES} are allowed"
         )
 
 
@@ -115,6 +117,7 @@ class _Scope:
     open: bool = False  # a branch reads values of the graph that it is in
 
     def read(self, values: Iterable[ir.Value | None], who: str) -> list[ir.Value | None]:
+        """The values that stand for those a body reads. Raises ModelError for a lost one."""
         values = list(values)
         if self.open:
             return [None if v is None else self.values.get(v, v) for v in values]
@@ -133,12 +136,14 @@ class _Inliner:
         self.next: dict[str, int] = {}
 
     def take_names(self, graph: ir.Graph) -> None:
+        """Note the names that values of a graph have."""
         for inner in (graph, *graph.subgraphs()):
             self.taken.update(v.name or "" for v in (*inner.inputs, *inner.initializers.values()))
             for node in inner:
                 self.taken.update(v.name or "" for v in node.outputs)
 
     def run(self, graph: ir.Graph) -> None:
+        """Write out all calls in a graph."""
         self.take_names(graph)
         for node in list(all_nodes(graph)):
             function = self.functions.get(node.op_identifier())
@@ -152,6 +157,7 @@ class _Inliner:
         self._replace(call, nodes, found, _name(function.identifier()))
 
     def branch(self, home: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
+        """Move the nodes of a branch into the graph around it."""
         nodes: list[ir.Node] = []
         scope = _Scope({}, {}, dict(node.metadata_props), f"node '{node.name}'", open=True)
         for old in branch.initializers.values():

@@ -128,7 +128,7 @@ def _faults(name: str) -> Iterator[None]:
     except OSError as error:
         raise ModelError(f"{name}: {error.strerror or error}") from error
     except MemoryError as error:
-        raise ModelError(f"{name}: out of memory") from error
+        raise ModelError(f"{name}: this machine has too little memory to read it") from error
     except Exception as error:
         raise ModelError(f"{name}: {one_line(_root(error))}") from error
 
@@ -156,7 +156,7 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     newest = onnx.defs.onnx_opset_version()
     for opset in proto.opset_import:
         if opset.domain in ("", "ai.onnx") and not 1 <= opset.version <= newest:
-            raise ModelError(f"ai.onnx opset {opset.version} is not known (1 to {newest} are)")
+            raise ModelError(f"ai.onnx opset {opset.version} is not supported (1 to {newest} are)")
     return proto
 
 

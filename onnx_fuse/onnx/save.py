@@ -19,6 +19,7 @@ from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, outputs_kept
 from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
 from onnx_fuse.onnx.downgrade import downgrade
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.onnx.upgrade import upgrade
 
 MAX_PROTOBUF = 2**31 - 1
@@ -60,7 +61,7 @@ def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
     body = body_of(op_type)
     if body is None:
         raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
-    exposed = op_type.split("_")[1:]
+    exposed = FusedName.of(op_type).exposed
     if opset >= CANONICAL_OPSET:
         return body(exposed, opset, overload)
     function = body(exposed, CANONICAL_OPSET, overload)
@@ -193,7 +194,9 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
     """
     newest = onnx.defs.onnx_opset_version()
     if not _OLDEST <= opset <= newest:
-        raise ModelError(f"there is no ai.onnx opset {opset} to write ({_OLDEST} to {newest} are)")
+        raise ModelError(
+            f"ai.onnx opset {opset} cannot be written: choose one from {_OLDEST} to {newest}"
+        )
     model = model.clone()
     version = model.graph.opset_imports[""]
     if opset >= version:
@@ -208,7 +211,7 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers."""
+    """The bytes of all initializers of a model."""
     tensors = (v.const_value for v in model.graph.initializers.values())
     return sum(t.nbytes for t in tensors if t is not None)
 

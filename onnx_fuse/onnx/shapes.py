@@ -159,7 +159,9 @@ def fix_shapes(
     sizes: dict[str, int] = {}
     for named, size in (dims or {}).items():
         if named not in symbols:
-            raise UsageError(f"no input has the dimension '{named}' (there are {sorted(symbols)})")
+            raise UsageError(
+                f"no input has a size named '{named}' (the inputs name {sorted(symbols)})"
+            )
         sizes[named] = size
     for name, given in shapes.items():
         if name not in inputs:

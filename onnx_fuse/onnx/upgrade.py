@@ -244,7 +244,7 @@ def _batch_norm_spatial(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None
     if _taken(node, "spatial", 1) != 0:
         return None
     if len(node.outputs) > 1 or len(node.inputs) < 5:
-        raise ModelError(f"node '{node.name}': BatchNormalization trains with spatial=0")
+        raise ModelError(f"node '{node.name}': BatchNormalization with spatial=0 cannot train")
     x, scale, bias, mean, variance = node.inputs
     epsilon = _like(op, node.attributes.get_float("epsilon", 1e-5), _read(node))
     rows = op.Div(op.Sub(x, mean), op.Sqrt(op.Add(variance, epsilon)))
@@ -256,7 +256,10 @@ def _batch_norm_training(node: ir.Node, op: Builder) -> None:
     """Before opset 14 a BatchNormalization trained where it had outputs beside the first."""
     if len(node.outputs) > 1:
         if any(v.uses() or v.is_graph_output() for v in node.outputs[3:]):
-            raise ModelError(f"node '{node.name}': the batch's statistics as outputs 4 and 5")
+            raise ModelError(
+                f"node '{node.name}' (BatchNormalization): outputs 4 and 5, the statistics of the "
+                "batch, are not supported"
+            )
         node.resize_outputs(min(3, len(node.outputs)))
         node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
 
@@ -266,7 +269,9 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
     """Before opset 21 scale and bias have an entry a group, later one a channel."""
     groups = node.attributes.get_int("num_groups", 1)
     if groups < 1:
-        raise ModelError(f"node '{node.name}' (GroupNormalization): num_groups is {groups}")
+        raise ModelError(
+            f"node '{node.name}' (GroupNormalization): num_groups is {groups}, not positive"
+        )
     channels = op.Shape(_read(node), start=1, end=2)
     each = op.Concat(_int64(op, [groups]), op.Div(channels, _int64(op, [groups])), axis=0)
     for i in (1, 2):
@@ -325,7 +330,9 @@ def _resize_sizes(node: ir.Node, op: Builder) -> None:
 def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     """Opset 8's Scan has a batch first: a Scan over it whose body is the Scan of one element."""
     if _input(node, 0) is not None:
-        raise ModelError(f"node '{node.name}': opset 8's Scan with lengths for each sequence")
+        raise ModelError(
+            f"node '{node.name}': opset 8's Scan with a length for each sequence is not supported"
+        )
     stem = node.name or node.outputs[0].name
     count, ways = node.attributes.get_int("num_scan_inputs", 1), node.attributes.get("directions")
     given = list(node.inputs[1:])

@@ -45,7 +45,7 @@ class Weights(Protocol):
         """Bytes stored for a tensor. Raises ModelError or ValueError where there are none."""
 
     def array(self, tensor: ir.ExternalTensor) -> np.ndarray[Any, Any]:
-        """They, as uint8."""
+        """The bytes as an array of uint8."""
 
     def place(self, tensor: ir.ExternalTensor) -> Place | None:
         """What PLACE is to say of it."""

@@ -47,7 +47,7 @@ class Cell:
         self.c: ir.Value | None = None
 
     def mine(self, value: ir.Value) -> ir.Value:
-        """This direction's part."""
+        """The part of a stacked tensor that belongs to this direction."""
         found: ir.Value = self.op.Gather(value, self.at, axis=0)
         return found
 

@@ -56,10 +56,12 @@ def is_float(value: ir.Value | None) -> bool:
 
 
 def text(node: ir.Node, name: str, default: str) -> str:
+    """A string attribute, or the default where it is absent or empty."""
     return node.attributes.get_string(name, default) or default
 
 
 def ints(node: ir.Node, name: str, default: Sequence[int] | None = None) -> list[int] | None:
+    """An attribute that is a list of integers, or the default where it is absent."""
     found = node.attributes.get_ints(name, None)
     return list(found) if found is not None else (None if default is None else list(default))
 
@@ -102,11 +104,13 @@ _STATIC = frozenset(
 
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:
+    """The content of a constant as a flat list of integers, or None where it is not fixed."""
     array = static(value)
     return None if array is None else [int(i) for i in array.reshape(-1)]
 
 
 def fail(node: ir.Node, why: str) -> ModelError:
+    """The ModelError that says why a node has no gradient."""
     return ModelError(
         f"no gradient for node '{node.name or node.outputs[0].name}' ({node.op_type}): {why}"
     )
@@ -137,6 +141,7 @@ def output(op: Any, node: ir.Node, index: int, dtype: ir.DataType | None, label:
 
 
 def rank(value: ir.Value) -> int:
+    """The number of axes. Raises ModelError where it is unknown."""
     if value.shape is None:
         producer = value.producer()
         if producer is None:
@@ -159,6 +164,7 @@ def same_dim(a: Any, b: Any) -> bool:
 
 
 def same_shape(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two values have the same shape for certain."""
     if a.shape is None or b.shape is None:
         return a is b
     return len(a.shape) == len(b.shape) and all(map(same_dim, a.shape, b.shape))
@@ -226,6 +232,7 @@ def filled(op: Any, shape: Tensor, dtype: ir.DataType | None, number: float = 0.
 
 
 def zeros_like(op: Any, value: ir.Value) -> Tensor:
+    """Zeros of the shape and dtype of a value."""
     if value.shape is not None and len(value.shape) == 0:
         return op.constant(np.zeros((), (value.dtype or ir.DataType.FLOAT).numpy()))
     return filled(op, shape_of(op, value), value.dtype)
@@ -269,6 +276,7 @@ def pieces(op: Any, vector: Tensor, count: int) -> list[Tensor]:
 
 
 def norm_axis(axis: int, value: ir.Value) -> int:
+    """An axis counted from the front, from one that may be negative."""
     return axis if axis >= 0 else axis + rank(value)
 
 
@@ -286,6 +294,7 @@ def to_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
 
 
 def to_type(op: Any, value: Tensor, dtype: ir.DataType | None) -> Tensor:
+    """`value` cast to a dtype; None leaves it as it is."""
     return value if dtype is None or value.dtype == dtype else op.Cast(value, to=int(dtype))
 
 

@@ -188,13 +188,13 @@ def _reduce(op: Any, each: ir.Value, options: Options) -> Tensor:
 
 
 def mse(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
-    """(x - t)²."""
+    """The squared error (x - t)², reduced as the options ask."""
     d = op.Sub(logits, labels)
     return _reduce(op, op.Mul(d, d), options)
 
 
 def l1(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
-    """|x - t|."""
+    """The absolute error |x - t|, reduced as the options ask."""
     return _reduce(op, op.Abs(op.Sub(logits, labels)), options)
 
 

@@ -9,7 +9,8 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE
+from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, base_name
+from onnx_fuse.onnx.names import FusedName
 
 GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
 """`grad(op, node, dys)` emits the gradient of each input of `node` with `op` and returns them in
@@ -44,7 +45,7 @@ class OpDef:
 
     def op_type(self, exposed: Sequence[str] = ()) -> str:
         """Name of the op whose body also returns the inner values `exposed`, in that order."""
-        return "_".join((self.name, *exposed))
+        return str(FusedName.of(self.name).exposing(*exposed))
 
     def function(
         self, exposed: Sequence[str] = (), opset: int = CANONICAL_OPSET, overload: str = ""
@@ -81,6 +82,7 @@ OPS: dict[tuple[str, str], OpDef] = {}
 
 
 def register(*defs: OpDef) -> None:
+    """Enter operators into `OPS`; each key may be entered once."""
     for definition in defs:
         key = (definition.domain, definition.name)
         if key in OPS:
@@ -92,5 +94,5 @@ def register(*defs: OpDef) -> None:
 
 def lookup(node: ir.Node) -> tuple[OpDef | None, tuple[str, ...]]:
     """The definition of a node's operator and the inner values its op_type exposes."""
-    name, *exposed = node.op_type.split("_") if node.domain == FUSE else [node.op_type]
-    return OPS.get((node.domain, name)), tuple(exposed)
+    exposed = FusedName.of(node.op_type).exposed if node.domain == FUSE else ()
+    return OPS.get((node.domain, base_name(node))), exposed

@@ -67,6 +67,7 @@ class Rewriter:
 
     @property
     def graph(self) -> ir.Graph:
+        """The main graph of the model."""
         return self.model.graph
 
     def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
@@ -257,10 +258,12 @@ def adds_nothing(value: ir.Value | None) -> bool:
 
 
 def is_constant(value: ir.Value | None) -> bool:
+    """Whether the content of a value is fixed: an initializer, or a Constant node."""
     return value is not None and ir.convenience.get_const_tensor(value) is not None
 
 
 def is_initializer(value: ir.Value | None) -> bool:
+    """Whether a value is an initializer that is no input of the graph."""
     return value is not None and value.is_initializer() and not value.is_graph_input()
 
 
@@ -271,11 +274,12 @@ def ints(value: ir.Value | None) -> list[int] | None:
 
 
 def rank(value: ir.Value | None) -> int | None:
+    """The number of axes where it is known, or None."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
 def dim(value: ir.Value | None, axis: int) -> int | None:
-    """A statically known dimension."""
+    """The size of an axis where it is statically known, or None."""
     size = rank(value)
     if value is None or value.shape is None or size is None or not -size <= axis < size:
         return None
@@ -284,6 +288,7 @@ def dim(value: ir.Value | None, axis: int) -> int | None:
 
 
 def attribute(node: ir.Node, name: str, default: object = None) -> object:
+    """The value of an attribute, or the default where it is absent or a reference."""
     found = node.attributes.get(name)
     return default if found is None or found.is_ref() else found.value
 
@@ -295,6 +300,7 @@ def other(node: ir.Node, value: ir.Value) -> ir.Value | None:
 
 
 def is_float(value: ir.Value | None) -> bool:
+    """Whether a value is known to have a floating-point dtype."""
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 

@@ -211,7 +211,7 @@ class _Node:
         return self.op.Mul(x, self.const(factor))
 
     def regularized(self, x: ir.Value, g: ir.Value) -> ir.Value:
-        """g + norm_coefficient x"""
+        """The gradient with the L2 term: g + norm_coefficient · x."""
         factor = self["norm_coefficient"]
         return self.op.Add(g, self.scaled(x, factor)) if factor else g
 

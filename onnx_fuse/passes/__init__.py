@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import FUSE, one_line
+from onnx_fuse.onnx.common import FUSE, base_name, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
@@ -60,7 +60,7 @@ def op_counts(model: ir.Model) -> Counter[str]:
 def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     """Fused ops in the result by name, exposed values aside; and rewrites that leave no op."""
     nodes = all_nodes(model.graph)
-    names = (n.op_type.split("_")[0] for n in nodes if n.domain == FUSE)
+    names = (base_name(n) for n in nodes if n.domain == FUSE)
     counts = Counter(name for name in names if name not in _CANONICAL)
     counts.update({name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS})
     return dict(sorted(counts.items()))

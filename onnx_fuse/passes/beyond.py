@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 
 F32, F16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -49,7 +50,7 @@ class Beyond:
 
 def masks_of(node: ir.Node) -> tuple[int, ...]:
     """The inputs of an attention operator of ours that are added to its scores."""
-    kind = KINDS.get(node.op_type.split("_")[0]) if node.domain == FUSE else None
+    kind = KINDS.get(FusedName.of(node.op_type).kind) if node.domain == FUSE else None
     if kind is None:
         return ()
     return tuple(i for i, name in enumerate(kind.inputs) if name.startswith("mask"))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS
+from onnx_fuse.onnx.common import FUSE, base_name
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import OPERATORS
 from onnx_fuse.ops.fused.gated import NAME as GATED
 from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
 from onnx_fuse.ops.fused.layerscale import NAME_16 as LAYER_SCALE_16
@@ -52,9 +53,9 @@ _ATTENTION = (
     *("PackedAttention", "PackedMultiHeadAttention", "FlexAttention", "LinearAttention"),
 )
 _ACTIVATIONS = (
-    *("Relu", "LeakyRelu", "Gelu", "Sigmoid", "Tanh", "Silu", "QuickGelu", "Swish", "FastGelu"),
-    *("BiasGelu", "Celu", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
-    *("Softsign", "ThresholdedRelu", "Clip", "Erf"),
+    *OPERATORS,
+    *("Swish", "FastGelu", "BiasGelu", "Celu", "PRelu", "Softsign", "ThresholdedRelu", "Clip"),
+    "Erf",
 )
 _LAYOUT = (
     *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Pad", "DepthToSpace"),
@@ -101,7 +102,7 @@ def explain(
 
 def name(node: ir.Node) -> str:
     """The operator as a user knows it, without the inner values that a fused one exposes."""
-    base = node.op_type.split("_")[0] if node.domain == FUSE else node.op_type
+    base = base_name(node)
     return base if node.domain in ("", FUSE) else f"{node.domain}.{base}"
 
 
@@ -249,7 +250,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     source = _source(x)
     if source is None:
         return "it reads an input of the model or a weight, not a product"
-    if node.op_type not in _KNOWN:
+    if node.op_type not in OPERATORS:
         return "it is none of the activations that fuse behind a product or convolution"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"
@@ -265,7 +266,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
         return f"what it reads, of {_names([source])}, has other readers"
     if direct is not source and direct is not None:
         return f"a {direct.op_type} stands between it and {_names([source])}"
-    if any(source.op_type.split("_")[0].endswith(a) for a in ACTIVATIONS):
+    if source.domain == FUSE and FusedName.of(source.op_type).activation:
         return f"the {name(source)} before it has an activation already"
     if source.op_type == "ConvTranspose":
         return "it follows a ConvTranspose, behind which no activation fuses"
@@ -310,7 +311,6 @@ def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
     return f"no fusion takes in a change of layout between {before} and {after}"
 
 
-_KNOWN = {row.op_type for row in ACTIVATIONS.values()}
 _Why = Callable[[ir.Node, Collection[str], bool], str]
 
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch, Problem
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -51,7 +51,7 @@ feeds that such an operand comes from are then made part of the shape key."""
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """The row-major strides of a shape, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -74,8 +74,15 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements of the view."""
         return prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory, those between them counted."""
+        if not self.size:
+            return 0
+        return 1 + sum(abs(s) * (d - 1) for d, s in zip(self.shape, self.strides, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -192,12 +199,8 @@ class Call:
     bytes: int = 0
     why: str = ""
     inplace: tuple[tuple[str, str], ...] = ()
-    suffix: str = ""
-    """A write that may be of a pointwise reader instead: its launch passes each element through the
-    macro SUFFIX(v0, v1, v2, v3), v1 to v3 being the elements there of "e1", "e2" and "e3", and
-    stores it as the macro TY."""
-    problem: Problem | None = field(default=None, repr=False)
-    """What a registry candidate was chosen for: passes may ask for another."""
+    problem: AnyProblem | None = field(default=None, repr=False)
+    """What is computed: passes rewrite it, and the last one makes its launches."""
     expression: Expression | None = field(default=None, repr=False)
     host: ModelBytes = field(default=b"", repr=False)
 
@@ -293,9 +296,8 @@ class Context(Protocol):
         flops: int = 0,
         why: str = "",
         inplace: Sequence[tuple[str, str]] = (),
-        suffix: str = "",
     ) -> None:
-        """Append a call."""
+        """Append a call to the program."""
 
     def append(self, call: Call) -> None:
         """Append a call made elsewhere (pointwise expressions)."""
@@ -306,11 +308,16 @@ class Context(Protocol):
     def select(
         self,
         node: ir.Node,
-        problem: Problem,
+        problem: AnyProblem,
         reads: Mapping[str, Tensor],
         writes: Mapping[str, Tensor],
+        *,
+        inplace: Sequence[tuple[str, str]] = (),
     ) -> str | None:
-        """Append the best candidate of registry op `problem.op`; the reason where there is none."""
+        """Append a call of `problem`; the reason where none of its candidates serves it.
+
+        Its launches are made last, by the pass `select_kernels`.
+        """
 
 
 Lowering: TypeAlias = "Callable[[Context, ir.Node], str | None]"

@@ -44,3 +44,19 @@ class Expression:
     def name(self) -> str:
         """The steps' names in order, for listings."""
         return "+".join(["Gather"] * len(self.rows) + [s.name for s in self.steps]) or "Copy"
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Pointwise steps that a kernel takes each element through before it stores it.
+
+    Load `own` of the expression is that element; the others, in order, are the elements at the same
+    place of the call's "e1", "e2" and "e3". What is stored is of `dtype`.
+    """
+
+    expression: Expression
+    own: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return self.expression.name

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_fuse.program.size import Classes, Size, Trace, class_of, rough, wide_class_of
+
+if TYPE_CHECKING:
+    from onnx_fuse.program.expression import Tail
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -72,30 +76,128 @@ class _Attrs:
         return value
 
 
+def _sizes(value: object) -> Iterator[Size]:
+    """The open sizes in a field or an extra."""
+    if isinstance(value, Size):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _sizes(part)
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from _sizes(getattr(value, f.name))
+
+
 def _open(value: object) -> bool:
     """Whether there is an open size in a field or an extra."""
+    return any(True for _ in _sizes(value))
+
+
+def _with(value: Any, number: Callable[[Any], int]) -> Any:
+    """A field or an extra with `number` of each open size in its place."""
+    if isinstance(value, Size):
+        return number(value)
     if isinstance(value, tuple):
-        return any(_open(part) for part in value)
-    return isinstance(value, Size)
+        return tuple(_with(part, number) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = {f.name: _with(getattr(value, f.name), number) for f in fields(value)}
+        return replace(value, **inner)
+    return value
 
 
 def _rough(value: Any, classes: Classes) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_rough(part, classes) for part in value)
-    return rough(value, classes) if _open(value) else value
+    return _with(value, lambda size: rough(size, classes))
+
+
+def _told(value: Any) -> Any:
+    return _with(value, lambda size: size.value)
 
 
 def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
     return tuple(sorted(attrs.items()))
 
 
+P = TypeVar("P", bound="AnyProblem")
+
+
+class AnyProblem:
+    """What every problem knows; a frozen dataclass, whose fields say what is to be computed.
+
+    `op` is the operator whose candidates serve it (`kernels.MODULES`). Sizes among the fields may
+    be open.
+    """
+
+    op: str
+
+    def fields(self) -> dict[str, Any]:
+        """Its fields' values by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """The trace of its open sizes, None where all are plain."""
+        size = next(_sizes(tuple(self.fields().values())), None)
+        return None if size is None else size.trace
+
+    def rough(self: P) -> P:
+        """This problem at the largest sizes of its class: what its choices are made for."""
+        changed = {k: _rough(v, class_of) for k, v in self.fields().items() if _open(v)}
+        return replace(self, **changed) if changed else self  # type: ignore[type-var]
+
+    def told(self: P) -> P:
+        """This problem with the numbers of its open sizes: for people to read, for no decision."""
+        changed = {k: _told(v) for k, v in self.fields().items() if _open(v)}
+        return replace(self, **changed) if changed else self  # type: ignore[type-var]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.bytes
+
+    @property
+    def flops(self) -> int:
+        """Operations of the chip's multipliers; 0 for a pass that memory bounds."""
+        return 0
+
+    @property
+    def bytes(self) -> int:
+        """Each operand read once and the result written once."""
+        raise TypeError(f"{type(self).__name__} does not say what it moves")
+
+    @property
+    def stored(self) -> str:
+        """The result that a `Tail` may be applied to, "" where none may."""
+        return ""
+
+    def tailed(self: P, tail: Tail) -> P:
+        """This problem with a tail to what it stores."""
+        return replace(self, tail=tail)  # type: ignore[type-var]
+
+    def rate(self, hw: Hardware) -> float:
+        """The chip's rate for `flops`, operations a second."""
+        return hw.rate("float32")
+
+    def floor(self, hw: Hardware, moved: int = 0) -> float:
+        """Seconds that no kernel beats: `flops` at the chip's rate, `moved` bytes at its own.
+
+        Without `moved`, `bytes`.
+        """
+        return max(self.flops / self.rate(hw), (moved or self.bytes) / hw.bandwidth)
+
+    def __str__(self) -> str:
+        """Its operator, and the fields that are not as they are by default."""
+        usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        own = (f"{k}={v}" for k, v in self.fields().items() if v is not usual[k] and v != usual[k])
+        return " ".join((self.op, *own))
+
+
 @dataclass(frozen=True)
-class Problem(_Attrs):
-    """What to compute: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and whatever `attrs` adds.
+class Problem(_Attrs, AnyProblem):
+    """A product: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and whatever `attrs` adds.
 
     `dtype` is the operands', `out_dtype` the result's; `math` says which products are allowed
-    ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). Ops that are no
-    GEMM describe themselves in `attrs` alone. One Problem is one key of the tuning records.
+    ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). One Problem is
+    one key of the tuning records.
     """
 
     op: str
@@ -127,7 +229,7 @@ class Problem(_Attrs):
 
     def rough(self) -> Problem:
         """This problem at the largest sizes of its class: what its choices are made for."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        own = self.fields()
         # of a cache that grows by a token a run; a block walks over all its keys anyway
         few = self.op == "Sdpa" and rough(self.m) <= FEW
         wide = ("n", "attrs") if few else ()
@@ -138,26 +240,14 @@ class Problem(_Attrs):
         }
         return replace(self, **changed) if changed else self
 
-    @cached_property
-    def trace(self) -> Trace | None:
-        """The trace of its open sizes, None where all are plain."""
-        parts: list[Any] = [getattr(self, f.name) for f in fields(self)]
-        while parts:
-            part = parts.pop()
-            if isinstance(part, Size):
-                return part.trace
-            if isinstance(part, tuple):
-                parts += part
-        return None
-
     @property
     def out(self) -> str:
-        """dtype of the result."""
+        """The dtype of the result."""
         return self.out_dtype or self.dtype
 
     @property
     def batches(self) -> int:
-        """Number of matrices."""
+        """The number of matrices in a batch."""
         return prod(self.batch)
 
     @property
@@ -182,15 +272,16 @@ class Problem(_Attrs):
         results = self.m * self.n // (2 if self.attr("gate") else 1)
         return self.batches * (operands * ITEMSIZE[self.dtype] + results * ITEMSIZE[self.out])
 
-    def floor(self, hw: Hardware, moved: int = 0) -> float:
-        """Seconds that no kernel beats: its products at the chip's rate, `moved` bytes at its own.
+    @property
+    def empty(self) -> bool:
+        """Whether the result has no element."""
+        return not self.m * self.n
 
-        fp32 by split bfloat16 counts each of its products; without `moved`, `bytes`.
-        """
+    def rate(self, hw: Hardware) -> float:
+        """Of its products; fp32 by split bfloat16 counts each of them."""
         passes = {"bf16x3": 3, "bf16x6": 6}.get(self.math, 1) if self.dtype == "float32" else 1
         kind = "tf32" if (self.dtype, self.math) == ("float32", "tf32") else self.dtype
-        rate = hw.rate("bfloat16" if passes > 1 else kind)
-        return max(self.flops * passes / rate, (moved or self.bytes) / hw.bandwidth)
+        return hw.rate("bfloat16" if passes > 1 else kind) / passes
 
     def __str__(self) -> str:
         shape = f"m={self.m} n={self.n} k={self.k}" + (f" batch={self.batch}" if self.batch else "")
@@ -209,7 +300,7 @@ class Config(_Attrs):
 
     @classmethod
     def of(cls, **attrs: Value) -> Config:
-        """Config from keywords."""
+        """Make a configuration from keywords."""
         return cls(_pairs(attrs))
 
     def having(self, **attrs: Value) -> Config:

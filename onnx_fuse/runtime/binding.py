@@ -92,7 +92,9 @@ class Binding:
         """
         found = adopt(value, device.LEGACY)
         if not isinstance(found, DeviceTensor):
-            raise UsageError(f"output {name}: only GPU memory can be written in place")
+            raise UsageError(
+                f"output {name}: only a GPU tensor can be bound; bind_output(name) gives an array"
+            )
         self._bind(name, "cuda", found)
         if found is not value:
             self.lent[name] = value
@@ -141,7 +143,10 @@ class Binding:
         device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int
     ) -> DeviceTensor:
         if device_type != "cuda":
-            raise UsageError(f"an address is one of GPU memory, not of '{device_type}'")
+            raise UsageError(
+                f"memory of device type '{device_type}' cannot be bound by its address, only that "
+                "of 'cuda'"
+            )
         dtype = np.dtype(element_type).name
         if dtype not in ITEMSIZE:
             raise UsageError(f"no GPU tensor has the element type {dtype}")

@@ -316,10 +316,10 @@ class Stream:
         """Device to device, in stream order."""
         check(self._driver.cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
 
-    def clear(self, address: int, nbytes: int) -> None:
-        """Zeros, in stream order."""
+    def fill(self, address: int, value: int, nbytes: int) -> None:
+        """Set each of these bytes to `value`, in stream order."""
         if nbytes:
-            check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.raw), "clearing memory")
+            check(self._driver.cuMemsetD8Async(address, value, nbytes, self.raw), "filling memory")
 
     def wait(self, what: str) -> None:
         """Until everything enqueued is done; a kernel's fault surfaces here."""
@@ -405,7 +405,7 @@ class Stream:
         return Graph(graph, nodes)
 
     def launch(self, graph: Graph, what: str) -> None:
-        """Launch an executable graph."""
+        """Launch an executable graph in this stream."""
         check(self._driver.cuGraphLaunch(graph.raw, self.raw), what)
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Problem, Ptr, Table, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table, TensorMap
 from onnx_fuse.runtime.tensor import dtype_of
 
 FORMAT = 1
@@ -49,8 +48,8 @@ def encode(
     """The program as data. `store` keeps an array and gives back the name it is read by.
 
     The program must have no call of onnxruntime, no later stage and no library's product, which are
-    no data: `deploy` refuses them by name. A pointwise call loses its `expression`, which only
-    passes over the program read.
+    no data: `deploy` refuses them by name. A call loses its `problem` or `expression`, which
+    only passes over the program read.
     """
     index = {module: i for i, module in enumerate(modules)}
 
@@ -73,9 +72,8 @@ def encode(
             "reads": [[name, _tensor(t)] for name, t in x.reads],
             "writes": [[name, _tensor(t)] for name, t in x.writes],
             "inplace": [list(pair) for pair in x.inplace],
-            "problem": None if x.problem is None else _problem(x.problem),
         }
-        plain = ("workspace", "flops", "bytes", "why", "suffix")
+        plain = ("workspace", "flops", "bytes", "why")
         return made | {name: getattr(x, name) for name in plain}
 
     return {
@@ -118,14 +116,6 @@ def _arg(arg: Arg) -> list[Any]:
 def _number(value: float) -> float | str:
     """JSON has no infinities and no NaN: those are words."""
     return value if np.isfinite(value) else str(value)
-
-
-def _problem(problem: Problem) -> dict[str, Any]:
-    made = {f.name: getattr(problem, f.name) for f in fields(Problem) if f.name != "attrs"}
-    kinds = {f.name: f.default for f in fields(Problem)}
-    made = {k: list(v) if isinstance(v, tuple) else v for k, v in made.items() if v != kinds[k]}
-    attrs = [[k, list(v) if isinstance(v, tuple) else v] for k, v in problem.attrs]
-    return made | {"attrs": attrs}
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -249,7 +239,6 @@ class _Decoder:
         inplace = tuple((_word(y, "a result"), _word(x, "an operand")) for y, x in data["inplace"])
         if any(y not in written or x not in read for y, x in inplace):
             raise _fault("a call writes in place what it does not have")
-        problem = data["problem"]
         return Call(
             _word(data["kernel"], "a kernel's name"),
             tuple(_word(n, "a node's name") for n in data["nodes"]),
@@ -261,8 +250,6 @@ class _Decoder:
             _whole(data["bytes"], 0, 2**80, "a count of bytes"),
             _word(data["why"], "a reason"),
             inplace,
-            _word(data["suffix"], "a suffix"),
-            None if problem is None else _problem_of(problem),
         )
 
     def _launch(self, data: Any, room: Mapping[str, int]) -> Launch:
@@ -330,13 +317,3 @@ def _pointer(room: Mapping[str, int], name: Any, offset: Any) -> Ptr:
     """An operand that is not bound is a null pointer, which some kernels take for its absence."""
     high = room.get(_word(name, "a pointer"), 0)
     return Ptr(name, _whole(offset, 0, high, f"the offset into {name}"))
-
-
-def _problem_of(data: Any) -> Problem:
-    kinds = {f.name: f.default for f in fields(Problem)}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "attrs"}
-    for key, value in given.items():
-        if key != "op" and type(value) is not type(kinds[key]):
-            raise _fault(f"a problem's {str(key)[:40]} is {str(value)[:40]!r}")
-    attrs = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in data["attrs"])
-    return replace(Problem(_word(data["op"], "a problem's name")), **(given | {"attrs": attrs}))

@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs in this shape."""
         return self.made.program
 
 
@@ -122,7 +122,7 @@ class Executable:
 
     @cached_property
     def specializer(self) -> Specializer:
-        """Its programs by shape."""
+        """What lowers the graph and keeps its programs by shape."""
         from onnx_fuse.runtime.specialize import Specializer
 
         assert not isinstance(self.model, Deployed), "it has its programs"
@@ -165,7 +165,7 @@ class Executable:
 
     @cached_property
     def constants(self) -> Constants:
-        """What lowering knew."""
+        """The constants of all programs, on the device."""
         return Constants(self.pool, self.stream)
 
     @staticmethod
@@ -356,7 +356,7 @@ class Executable:
     # ---- bound ----
 
     def io_binding(self) -> Binding:
-        """What `run_with_iobinding` takes."""
+        """A new binding, which `run_with_iobinding` takes."""
         return Binding([v.name or "" for v in self._ends(self.model).outputs], self.device_id)
 
     def run_with_iobinding(

@@ -53,7 +53,7 @@ class HostCall:
         """Addresses are looked up at each run."""
 
     def capture(self, stream: device.Stream) -> None:
-        """No graph holds it."""
+        """Do nothing: no CUDA graph holds a call on the host."""
 
 
 class Stages:

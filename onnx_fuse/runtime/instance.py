@@ -121,7 +121,7 @@ class Instance:
         self._place_constants(made.room)
         self.memory = self._reserve(total)
         base = self.memory.address
-        owner.stream.clear(base, total)  # gaps between tensors travel with them
+        owner.stream.fill(base, 0, total)  # gaps between tensors travel with them
         self.address |= {b: base + at for b, at in offsets.items()}
         self.address |= {b: base + total + at for b, at in self.plan.offsets.items()}
         self._workspaces = {i: base + total + at for i, at in self.plan.workspaces.items()}
@@ -251,13 +251,21 @@ class Instance:
         )
 
     def _set_apart(self) -> None:
-        """An allocation for each tensor and each workspace: a checker sees their ends."""
+        """An allocation for each tensor and each workspace: a checker sees their ends.
+
+        Kernels read rows by vectors, with what stands between them where rows are padded; NaN
+        there shows in the results if a kernel uses it.
+        """
         kinds = ("input", "output", "constant", "temp")
+        written = [t for call in self.program.calls for _, t in call.writes]
+        padded = {t.buffer for t in written if t.size and t.span > t.size}
         for b in self.program.buffers:
             if b.kind in kinds and (b.id in self._offsets or b.kind in ("constant", "temp")):
                 memory = self._apart[b.id] = device.Memory(b.nbytes, b.name or "a temporary")
                 if b.kind == "constant" and b.nbytes:
                     self.owner.stream.move(memory.address, self.address[b.id], b.nbytes)
+                elif b.kind == "temp" and b.id in padded:
+                    self.owner.stream.fill(memory.address, 0xFF, b.nbytes)
                 self.address[b.id] = memory.address
         for i in self._workspaces:
             self._apart[-1 - i] = device.Memory(self.program.calls[i].workspace, "a workspace")
@@ -532,7 +540,7 @@ class Instance:
         return DeviceTensor(address, tensor.shape, tensor.dtype, self.owner.device_id, self)
 
     def describe(self) -> str:
-        """What runs, for messages."""
+        """A listing of what runs, for messages."""
         return f"running a program of {len(self.program.calls)} calls"
 
 

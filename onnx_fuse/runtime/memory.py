@@ -27,7 +27,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """The number of bytes that the arena holds."""
         return 0 if self.block is None else self.block.nbytes
 
     def reserve(self, nbytes: int) -> device.Memory:
@@ -45,7 +45,7 @@ class Arena:
         return self.block
 
     def release(self) -> None:
-        """Give the block back."""
+        """Give the block of memory back to the device."""
         self.block = None
 
 

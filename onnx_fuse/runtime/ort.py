@@ -119,9 +119,11 @@ class Widened:
         self._narrow = narrow
 
     def get_inputs(self) -> list[Argument]:
+        """The inputs as the model has them."""
         return [self._argument(a) for a in self._inner.get_inputs()]
 
     def get_outputs(self) -> list[Argument]:
+        """The outputs as the model has them."""
         return [self._argument(a) for a in self._inner.get_outputs()]
 
     def _argument(self, end: Any) -> Argument:
@@ -181,7 +183,7 @@ _NOISE = re.compile(
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether onnxruntime raised it."""
+    """Whether onnxruntime raised this exception."""
     if type(error).__module__.startswith("onnxruntime"):
         return True
     trace = error.__traceback__

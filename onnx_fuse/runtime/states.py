@@ -68,7 +68,7 @@ class CudaStates:
         return self._home.weights.read(name)
 
     def write(self, name: str, array: Array) -> None:
-        """Replace a state."""
+        """Replace the value of a state."""
         self._home.weights.write(name, array)
 
     def start(

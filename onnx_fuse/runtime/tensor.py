@@ -141,7 +141,9 @@ def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
     strides = view.strides
     pairs = zip(shape, strides or (), dense_strides(shape), strict=False)
     if strides and any(d != 1 and s != e for d, s, e in pairs):
-        raise UsageError("a GPU tensor that is fed must be contiguous")
+        raise UsageError(
+            "an input on the GPU must be a contiguous tensor: copy it (in torch: x.contiguous())"
+        )
     return DeviceTensor(int(view.ptr), shape, view.dtype.name, int(view.device_id), value)
 
 

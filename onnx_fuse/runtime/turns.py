@@ -25,7 +25,7 @@ class Turns:
             given = given.__cuda_stream__()[1]
         if not isinstance(given, int):
             raise UsageError(
-                f"a stream is an int handle or has __cuda_stream__, which {given!r} has not"
+                f"stream {given!r} is neither a handle (an int) nor an object with __cuda_stream__"
             )
         found = self._streams.get(given)
         if found is None:

@@ -35,6 +35,7 @@ class Portable:
         self._options.log_severity_level = ort.FATAL
 
     def add(self, key: str, model: onnx_ir.Model) -> None:
+        """Make a session for the graph of a mode."""
         with ort.faults("training graph"):
             self._sessions[key] = ort.session(model)
 
@@ -43,7 +44,7 @@ class Portable:
         return self._arrays[name][self._now[name]]
 
     def write(self, name: str, array: Array) -> None:
-        """Replace a state."""
+        """Replace the value of a state."""
         self.array(name)[...] = array
 
     ahead = 0
@@ -109,6 +110,7 @@ class Cuda:
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
+        """Begin a step; the result waits for it and gives its outputs."""
         successors = {s.next: s.name for s in spec.states if s.next}
         scalars = [name for name in (spec.loss, spec.norm) if name]
         guards = scalars if spec.strict else [spec.loss]

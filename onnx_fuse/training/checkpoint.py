@@ -56,7 +56,10 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     with files.held(folder) as mine:
         if not mine:
-            raise UsageError(f"{folder}: another training writes its checkpoints there")
+            raise UsageError(
+                f"{folder}: another training writes its checkpoints there: wait for it, or give "
+                "another folder"
+            )
         files.sweep(folder, _DRAFT)
         try:
             yield

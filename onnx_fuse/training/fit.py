@@ -81,7 +81,7 @@ def fit(
                 f"{history.batch_size}, not {examples} in batches of {batch_size}"
             )
         if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
-            raise DataError(f"{_DAMAGED} as many losses as its epochs have steps")
+            raise DataError(f"{_DAMAGED} losses, or has more than its epochs have steps")
     started: deque[float | Loss] = deque()
     hold = checkpoint.held(folder) if folder else contextlib.nullcontext()
 
@@ -112,21 +112,21 @@ def fit(
     return history
 
 
-_DAMAGED = "the checkpoint is damaged: its history has not"
+_DAMAGED = "the checkpoint is damaged: its history lacks"
 
 
 def _history(data: Any) -> History:
     """The History that a checkpoint holds. Raises DataError for anything else."""
     shapes = {"examples": int, "batch_size": int, "losses": list, "epochs": list}
     if not isinstance(data, dict) or {k: type(v) for k, v in data.items()} != shapes:
-        raise DataError(f"{_DAMAGED} {', '.join(shapes)}")
+        raise DataError(f"{_DAMAGED} one of {', '.join(shapes)}")
     numbers = [*data["losses"]]
     for record in data["epochs"]:
         if not isinstance(record, dict) or not {"epoch", "loss"} <= set(record):
-            raise DataError(f"{_DAMAGED} an epoch and a loss in each record")
+            raise DataError(f"{_DAMAGED} the epoch or the loss of a record")
         numbers += record.values()
     if any(type(x) is not float for x in numbers):
-        raise DataError(f"{_DAMAGED} floating-point numbers alone")
+        raise DataError(f"{_DAMAGED} a number where one should be")
     return History(**data)
 
 
@@ -155,11 +155,13 @@ def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int
     fixed = _fixed_batch(trainer)
     if fixed is not None and fixed != batch_size:
         raise UsageError(
-            f"the model's batch is fixed at {fixed}: train in batches of {fixed}, or free it "
-            "(--free-batch)"
+            f"the model's batch is fixed at {fixed}: give --batch-size {fixed}, or --free-batch"
         )
     if fixed is not None and examples < fixed:
-        raise DataError(f"{examples} examples do not fill one batch, fixed at {fixed}")
+        raise DataError(
+            f"the data has {examples} examples, which do not fill one batch: the model fixes it at "
+            f"{fixed}"
+        )
     if spec.classes:
         labels = arrays[spec.labels]
         for i in range(0, len(labels), _CHUNK):

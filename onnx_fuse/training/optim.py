@@ -60,11 +60,11 @@ class Schedule:
         if not 0 <= self.lr < math.inf:
             raise UsageError(f"the learning rate is {self.lr}: it must be finite and not negative")
         if self.warmup < 0 or self.every < 1:
-            raise UsageError("a schedule's warmup is at least 0, and its every at least 1")
+            raise UsageError("a schedule's warmup must be at least 0, and its every at least 1")
         if self.shape in ("linear", "cosine") and self.steps <= self.warmup:
             raise UsageError(
                 f"a {self.shape} schedule of {self.steps} steps ends within its {self.warmup} "
-                "steps of warm-up"
+                "steps of warm-up: give it more steps, or less warm-up"
             )
 
     def __call__(self, step: int) -> float:

@@ -210,7 +210,7 @@ class _Step:
         )
 
     def kept(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
-        """A new state."""
+        """Add a state, and return the input that reads it."""
         dtype = onnx_ir.DataType.from_numpy(initial.dtype)
         value = self.input(name, dtype, initial.shape)
         self.states.append((value, kind, initial))
@@ -301,7 +301,7 @@ class _Step:
         trainable: Sequence[str] | None,
         frozen: Sequence[str],
     ) -> list[onnx_ir.Value]:
-        """The initializers that train."""
+        """The initializers of the model that train."""
         floats = [
             v for v in autodiff.trainable(self.model) if self.named.issuperset(model_names(v))
         ]
@@ -431,7 +431,7 @@ class _Step:
         return sums
 
     def zeros(self, like: onnx_ir.Value) -> onnx_ir.Value:
-        """Zeros, whatever `like` holds."""
+        """Zeros of the shape and dtype of `like`, whatever it holds."""
         no, zero = self.op.constant(np.array(False)), self.op.constant(0.0, like.dtype)
         return typed(self.op.Where(no, like, zero), like, like.shape)
 

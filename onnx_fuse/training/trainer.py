@@ -118,7 +118,9 @@ class Trainer:
 
             begin()
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
-            raise UsageError("accumulate is at least 1, seed at least 0, clip_norm above 0")
+            raise UsageError(
+                "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
+            )
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self.optimizer = optimizer or optim.AdamW()
@@ -331,7 +333,10 @@ class Trainer:
         size = int(session.get_inputs()[0].shape[0])
         rows = len(arrays[session.get_inputs()[0].name])
         if rows < size:
-            raise DataError(f"the first batch needs {size} rows at least, as the model has")
+            raise DataError(
+                f"the first batch has {rows} rows, but it needs at least {size}, the batch that "
+                "the model was exported with"
+            )
         head = "the batch of the model cannot be freed"
         try:
             found = self._device.start("evaluate", spec, arrays)()
@@ -342,7 +347,7 @@ class Trainer:
             for name, y in zip(spec.outputs, ort.run(session, own, spec.outputs), strict=True):
                 got = found[name][i : i + size]
                 if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
-                    raise ModelError(f"{head}: '{name}' comes out different")
+                    raise ModelError(f"{head}: its output '{name}' changes")
 
     def check_labels(self, labels: Array, first: int = 0) -> None:
         """Raise DataError for one of `labels` that is neither a class nor ignore_index.
@@ -427,7 +432,7 @@ class Trainer:
             # of an update that will be left out
             summed = not spec.strict and name.endswith(".accumulated")
             if not summed and not np.isfinite(array).all():
-                raise CheckFailed(f"step {self.calls}: '{name}' is not finite any more")
+                raise CheckFailed(f"step {self.calls}: '{name}' is no longer finite")
         self.extra = extra
         manifest = {
             "step": self.calls,
@@ -472,7 +477,10 @@ class Trainer:
         stored = manifest["settings"]
         for key, value in self._settings().items():
             if stored.get(key) != value:
-                raise UsageError(f"{folder}: the run was started with {key} {stored.get(key)}")
+                raise UsageError(
+                    f"{folder}: the run was started with {key} {stored.get(key)}, not {value}: "
+                    "give the same, or another folder"
+                )
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")

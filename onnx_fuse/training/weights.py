@@ -11,6 +11,7 @@ from onnx_fuse.passes import params
 
 
 def is_selected(name: str, trainable: Sequence[str] | None, frozen: Sequence[str]) -> bool:
+    """Whether the globs `trainable` (None for all) and `frozen` let a weight train."""
     wanted = trainable is None or any(fnmatchcase(name, pattern) for pattern in trainable)
     return wanted and not any(fnmatchcase(name, pattern) for pattern in frozen)
 

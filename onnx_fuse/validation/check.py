@@ -273,7 +273,9 @@ def _answers(
             session = InferenceSession(fused, device=device, optimize=False, precision=precision)
         given = [v.name for v in session.get_outputs()]
         if given != list(names):
-            raise ModelError(f"the fused model's outputs are {given}, the original's {list(names)}")
+            raise ModelError(
+                f"the models' outputs differ: {given} in the one, {list(names)} in the original"
+            )
         if device == "cpu":
             return [ort.run(session, feed) for feed in feeds]
         return [session.run(None, feed) for feed in feeds]

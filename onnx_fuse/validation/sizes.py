@@ -21,7 +21,7 @@ class Atom:
 
     @cached_property
     def depth(self) -> int:
-        """Atoms within each other."""
+        """How many atoms are nested in each other."""
         inner = (s.depth for a in self.args for m in a.terms for s in m if isinstance(s, Atom))
         return 1 + max(inner, default=0)
 
@@ -221,7 +221,7 @@ def rounded_down(value: Size) -> Size:
 
 
 def smaller(a: Size, b: Size) -> Size:
-    """min(a, b)."""
+    """The size min(a, b), where it can be told or as an atom."""
     if (low := (b - a).least) is not None and low >= 0:
         return a
     if (low := (a - b).least) is not None and low >= 0:
@@ -230,7 +230,7 @@ def smaller(a: Size, b: Size) -> Size:
 
 
 def larger(a: Size, b: Size) -> Size:
-    """max(a, b)."""
+    """The size max(a, b), where it can be told or as an atom."""
     return -smaller(-a, -b)
 
 

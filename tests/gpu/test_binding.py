@@ -55,7 +55,7 @@ class Places:
     def __init__(self, runner: Executable, nbytes: int) -> None:
         self.stream = runner.stream
         self.memory = device.Memory(nbytes, "a caller's memory")
-        self.stream.clear(self.memory.address, nbytes)
+        self.stream.fill(self.memory.address, 0, nbytes)
 
     def put(self, at: int, array: np.ndarray) -> int:
         self.stream.upload(self.memory.address + at, array.ctypes.data, array.nbytes)

@@ -92,6 +92,7 @@ class Body(Builder):
     """A Builder that knows its results' element types, and what contrib bodies say often."""
 
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
+        """Emit a node whose results have their element types."""
         results = super().node(op_type, inputs, **keywords)
         made = self.nodes[-1]
         dtype: ir.DataType | None = None
@@ -122,7 +123,7 @@ class Body(Builder):
         return self.cast_like(self.constant(np.array(value, np.float32)), like)
 
     def ints(self, *values: int) -> ir.Value:
-        """A vector of int64."""
+        """A constant vector of int64 with these numbers."""
         return self.constant(np.array(values, np.int64))
 
     def size(self, x: ir.Value, axis: int) -> ir.Value:
@@ -178,11 +179,12 @@ def attr(node: ir.Node, name: str, default: Any = None) -> Any:
 
 
 def rank(value: ir.Value | None) -> int | None:
+    """The number of axes where it is known, or None."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
 def dim(value: ir.Value | None, axis: int) -> int | None:
-    """A known size."""
+    """The size of an axis where it is known, or None."""
     size = rank(value)
     if value is None or value.shape is None or size is None or not -size <= axis < size:
         return None

@@ -1,7 +1,6 @@
-"""The activations that fuse behind a Gemm or Conv, in one table; and QuickGelu and Silu as ops.
+"""Recognition of activations, written out or native; QuickGelu and Silu as operators; act'(z).
 
-Function bodies cannot branch on a string, so each fused family is generated from this table: a row
-writes act(z) and act'(z) in ONNX text, whose constants take the dtype of `z`.
+What is known of each activation stands in the table of `ops/activations.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation, signature
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -23,7 +23,10 @@ from onnx_fuse.ops.rewrite import (
     attribute,
     is_constant,
     is_float,
+    made_by,
     number,
+    only_use,
+    other,
     rank,
     scalar,
     typed,
@@ -31,146 +34,13 @@ from onnx_fuse.ops.rewrite import (
 )
 
 
-@dataclass(frozen=True)
-class Activation:
-    """`y = act(z)`: `forward` computes y from z, `derivative` computes d = act'(z) from z.
-
-    `op_type`, `domain` name the standalone op; `fixed` are attributes it must have, `attributes`
-    those a fused op takes over, as an ONNX signature with defaults. `cuda` is its name in the
-    kernels' epilogues (common.cuh); a fused op whose activation has none is lowered by its body.
-    """
-
-    name: str
-    op_type: str
-    forward: str
-    derivative: str
-    attributes: str = ""
-    domain: str = ""
-    fixed: tuple[tuple[str, str], ...] = ()
-    cuda: str = ""
-
-    @property
-    def alpha(self) -> float:
-        """The default of its one attribute; 0 where it has none."""
-        return float(self.attributes.partition("=")[2] or 0.0)
-
-
-def signature(*attributes: str) -> str:
-    """`<epsilon: float = 1e-05, alpha: float = 0.01>`, or nothing."""
-    inner = ", ".join(a for a in attributes if a)
-    return f"<{inner}> " if inner else ""
-
-
-def _const(name: str, value: float | str) -> str:
-    return (
-        f"  {name}_f = Constant <value_float: float = {value}> ()\n"
-        f"  {name} = CastLike ({name}_f, z)\n"
-    )
-
-
-_SQRT_2_PI = math.sqrt(2 / math.pi)
-_SIGMOID_DERIVATIVE = "  s = Sigmoid (z)\n  s2 = Mul (s, s)\n  d = Sub (s, s2)\n"
-_QUICK_FORWARD = _const("a", "@alpha") + "  az = Mul (a, z)\n  s = Sigmoid (az)\n  y = Mul (z, s)\n"
-# d/dz z·σ(az) = σ + az σ (1 - σ)
-_SILU_TAIL = (
-    "  s = Sigmoid (az)\n  azs = Mul (az, s)\n  azs2 = Mul (azs, s)\n  t = Sub (azs, azs2)\n"
-    "  d = Add (s, t)\n"
-)
-
-ACTIVATIONS: dict[str, Activation] = {
-    a.name: a
-    for a in (
-        Activation(
-            "Relu",
-            "Relu",
-            "  y = Relu (z)\n",
-            _const("zero", "0.0") + "  p = Greater (z, zero)\n  d = CastLike (p, z)\n",
-            cuda="relu",
-        ),
-        Activation(
-            "LeakyRelu",
-            "LeakyRelu",
-            "  y = LeakyRelu <alpha: float = @alpha> (z)\n",
-            _const("zero", "0.0")
-            + _const("one", "1.0")
-            + _const("a", "@alpha")
-            + "  p = Less (z, zero)\n  d = Where (p, a, one)\n",
-            attributes="alpha: float = 0.01",
-            cuda="leaky_relu",
-        ),
-        Activation(
-            "Gelu",
-            "Gelu",
-            '  y = Gelu <approximate: string = "none"> (z)\n',
-            # Φ(z) + z φ(z)
-            _const("half", "0.5")
-            + _const("one", "1.0")
-            + _const("r", repr(math.sqrt(0.5)))
-            + _const("g", repr(1 / math.sqrt(2 * math.pi)))
-            + "  zr = Mul (z, r)\n  e = Erf (zr)\n  e1 = Add (e, one)\n  cdf = Mul (e1, half)\n"
-            "  zr2 = Mul (zr, zr)\n  nzr2 = Neg (zr2)\n  ex = Exp (nzr2)\n  pdf = Mul (ex, g)\n"
-            "  zpdf = Mul (z, pdf)\n  d = Add (cdf, zpdf)\n",
-            fixed=(("approximate", "none"),),
-            cuda="gelu",
-        ),
-        Activation(
-            "GeluTanh",
-            "Gelu",
-            '  y = Gelu <approximate: string = "tanh"> (z)\n',
-            # t = tanh(b(z + c z³));  ½(1 + t) + ½ z (1 - t²) b (1 + 3c z²)
-            _const("half", "0.5")
-            + _const("one", "1.0")
-            + _const("b", repr(_SQRT_2_PI))
-            + _const("c", "0.044715")
-            + _const("c3", "0.134145")
-            + "  z2 = Mul (z, z)\n  cz2 = Mul (c, z2)\n  cz2_1 = Add (cz2, one)\n"
-            "  zb = Mul (z, b)\n  u = Mul (zb, cz2_1)\n  t = Tanh (u)\n  t1 = Add (t, one)\n"
-            "  left = Mul (t1, half)\n  tt = Mul (t, t)\n  dt = Sub (one, tt)\n"
-            "  c3z2 = Mul (c3, z2)\n  c3z2_1 = Add (c3z2, one)\n  du = Mul (zb, c3z2_1)\n"
-            "  dtdu = Mul (dt, du)\n  right = Mul (dtdu, half)\n  d = Add (left, right)\n",
-            fixed=(("approximate", "tanh"),),
-            cuda="gelu_tanh",
-        ),
-        Activation(
-            "QuickGelu",
-            "QuickGelu",
-            _QUICK_FORWARD,
-            _const("a", "@alpha") + "  az = Mul (a, z)\n" + _SILU_TAIL,
-            attributes="alpha: float = 1.702",
-            domain=FUSE,
-            cuda="quick_gelu",
-        ),
-        Activation(
-            "Silu",
-            "Silu",
-            "  s = Sigmoid (z)\n  y = Mul (z, s)\n",
-            "  az = Identity (z)\n" + _SILU_TAIL,
-            domain=FUSE,
-            cuda="silu",
-        ),
-        Activation(
-            "Sigmoid", "Sigmoid", "  y = Sigmoid (z)\n", _SIGMOID_DERIVATIVE, cuda="sigmoid"
-        ),
-        Activation(
-            "Tanh",
-            "Tanh",
-            "  y = Tanh (z)\n",
-            _const("one", "1.0") + "  t = Tanh (z)\n  tt = Mul (t, t)\n  d = Sub (one, tt)\n",
-            cuda="tanh",
-        ),
-    )
-}
-
-ACTIVATION_OPS = tuple({a.op_type for a in ACTIVATIONS.values()})
-
-
 def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
     """The table's row for a standalone activation node, and the attributes a fused op inherits."""
     for row in ACTIVATIONS.values():
         if (node.op_type, node.domain) != (row.op_type, row.domain):
             continue
-        defaults = {"approximate": "none"}
-        if all(attribute(node, key, defaults.get(key)) == value for key, value in row.fixed):
+        standard = {**dict(row.fixed), "approximate": "none"}
+        if all(attribute(node, key, standard[key]) == value for key, value in row.fixed):
             taken = {
                 k: a.as_float() for k, a in node.attributes.items() if k not in dict(row.fixed)
             }
@@ -309,8 +179,8 @@ def _erf_argument(dtype: ir.DataType) -> Coefficients:
 
 def _cubic_argument(dtype: ir.DataType) -> Coefficients:
     """√(2/π) (x + 0.044715 x³), the second coefficient as a product or by itself."""
-    outer, inner = _stored(_SQRT_2_PI, dtype), _stored(0.044715, dtype)
-    return {(1, 0): (outer,), (3, 0): (outer * inner, _stored(_SQRT_2_PI * 0.044715, dtype))}
+    outer, inner = _stored(SQRT_2_PI, dtype), _stored(0.044715, dtype)
+    return {(1, 0): (outer,), (3, 0): (outer * inner, _stored(SQRT_2_PI * 0.044715, dtype))}
 
 
 def _agrees(p: Polynomial | None, wanted: Coefficients, tolerance: float = 0.0) -> bool:
@@ -357,7 +227,7 @@ FORMS = (
         _HALF_OF_ALL,
         "Gelu",
         "",
-        lambda x, _: x * (0.5 * (1 + np.tanh(_SQRT_2_PI * x * (1 + 0.044715 * x * x)))),
+        lambda x, _: x * (0.5 * (1 + np.tanh(SQRT_2_PI * x * (1 + 0.044715 * x * x)))),
         (("approximate", "tanh"),),
     ),
     _Form(
@@ -556,7 +426,27 @@ def _one_slope(rw: Rewriter, node: ir.Node) -> bool:
     return rw.replace(node, op, [node.outputs[0]], [y])
 
 
+def _older(rw: Rewriter, node: ir.Node) -> bool:
+    """HardSwish and Mish as their ONNX functions, which graphs of older opsets have instead."""
+    s, y = node.outputs[0], only_use(node.outputs[0])
+    x = node.inputs[0]
+    if node.op_type == "Tanh":
+        inner = made_by(x, "Softplus")
+        x, name = (inner.inputs[0] if inner is not None else None), "Mish"
+    else:
+        sixth = float(np.float32(1 / 6))
+        given = [attribute(node, key, value) for key, value in (("alpha", 0.2), ("beta", 0.5))]
+        name = "HardSwish" if given == [sixth, 0.5] else ""
+    if y is None or y.op_type != "Mul" or y.domain or node.domain or not name or x is None:
+        return False
+    if other(y, s) is not x:
+        return False
+    op = Builder()
+    return rw.replace(y, op, [y.outputs[0]], [op.node(name, [x])])
+
+
 RULES = (
+    Rule("Activation", 0, ("Tanh", "HardSigmoid"), _older),
     Rule("Activation", 0, ("PRelu",), _one_slope, training=False),
     Rule("Activation", 0, ("Swish", "SwiGLU"), _native),
     Rule("Activation", 0, tuple({f.anchor for f in FORMS}), _recognize),

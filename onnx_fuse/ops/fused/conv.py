@@ -14,13 +14,9 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import (
-    ACTIVATION_OPS,
-    ACTIVATIONS,
-    Activation,
-    activation_of,
-    signature,
-)
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import conv_act_grad
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
@@ -48,7 +44,8 @@ _PRELU = Activation("PRelu", "PRelu", "  y = PRelu (z, slope)\n", "")
 
 
 def _define(activation: Activation | None, residual: bool) -> OpDef:
-    name = f"Conv{'Add' if residual else ''}{activation.name if activation else ''}"
+    family, act = "ConvAdd" if residual else "Conv", activation.name if activation else ""
+    name = str(FusedName.make(family, act))
     inputs = ["x", "w", "c", *(["r"] if residual else [])]
     inputs += ["slope"] if activation is _PRELU else []
     # Every attribute is bound at a call; only those with a default may follow the plain names.
@@ -99,7 +96,7 @@ def _activation(z: ir.Value) -> _Behind | None:
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
             return _Behind((), node, _PRELU, {}, (slope,))
-        found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
+        found = activation_of(node)
         if found is not None:
             return _Behind(tuple(views), node, *found)
     return None
@@ -166,7 +163,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
     inputs = [x, w, bias if bias is not None else rw.zeros(w, channels)]
     inputs += [sum_of[1]] if sum_of else []
     y = op.node(
-        f"Conv{'Add' if sum_of else ''}{act.activation.name if act else ''}",
+        str(FusedName.make("ConvAdd" if sum_of else "Conv", act.activation.name if act else "")),
         [*inputs, *(act.operands if act else ())],
         domain=FUSE,
         kernel_shape=list(kernel),

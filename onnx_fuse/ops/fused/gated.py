@@ -20,13 +20,9 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import (
-    ACTIVATION_OPS,
-    ACTIVATIONS,
-    Activation,
-    activation_of,
-    signature,
-)
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gemm import PROLOGUES, Parts, merged_bias, packed_many, product_parts
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.opdef import OpDef, register
@@ -51,7 +47,7 @@ PLACES = {"GateFirst": ("z, u", "g, u"), "GateLast": ("u, z", "u, g")}
 
 def _define(prefix: str, place: str, activation: Activation) -> OpDef:
     prologue = PROLOGUES[prefix]
-    name = f"{prefix}{place}Gemm{activation.name}"
+    name = str(FusedName.make("Gemm", activation.name, norm=prefix, place=place))
     inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
     halves, factors = PLACES[place]
     gate = activation.forward.replace("  y = ", "  g = ")
@@ -67,13 +63,13 @@ def _define(prefix: str, place: str, activation: Activation) -> OpDef:
 
 
 OPS = {
-    f"{prefix}{place}Gemm{name}": (prefix, place, name)
+    str(name): name
     for prefix in PROLOGUES
     for place in PLACES
-    for name in ACTIVATIONS
+    for name in (FusedName.make("Gemm", a, norm=prefix, place=place) for a in ACTIVATIONS)
 }
-"""Every gated product -> its norm, the place of its gate, its activation."""
-register(*(_define(prefix, place, ACTIVATIONS[name]) for prefix, place, name in OPS.values()))
+"""Every gated product, with what its name says."""
+register(*(_define(op.norm, op.place, ACTIVATIONS[op.activation]) for op in OPS.values()))
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def _gate_of(value: ir.Value | None) -> tuple[ir.Node, Activation, dict[str, flo
     node = value.producer() if value is not None else None
     if node is None:
         return None
-    found = activation_of(node) if node.op_type in ACTIVATION_OPS else None
+    found = activation_of(node)
     if found is not None:
         return node, *found
     parts = product_parts(node)
@@ -297,9 +293,9 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
         w = rw.pack(op, weights, None, 1, stem)
         widths = [dim(v, 1) or 0 for v in weights]
         c = merged_bias(op, rw, [part.c for part in parts], widths, weights[0], stem)
-    name = f"{prefix}{unit.place}Gemm{unit.activation.name}"
+    name = FusedName.make("Gemm", unit.activation.name, norm=prefix, place=unit.place)
     attributes = {**unit.norm, **unit.attributes}
-    y = op.node(name, [*head, w, c], domain=FUSE, attributes=attributes)
+    y = op.node(str(name), [*head, w, c], domain=FUSE, attributes=attributes)
     return rw.replace(node, op, [node.outputs[0]], [typed(y, node.outputs[0])])
 
 
@@ -316,19 +312,20 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
 
     `columns`: of its weight.
     """
-    prefix, place, name = OPS[node.op_type]
-    row, y = ACTIVATIONS[name], node.outputs[0]
+    name = OPS[node.op_type]
+    row, y = ACTIVATIONS[name.activation], node.outputs[0]
     *head, w, c = node.inputs
     shape = None if y.shape is None else [*y.shape[:-1], columns]
-    if not prefix and adds_nothing(c):
+    if not name.norm and adds_nothing(c):
         both = op.MatMul(*head, w)
     else:
-        both = op.node(f"{prefix}Gemm", [*head, w, c], domain=FUSE, attributes=_norm_of(node))
+        plain = str(FusedName.make("Gemm", norm=name.norm))
+        both = op.node(plain, [*head, w, c], domain=FUSE, attributes=_norm_of(node))
     widths = op.constant([columns // 2] * 2)
     halves = list(op.Split(typed(both, y, shape), widths, axis=-1, outputs=2))
     kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
     attributes = {**kept, **dict(row.fixed)}
-    at = 0 if place == "GateFirst" else 1
+    at = 0 if name.place == "GateFirst" else 1
     for half in halves:
         typed(half, y, y.shape)
     halves[at] = op.node(row.op_type, [halves[at]], domain=row.domain, attributes=attributes)
@@ -337,7 +334,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
 
 
 def _apart(rw: Rewriter, node: ir.Node) -> bool:
-    """What training takes."""
+    """The form that training uses: product and gate apart."""
     columns = dim(node.inputs[-2], 1)
     if columns is None:
         return False

@@ -17,14 +17,10 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused import padded
-from onnx_fuse.ops.fused.activations import (
-    ACTIVATION_OPS,
-    ACTIVATIONS,
-    Activation,
-    activation_of,
-    signature,
-)
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
 from onnx_fuse.ops.fused.norm import (
     EPSILON,
@@ -85,7 +81,7 @@ PROLOGUES = {
 
 def _define(prefix: str, activation: Activation | None) -> OpDef:
     prologue = PROLOGUES[prefix]
-    name = f"{prefix}Gemm{activation.name if activation else ''}"
+    name = str(FusedName.make("Gemm", activation.name if activation else "", norm=prefix))
     inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
     tail = activation.forward if activation else ""
     head = signature(*prologue.attributes, activation.attributes if activation else "")
@@ -180,7 +176,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
     after = views_above(site.output)
     z = after[-1].outputs[0] if after else site.output
-    near = [n for n in users(z) if n.op_type in ACTIVATION_OPS and activation_of(n)]
+    near = [n for n in users(z) if activation_of(n)]
     if not near:
         unfused = [n for n in users(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
@@ -282,7 +278,8 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         own = is_initializer(w)
         w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if own else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
-    name = f"{prefix}Gemm{site.activation.name if site.activation else ''}"
+    act = site.activation.name if site.activation else ""
+    name = str(FusedName.make("Gemm", act, norm=prefix))
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
     if site.moved:
         shape = ir.Shape([*(x.shape or ())[:-1], dim(w, 1)])
@@ -328,13 +325,13 @@ def product_parts(node: ir.Node) -> Parts | None:
     if node.op_type == "MatMul" and not node.domain:
         x, w = node.inputs[0], node.inputs[1]
         return Parts("", "", (x,), w, None) if x is not None and w is not None else None
-    prefix, found, act = node.op_type.partition("Gemm")
-    if node.domain != FUSE or not found or prefix not in PROLOGUES or "_" in act:
+    name = FusedName.of(node.op_type)
+    if node.domain != FUSE or name.family != "Gemm" or name.place or name.grad or name.exposed:
         return None
-    if act and act not in ACTIVATIONS:
+    if name.activation and name.activation not in ACTIVATIONS:
         return None
     *head, w, c = [v for v in node.inputs if v is not None]
-    return Parts(prefix, act, tuple(head), w, c)
+    return Parts(name.norm, name.activation, tuple(head), w, c)
 
 
 def _merge(rw: Rewriter, node: ir.Node) -> bool:
@@ -387,7 +384,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         name = "MatMul"
     else:
         c = merged_bias(op, rw, biases, widths, weights[0], stem)
-        name = f"{parts[0]}Gemm{act}"
+        name = str(FusedName.make("Gemm", act, norm=parts[0]))
         kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
         y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=kept)
     typed(y, node.outputs[0])
@@ -467,8 +464,9 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
     if norm is None or (not users(node.outputs[0]) and not node.outputs[0].is_graph_output()):
         return False
     for peer in users(norm.x):
-        prefix, found, act = peer.op_type.partition("Gemm")
-        if peer.domain != FUSE or not found or prefix != norm.kind or "_" in act:
+        name = FusedName.of(peer.op_type)
+        plain = name.family == "Gemm" and not (name.place or name.grad or name.exposed)
+        if peer.domain != FUSE or not plain or name.norm != norm.kind:
             continue
         *head, w, c = peer.inputs
         mine = {k: v.value for k, v in peer.attributes.items() if k in norm.attributes}
@@ -525,12 +523,12 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     return True
 
 
-_OTHER_ACTIVATIONS = (
-    *("Celu", "Clip", "Elu", "HardSigmoid", "HardSwish", "Mish", "PRelu", "Selu", "Softplus"),
-    *("Softsign", "ThresholdedRelu"),
-)
+_OTHER_ACTIVATIONS = ("Celu", "Clip", "PRelu", "Softsign", "ThresholdedRelu")
 _NORMS = ("LayerNormalization", "RMSNormalization")
-_FAMILY = ("MatMul", *(f"{p}Gemm{a}" for p in PROLOGUES for a in ("", *ACTIVATIONS)))
+_FAMILY = (
+    "MatMul",
+    *(str(FusedName.make("Gemm", a, norm=p)) for p in PROLOGUES for a in ("", *ACTIVATIONS)),
+)
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
 MERGE = Rule("MergedGemm", 2, _FAMILY, _merge)
 KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep)

@@ -17,9 +17,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import Activation, signature
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.derive import Tensor, Values, arguments, dim, emit, fail, reshape_like
-from onnx_fuse.ops.fused.activations import Activation, act_grad, signature
+from onnx_fuse.ops.fused.activations import act_grad
 from onnx_fuse.ops.opdef import OpDef, lookup
 
 STASH = "stash_type: int = 1"
@@ -158,7 +160,9 @@ def _dz(activation: Activation | None) -> str:
 
 def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
     text, inputs, outputs = _GEMMS[prefix]
-    name = f"{prefix}Gemm{activation.name if activation else ''}Grad"
+    name = FusedName.make(
+        "Gemm", activation.name if activation else "", norm=prefix, grad=True
+    ).base
     reads = inputs if prefix or activation is None else [*inputs, "z"]
     attributes = ", ".join(
         a for a in (STASH if prefix else "", activation.attributes if activation else "") if a
@@ -174,7 +178,9 @@ def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
 
 def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     """The rule of every Gemm; a bias that is not one per column takes dz itself, summed by rows."""
-    prefix, _, act = node.op_type.split("_")[0].partition("Gemm")
+    name = FusedName.of(node.op_type)
+    prefix, act = name.norm, name.activation
+    grad = FusedName.make("Gemm", act, norm=prefix, grad=True)
     x, *affine, w, c = arguments(node, len(node.inputs))
     y, dn = node.outputs[0], cotangents(node, dys, 1, "n")
     norm = [saved(node, s) for s in ("mean", "rstd")[prefix == "RMSNorm" :]] if prefix else []
@@ -192,12 +198,12 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
             len(shape) < 2 or shape[-1] == dim(w, 1)
         )
         if per_column or not op.wants(c):
-            *found, dc = emit(op, f"{prefix}Gemm{act}Grad", inputs, like, **attributes)
+            *found, dc = emit(op, str(grad), inputs, like, **attributes)
             if shape == [] or (shape[-1] == 1 and dim(w, 1) != 1):
                 dc = op.ReduceSum(dc, keepdims=0)
             found.append(reshape_like(op, dc, c) if per_column else None)
         else:
-            *found, _, dz = emit(op, f"{prefix}Gemm{act}Grad_dz", inputs, [*like, y], **attributes)
+            *found, _, dz = emit(op, str(grad.exposing("dz")), inputs, [*like, y], **attributes)
             found.append(dz)
     if dn is not None:
         more = norm_grad(op, node, prefix, dn, None, x, affine, norm)
@@ -372,7 +378,7 @@ def rms_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
 def skip_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     """(y, s) of s = x + residual: x and residual share one gradient."""
     cotangents(node, dys, 2)
-    kind = "LayerNorm" if "Layer" in node.op_type else "RMSNorm"
+    kind = FusedName.of(node.op_type).norm
     stats = [saved(node, s) for s in ("mean", "rstd")[kind == "RMSNorm" :]]
     (dy, ds), s, affine = dys[:2], node.outputs[1], list(node.inputs[2:])
     if dy is None:
@@ -385,7 +391,7 @@ def skip_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def conv_act_grad(op: Any, node: ir.Node, dys: Values) -> Values:
-    activation = node.op_type.split("_")[0].removeprefix("Conv")
+    activation = FusedName.of(node.op_type).activation
     cotangents(node, dys, 1)
     z = saved(node, "z")
     z.shape = node.outputs[0].shape

@@ -12,7 +12,9 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.activations import ACTIVATIONS, Activation, activation_of, signature
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -56,7 +58,7 @@ _NODE = """  rest = Constant <value_ints: ints = [-1]> ()
 
 
 def _define(activation: Activation | None) -> OpDef:
-    name = f"GroupNorm{activation.name if activation else ''}"
+    name = str(FusedName.make("GroupNorm", activation.name if activation else ""))
     head = signature(
         "num_groups",
         "epsilon: float = 1e-05",
@@ -152,7 +154,7 @@ def _build(
     found = activation_of(reader) if reader is not None else None
     at = reader if found is not None and reader is not None else z.producer()
     assert at is not None
-    name = f"GroupNorm{found[0].name if found is not None else ''}"
+    name = str(FusedName.make("GroupNorm", found[0].name if found is not None else ""))
     attributes = attributes | (found[1] if found is not None else {})
     y = op.node(name, [x, *affine], domain=FUSE, attributes=attributes)
     y.producer().overload = overload

@@ -8,10 +8,11 @@ from math import prod
 
 from onnx_fuse.cuda.jit import source_text, without_bounds
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
-from onnx_fuse.kernels.rows import fold_kind, fold_many
+from onnx_fuse.kernels.rows import fold_kind
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
-from onnx_fuse.program.problem import Launch, Num, Ptr, Table
+from onnx_fuse.program.problem import Hardware, Launch, Num, Ptr, Table
+from onnx_fuse.program.problems import Fold
 
 MAX_WAIT = 2 << 20
 """Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
@@ -225,16 +226,17 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
     )
 
 
-def fold_together(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> list[Call]:
     """Folds of weights become one launch where the first stood, which casts float32 masters too."""
     readers, writers = of = uses(calls)
     groups: dict[object, list[tuple[int, int | None]]] = defaultdict(list)
     for i, call in enumerate(calls):
-        if [launch.entry for launch in call.launches] != ["fold_columns"]:
+        if not isinstance(call.problem, Fold):
             continue
+        ((k, n),) = call.problem.shapes
         w = dict(call.reads)["w"].buffer
         for cast in dict.fromkeys((_cast_for(calls, i, of, keep), None)):
-            group = groups[fold_kind(call.launches[0]), cast is None]
+            group = groups[fold_kind(k, n, call.problem.dtype, hw), cast is None]
             first = group[0][0] if group else i
             made = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
             if max(made, default=-1) >= first or (cast is not None and min(readers[w]) < first):
@@ -247,7 +249,7 @@ def fold_together(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             continue
         for i in (i for pair in group for i in pair if i is not None):
             result[i] = []
-        parts = [group[k : k + MAX_FOLDS] for k in range(0, len(group), MAX_FOLDS)]
+        parts = [group[j : j + MAX_FOLDS] for j in range(0, len(group), MAX_FOLDS)]
         result[group[0][0]] = [
             _folds([(calls[i], None if cast is None else calls[cast]) for i, cast in part])
             for part in parts
@@ -272,7 +274,7 @@ def _cast_for(
         return None
     if any(at < j < i for j in writers[x.buffer]):
         return None
-    folds = [j for j in readers[w.buffer] if "fold_columns" in {x.entry for x in calls[j].launches}]
+    folds = [j for j in readers[w.buffer] if isinstance(calls[j].problem, Fold)]
     return at if folds == [i] else None
 
 
@@ -287,11 +289,14 @@ def _folds(members: Sequence[tuple[Call, Call | None]]) -> Call:
             given["w"] = cast.reads[0][1]
         reads |= {f"{name}.{i}": t for name, t in given.items()}
         writes |= {f"{name}.{i}": t for name, t in fold.writes}
+    folds = [fold.problem for fold, _ in members if isinstance(fold.problem, Fold)]
+    shapes = tuple(fold.shapes[0] for fold in folds)
     return Call(
         f"Fold x{len(members)}",
         nodes_of(*(call for pair in members for call in pair if call is not None)),
-        (fold_many([fold.launches[0] for fold, _ in members], members[0][1] is not None),),
+        (),
         tuple(reads.items()),
         tuple(writes.items()),
+        problem=Fold(shapes, folds[0].dtype, members[0][1] is not None),
         bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
     )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from onnx_fuse.kernels import Choice, forced, refusals, select
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.problem import Hardware, Problem
+from onnx_fuse.program.problem import AnyProblem, Hardware
 
 LARGE = 1 << 16
 """Elements from which a pass over a tensor weighs more than its launch."""
@@ -68,6 +68,23 @@ def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     )
 
 
+def select_kernels(
+    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
+) -> list[Call]:
+    """The calls, each problem with the launches of the kernel chosen for it.
+
+    Raises UsageError where one that the user asks for does not serve its problem.
+    """
+    return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
+
+
+def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
+    assert call.problem is not None
+    choice = select(call.problem.op, call.problem, hw, prefs)
+    assert choice is not None, f"no kernel serves {call.problem}"
+    return chosen(call, choice, hw)
+
+
 class Calls:
     """The calls under a pass, by place; `keep` are buffers whose last values are wanted."""
 
@@ -103,39 +120,35 @@ class Calls:
         readers, writers = self.readers[tensor.buffer], self.writers[tensor.buffer]
         return writers == [i] and not any(at <= r < i for r in readers)
 
-    def kernel(self, problem: Problem) -> Choice | None:
+    def kernel(self, problem: AnyProblem) -> Choice | None:
         """The kernel for more of an epilogue; None where the one asked for has no such."""
         if forced(self.prefs).get(problem.op) in refusals(problem.op, problem, self.hw):
             return None
         return select(problem.op, problem, self.hw, self.prefs)
 
-    def seconds(self, problem: Problem) -> float:
+    def seconds(self, problem: AnyProblem) -> float:
         """Of its kernel; infinity where it has none."""
         choice = self.kernel(problem)
         return inf if choice is None else choice.seconds
 
-    def served(self, call: Call) -> Call | None:
-        """The call with the kernel for its problem, None where there is none."""
-        choice = self.kernel(call.problem) if call.problem is not None else None
-        return None if choice is None else chosen(call, choice, self.hw)
-
     def take(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
         """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.
 
-        A problem that differs gets its kernel; False, and nothing done, where it has none.
+        False, and nothing done, where no kernel serves a problem that differs.
         """
         (old,) = self.now[at]
-        if call.problem is not None and call.problem != old.problem:
-            served = self.served(call)
-            if served is None:
-                return False
-            call = served
+        differs = call.problem is not None and call.problem != old.problem
+        if differs and call.problem is not None and self.kernel(call.problem) is None:
+            return False
         call = replace(call, nodes=nodes_of(old, self.calls[i]))
         self.now[at], self.now[i] = ((), (call, *after)) if here else ((call,), after)
         return True
 
 
-def rewrite(rule: Callable[[Calls, int, Call], None], calls: Calls) -> list[Call]:
+Rule: TypeAlias = Callable[[Calls, int, Call], None]
+
+
+def rewrite(rule: Rule, calls: Calls) -> list[Call]:
     """The calls after a rule that was asked at each of them, in order."""
     for i in range(len(calls.calls)):
         for call in calls.now[i]:

@@ -19,8 +19,9 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, Context, Tensor
-from onnx_fuse.program.passes.callgraph import chosen, uses
-from onnx_fuse.program.problem import Num, Problem
+from onnx_fuse.program.passes.callgraph import uses
+from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problems import Norm
 from onnx_fuse.program.size import rough
 
 PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
@@ -28,7 +29,7 @@ ACTIVATED = PLAIN | {"act", "act_alpha"}
 
 
 @dataclass(frozen=True)
-class Norm:
+class Rows:
     """y = LN(x) over rows of `width` elements, and its parameters' values."""
 
     call: Call
@@ -55,12 +56,11 @@ def defer(
     calls: Sequence[Call],
     keep: Collection[int],
     ctx: Context,
-    prefs: Mapping[str, str] | None = None,
 ) -> tuple[Call, ...]:
     """The calls without the LayerNormalizations that all their readers can take over."""
     readers, writers = uses(calls)
     result: list[Call | None] = list(calls)
-    choices = Choices(ctx, prefs)
+    choices = Choices(ctx)
     for i, call in enumerate(calls):
         norm = _norm(call, ctx)
         if norm is None or norm.y.buffer in keep or writers[norm.y.buffer] != [i]:
@@ -84,9 +84,12 @@ def defer(
     return tuple(call for call in result if call is not None)
 
 
-def _norm(call: Call, ctx: Context) -> Norm | None:
+def _norm(call: Call, ctx: Context) -> Rows | None:
     """The LayerNormalization of a 16-bit x whose parameters nothing writes to."""
-    if call.kernel != "LayerNormalization" or [name for name, _ in call.writes] != ["y"]:
+    norm = call.problem
+    if not isinstance(norm, Norm) or norm.rms or norm.affine != 1 or not norm.stored:
+        return None
+    if [name for name, _ in call.writes] != ["y"]:
         return None
     reads, y = dict(call.reads), call.writes[0][1]
     gamma = ctx.known(reads["scale"])
@@ -96,19 +99,18 @@ def _norm(call: Call, ctx: Context) -> Norm | None:
         return None
     if gamma.size != x.shape[-1]:
         return None
-    (epsilon,) = (a.value for a in call.launches[0].args if isinstance(a, Num) and a.ctype == "f32")
-    return Norm(call, x, y, gamma.reshape(-1), beta.reshape(-1), epsilon)
+    return Rows(call, x, y, gamma.reshape(-1), beta.reshape(-1), norm.epsilon)
 
 
 def _attrs(problem: Problem) -> set[str]:
     return {name for name, value in problem.attrs if value}
 
 
-def _product(call: Call, norm: Norm) -> bool:
+def _product(call: Call, norm: Rows) -> bool:
     """Whether the norm's rows are the product's left operand, and nothing else of it."""
     p = call.problem
     return (
-        p is not None
+        isinstance(p, Problem)
         and p.op == "Gemm"
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["a"]
         and norm.whole(dict(call.reads)["a"])
@@ -119,11 +121,11 @@ def _product(call: Call, norm: Norm) -> bool:
     )
 
 
-def _residual(call: Call, norm: Norm, ctx: Context) -> bool:
+def _residual(call: Call, norm: Rows, ctx: Context) -> bool:
     """Whether the product adds the norm's rows to its own, after a bias that is known."""
     p, reads = call.problem, dict(call.reads)
     return (
-        p is not None
+        isinstance(p, Problem)
         and p.op == "Gemm"
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["c"]
         and norm.whole(reads["c"])
@@ -137,8 +139,8 @@ def _residual(call: Call, norm: Norm, ctx: Context) -> bool:
 class Choices:
     """What replaces a norm and its readers, if that is cheaper."""
 
-    def __init__(self, ctx: Context, prefs: Mapping[str, str] | None) -> None:
-        self.ctx, self.prefs = ctx, prefs
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
         self._seconds: dict[Problem, float] = {}
 
     def seconds(self, *problems: Problem) -> float:
@@ -146,7 +148,7 @@ class Choices:
         for problem in problems:
             if problem not in self._seconds:
                 try:  # a kernel that the user asks for may not serve it
-                    found = select(problem.op, problem, self.ctx.hw, self.prefs, records=False)
+                    found = select(problem.op, problem, self.ctx.hw, self.ctx.prefs, records=False)
                 except UsageError:
                     found = None
                 self._seconds[problem] = found.seconds if found is not None else inf
@@ -154,7 +156,7 @@ class Choices:
 
     def replaced(
         self,
-        norm: Norm,
+        norm: Rows,
         source: Call | None,
         products: Mapping[int, Call],
         residuals: Mapping[int, Call],
@@ -164,10 +166,10 @@ class Choices:
         added = self.seconds(*(_added(c) for c in residuals.values()))
         launch = hw.launch_seconds + 2 * rough(norm.x.nbytes) / hw.bandwidth
         readers = (*products.values(), *residuals.values())
-        before = launch + self.seconds(*(c.problem for c in readers if c.problem))
+        before = launch + self.seconds(*(_problem(c) for c in readers))
         ways = [(added + self.seconds(*(_norm_gemm(c, norm) for c in products.values())), 0)]
-        old = source.problem if source is not None else None
-        if source is not None and old is not None and _makes(source, norm):
+        if source is not None and _makes(source, norm):
+            old = _problem(source)
             for parts in sorted({norm.width // bn for _, bn, _ in TILES if norm.width % bn == 0}):
                 new = (_norm_gemm(c, norm, parts) for c in products.values())
                 more = self.seconds(old.having(moments=parts)) - self.seconds(old)
@@ -179,7 +181,7 @@ class Choices:
 
     def _calls(
         self,
-        norm: Norm,
+        norm: Rows,
         source: Call | None,
         parts: int,
         products: Mapping[int, Call],
@@ -187,10 +189,10 @@ class Choices:
     ) -> dict[int, Call] | None:
         """None where the weights cannot be folded."""
         ctx, found, part = self.ctx, {}, {}
-        if source is not None and source.problem is not None:
+        if source is not None:
             part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
             wrote = replace(source, writes=(*source.writes, *part.items()))
-            found[-1] = self._chosen(wrote, source.problem.having(moments=parts))
+            found[-1] = replace(wrote, problem=_problem(source).having(moments=parts))
         given = dict(norm.call.reads)
         statistics: dict[str, Tensor] = {}
         for j, call in products.items():
@@ -210,7 +212,7 @@ class Choices:
                 reads=tuple(({"x": norm.x} | folded | part).items()),
                 writes=(*call.writes, *own.items()),
             )
-            found[j] = self._chosen(taken, problem)
+            found[j] = replace(taken, problem=problem)
         gamma = ctx.constant(norm.gamma.astype(np.float32))
         for j, call in residuals.items():
             reads = dict(call.reads)
@@ -226,19 +228,19 @@ class Choices:
                 nodes=tuple(dict.fromkeys((*call.nodes, *norm.call.nodes))),
                 reads=tuple((reads | changed).items()),
             )
-            found[j] = self._chosen(taken, _added(call))
+            found[j] = replace(taken, problem=_added(call))
         return found
 
-    def _chosen(self, call: Call, problem: Problem) -> Call:
-        choice = select(problem.op, problem, self.ctx.hw, self.prefs)
-        assert choice is not None
-        return chosen(replace(call, problem=problem), choice, self.ctx.hw)
+
+def _problem(call: Call) -> Problem:
+    """Of a call that makes a product."""
+    assert isinstance(call.problem, Problem)
+    return call.problem
 
 
-def _norm_gemm(call: Call, norm: Norm, parts: int = 0) -> Problem:
+def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> Problem:
     """The LayerNormGemm that a product of the norm's rows becomes."""
-    p = call.problem
-    assert p is not None
+    p = _problem(call)
     kept = {name: p.attr(name) for name in ("act", "act_alpha") if p.attr(name)}
     return Problem.of(
         "LayerNormGemm", m=p.m, n=p.n, k=p.k, dtype=p.dtype, out_dtype=p.out_dtype,
@@ -249,15 +251,14 @@ def _norm_gemm(call: Call, norm: Norm, parts: int = 0) -> Problem:
 
 def _added(call: Call) -> Problem:
     """The product that adds the norm of what it added before."""
-    assert call.problem is not None
-    return call.problem.having(residual="norm", bias=True)
+    return _problem(call).having(residual="norm", bias=True)
 
 
-def _makes(call: Call, norm: Norm) -> bool:
+def _makes(call: Call, norm: Rows) -> bool:
     """Whether a product's result is the norm's x, row by row."""
     p = call.problem
     return (
-        p is not None
+        isinstance(p, Problem)
         and p.op == "Gemm"
         and [(name, t.buffer) for name, t in call.writes] == [("y", norm.x.buffer)]
         and norm.whole(call.writes[0][1])

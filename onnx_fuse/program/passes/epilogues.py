@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onnx_fuse.cuda.pointwise import FLOATS, STORAGE, inline
+from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
-from onnx_fuse.program.problem import ITEMSIZE, Num, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
+from onnx_fuse.program.problems import Norm, SlopeProduct
 from onnx_fuse.program.size import rough
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
-ACTIVATIONS = {
-    "Relu": "relu", "Gelu": "gelu", "GeluTanh": "gelu_tanh", "Silu": "silu",
-    "Sigmoid": "sigmoid", "Tanh": "tanh",
-}  # fmt: skip
-"""Pointwise step -> the epilogue's activation."""
-
-
 _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 """Product -> its operand that is a bias of columns."""
 
@@ -34,7 +30,9 @@ def _product(
 ) -> tuple[int, Call, Problem] | None:
     """The product of one result there, if it has none of these attributes."""
     problem = source[1].problem if source is not None else None
-    if source is None or problem is None or problem.op not in ops or len(source[1].writes) != 1:
+    if source is None or not isinstance(problem, Problem) or len(source[1].writes) != 1:
+        return None
+    if problem.op not in ops:
         return None
     return None if any(problem.attr(name) for name in without) else (*source, problem)
 
@@ -110,13 +108,12 @@ def scale(calls: Calls, i: int, call: Call) -> None:
 
 def _norm_of(call: Call, total: Tensor) -> Call:
     """The LayerNormalization of a SkipLayerNorm whose sum stands elsewhere."""
-    (launch,) = call.launches
-    defines = tuple((name, "0" if name == "RESIDUAL" else text) for name, text in launch.defines)
+    assert isinstance(call.problem, Norm)
     reads = {"x": total} | {n: t for n, t in call.reads if n not in ("x", "residual")}
     return replace(
         call,
         kernel="LayerNormalization",
-        launches=(replace(launch, defines=defines),),
+        problem=replace(call.problem, residual=False),
         reads=tuple(reads.items()),
         writes=tuple((n, t) for n, t in call.writes if n != "sum"),
         bytes=sum(t.nbytes for _, t in (*reads.items(), *call.writes)) - total.nbytes,
@@ -129,8 +126,8 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     Where z has a residual that comes before the activation as the epilogue's c, if that is faster:
     not every kernel has it.
     """
-    steps = steps_of(call)
-    if len(steps) != 1 or steps[0] not in ACTIVATIONS or len(call.reads) != 1:
+    act = _activation(call)
+    if act is None:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
     found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
@@ -144,7 +141,7 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
     if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
-    problem = problem.having(act=ACTIVATIONS[steps[0]])
+    problem = problem.having(**act)
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
         problem = problem.having(save_z=True)
     if problem.attr("beta") and plain.attr("residual"):
@@ -153,6 +150,21 @@ def activate(calls: Calls, i: int, call: Call) -> None:
             return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
     calls.take(at, i, replace(product, problem=problem, writes=writes))
+
+
+def _activation(call: Call) -> dict[str, Value] | None:
+    """The epilogue's attributes for a pointwise call that is one activation of one tensor."""
+    expression = call.expression
+    if expression is None or len(expression.steps) != 1 or len(call.reads) != 1:
+        return None
+    row = TABLE.get(expression.steps[0].name)
+    if row is None or len(expression.scalars) != len(row.numbers):
+        return None
+    numbers = dict(zip((name for name, _ in row.numbers), expression.scalars, strict=True))
+    if any(numbers[name][1] != value for name, value in row.fixed if name in numbers):
+        return None
+    act: dict[str, Value] = {"act": row.key}
+    return act | {"act_alpha": numbers["alpha"][1]} if row.attributes else act
 
 
 def _summed_first(problem: Problem) -> Problem:
@@ -173,7 +185,9 @@ def cast(calls: Calls, i: int, call: Call) -> None:
     (_, z), (_, y) = call.reads[0], call.writes[0]
     source = calls.made_for(i, z)
     problem = source[1].problem if source is not None else None
-    if source is None or problem is None or not calls.may_write(source[0], i, y):
+    if source is None or not isinstance(problem, Problem):
+        return
+    if not calls.may_write(source[0], i, y):
         return
     at, product = source
     if problem.op not in ("Gemm", "LayerNormGemm"):
@@ -205,10 +219,10 @@ def slope(calls: Calls, i: int, call: Call) -> None:
         return
     wanted, left = plain.having(dact=True, **how), None
     before, after = calls.seconds(plain), calls.seconds(wanted)
-    if problem is not None:
+    if isinstance(problem, Problem):
         rest = replace(problem, attrs=tuple(a for a in problem.attrs if a[0] not in how))
         before, after = before + calls.seconds(problem), after + calls.seconds(rest)
-        left = calls.served(replace(call, problem=rest))
+        left = replace(call, problem=rest)
     else:
         dz = dict(call.writes)["dz"]
         size = rough(dz.nbytes)
@@ -226,22 +240,19 @@ def slope(calls: Calls, i: int, call: Call) -> None:
 
 def _slope(call: Call) -> dict[str, Value] | None:
     """The activation, and its alpha, by whose slope at z the call multiplies its dy."""
-    if call.problem is not None and call.problem.op == "LayerNormGemmGrad":
+    if isinstance(call.problem, Problem) and call.problem.op == "LayerNormGemmGrad":
         attrs = dict(call.problem.attrs)
         return {name: attrs[name] for name in ("act", "act_alpha") if attrs.get(name)} or None
-    if [launch.entry for launch in call.launches] != ["act_grad_rows"]:
+    if not isinstance(call.problem, SlopeProduct) or not call.problem.act:
         return None
-    (launch,) = call.launches
-    (alpha,) = (a.value for a in launch.args if isinstance(a, Num) and a.ctype == "f32")
-    return {"act": dict(launch.defines)["ACT"].lower(), "act_alpha": alpha}
+    return {"act": call.problem.act, "act_alpha": call.problem.act_alpha}
 
 
 def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -> Call:
     """The pass of an activation's gradient over a dz that is there: dbias, or its parts."""
-    (launch,) = call.launches
-    defines = tuple((name, "NONE" if name == "ACT" else text) for name, text in launch.defines)
-    launch = replace(launch, defines=defines)
-    return replace(call, launches=(launch,), reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
+    assert isinstance(call.problem, SlopeProduct)
+    problem = replace(call.problem, act="")
+    return replace(call, problem=problem, reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
 
 
 def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
@@ -261,7 +272,9 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
     for dx, r in ((first, second), (second, first)):
         at, grad = calls.made_for(i, dx) or (i, call)
         problem = grad.problem
-        if problem is None or problem.op != "LayerNormGemmGrad" or problem.attr("add"):
+        if not isinstance(problem, Problem) or problem.op != "LayerNormGemmGrad":
+            continue
+        if problem.attr("add"):
             continue
         if dict(grad.writes)["dx"].buffer != dx.buffer or not calls.may_write(at, i, total):
             continue
@@ -303,54 +316,37 @@ def _all_of(calls: Sequence[Call], tensor: Tensor) -> bool:
     return max(ends) < tensor.size and {t.dtype for t in others} == {tensor.dtype}
 
 
-def suffix(calls: Calls, i: int, call: Call) -> None:
-    """A pointwise call behind a kernel that takes a suffix becomes part of it."""
+def tail(calls: Calls, i: int, call: Call) -> None:
+    """A pointwise call behind a kernel that takes a tail becomes part of it."""
     if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:
         return
     (_, y), tensors = call.writes[0], [t for _, t in call.reads]
     for k, v in enumerate(tensors):
         at, before = calls.made_for(i, v) or (i, call)
-        if not before.suffix or not calls.may_write(at, i, y):
+        name = before.problem.stored if before.problem is not None else ""
+        if before.problem is None or not name or not calls.may_write(at, i, y):
             continue
-        name, others = before.suffix, [t for t in tensors if t is not v]
+        others = [t for t in tensors if t is not v]
         if dict(before.writes)[name].buffer != v.buffer or not whole(v.size, y, *tensors):
             continue
         if {t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS:
             continue
         if any(w >= at for t in others for w in calls.writers[t.buffer]):
             continue
-        names = [f"v{j + (j < k)}" if j != k else "v0" for j in range(len(tensors))]
-        text = inline(call.expression, names)
-        if text is None:
-            continue
-        *first, launch = before.launches  # the last one stores
-        macros = {"OPERANDS": str(len(others)), "SUFFIX(v0, v1, v2, v3)": text,
-                  "TY": STORAGE[y.dtype]}  # fmt: skip
-        macros = _whole_sectors(dict(launch.defines), v, y) | macros
         shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
         made = replace(
             before,
             kernel=f"{before.kernel}+{call.expression.name}",
-            launches=(*first, replace(launch, defines=tuple(sorted(macros.items())))),
+            problem=before.problem.tailed(Tail(call.expression, k, y.dtype)),
             reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
             writes=tuple((n, y if n == name else t) for n, t in before.writes),
             bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
             inplace=tuple(pair for pair in before.inplace if shared or pair[0] != name),
-            suffix="",
         )
-        calls.take(at, i, made)
-        return
-
-
-def _whole_sectors(macros: dict[str, str], v: Tensor, y: Tensor) -> dict[str, str]:
-    """VEC elements as many times ITEMS: where y is wider than v, a warp's store has no gaps."""
-    if "ITEMS" not in macros:
-        return macros
-    vec, items = int(macros["VEC"]), int(macros["ITEMS"])
-    less = min(vec, max(1, ITEMSIZE[y.dtype] // ITEMSIZE[v.dtype]))
-    return macros | {"VEC": str(vec // less), "ITEMS": str(items * less)}
+        if calls.take(at, i, made):
+            return
 
 
 BEFORE_CHAINS = (add, scale, add, activate, slope, add_to_gradient)
-BEHIND_CHAINS = (suffix, cast)
+BEHIND_CHAINS = (tail, cast)
 """In order: each sees what the one before has made."""

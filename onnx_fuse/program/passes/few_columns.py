@@ -6,24 +6,23 @@ norm as y · w, in the norm's gradient as dy = a · b, a row of a being short.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from onnx_fuse.cuda.macros import defines
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import Calls, whole
-from onnx_fuse.program.problem import ITEMSIZE, Launch, Problem
+from onnx_fuse.program.problem import ITEMSIZE, Problem
+from onnx_fuse.program.problems import Norm, NormGrad
 
 COLUMNS = 16
 """Of weights that a norm's kernel may multiply by."""
-_SHARE = 320
-"""Bytes of the weights that a thread may have in registers."""
 
 
 def _plain(call: Call, calls: Calls, also: str = "") -> Problem | None:
     """The problem of a Gemm without epilogue but `also`, if to read b a row costs less than it."""
     p = call.problem
-    if p is None or p.op != "Gemm" or len(call.writes) != 1 or p.trans_a or p.batch:
+    if not isinstance(p, Problem) or p.op != "Gemm" or len(call.writes) != 1:
+        return None
+    if p.trans_a or p.batch:
         return None
     allowed = {"lda", "ldb", "align", "static_b", also}
     if not {name for name, value in p.attrs if value} <= allowed or p.integer("align", 16) % 16:
@@ -34,17 +33,6 @@ def _plain(call: Call, calls: Calls, also: str = "") -> Problem | None:
     like = p.rough()
     again = like.m * like.k * like.n * ITEMSIZE[p.dtype] / calls.hw.bandwidth
     return p if again <= like.bytes / calls.hw.bandwidth + calls.hw.launch_seconds else None
-
-
-def _with(call: Call, **macros: object) -> tuple[Launch, ...]:
-    """Its launch with more macros."""
-    (launch,) = call.launches
-    return (replace(launch, defines=tuple(sorted((*launch.defines, *defines(**macros))))),)
-
-
-def _held(macros: Mapping[str, str], columns: int, size: int) -> bool:
-    """Whether a thread's registers hold its share of the weights."""
-    return 0 < int(macros["ITEMS"]) * int(macros["VEC"]) * columns * size <= _SHARE
 
 
 def _written(calls: Calls, at: int, i: int, *tensors: Tensor) -> bool:
@@ -60,12 +48,10 @@ def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
     reads, (_, z) = dict(call.reads), call.writes[0]
     y, w, c = reads["a"], reads["b"], reads.get("col1")
     at, norm = calls.maker(y) or (i, call)
-    if [launch.entry for launch in norm.launches] != ["layernorm_row"]:
+    plain = norm.problem
+    if not isinstance(plain, Norm) or plain.columns:
         return
-    macros, made = dict(norm.launches[0].defines), dict(norm.writes)["y"]
-    if "PRODUCT" in macros or not _held(macros, p.n, ITEMSIZE[p.dtype]):
-        return
-    rows = macros["AFFINE"] == "1" and dict(norm.reads)["scale"].size == p.k
+    made, rows = dict(norm.writes)["y"], plain.affine == 1 and plain.length == p.k
     if made.buffer != y.buffer or not rows or not whole(p.m * p.k, made, y):
         return
     types = {y.dtype, made.dtype, w.dtype, z.dtype, p.out, *([c.dtype] if c is not None else [])}
@@ -82,21 +68,19 @@ def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
     calls.take(at, i, replace(
         norm,
         kernel=f"{norm.kernel}+{call.kernel}",
-        launches=_with(norm, PRODUCT=p.n, TURNED=p.trans_b),
+        problem=replace(plain, columns=p.n, turned=p.trans_b),
         reads=(*norm.reads, *more),
         writes=(*(pair for pair in norm.writes if pair[0] != "y" or not unread), ("z", z)),
         flops=norm.flops + p.flops,
         bytes=norm.bytes + sum(t.nbytes for _, t in more) + z.nbytes - unread * y.nbytes,
         inplace=() if unread else norm.inplace,
-        suffix="",
     ))  # fmt: skip
 
 
 def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
     """dy = a · b over few k, read by a LayerNormGrad alone: that makes its rows of dy itself."""
-    reads = dict(call.reads)
-    rows = "dy" in reads and "part" in dict(call.writes)
-    if not rows or not call.kernel.startswith("LayerNormGrad"):
+    reads, grad = dict(call.reads), call.problem
+    if not isinstance(grad, NormGrad) or grad.rms or grad.skip or grad.k:
         return
     dy = reads["dy"]
     at, product = calls.made_for(i, dy) or (i, call)
@@ -105,15 +89,13 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
         return
     if {p.dtype, p.out, reads["scale"].dtype} != {"float32"}:
         return
-    if not _held(dict(call.launches[0].defines), p.k, ITEMSIZE[p.dtype]):
-        return
     a, b = (dict(product.reads)[name] for name in ("a", "b"))
     if _written(calls, at + 1, i, a, b):
         return
     made = replace(
         call,
         kernel=f"{product.kernel}+{call.kernel}",
-        launches=_with(call, PRODUCT=p.k, TURNED=p.trans_b),
+        problem=replace(grad, k=p.k, turned=p.trans_b),
         reads=(("dy", a), ("b", b), *((n, t) for n, t in call.reads if n != "dy")),
         flops=call.flops + p.flops,
         bytes=call.bytes - dy.nbytes + a.nbytes + b.nbytes,

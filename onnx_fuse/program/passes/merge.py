@@ -1,41 +1,18 @@
-"""Passes over the call list, in order: unread and repeated calls go, neighbours become one."""
+"""Unread and repeated calls go; launches call early for those that come alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
 from onnx_fuse.cuda.jit import source_text
-from onnx_fuse.cuda.pointwise import finish
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.passes.batching import batch, fold_together
-from onnx_fuse.program.passes.callgraph import Calls, moved, rewrite
-from onnx_fuse.program.passes.chains import fuse
-from onnx_fuse.program.passes.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
-from onnx_fuse.program.passes.few_columns import FEW_COLUMNS
+from onnx_fuse.program.passes.callgraph import moved
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import rough, wide_class_of
-
-
-def merge(
-    calls: Sequence[Call],
-    keep: Collection[int],
-    hw: Hardware,
-    prefs: Mapping[str, str] | None = None,
-) -> tuple[Call, ...]:
-    """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
-    alive = drop_unread(share(drop_unread(calls, keep), keep), keep)
-    for rule in BEFORE_CHAINS:
-        alive = rewrite(rule, Calls(alive, keep, hw, prefs))
-    alive = fuse(alive, keep)
-    for rule in (*BEHIND_CHAINS, *FEW_COLUMNS):
-        alive = rewrite(rule, Calls(alive, keep, hw, prefs))
-    # twice: what a batch has moved to the end lets its producers wait as well
-    merged = batch(batch(fold_together(alive, keep)))
-    return tuple(finish(c) if c.expression else c for c in merged)
 
 
 def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -65,7 +42,7 @@ def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
         pure = pure and all(writers[t.buffer] <= 1 for _, t in call.reads)
         pure = pure and not any(t.buffer in keep for _, t in call.reads)
         outputs = tuple((n, replace(t, buffer=-1)) for n, t in call.writes)
-        key = (call.launches, call.expression, call.host, call.reads, outputs)
+        key = (call.launches, call.problem, call.expression, call.host, call.reads, outputs)
         if pure and key in seen:
             for (_, a), (_, b) in zip(call.writes, seen[key].writes, strict=True):
                 same[a.buffer] = b.buffer

@@ -102,10 +102,12 @@ class Walk:
         return self.facts[value]
 
     def shape(self, value: Value | None) -> list[Size] | None:
+        """The sizes of a value, or None where they are not known."""
         shape = self.fact(value).shape
         return None if shape is None else [self.system.resolve(d) for d in shape]
 
     def entries(self, value: Value | None) -> Array | None:
+        """The entries of a value, or None where they are not known."""
         return self.fact(value).entries
 
     def numbers(self, value: Value | None) -> list[Size | None] | None:
@@ -116,6 +118,7 @@ class Walk:
         return [e if isinstance(e, Size) else None for e in entries.flat]
 
     def ints(self, value: Value | None) -> list[int] | None:
+        """The entries of a value as integers, or None where one is not known."""
         numbers = self.numbers(value)
         if numbers is None:
             return None
@@ -123,6 +126,7 @@ class Walk:
         return None if None in found else [int(n) for n in found if n is not None]
 
     def same(self, a: Size, b: Size) -> Size:
+        """Demand that two sizes are equal, and return the size."""
         self.system.demand("equal", a, b)
         return self.system.resolve(a)
 
@@ -172,12 +176,14 @@ def each(function: Callable[..., Any], *arrays: Array | None) -> Array | None:
 
 
 def scalar(value: Any) -> Array:
+    """An object array without axes that holds one value."""
     result = np.empty((), object)
     result[()] = value
     return result
 
 
 def vector(items: Sequence[Any]) -> Array:
+    """An object array with one axis."""
     result = np.empty(len(items), object)
     result[:] = items
     return result
@@ -194,8 +200,10 @@ def sizes_in(w: Walk, value: Value | None) -> list[Size] | None:
 
 
 def one(top: Shape | None) -> Shape | None:
+    """A shape of one axis, and None for any other."""
     return top if top is not None and len(top) == 1 else None
 
 
 def small(entries: Array | None) -> Array | None:
+    """An array of at most ENTRIES entries, and None for a larger one."""
     return entries if entries is not None and entries.size <= ENTRIES else None

@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, attention_body, body, grad_body
 from onnx_fuse.ops.opdef import OpDef, register
 
@@ -16,7 +17,7 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
     """The fused backward. The gradients of added masks come from a second node, which goes with
     the dead code where nobody asks for them.
     """
-    kind = KINDS[node.op_type.split("_")[0]]
+    kind = KINDS[FusedName.of(node.op_type).kind]
     dy, (y, lse), (q, k, v, *masks) = dys[0], node.outputs, node.inputs
     assert q is not None
     lse.dtype = ir.DataType.FLOAT

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from onnx_fuse.ops.fused.activations import signature
+from onnx_fuse.ops.activations import signature
 
 STEPS: tuple[tuple[str, ...], ...] = (
     (),

@@ -1,0 +1,115 @@
+"""ChannelNorm, RunningStats, ChannelGrad: norms by statistics of channels that stand elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import ByRule, tail_macros, vector
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
+
+
+class Apply(ByRule):
+    """layernorm/channel.cu. Operands: x scale bias mean variance e1 e2 e3 y."""
+
+    source = "layernorm/channel.cu"
+
+    def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, a vector a thread."""
+        vec = vector(problem.inner, problem.dtype)
+        names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
+        numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1))
+        return (Launch(
+            self.source, "channel_apply", (-(-problem.size // (256 * vec)), 1, 1), (256, 1, 1),
+            (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),
+            defines(
+                T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
+                ACC=accumulator(problem.dtype), VEC=vec, GROUPED=problem.group > 0,
+                **tail_macros(problem.tail),
+            ),
+        ),)  # fmt: skip
+
+
+class Running(ByRule):
+    """layernorm/channel.cu. Operands: old_mean old_variance mean variance new_mean new_variance."""
+
+    source = "layernorm/channel.cu"
+
+    def launch(self, problem: RunningStats, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, a channel a thread."""
+        names = ("old_mean", "old_variance", "mean", "variance", "new_mean", "new_variance")
+        return (Launch(
+            self.source, "channel_running", (-(-problem.channels // 256), 1, 1), (256, 1, 1),
+            (*map(Ptr, names), Num("i64", problem.channels), Num("f32", problem.momentum)),
+            defines(
+                T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
+                R=C_TYPES[problem.old], ACC=accumulator(problem.dtype), VEC=1, GROUPED=False,
+            ),
+        ),)  # fmt: skip
+
+
+class Grad(ByRule):
+    """layernorm/channel_grad.cu. Operands: x dy scale mean variance part dscale dbias sums dx."""
+
+    source = "layernorm/channel_grad.cu"
+
+    def launch(self, problem: ChannelGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch of the stage."""
+        batch, channels, inner = problem.batch, problem.channels, problem.inner
+        columns, vec = by_columns(problem), vector(inner, problem.dtype)
+        epsilon = Num("f32", problem.epsilon)
+        macros = defines(
+            T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
+            VEC=vec, COLUMNS=columns,
+        )  # fmt: skip
+        if problem.stage == "sums":
+            tiles = -(-channels * inner // 32) if columns else channels
+            numbers = (batch, channels, inner, problem.chunk)
+            return (Launch(
+                self.source, "channel_sums", (tiles * problem.splits, 1, 1), (256, 1, 1),
+                (*map(Ptr, ("x", "dy", "mean", "variance", "part")),
+                 *(Num("u32", n) for n in numbers), epsilon), macros,
+            ),)  # fmt: skip
+        if problem.stage == "params":
+            counts = (problem.splits, channels, inner if columns else 1)
+            return (Launch(
+                self.source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
+                (*map(Ptr, ("part", "dscale", "dbias", "sums")), *(Num("u32", n) for n in counts)),
+                macros,
+            ),)  # fmt: skip
+        size = batch * channels * inner
+        return (Launch(
+            self.source, "channel_dx", (-(-size // (256 * vec)), 1, 1), (256, 1, 1),
+            (*map(Ptr, ("x", "dy", "scale", "mean", "variance", "sums", "dx")),
+             *(Num("i64", n) for n in (size, channels, inner, batch * inner)), epsilon), macros,
+        ),)  # fmt: skip
+
+
+_BLOCKS = 1024  # of a channel's sums: fixed, so that they are the shape's alone
+
+
+def by_columns(problem: ChannelGrad) -> bool:
+    """Whether channels are too short for blocks of their own."""
+    return problem.inner < 16
+
+
+def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
+    """(chunks, elements or vectors a chunk) of a channel's sums."""
+    channels, inner = problem.channels, problem.inner
+    if by_columns(problem):
+        tiles, length, least = -(-channels * inner // 32), problem.batch, 32
+    else:
+        length = problem.batch * inner // vector(inner, problem.dtype)
+        tiles, least = channels, 1024
+    splits = max(1, min(length // least, -(-_BLOCKS // tiles)))
+    chunk = -(-length // splits)
+    return -(-length // chunk), chunk
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "ChannelNorm": (Apply(),),
+    "RunningStats": (Running(),),
+    "ChannelGrad": (Grad(),),
+}

@@ -1,0 +1,66 @@
+"""CrossEntropy: a row a team of threads, or a thread where the classes are not the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import ByRule, around, block_of, team, vector
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import CrossEntropy
+
+_MOST = 512  # threads a row
+_NONE_IGNORED = -(2**62)
+
+
+class Rows(ByRule):
+    """loss/cross_entropy.cu. Operands: x target weight loss rows log_prob slope dx."""
+
+    name = "row"
+    source = "loss/cross_entropy.cu"
+
+    def configs(self, problem: CrossEntropy, hw: Hardware) -> Sequence[Config]:
+        """Half or twice the threads a row too."""
+        if problem.inner != 1 or problem.stage == "total":
+            return (Config.of(),)
+        return [how for how in around(self._team(problem, Config.of())[1])
+                if how.integer("team") <= _MOST]  # fmt: skip
+
+    def _team(self, problem: CrossEntropy, config: Config) -> tuple[int, int]:
+        """Elements an access and threads a row."""
+        if problem.inner != 1:
+            return 1, 1
+        vec = vector(problem.classes, problem.dtype)
+        rule = min(_MOST, team(problem.rows, problem.classes, vec))
+        return vec, config.integer("team") or rule
+
+    def launch(self, problem: CrossEntropy, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch of the stage."""
+        vec, threads = self._team(problem, config)
+        block = block_of(threads)
+        macros = defines(
+            T=C_TYPES[problem.dtype], I=C_TYPES[problem.labels], ACC=accumulator(problem.dtype),
+            LOG_SOFTMAX=problem.log_softmax, MEAN=problem.mean, VEC=vec, TEAM=threads,
+            BLOCK=block,
+        )  # fmt: skip
+        rows = problem.rows
+        if problem.stage == "total":
+            return (Launch(
+                self.source, "cross_entropy_total", (1, 1, 1), (1024, 1, 1),
+                (Ptr("rows"), Ptr("loss"), Num("i64", rows)), macros,
+            ),)  # fmt: skip
+        names: tuple[str, ...] = ("x", "target", "slope", "dx")
+        numbers: tuple[int, ...] = (rows, problem.classes, problem.inner)
+        if problem.stage == "rows":
+            names = ("x", "target", "weight", "loss", "rows", "log_prob")
+            ignored = _NONE_IGNORED if problem.ignored is None else problem.ignored
+            numbers = (*numbers, ignored)
+        entry = "cross_entropy_row" if problem.stage == "rows" else "cross_entropy_grad"
+        return (Launch(
+            self.source, entry, (-(-rows * threads // block), 1, 1), (block, 1, 1),
+            (*map(Ptr, names), *(Num("i64", n) for n in numbers)), macros,
+        ),)  # fmt: skip
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"CrossEntropy": (Rows(),)}

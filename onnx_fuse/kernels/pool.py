@@ -1,0 +1,116 @@
+"""Pool, ChannelWindow (LRN), Resample, GridSample, Col2Im: gathers of neighbours with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import ByRule, window_macros
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
+
+_KINDS = ("max", "average", "lp")
+
+
+def _blocks(size: int, threads: int = 256) -> tuple[int, int, int]:
+    return (-(-size // threads), 1, 1)
+
+
+class Windows(ByRule):
+    """pool/pool.cu. Operands: x y indices."""
+
+    source = "pool/pool.cu"
+
+    def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, a result a thread."""
+        size, dtype = problem.planes * prod(problem.outer), problem.dtype
+        after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
+        return (Launch(
+            self.source, "pool", _blocks(size), (256, 1, 1),
+            (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
+             *(Num("i32", n) for n in (*problem.inner, *problem.outer)), Num("f32", problem.p)),
+            defines(
+                T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
+                MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
+                COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
+            ),
+        ),)  # fmt: skip
+
+
+class Channels(ByRule):
+    """pool/lrn.cu. Operands: x y."""
+
+    source = "pool/lrn.cu"
+
+    def launch(self, problem: ChannelWindow, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, an element a thread."""
+        return (Launch(
+            self.source, "lrn", _blocks(problem.size), (256, 1, 1),
+            (Ptr("x"), Ptr("y"), Num("i64", problem.size), Num("i32", problem.channels),
+             Num("i64", problem.inner), Num("i32", problem.width), Num("f32", problem.alpha),
+             Num("f32", problem.beta), Num("f32", problem.bias)),
+            defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype)),
+        ),)  # fmt: skip
+
+
+class Taps(ByRule):
+    """pool/resample.cu. Operands: x source weight y."""
+
+    source = "pool/resample.cu"
+
+    def launch(self, problem: Resample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, an element a thread."""
+        size = problem.outer * problem.resized * problem.inner
+        numbers = (size, problem.length, problem.resized, problem.inner)
+        return (Launch(
+            self.source, "resample", _blocks(size), (256, 1, 1),
+            (*map(Ptr, ("x", "source", "weight", "y")), *(Num("i64", n) for n in numbers),
+             Num("f32", problem.outside)),
+            defines(X=C_TYPES[problem.dtype], Y=C_TYPES[problem.out_dtype], ACC=problem.compute,
+                    TAPS=problem.taps),
+        ),)  # fmt: skip
+
+
+class Points(ByRule):
+    """pool/grid_sample.cu. Operands: x grid y."""
+
+    source = "pool/grid_sample.cu"
+
+    def launch(self, problem: GridSample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, a point a thread."""
+        return (Launch(
+            self.source, "grid_sample", _blocks(problem.points * problem.batch, 128), (128, 1, 1),
+            (*map(Ptr, ("x", "grid", "y")), Num("i64", problem.points), Num("i64", problem.batch),
+             *(Num("i32", n) for n in (problem.channels, *problem.inner))),
+            defines(
+                T=C_TYPES[problem.dtype], G=C_TYPES[problem.grid], ACC=accumulator(problem.dtype),
+                RANK=problem.rank, MODE=problem.mode, PADDING=problem.padding, ALIGN=problem.align,
+            ),
+        ),)  # fmt: skip
+
+
+class Columns(ByRule):
+    """pool/col2im.cu. Operands: x y."""
+
+    source = "pool/col2im.cu"
+
+    def launch(self, problem: Col2Im, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, a pixel a thread."""
+        return (Launch(
+            self.source, "col2im", _blocks(problem.size), (256, 1, 1),
+            (Ptr("x"), Ptr("y"), Num("i64", problem.size),
+             *(Num("i32", n) for n in (*problem.image, *problem.blocks))),
+            defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), TRANSPOSED=True,
+                    **window_macros(problem.window)),
+        ),)  # fmt: skip
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Pool": (Windows(),),
+    "ChannelWindow": (Channels(),),
+    "Resample": (Taps(),),
+    "GridSample": (Points(),),
+    "Col2Im": (Columns(),),
+}

@@ -1,0 +1,88 @@
+"""Recurrence: all steps in one launch, the weights kept in shared memory where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.program.moves import Recurrence
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+
+_PARTS = 8  # PARTS_MOST of steps.cuh
+
+
+def _geometry(problem: Recurrence, hw: Hardware) -> tuple[dict[str, Any], int, int] | str:
+    """(macros, blocks, bytes of shared memory) of the launch, or why there is none."""
+    hidden, gates, batch, grad = problem.hidden, problem.gates, problem.batch, problem.grad
+    item, acc = ITEMSIZE[problem.dtype], 8 if problem.dtype == "float64" else 4
+    padded = -(-hidden // 4) * 4
+    cluster = 1
+    while hw.cc >= 90 and cluster < 8 and gates * padded * -(-hidden // cluster) * item > 1 << 14:
+        cluster *= 2
+    units = -(-hidden // cluster)
+    block = 256 if (units if grad else gates * units) <= 128 else 512
+    rows = 1
+    while rows < 8 and -(-batch // rows) * cluster > hw.sm_count and 2 * rows * units <= 2 * block:
+        rows *= 2
+
+    def shared(rows: int) -> int:
+        states = gates * padded if grad else 3 * padded
+        return acc * rows * (states + _PARTS * (units if grad else gates * units))
+
+    while rows > 1 and shared(rows) > hw.smem_per_block // 4:
+        rows //= 2
+    if units > 4 * block or shared(rows) > hw.smem_per_block:
+        return f"{hidden} hidden units are more than its kernel takes"
+    weights = gates * padded * units * item
+    stored = shared(rows) + weights <= hw.smem_per_block
+    macros = {
+        "T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype), "HIDDEN": hidden,
+        "UNITS": units, "BATCH": rows, "BLOCK": block, "CLUSTER": cluster, "STORED": stored,
+    }  # fmt: skip
+    return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
+
+
+class Steps(ByRule):
+    """recurrent/steps.cu and recurrent/steps_grad.cu.
+
+    Operands: z rt rn bn h0 c0 lengths y h c; of the gradient z z2 before r rn c0 lengths dy dh_T
+    dc_T cells dz dz2 dh0 dc0.
+    """
+
+    name = "steps"
+    source = "recurrent/steps.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        """The steps and their gradient."""
+        return (self.source, "recurrent/steps_grad.cu")
+
+    def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
+        """So many units as shared memory has room for the states of."""
+        found = _geometry(problem, hw)
+        return found if isinstance(found, str) else None
+
+    def launch(self, problem: Recurrence, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        found = _geometry(problem, hw)
+        assert not isinstance(found, str)
+        macros, blocks, smem = found
+        names: tuple[str, ...] = ("z", "rt", "rn", "bn", "h0", "c0", "lengths", "y", "h", "c")
+        if problem.grad:
+            names = (
+                *("z", "z2", "before", "r", "rn", "c0", "lengths", "dy", "dh_T", "dc_T", "cells"),
+                *("dz", "dz2", "dh0", "dc0"),
+            )
+        end = "_grad" if problem.grad else ""
+        return (Launch(
+            f"recurrent/steps{end}.cu", f"recurrent_steps{end}", (blocks, 1, 1),
+            (macros["BLOCK"], 1, 1),
+            (*map(Ptr, names), Num("i32", problem.steps), Num("i32", problem.batch)),
+            defines(KIND=problem.kind, REVERSE=problem.reverse, **macros),
+            smem=smem, cluster=macros["CLUSTER"],
+        ),)  # fmt: skip
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"Recurrence": (Steps(),)}

@@ -1,0 +1,138 @@
+"""Reduce, one pass of a reduction, and SumSquares of many tensors.
+
+How a pass is cut depends on the shape alone, never on the GPU: the bits are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import BLOCK, ByRule, around, block_of, team, vector
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, Table
+from onnx_fuse.program.problems import Reduce, SumSquares
+
+_LARGE_BLOCK = 512  # threads a block for columns in one launch
+CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
+
+
+def _macros(problem: Reduce) -> dict[str, object]:
+    macros: dict[str, object] = {
+        "T": C_TYPES[problem.dtype], "U": C_TYPES[problem.out_dtype],
+        "ACC": accumulator(problem.dtype, problem.reducer), "REDUCER": problem.reducer,
+        "FROM_STATE": problem.from_state, "TO_STATE": problem.to_state, "VEC": _vec(problem),
+    }  # fmt: skip
+    if problem.second:
+        macros["SECOND"] = 1
+    if problem.reducer == "Moments":
+        macros["BATCHED"] = 1
+    return macros
+
+
+def _vec(problem: Reduce) -> int:
+    """Elements an access."""
+    if problem.from_state or problem.short:
+        return 1
+    return vector(problem.length if problem.inner == 1 else problem.inner, problem.dtype)
+
+
+class Row(ByRule):
+    """reduce/reduce.cu, along the last axis. Operands: x y y2."""
+
+    name = "row"
+    source = "reduce/reduce.cu"
+
+    def supports(self, problem: Reduce, hw: Hardware) -> str | None:
+        """The last axis."""
+        return None if problem.inner == 1 else "a row's elements do not stand side by side"
+
+    def configs(self, problem: Reduce, hw: Hardware) -> Sequence[Config]:
+        """Half or twice the threads a row too."""
+        return around(team(problem.outer * problem.splits, problem.chunk, _vec(problem)))
+
+    def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        rows = problem.outer * problem.splits
+        threads = config.integer("team") or team(rows, problem.chunk, _vec(problem))
+        block = block_of(threads)
+        numbers = (problem.outer, problem.length, problem.chunk, problem.splits, problem.count)
+        return (Launch(
+            self.source, "reduce_row", (-(-rows * threads // block), 1, 1), (block, 1, 1),
+            (Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers)),
+            defines(**_macros(problem), TEAM=threads, BLOCK=block),
+        ),)  # fmt: skip
+
+
+class Column(ByRule):
+    """reduce/reduce.cu, along another axis. Operands: x y y2."""
+
+    name = "column"
+    source = "reduce/reduce.cu"
+
+    def supports(self, problem: Reduce, hw: Hardware) -> str | None:
+        """Any axis but the last."""
+        return None if problem.inner != 1 else "there is one column"
+
+    def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch: a block for up to 32 accesses side by side."""
+        inner, vec = problem.inner, _vec(problem)
+        bx = min(32, pow2(-(-inner // vec)))
+        block = _LARGE_BLOCK if problem.short else BLOCK
+        grid = -(-inner // (bx * vec)) * problem.splits * problem.outer
+        numbers = (problem.length, inner, problem.chunk, problem.splits, problem.count)
+        return (Launch(
+            self.source, "reduce_column", (grid, 1, 1), (block, 1, 1),
+            (Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers)),
+            defines(**_macros(problem), BX=bx, BY=block // bx),
+        ),)  # fmt: skip
+
+
+class Squares(ByRule):
+    """reduce/sum_squares.cu: a launch for every 1024 tensors, and one that adds their sums up.
+
+    Operands: x.0, x.1, ... y.
+    """
+
+    source = "reduce/sum_squares.cu"
+
+    def _firsts(self, problem: SumSquares) -> list[int]:
+        """The first block of each tensor, and after the last."""
+        return list(accumulate((-(-size // CHUNK) for size in problem.sizes), initial=0))
+
+    def _item(self, problem: SumSquares) -> int:
+        return 8 if accumulator(problem.dtype) == "double" else 4
+
+    def workspace(self, problem: SumSquares, config: Config, hw: Hardware) -> int:
+        """A sum a block."""
+        return self._firsts(problem)[-1] * self._item(problem)
+
+    def launch(self, problem: SumSquares, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The launches, whose tables have the tensors' addresses."""
+        firsts, size, dtype = self._firsts(problem), self._item(problem), C_TYPES[problem.dtype]
+        launches: list[Launch] = []
+        for k in range(0, len(problem.sizes), ROWS):
+            few = problem.sizes[k : k + ROWS]
+            rows = pow2(len(few))  # few distinct sources for many counts
+            words: list[Ptr | int] = []
+            for i, (count, first) in enumerate(zip(few, firsts[k:], strict=False), k):
+                words += [Ptr(f"x.{i}"), count, first - firsts[k]]
+            words += [0] * (3 * (rows - len(few)))
+            launches.append(Launch(
+                self.source, "sum_squares", (firsts[k + len(few)] - firsts[k], 1, 1),
+                (256, 1, 1),
+                (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", firsts[k] * size)),
+                defines(T=dtype, U=dtype, ACC=accumulator(problem.dtype), CHUNK=CHUNK, ROWS=rows),
+            ))  # fmt: skip
+        total = Launch(
+            self.source, "sum_squares_total", (1, 1, 1), (1024, 1, 1),
+            (Ptr("workspace"), Num("i64", firsts[-1]), Ptr("y")), launches[-1].defines,
+        )  # fmt: skip
+        return (*launches, total)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Reduce": (Row(), Column()),
+    "SumSquares": (Squares(),),
+}

@@ -1,0 +1,123 @@
+"""What candidates share whose rule, and no fitted cost model, says how they run by default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onnx_fuse.cuda.macros import pow2
+from onnx_fuse.cuda.pointwise import STORAGE, inline
+from onnx_fuse.program.expression import Tail
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware, Launch
+from onnx_fuse.program.problems import Window
+
+BLOCK = 256
+"""Threads of a block where nothing asks for more."""
+
+
+class ByRule:
+    """A candidate that runs by the rule of its `launch` where its configuration names nothing.
+
+    `select` takes the first of an operator's that serves the problem. Further configurations name
+    what they set, for the tuner and for who forces a kernel.
+    """
+
+    name = "plain"
+    source = ""
+
+    def sources(self) -> tuple[str, ...]:
+        """The kernel."""
+        return (self.source,)
+
+    def supports(self, problem: Any, hw: Hardware) -> str | None:
+        """Every problem of its operator whose tail is one."""
+        tail = getattr(problem, "tail", None)
+        return None if tail is None or tail_text(tail) else "its steps are no C expression"
+
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
+        """The rule's own."""
+        return (Config.of(),)
+
+    def fits(self, problem: Any, config: Config) -> bool:
+        """A configuration serves every problem."""
+        return True
+
+    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
+        """What the chip needs at least, and a launch."""
+        known: AnyProblem = problem
+        return known.floor(hw) + hw.launch_seconds
+
+    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+        """None."""
+        return 0
+
+    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The kernel calls, in order."""
+        raise TypeError(f"{type(self).__name__} has no launch")
+
+
+def vector(length: int, dtype: str, most: int = 16) -> int:
+    """Elements of `dtype` an access may take where every row of `length` starts aligned."""
+    width = max(1, most // ITEMSIZE[dtype])
+    while length % width:
+        width //= 2
+    return width
+
+
+def team(rows: int, length: int, vec: int) -> int:
+    """Threads a row, a power of two: few with much each, more where the rows are few."""
+    vectors = -(-length // vec)
+    if vectors <= 32:
+        return pow2(vectors)
+    if vectors <= 256:  # 32 elements a thread still fit in its registers
+        return max(32, pow2(-(-length // 32))) if rows >= 1024 else min(256, pow2(vectors))
+    return min(1024, pow2(-(-vectors // 4)))
+
+
+def block_of(threads: int) -> int:
+    """Threads a block for teams of `threads`: several teams of a warp or less, or one larger."""
+    return BLOCK if threads <= 32 else threads
+
+
+def row_items(length: int, vec: int, threads: int, most: int) -> int:
+    """Vectors a thread keeps of its row; 0 where the row passes `most` elements a thread."""
+    items = -(-length // (vec * threads))
+    return items if items * vec <= most else 0
+
+
+def around(threads: int, least: int = 1) -> list[Config]:
+    """The rule's configuration, then half and twice its `threads` a row, from `least` to 1024."""
+    sizes = [size for size in (threads // 2, 2 * threads) if least <= size <= 1024]
+    return [Config.of(), *(Config.of(team=size) for size in sizes)]
+
+
+def tail_text(tail: Tail) -> str | None:
+    """The tail as a C++ expression of v0, v1, v2 and v3, None where it is none."""
+    loads = range(tail.expression.loads)
+    names = ["v0" if j == tail.own else f"v{j + (j < tail.own)}" for j in loads]
+    return inline(tail.expression, names)
+
+
+def tail_macros(tail: Tail | None) -> dict[str, object]:
+    """The macros of what kernels with a SUFFIX store."""
+    if tail is None:
+        return {}
+    text = tail_text(tail)
+    assert text is not None
+    return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
+            "TY": STORAGE[tail.dtype]}  # fmt: skip
+
+
+def whole_sectors(tail: Tail | None, dtype: str, vec: int, items: int) -> tuple[int, int]:
+    """(elements an access, accesses a thread): where a tail stores elements wider than `dtype`,
+    fewer as many times more, so that a warp's store has no gaps.
+    """
+    wider = 1 if tail is None else max(1, ITEMSIZE[tail.dtype] // ITEMSIZE[dtype])
+    less = min(vec, wider)
+    return vec // less, items * less
+
+
+def window_macros(window: Window) -> dict[str, object]:
+    """KD KH KW, SD ..., DD ..., PD ...: what conv/geometry.cuh and pool/pool.cu read."""
+    named = {"K": window.kernel, "S": window.strides, "D": window.dilations, "P": window.before}
+    return {k + axis: v for k, t in named.items() for axis, v in zip("DHW", t, strict=True)}

@@ -1,0 +1,69 @@
+"""Softmax candidates: a row a team of threads, or columns where the axis is not the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import ByRule, around, block_of, row_items, team, vector
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import Softmax
+
+_KEPT = 32  # elements of a row a thread may hold in registers
+
+
+def _macros(problem: Softmax) -> dict[str, object]:
+    dtype = problem.dtype
+    return {"T": C_TYPES[dtype], "ACC": accumulator(dtype), "LOG": problem.log}
+
+
+class Row(ByRule):
+    """softmax/row.cu. Operands: x y."""
+
+    name = "row"
+    source = "softmax/row.cu"
+
+    def supports(self, problem: Softmax, hw: Hardware) -> str | None:
+        """The last axis."""
+        return None if problem.inner == 1 else "a row's elements do not stand side by side"
+
+    def configs(self, problem: Softmax, hw: Hardware) -> Sequence[Config]:
+        """Half or twice the threads a row too."""
+        vec = vector(problem.length, problem.dtype)
+        return around(team(problem.outer, problem.length, vec))
+
+    def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        outer, length = problem.outer, problem.length
+        vec = vector(length, problem.dtype)
+        threads = config.integer("team") or team(outer, length, vec)
+        items = row_items(length, vec, threads, _KEPT)
+        threads = threads if items else 512  # a row read again: more rows at once hide its latency
+        block = block_of(threads)
+        return (Launch(
+            self.source, "softmax_row", (-(-outer * threads // block), 1, 1), (block, 1, 1),
+            (Ptr("x"), Ptr("y"), Num("i64", outer), Num("i64", length)),
+            defines(**_macros(problem), VEC=vec, TEAM=threads, BLOCK=block, ITEMS=items),
+        ),)  # fmt: skip
+
+
+class Column(ByRule):
+    """softmax/column.cu. Operands: x y."""
+
+    name = "column"
+    source = "softmax/column.cu"
+
+    def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch: a block for up to 32 columns."""
+        inner = problem.inner
+        bx = min(32, pow2(inner))
+        by = min(1024 // bx, max(pow2(problem.length) // 4, 1))
+        return (Launch(
+            self.source, "softmax_column", (-(-inner // bx) * problem.outer, 1, 1),
+            (bx * by, 1, 1), (Ptr("x"), Ptr("y"), Num("i64", problem.length), Num("i64", inner)),
+            defines(**_macros(problem), BX=bx, BY=by),
+        ),)  # fmt: skip
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"Softmax": (Row(), Column())}

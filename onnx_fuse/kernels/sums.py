@@ -1,0 +1,52 @@
+"""SlopeProduct, PartSums and Fold: the passes over weights and gradients between products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
+from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.program.problem import Config, Hardware, Launch
+from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
+
+
+class Slope(ByRule):
+    """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
+
+    source = "pointwise/act_grad.cu"
+
+    def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        act = problem.act or "none"
+        return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
+
+
+class Parts(ByRule):
+    """norm/sum_parts.cu. Operands: part out0."""
+
+    source = "norm/sum_parts.cu"
+
+    def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
+
+
+class Columns(ByRule):
+    """norm/fold.cu. Operands: w gamma beta c low wq cs cv, of several folds with their number."""
+
+    source = "norm/fold.cu"
+
+    def launch(self, problem: Fold, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch for all of them."""
+        folds = [fold(k, n, problem.dtype, False, hw) for k, n in problem.shapes]
+        if len(folds) == 1 and not problem.master:
+            return (folds[0],)
+        return (fold_many(folds, problem.master),)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "SlopeProduct": (Slope(),),
+    "PartSums": (Parts(),),
+    "Fold": (Columns(),),
+}

@@ -1,0 +1,299 @@
+"""The one table of activations: what fuses behind a product, a convolution or a norm.
+
+A row says all that the project knows of `y = act(z)`: its ONNX operator, act and its derivative as
+ONNX text, which function bodies and their gradients are made of (they cannot branch on a string),
+and act and its slope as CUDA text, which a kernel gets as macros. The fused operators' names,
+their recognition, their bodies, gradients, epilogues and pointwise kernels all follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from onnx_fuse.onnx.common import FUSE
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`y = act(z)`, in ONNX and in CUDA.
+
+    `op_type`, `domain` name the standalone op; `fixed` are attributes it must have, with the
+    default first where the standard has one; `attributes` is the one number a fused op takes over,
+    as an ONNX signature with its default, which is `alpha` in every text.
+
+    ONNX: `forward` computes y from z, `derivative` computes d = act'(z) from z.
+
+    CUDA, in float: `value` is the body of a function of x and alpha that returns act(x), `slope`
+    that of one of y, z and alpha that returns y act'(z). `Out` is the type that the result is
+    rounded to; what they call is in common.cuh. `normal`: act(x) is x P(X < x) of a normal X, which
+    common.cuh computes of several numbers at once where `Out` has 16 bits.
+
+    `pointwise` is a C expression in any float type {t} of {0}, and of the attributes from {1} on;
+    what it calls is in pointwise/math.cuh.
+    """
+
+    name: str
+    op_type: str
+    forward: str
+    derivative: str
+    pointwise: str = ""
+    value: str = ""
+    slope: str = ""
+    attributes: str = ""
+    domain: str = ""
+    fixed: tuple[tuple[str, str | float], ...] = ()
+    normal: bool = False
+
+    @property
+    def alpha(self) -> float:
+        """The default of its one attribute; 0 where it has none."""
+        return float(self.attributes.partition("=")[2] or 0.0)
+
+    @property
+    def key(self) -> str:
+        """What problems of kernels call it: gelu_tanh."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.name).lower()
+
+    @property
+    def numbers(self) -> tuple[tuple[str, float], ...]:
+        """The operator's attributes that are numbers, with their defaults, as {1} and so on."""
+        own = ((self.attributes.partition(":")[0], self.alpha),) if self.attributes else ()
+        return own + tuple((name, v) for name, v in self.fixed if not isinstance(v, str))
+
+    @property
+    def macros(self) -> dict[str, str]:
+        """What a kernel is compiled with to have it: see common.cuh."""
+        found = {"ACT": self.name, "ACT_VALUE": self.value, "ACT_SLOPE": self.slope}
+        return found | ({"ACT_NORMAL": "1"} if self.normal else {})
+
+
+def signature(*attributes: str) -> str:
+    """`<epsilon: float = 1e-05, alpha: float = 0.01>`, or nothing."""
+    inner = ", ".join(a for a in attributes if a)
+    return f"<{inner}> " if inner else ""
+
+
+def _const(name: str, value: float | str) -> str:
+    return (
+        f"  {name}_f = Constant <value_float: float = {value}> ()\n"
+        f"  {name} = CastLike ({name}_f, z)\n"
+    )
+
+
+SQRT_2_PI = math.sqrt(2 / math.pi)
+SELU = (("alpha", 1.67326319217681884765625), ("gamma", 1.05070102214813232421875))
+_SIGMOID_DERIVATIVE = "  s = Sigmoid (z)\n  s2 = Mul (s, s)\n  d = Sub (s, s2)\n"
+_QUICK_FORWARD = _const("a", "@alpha") + "  az = Mul (a, z)\n  s = Sigmoid (az)\n  y = Mul (z, s)\n"
+# d/dz z·σ(az) = σ + az σ (1 - σ)
+_SILU_TAIL = (
+    "  s = Sigmoid (az)\n  azs = Mul (az, s)\n  azs2 = Mul (azs, s)\n  t = Sub (azs, azs2)\n"
+    "  d = Add (s, t)\n"
+)
+
+
+def _below_zero(slope: str, above: str) -> str:
+    """d = `slope`, a name, where z < 0, else the number `above`."""
+    return (
+        _const("zero", "0.0")
+        + _const("above", above)
+        + f"  p = Less (z, zero)\n  d = Where (p, {slope}, above)\n"
+    )
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    a.name: a
+    for a in (
+        Activation(
+            "Relu",
+            "Relu",
+            "  y = Relu (z)\n",
+            _const("zero", "0.0") + "  p = Greater (z, zero)\n  d = CastLike (p, z)\n",
+            pointwise="{0} < 0 ? ({t})0 : {0}",
+            value="return max_nan(x, 0.0f);",
+            slope="return z > 0.0f ? y : 0.0f;",
+        ),
+        Activation(
+            "LeakyRelu",
+            "LeakyRelu",
+            "  y = LeakyRelu <alpha: float = @alpha> (z)\n",
+            _const("a", "@alpha") + _below_zero("a", "1.0"),
+            attributes="alpha: float = 0.01",
+            pointwise="{0} < 0 ? {1} * {0} : {0}",
+            value="return x < 0.0f ? alpha * x : x;",
+            slope="return z < 0.0f ? alpha * y : y;",
+        ),
+        Activation(
+            "Elu",
+            "Elu",
+            "  y = Elu <alpha: float = @alpha> (z)\n",
+            _const("a", "@alpha")
+            + "  ez = Exp (z)\n  aez = Mul (a, ez)\n"
+            + _below_zero("aez", "1.0"),
+            attributes="alpha: float = 1.0",
+            pointwise="{0} < 0 ? {1} * m_expm1({0}) : {0}",
+            value="return x < 0.0f ? alpha * expm1f(x) : x;",
+            slope="return z < 0.0f ? y * (alpha * __expf(z)) : y;",
+        ),
+        Activation(
+            "Selu",
+            "Selu",
+            "  y = Selu (z)\n",
+            _const("a", repr(SELU[0][1] * SELU[1][1]))
+            + "  ez = Exp (z)\n  aez = Mul (a, ez)\n"
+            + _below_zero("aez", repr(SELU[1][1])),
+            fixed=SELU,
+            pointwise="{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
+            value="return 1.05070102f * (x > 0.0f ? x : 1.67326319f * expm1f(x));",
+            slope="return y * (z < 0.0f ? 1.75809932f * __expf(z) : 1.05070102f);",
+        ),
+        Activation(
+            "Gelu",
+            "Gelu",
+            '  y = Gelu <approximate: string = "none"> (z)\n',
+            # Φ(z) + z φ(z)
+            _const("half", "0.5")
+            + _const("one", "1.0")
+            + _const("r", repr(math.sqrt(0.5)))
+            + _const("g", repr(1 / math.sqrt(2 * math.pi)))
+            + "  zr = Mul (z, r)\n  e = Erf (zr)\n  e1 = Add (e, one)\n  cdf = Mul (e1, half)\n"
+            "  zr2 = Mul (zr, zr)\n  nzr2 = Neg (zr2)\n  ex = Exp (nzr2)\n  pdf = Mul (ex, g)\n"
+            "  zpdf = Mul (z, pdf)\n  d = Add (cdf, zpdf)\n",
+            fixed=(("approximate", "none"),),
+            pointwise="({t})0.5 * {0} * (1 + m_erf({0} * ({t})0.70710678118654752))",
+            value="return x * normal_cdf(x);",
+            slope="return normal_slope(y, z, normal_cdf(z));",
+            normal=True,
+        ),
+        Activation(
+            "GeluTanh",
+            "Gelu",
+            '  y = Gelu <approximate: string = "tanh"> (z)\n',
+            # t = tanh(b(z + c z³));  ½(1 + t) + ½ z (1 - t²) b (1 + 3c z²)
+            _const("half", "0.5")
+            + _const("one", "1.0")
+            + _const("b", repr(SQRT_2_PI))
+            + _const("c", "0.044715")
+            + _const("c3", "0.134145")
+            + "  z2 = Mul (z, z)\n  cz2 = Mul (c, z2)\n  cz2_1 = Add (cz2, one)\n"
+            "  zb = Mul (z, b)\n  u = Mul (zb, cz2_1)\n  t = Tanh (u)\n  t1 = Add (t, one)\n"
+            "  left = Mul (t1, half)\n  tt = Mul (t, t)\n  dt = Sub (one, tt)\n"
+            "  c3z2 = Mul (c3, z2)\n  c3z2_1 = Add (c3z2, one)\n  du = Mul (zb, c3z2_1)\n"
+            "  dtdu = Mul (dt, du)\n  right = Mul (dtdu, half)\n  d = Add (left, right)\n",
+            fixed=(("approximate", "tanh"),),
+            pointwise="({t})0.5 * {0} * (1 + m_tanh(({t})0.79788456080286536 * "
+            "({0} + ({t})0.044715 * {0} * {0} * {0})))",
+            value="return x * tanh_cdf<Out>(x);",
+            # the square is finite where it meets s - s^2 = 0
+            slope="const float s = tanh_cdf<Out>(z), square = fminf(z * z, 1e12f); "
+            "return y * (s + z * (s - s * s) * (1.5957691216057308f + 0.21406445f * square));",
+        ),
+        Activation(
+            "QuickGelu",
+            "QuickGelu",
+            _QUICK_FORWARD,
+            _const("a", "@alpha") + "  az = Mul (a, z)\n" + _SILU_TAIL,
+            attributes="alpha: float = 1.702",
+            domain=FUSE,
+            pointwise="{0} * m_sigmoid({1} * {0})",
+            value="return x * sigmoid<Out>(alpha * x);",
+            slope="const float s = sigmoid<Out>(alpha * z); "
+            "return y * (s + alpha * z * s * (1.0f - s));",
+        ),
+        Activation(
+            "Silu",
+            "Silu",
+            "  s = Sigmoid (z)\n  y = Mul (z, s)\n",
+            "  az = Identity (z)\n" + _SILU_TAIL,
+            domain=FUSE,
+            pointwise="{0} * m_sigmoid({0})",
+            value="return x * sigmoid<Out>(x);",
+            slope="const float s = sigmoid<Out>(z); return y * (s + z * s * (1.0f - s));",
+        ),
+        Activation(
+            "Mish",
+            "Mish",
+            "  y = Mish (z)\n",
+            # t = tanh(softplus(z));  t + z σ(z) (1 - t²)
+            _const("one", "1.0")
+            + "  sp = Softplus (z)\n  t = Tanh (sp)\n  s = Sigmoid (z)\n  zs = Mul (z, s)\n"
+            "  tt = Mul (t, t)\n  dt = Sub (one, tt)\n  right = Mul (zs, dt)\n"
+            "  d = Add (t, right)\n",
+            pointwise="{0} * m_tanh(m_softplus({0}))",
+            value="return x * tanh_softplus(x);",
+            # finite where it meets 1 - t^2 = 0
+            slope="const float t = tanh_softplus(z), s = sigmoid<Out>(z); "
+            "return y * (t + fminf(z, 1e4f) * s * (1.0f - t * t));",
+        ),
+        Activation(
+            "Sigmoid",
+            "Sigmoid",
+            "  y = Sigmoid (z)\n",
+            _SIGMOID_DERIVATIVE,
+            pointwise="m_sigmoid({0})",
+            value="return sigmoid<Out>(x);",
+            slope="const float s = sigmoid<Out>(z); return y * (s * (1.0f - s));",
+        ),
+        Activation(
+            "HardSigmoid",
+            "HardSigmoid",
+            "  y = HardSigmoid <alpha: float = @alpha, beta: float = 0.5> (z)\n",
+            _const("a", "@alpha")
+            + _const("half", "0.5")
+            + _const("zero", "0.0")
+            + _const("one", "1.0")
+            + "  az = Mul (z, a)\n  v = Add (az, half)\n  low = Greater (v, zero)\n"
+            "  high = Less (v, one)\n  p = And (low, high)\n  d = Where (p, a, zero)\n",
+            attributes="alpha: float = 0.2",
+            fixed=(("beta", 0.5),),
+            pointwise="m_max(({t})0, m_min(({t})1, {1} * {0} + {2}))",
+            value="return x == x ? __saturatef(alpha * x + 0.5f) : x;",
+            slope="const float v = alpha * z + 0.5f; "
+            "return v > 0.0f && v < 1.0f ? alpha * y : 0.0f;",
+        ),
+        Activation(
+            "HardSwish",
+            "HardSwish",
+            "  y = HardSwish (z)\n",
+            # z/3 + 1/2 within (-3, 3), 0 below, 1 above
+            _const("third", repr(1 / 3))
+            + _const("half", "0.5")
+            + _const("zero", "0.0")
+            + _const("one", "1.0")
+            + _const("three", "3.0")
+            + _const("from", "-3.0")
+            + "  z3 = Mul (z, third)\n  line = Add (z3, half)\n  low = Greater (z, from)\n"
+            "  high = Less (z, three)\n  l = Where (low, line, zero)\n  d = Where (high, l, one)\n",
+            pointwise="{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
+            value="return x * __saturatef(x * 0.166666667f + 0.5f);",
+            slope="return z >= 3.0f ? y : z > -3.0f ? y * (z * 0.333333333f + 0.5f) : 0.0f;",
+        ),
+        Activation(
+            "Tanh",
+            "Tanh",
+            "  y = Tanh (z)\n",
+            _const("one", "1.0") + "  t = Tanh (z)\n  tt = Mul (t, t)\n  d = Sub (one, tt)\n",
+            pointwise="m_tanh({0})",
+            value="return tanhf(x);",
+            slope="const float t = tanhf(z); return y * (1.0f - t * t);",
+        ),
+        Activation(
+            "Softplus",
+            "Softplus",
+            "  y = Softplus (z)\n",
+            "  d = Sigmoid (z)\n",
+            pointwise="m_softplus({0})",
+            value="return max_nan(x, 0.0f) + log1pf(__expf(-fabsf(x)));",
+            slope="return y * sigmoid<Out>(z);",
+        ),
+    )
+}
+OPERATORS = tuple({a.op_type for a in ACTIVATIONS.values()})
+"""The types of the standalone operators."""
+BY_KEY = {a.key: a for a in ACTIVATIONS.values()}
+
+
+def activation_macros(key: str) -> dict[str, str]:
+    """What a kernel is compiled with to have the activation `key`; nothing for none."""
+    return BY_KEY[key].macros if key else {}

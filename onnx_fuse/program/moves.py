@@ -1,0 +1,322 @@
+"""The problems that move, order, count or draw elements, and those that go step by step.
+
+Conventions are those of `problems`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware
+from onnx_fuse.program.problems import Window
+
+
+@dataclass(frozen=True)
+class GatherElements(AnyProblem):
+    """y[o, j, i] = x[o, index[o, j, i], i]: `size` results, `inner` = the sizes of i.
+
+    `taken` and `length` are y's and x's elements along the axis.
+    """
+
+    op = "GatherElements"
+    size: int
+    inner: int
+    taken: int
+    length: int
+    dtype: str
+    index: str
+
+    @property
+    def bytes(self) -> int:
+        """Indices and elements read, y written."""
+        return self.size * (2 * ITEMSIZE[self.dtype] + ITEMSIZE[self.index])
+
+
+@dataclass(frozen=True)
+class GatherND(AnyProblem):
+    """y[b, j, i] = x[b, index[b, j, :], i]: `rows` tuples a batch, x's indexed sizes `dims`."""
+
+    op = "GatherND"
+    batch: int
+    rows: int
+    dims: tuple[int, ...]
+    inner: int
+    dtype: str
+    index: str
+
+    @property
+    def bytes(self) -> int:
+        """Indices and elements read, y written."""
+        tuple_bytes = len(self.dims) * ITEMSIZE[self.index]
+        return self.batch * self.rows * (2 * self.inner * ITEMSIZE[self.dtype] + tuple_bytes)
+
+
+@dataclass(frozen=True)
+class ScatterElements(AnyProblem):
+    """y[o, index[o, j, i], i] (op)= update[o, j, i] for `given` j in order, `lines` of (o, i)."""
+
+    op = "ScatterElements"
+    lines: int
+    inner: int
+    given: int
+    length: int
+    dtype: str
+    index: str
+    reduction: str = "none"
+
+    @property
+    def bytes(self) -> int:
+        """Indices and updates read, y written."""
+        return self.lines * self.given * (2 * ITEMSIZE[self.dtype] + ITEMSIZE[self.index])
+
+
+@dataclass(frozen=True)
+class ScatterND(AnyProblem):
+    """y[index[j, :], i] (op)= update[j, i] for `count` j in order; y's indexed sizes are `dims`."""
+
+    op = "ScatterND"
+    count: int
+    dims: tuple[int, ...]
+    inner: int
+    dtype: str
+    index: str
+    reduction: str = "none"
+
+    @property
+    def bytes(self) -> int:
+        """Indices and updates read, y written."""
+        tuple_bytes = len(self.dims) * ITEMSIZE[self.index]
+        return self.count * (2 * self.inner * ITEMSIZE[self.dtype] + tuple_bytes)
+
+
+@dataclass(frozen=True)
+class CumulativeSum(AnyProblem):
+    """Running sums, or products, of x [outer, length, inner] along `length`."""
+
+    op = "CumulativeSum"
+    outer: int
+    length: int
+    inner: int
+    dtype: str
+    exclusive: bool = False
+    reverse: bool = False
+    product: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        return 2 * self.outer * self.length * self.inner * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class TopK(AnyProblem):
+    """The k first of each of `outer` x `inner` lines of `length`, in order, and their indices."""
+
+    op = "TopK"
+    outer: int
+    length: int
+    inner: int
+    k: int
+    dtype: str
+    largest: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """x read, values and indices written."""
+        item = ITEMSIZE[self.dtype]
+        return self.outer * self.inner * (self.length * item + self.k * (item + 8))
+
+
+@dataclass(frozen=True)
+class SortedRows(AnyProblem):
+    """The order of `count` rows of `width` numbers, by their first ones that differ."""
+
+    op = "SortedRows"
+    count: int
+    width: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """x read, indices written."""
+        return self.count * (self.width * ITEMSIZE[self.dtype] + 8)
+
+
+@dataclass(frozen=True)
+class Recurrence(AnyProblem):
+    """All steps of an LSTM, GRU or RNN in one direction, or their gradient (`grad`).
+
+    `kind` is the number of the cell in recurrent/steps.cuh, which has `gates` products.
+    """
+
+    op = "Recurrence"
+    kind: int
+    gates: int
+    steps: int
+    batch: int
+    hidden: int
+    dtype: str
+    reverse: bool = False
+    grad: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Of the products with the states."""
+        return 2 * self.steps * self.batch * self.hidden * self.hidden * self.gates
+
+    @property
+    def bytes(self) -> int:
+        """Weights, gates and states."""
+        weights = self.hidden * self.hidden * self.gates
+        rows = self.steps * self.batch * self.hidden * (self.gates + 1)
+        return (weights + rows) * ITEMSIZE[self.dtype]
+
+    def rate(self, hw: Hardware) -> float:
+        """Of products of its type."""
+        return hw.rate(self.dtype)
+
+
+@dataclass(frozen=True)
+class Random(AnyProblem):
+    """`size` numbers of distribution `kind` (random/philox.cu) by `a` and `b`, or by x of `given`.
+
+    `fixed`: `bits` are the seed's.
+    """
+
+    op = "Random"
+    kind: int
+    size: int
+    stream: int
+    dtype: str
+    given: str = "float32"
+    a: float = 0.0
+    b: float = 1.0
+    fixed: bool = False
+    bits: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """y written."""
+        return self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class RoiAlign(AnyProblem):
+    """`size` bins of regions of images [batch, *image]; `image` is channels, height and width."""
+
+    op = "RoiAlign"
+    size: int
+    batch: int
+    image: tuple[int, int, int]
+    bins: tuple[int, int]
+    dtype: str
+    index: str
+    samples: int = 0
+    scale: float = 1.0
+    maximum: bool = False
+    half_pixel: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """As many elements read as written."""
+        return 2 * self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class DeformColumns(AnyProblem):
+    """The moved taps of every place of a DeformConv as columns, for `size` offsets."""
+
+    op = "DeformColumns"
+    size: int
+    channels: int
+    shifts: int
+    image: tuple[int, ...]
+    outer: tuple[int, ...]
+    window: Window
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """As many elements read as written."""
+        return 2 * self.size * self.channels // self.shifts * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class NmsChosen(AnyProblem):
+    """The boxes that non-maximum suppression keeps, of `count` in each of `lines`."""
+
+    op = "NmsChosen"
+    lines: int
+    classes: int
+    count: int
+    center: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Boxes and scores read, indices written."""
+        return self.lines * self.count * (16 + 4 + 8)
+
+    @property
+    def empty(self) -> bool:
+        """Never: how many boxes are kept is written in any case."""
+        return not self.lines
+
+
+@dataclass(frozen=True)
+class Determinant(AnyProblem):
+    """Of `count` matrices [n, n]."""
+
+    op = "Determinant"
+    count: int
+    n: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """x read, the working copy written and read."""
+        return 3 * self.count * self.n * self.n * ITEMSIZE[self.dtype]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no matrix; that of no rows has a determinant."""
+        return not self.count
+
+
+@dataclass(frozen=True)
+class NGrams(AnyProblem):
+    """How often each of `columns` n-grams stands in each of the rows of `words`: `size` counts."""
+
+    op = "NGrams"
+    size: int
+    columns: int
+    words: int
+    dtype: str
+    mode: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Words read for each count."""
+        return self.size * (4 + self.words * ITEMSIZE[self.dtype])
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no count."""
+        return not self.size
+
+
+@dataclass(frozen=True)
+class Range(AnyProblem):
+    """Scale and zero point of uint8 for `size` numbers by their range, which holds 0."""
+
+    op = "Range"
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """x read, float32."""
+        return 4 * self.size
+
+    @property
+    def empty(self) -> bool:
+        """Never: nothing has a range too."""
+        return False

@@ -1,0 +1,511 @@
+"""The problems that are no products: each a frozen dataclass of sizes, types and flags.
+
+`dtype` is that of the tensor that the operator is about, `param` of its parameters, `stat` of row
+statistics. A call's operands are named as the candidates of `kernels` name them. A problem with a
+`tail` stores what that makes of each element (`expression.Tail`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from onnx_fuse.program.expression import Tail
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware
+
+
+@dataclass(frozen=True)
+class Norm(AnyProblem):
+    """y = (x - mean) rstd scale + bias in each of `rows` rows of `length` elements.
+
+    `rms`: without mean and bias. `residual`: x + residual is normalised, and written to "sum".
+    `affine` 1: scale and bias are a row; 2: a number a channel, row r being of group r % `groups`,
+    of `channels` channels of `inner` elements. `columns`: "z" is y times "w" [length, columns]
+    (`turned`: [columns, length]) plus "c".
+    """
+
+    op = "Norm"
+    rows: int
+    length: int
+    dtype: str
+    param: str
+    stat: str = "float32"
+    rms: bool = False
+    residual: bool = False
+    affine: int = 1
+    groups: int = 1
+    channels: int = 1
+    inner: int = 1
+    epsilon: float = 1e-5
+    columns: int = 0
+    turned: bool = False
+    tail: Tail | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of its product with a few columns."""
+        return 2 * self.rows * self.length * self.columns
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written; the same of the residual and the sum."""
+        return (2 + 2 * self.residual) * self.rows * self.length * ITEMSIZE[self.dtype]
+
+    @property
+    def stored(self) -> str:
+        """y, unless something has taken its place."""
+        return "" if self.tail or self.columns else "y"
+
+
+@dataclass(frozen=True)
+class NormGrad(AnyProblem):
+    """dx of a Norm with `affine` 1 by mean and rstd, and `parts` sums for dscale and dbias.
+
+    `skip`: "ds", the gradient of the sum, is added. `dx`: dx is written. `k`: dy is the product of
+    "dy" [rows, k] and "b" [k, length] (`turned`: [length, k]).
+    """
+
+    op = "NormGrad"
+    rows: int
+    length: int
+    dtype: str
+    param: str
+    stat: str
+    parts: int
+    rms: bool = False
+    skip: bool = False
+    dx: bool = True
+    k: int = 0
+    turned: bool = False
+    tail: Tail | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of the product that makes dy."""
+        return 2 * self.rows * self.length * self.k
+
+    @property
+    def bytes(self) -> int:
+        """dy and x read, dx written."""
+        tensors = 1 + (not self.k) + self.dx + self.skip
+        return tensors * self.rows * self.length * ITEMSIZE[self.dtype]
+
+    @property
+    def stored(self) -> str:
+        """dx where it is wanted."""
+        return "" if self.tail or not self.dx else "dx"
+
+
+@dataclass(frozen=True)
+class NormGradSums(AnyProblem):
+    """dscale (and dbias: `outputs` 2) as sums over the parts that `grad` leaves."""
+
+    op = "NormGradSums"
+    grad: NormGrad
+    outputs: int
+
+    @property
+    def bytes(self) -> int:
+        """The parts."""
+        wide = 8 if self.grad.dtype == "float64" else 4
+        return wide * self.outputs * self.grad.parts * self.grad.length
+
+
+@dataclass(frozen=True)
+class ChannelNorm(AnyProblem):
+    """y = (x - mean) / sqrt(variance + epsilon) scale + bias, x of `size` elements.
+
+    Scale and bias are a number a channel, of `channels` of `inner` elements; mean and variance are
+    too, or, with `group`, a number for so many channels of a row of the batch.
+    """
+
+    op = "ChannelNorm"
+    size: int
+    channels: int
+    inner: int
+    group: int
+    dtype: str
+    param: str
+    stat: str
+    epsilon: float = 1e-5
+    tail: Tail | None = None
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        return 2 * self.size * ITEMSIZE[self.dtype]
+
+    @property
+    def stored(self) -> str:
+        """y."""
+        return "" if self.tail else "y"
+
+
+@dataclass(frozen=True)
+class RunningStats(AnyProblem):
+    """The running mean and variance of `channels` after a batch's."""
+
+    op = "RunningStats"
+    channels: int
+    dtype: str
+    param: str
+    stat: str
+    old: str
+    momentum: float = 0.9
+
+    @property
+    def bytes(self) -> int:
+        """Six rows."""
+        return 6 * self.channels * ITEMSIZE[self.stat]
+
+
+@dataclass(frozen=True)
+class ChannelGrad(AnyProblem):
+    """The gradient of a ChannelNorm of x [batch, channels, inner] by its own mean and variance.
+
+    In three stages: "sums" over chunks of each channel, "params", which adds them up, and "dx".
+    `splits` chunks of `chunk` elements (vectors) make a channel.
+    """
+
+    op = "ChannelGrad"
+    stage: str
+    batch: int
+    channels: int
+    inner: int
+    splits: int
+    chunk: int
+    dtype: str
+    param: str
+    epsilon: float = 1e-5
+
+    @property
+    def bytes(self) -> int:
+        """x and dy read, dx written; or a channel's sums alone."""
+        if self.stage == "params":
+            return 8 * self.splits * self.channels
+        tensors = 3 if self.stage == "dx" else 2
+        return tensors * self.batch * self.channels * self.inner * ITEMSIZE[self.dtype]
+
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Filter or pool window over three spatial axes; where there are fewer, 1 leads."""
+
+    kernel: Triple
+    strides: Triple
+    dilations: Triple
+    before: Triple
+    after: Triple
+
+
+@dataclass(frozen=True)
+class Conv(AnyProblem):
+    """x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer].
+
+    y = act(x * weight + bias); `slope`: the activation's alpha is a number a filter. `transposed`:
+    ConvTranspose.
+    """
+
+    op = "Conv"
+    batch: int
+    groups: int
+    channels: int
+    filters: int
+    inner: Triple
+    outer: Triple
+    window: Window
+    dtype: str
+    transposed: bool = False
+    act: str = ""
+    act_alpha: float = 0.0
+    slope: bool = False
+    tail: Tail | None = None
+
+    @property
+    def flops(self) -> int:
+        """Two a product, pads counted as others."""
+        sums = self.batch * self.groups * self.filters * prod(self.outer)
+        return 2 * sums * self.channels * prod(self.window.kernel)
+
+    @property
+    def bytes(self) -> int:
+        """x, the weights and y once each."""
+        ends = self.channels * prod(self.inner) + self.filters * prod(self.outer)
+        weights = self.filters * self.channels * prod(self.window.kernel)
+        return self.groups * (self.batch * ends + weights) * ITEMSIZE[self.dtype]
+
+    @property
+    def stored(self) -> str:
+        """y."""
+        return "" if self.tail else "y"
+
+    def rate(self, hw: Hardware) -> float:
+        """Of products of its type."""
+        return hw.rate(self.dtype)
+
+
+@dataclass(frozen=True)
+class Softmax(AnyProblem):
+    """y = exp(x - max) / sum exp(x - max) of x [outer, length, inner] over `length`; or its log."""
+
+    op = "Softmax"
+    outer: int
+    length: int
+    inner: int
+    dtype: str
+    log: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        return 2 * self.outer * self.length * self.inner * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Reduce(AnyProblem):
+    """One pass of a reduction: x [outer, length, inner] -> y [outer, splits, inner].
+
+    Each result is of `chunk` elements of `length`. x, or y, holds `reducer`'s accumulators of
+    `state` bytes where it comes `from_state`, or goes `to_state`; `count` elements of the first x
+    make one of the last y. `second`: the moments' variance goes to "y2".
+    """
+
+    op = "Reduce"
+    reducer: str
+    outer: int
+    length: int
+    inner: int
+    chunk: int
+    count: int
+    dtype: str
+    out_dtype: str
+    state: int
+    from_state: bool = False
+    to_state: bool = False
+    second: bool = False
+    short: bool = False
+
+    @property
+    def splits(self) -> int:
+        """Results of each sum."""
+        return -(-self.length // self.chunk) if self.chunk else 1
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        read = self.state if self.from_state else ITEMSIZE[self.dtype]
+        written = self.state if self.to_state else ITEMSIZE[self.out_dtype]
+        return self.outer * self.inner * (self.length * read + self.splits * written)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no result; a sum of nothing is one."""
+        return not self.outer * self.inner
+
+
+@dataclass(frozen=True)
+class SumSquares(AnyProblem):
+    """The sum of the squares of all elements of several tensors "x.i" of these `sizes`."""
+
+    op = "SumSquares"
+    sizes: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """All of them read."""
+        return sum(self.sizes) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Pool(AnyProblem):
+    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp"."""
+
+    op = "Pool"
+    kind: str
+    planes: int
+    inner: Triple
+    outer: Triple
+    window: Window
+    dtype: str
+    include_pad: bool = False
+    column_major: bool = False
+    p: float = 2.0
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        return self.planes * (prod(self.inner) + prod(self.outer)) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class ChannelWindow(AnyProblem):
+    """LRN: each of `size` elements by the squares of `width` neighbouring channels."""
+
+    op = "ChannelWindow"
+    size: int
+    channels: int
+    inner: int
+    width: int
+    dtype: str
+    alpha: float = 1e-4
+    beta: float = 0.75
+    bias: float = 1.0
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        return 2 * self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Resample(AnyProblem):
+    """y [outer, resized, inner]: weighted sums of `taps` elements of `length`, by tables."""
+
+    op = "Resample"
+    outer: int
+    length: int
+    resized: int
+    inner: int
+    taps: int
+    dtype: str
+    out_dtype: str
+    compute: str
+    outside: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        sides = self.length * ITEMSIZE[self.dtype] + self.resized * ITEMSIZE[self.out_dtype]
+        return self.outer * self.inner * sides
+
+
+@dataclass(frozen=True)
+class GridSample(AnyProblem):
+    """x [batch, channels, *inner] at `points` positions of "grid" in each of the batch."""
+
+    op = "GridSample"
+    batch: int
+    channels: int
+    inner: Triple
+    points: int
+    rank: int
+    dtype: str
+    grid: str
+    mode: int = 1
+    padding: int = 0
+    align: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """The grid read, y written, and of x as much."""
+        each = 2 * self.channels * ITEMSIZE[self.dtype] + self.rank * ITEMSIZE[self.grid]
+        return self.batch * self.points * each
+
+
+@dataclass(frozen=True)
+class Col2Im(AnyProblem):
+    """y of `size` elements, images `image`: each pixel the sum of what x's `blocks` hold of it."""
+
+    op = "Col2Im"
+    size: int
+    image: Triple
+    blocks: Triple
+    window: Window
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        return (1 + prod(self.window.kernel)) * self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class CrossEntropy(AnyProblem):
+    """-weight[t] log p[t] for each of `rows` rows of x [batch, classes, inner], t its label.
+
+    `stage` "rows": to "loss", or with its weight to "rows"; "total": their sum, or their mean;
+    "grad": dx = slope (softmax(x) - [class is the label]). `log_softmax`: x are logits.
+    """
+
+    op = "CrossEntropy"
+    stage: str
+    rows: int
+    classes: int
+    inner: int
+    dtype: str
+    labels: str
+    ignored: int | None = None
+    log_softmax: bool = True
+    mean: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """x read; written too by the gradient."""
+        if self.stage == "total":
+            return 8 * self.rows
+        tensors = 2 if self.stage == "grad" else 1
+        return tensors * self.rows * self.classes * ITEMSIZE[self.dtype]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no row; the total of none is a number."""
+        return not self.rows and self.stage != "total"
+
+
+@dataclass(frozen=True)
+class SlopeProduct(AnyProblem):
+    """dz = dy act'(z) [m, n], and its column sums: to "dbias", or to `parts` parts "part" [n].
+
+    Without `act`: the sums alone, of "dy".
+    """
+
+    op = "SlopeProduct"
+    m: int
+    n: int
+    dtype: str
+    parts: int
+    act: str = ""
+    act_alpha: float = 1.0
+
+    @property
+    def bytes(self) -> int:
+        """dy and z read, dz written."""
+        return (3 if self.act else 1) * self.m * self.n * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class PartSums(AnyProblem):
+    """The sums over `parts` of "part" [parts, n], float32, to "out0" [n]."""
+
+    op = "PartSums"
+    parts: int
+    n: int
+    out_dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """The parts."""
+        return 4 * self.parts * self.n
+
+
+@dataclass(frozen=True)
+class Fold(AnyProblem):
+    """wq = gamma w, its column sums cs and cv = beta w + c, of weights w [k, n] each.
+
+    `shapes` are the (k, n) of each; operands are named "w.i" where there are several. `master`: w
+    is float32, and its rounded copy goes to "low".
+    """
+
+    op = "Fold"
+    shapes: tuple[tuple[int, int], ...]
+    dtype: str
+    master: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """w read, wq written."""
+        return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]

@@ -1,0 +1,154 @@
+"""The table of activations: derivatives, CUDA text, and one call for each fused operator."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
+from onnx_fuse.ops.fused.gated import OPS as GATED
+from onnx_fuse.program.problem import CHIPS
+
+KINDS = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
+FAMILIES = ("Gemm", "LayerNormGemm", "RMSNormGemm", "Conv", "ConvAdd", "GroupNorm")
+ALPHA = {"LeakyRelu": 0.3, "Elu": 0.7, "QuickGelu": 1.702, "HardSigmoid": 1 / 6}
+"""What an activation with an attribute is tried with."""
+
+
+def _call(name: str, act: str, how: str = "") -> str:
+    given = ", ".join(filter(None, [how, f"alpha = {ALPHA[act]}" if act in ALPHA else ""]))
+    return f"onnx_fuse.{name}" + (f"<{given}>" if given else "")
+
+
+class Erf(OpRun):
+    """In float64: that of the reference rounds to float32."""
+
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
+        return (np.vectorize(math.erf)(x),)
+
+
+# ---- in float64 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_derivative_is_that_of_the_value(act: str) -> None:
+    """By central differences of the forward text in float64, away from where there is a corner."""
+    row = ACTIVATIONS[act]
+    z, step = np.linspace(-6.03, 6.07, 203), 1e-5
+
+    def run(text: str, result: str, feed: np.ndarray) -> np.ndarray:
+        body = text.replace("@alpha", str(ALPHA.get(act)))
+        model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}}}")
+        proto = onnx.shape_inference.infer_shapes(to_proto(model))
+        proto = onnx.inliner.inline_selected_functions(
+            proto, [("", "Gelu")], exclude=False, inline_schema_functions=True
+        )
+        (found,) = ReferenceEvaluator(proto, new_ops=[Erf]).run(None, {"z": feed})
+        return np.asarray(found)
+
+    slope = (run(row.forward, "y", z + step) - run(row.forward, "y", z - step)) / (2 * step)
+    # the quotient is off by step² of the third derivative and by 1e-16 / step; the constants of the
+    # text are float32's, off by 3e-8, some of them times 36
+    np.testing.assert_allclose(run(row.derivative, "d", z), slope, atol=1e-6)
+
+
+# ---- one call -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_operator_of_the_families_is_one_call(family: str, act: str, dtype: str) -> None:
+    """With every activation of the table, on every architecture."""
+    if family + act == "Conv":
+        return  # ai.onnx's own
+    conv = family.startswith("Conv")
+    shapes = {"x": (2, 16, 9, 8), "w": (24, 16, 3, 3)} if conv else {"x": (32, 64), "w": (64, 48)}
+    shapes["c"] = (shapes["w"][0 if conv else 1],)
+    names = ["x", "w", "c"]
+    if family == "ConvAdd":
+        names, shapes["r"] = [*names, "r"], (2, 24, 9, 8)
+    if "Norm" in family:
+        affine = ["g", "b"] if family.startswith("Layer") else ["g"]
+        names, shapes = ["x", *affine, "w", "c"], shapes | dict.fromkeys(affine, (64,))
+    out = [2, 24, 9, 8] if conv else [32, 48]
+    how = "kernel_shape=[3,3], strides=[1,1], pads=[1,1,1,1], dilations=[1,1], group=1" * conv
+    if family == "GroupNorm":
+        names, shapes = ["x", "g", "b"], {"x": (2, 16, 9, 8), "g": (16, 1, 1), "b": (16, 1, 1)}
+        out, how = [2, 16, 9, 8], "num_groups=4"
+    kind = KINDS[dtype]
+    ends = ", ".join(f"{kind}{list(shapes[n])} {n}" for n in names)
+    call = _call(family + act, act, how)
+    model = text_model(f"agraph ({ends}) => ({kind}{out} y) {{ y = {call}({', '.join(names)}) }}")
+    feeds = {n: (shapes[n], dtype) for n in names}
+    for arch, hw in {hw.arch: hw for hw in CHIPS.values()}.items():
+        calls = lower(model, feeds, hw).calls
+        assert len(calls) == 1, (arch, [c.kernel for c in calls])
+        assert dict(calls[0].writes)["y"].shape == tuple(out)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_each_gated_product_is_one_call(name: str) -> None:
+    """Of constant weights, for which alone their columns can be put side by side."""
+    prefix, act = GATED[name].norm, GATED[name].activation
+    affine = {"": "", "LayerNorm": "g, b, ", "RMSNorm": "g, "}[prefix]
+    k, n = 64, 96
+    held = {"g": (k,), "b": (k,), "w": (k, n), "c": (n,)}
+    names = {name: held[name] for name in [*affine.replace(",", "").split(), "w", "c"]}
+    ends = ", ".join(f"float16{list(shape)} {name}" for name, shape in names.items())
+    model = text_model(
+        f"agraph (float16[256,{k}] x, {ends}) => (float16[256,{n // 2}] y) "
+        f"{{ y = {_call(name, act)}(x, {affine}w, c) }}"
+    )
+    for value in model.graph.inputs[1:]:
+        assert value.name is not None
+        value.const_value = ir.tensor(np.full(names[value.name], 0.5, np.float16), name=value.name)
+        model.graph.register_initializer(value)
+    del model.graph.inputs[1:]
+    for arch, hw in {hw.arch: hw for hw in CHIPS.values()}.items():
+        calls = lower(model, {"x": ((256, k), "float16")}, hw).calls
+        assert len(calls) == 1, (arch, [c.kernel for c in calls])
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_an_activation_behind_a_product_that_no_rule_fused_is_in_its_epilogue(act: str) -> None:
+    row = ACTIVATIONS[act]
+    alpha = [f"alpha = {ALPHA[act]}"] if act in ALPHA else []
+    given = ", ".join([*alpha, *(f'{k} = "{v}"' for k, v in row.fixed if isinstance(v, str))])
+    domain = f"{row.domain}." if row.domain else ""
+    text = (
+        "agraph (float16[32,64] x, float16[64,48] w) => (float16[32,48] y) "
+        f"{{ z = MatMul(x, w) y = {domain}{row.op_type} <{given}> (z) }}"
+    ).replace("<>", "")
+    shapes = {"x": ((32, 64), "float16"), "w": ((64, 48), "float16")}
+    (call,) = lower(text_model(text), shapes, CHIPS["H200"]).calls
+    assert call.problem is not None
+    assert call.problem.text("act") == row.key
+    wanted = np.float32(ALPHA.get(act, 0))
+    assert np.float32(call.problem.number("act_alpha")) == wanted
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_cuda_text_compiles_to_registers_alone(act: str) -> None:
+    """Its slope over rows of bfloat16, its value behind a convolution's sums in float32."""
+    key = ACTIVATIONS[act].key
+    slope = as_defines({"T": "bf16"}, activation_macros(key))
+    value = as_defines({"T": "float", "ACC": "float"}, activation_macros(key))
+    for source, defines in (("pointwise/act_grad.cu", slope), ("conv/finish.cu", value)):
+        for found in jit.resources(source, defines, "sm_80").values():
+            assert found.clean, (source, found)
