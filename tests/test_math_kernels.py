@@ -13,7 +13,7 @@ import pytest
 from math_cases import H200, cases
 
 from onnx_fuse.cuda import jit
-from onnx_fuse.kernels import sdpa, select
+from onnx_fuse.kernels import candidates, sdpa, select
 from onnx_fuse.kernels.rule import team, vector
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
@@ -43,6 +43,21 @@ def test_every_case_has_a_kernel(programs):
                 assert launch.smem <= H200.smem_per_block, name
                 parts = [a for a in launch.args if isinstance(a, Ptr) and a.name == "workspace"]
                 assert all(part.offset % 16 == 0 for part in parts), name
+
+
+def test_every_call_is_a_problem(programs):
+    """But for what the passes have joined: one launch for several of a kind."""
+    seen = set()
+    for name, program in programs.items():
+        for call in (*program.setup, *program.calls):
+            if call.problem is None:
+                assert " x" in call.kernel, (name, str(call))
+                continue
+            seen.add(call.problem.op)
+            assert call.problem.floor(H200) >= 0
+            assert str(call.problem).startswith(call.problem.op)
+            assert call.why.partition(" ")[0] in {k.name for k in candidates(call.problem.op)}
+    assert len(seen) >= 25
 
 
 def test_modules_compile_without_spills(programs):

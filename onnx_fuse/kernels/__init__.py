@@ -79,6 +79,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
+    "Pointwise": "pointwise",
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),

@@ -66,6 +66,11 @@ class Row(ByRule):
         return [how for how in around(self._shape(problem, Config.of())[1])
                 if self.fits(problem, how)]  # fmt: skip
 
+    def cost(self, problem: Norm, config: Config, hw: Hardware) -> float:
+        """Each row reads the weights of few columns again."""
+        again = problem.flops / 2 * ITEMSIZE[problem.dtype]
+        return super().cost(problem, config, hw) + again / hw.bandwidth
+
     def fits(self, problem: Norm, config: Config) -> bool:
         """Where the registers still hold the weights of few columns."""
         vec, _, items = self._shape(problem, config)
@@ -131,6 +136,11 @@ class GradRow(_Grad):
     def configs(self, problem: NormGrad, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""
         return [how for how in around(grad_shape(problem)[1], 32) if self.fits(problem, how)]
+
+    def cost(self, problem: NormGrad, config: Config, hw: Hardware) -> float:
+        """Each row reads the matrix that makes dy of few columns again."""
+        again = problem.flops / 2 * ITEMSIZE[problem.dtype]
+        return super().cost(problem, config, hw) + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: Config) -> bool:
         """Where a row still fits in registers."""

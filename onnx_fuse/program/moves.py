@@ -7,8 +7,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.expression import Expression
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware
 from onnx_fuse.program.problems import Window
+from onnx_fuse.program.size import Size, Trace
+
+
+@dataclass(frozen=True)
+class Pointwise(AnyProblem):
+    """An expression over views of one iteration space, element by element; a copy has no steps.
+
+    The views' buffers do not matter.
+    """
+
+    op = "Pointwise"
+    expression: Expression
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """The trace of the views' open sizes."""
+        sizes = (n for t in (*self.writes, *self.reads) for n in (*t.shape, *t.strides, t.offset))
+        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
+
+    @property
+    def flops(self) -> int:
+        """One a step."""
+        return len(self.expression.steps) * self.writes[0].size
+
+    @property
+    def bytes(self) -> int:
+        """Every view, broadcast elements counted each time."""
+        return sum(t.nbytes for t in (*self.reads, *self.writes))
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no element."""
+        return not self.writes[0].size
+
+    def __str__(self) -> str:
+        views = (f"{t.dtype}{list(t.shape)}" for t in (*self.reads, *self.writes))
+        return f"{self.op} {self.expression.name} {' '.join(views)}".replace(", ", ",")
 
 
 @dataclass(frozen=True)

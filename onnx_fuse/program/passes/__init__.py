@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from onnx_fuse.cuda.pointwise import finish
 from onnx_fuse.program.call import Call, Context
 from onnx_fuse.program.passes.batching import batch, fold_together
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite, select_kernels
-from onnx_fuse.program.passes.chains import fuse
+from onnx_fuse.program.passes.chains import as_problem, fuse
 from onnx_fuse.program.passes.deferred import defer
 from onnx_fuse.program.passes.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.few_columns import FEW_COLUMNS
@@ -37,7 +36,7 @@ PIPELINE: tuple[Pass, ...] = (
     # twice: what a batch has moved to the end lets its producers wait as well
     lambda calls, *_: batch(calls),
     lambda calls, *_: batch(calls),
-    lambda calls, *_: [finish(c) if c.expression else c for c in calls],
+    lambda calls, _, ctx: select_kernels([as_problem(c) for c in calls], ctx.hw, ctx.prefs),
 )
 """In order."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import TypeAlias
 
 from onnx_fuse.kernels import Choice, forced, refusals, select
+from onnx_fuse.kernels.costs import pays, seconds
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.problem import AnyProblem, Hardware
 
@@ -75,7 +75,8 @@ def select_kernels(
 
     Raises UsageError where one that the user asks for does not serve its problem.
     """
-    return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
+    done = (call.problem is None or bool(call.launches) for call in calls)
+    return [c if made else _selected(c, hw, prefs) for c, made in zip(calls, done, strict=True)]
 
 
 def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
@@ -128,8 +129,11 @@ class Calls:
 
     def seconds(self, problem: AnyProblem) -> float:
         """Of its kernel; infinity where it has none."""
-        choice = self.kernel(problem)
-        return inf if choice is None else choice.seconds
+        return seconds(problem, self.hw, self.prefs)
+
+    def pays(self, before: Iterable[AnyProblem], after: Iterable[AnyProblem]) -> bool:
+        """Whether the problems after a rewrite cost less than those before it."""
+        return pays(before, after, self.hw, self.prefs)
 
     def take(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
         """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.
