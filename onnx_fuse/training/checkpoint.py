@@ -80,7 +80,9 @@ def _faults(folder: Path) -> Iterator[None]:
 def write(
     folder: str | os.PathLike[str], tensors: Mapping[str, Array], manifest: Mapping[str, Any]
 ) -> Path:
-    """Write the checkpoint `folder/step-NNNNNNNN` of manifest["step"], and return its path.
+    """Write `tensors` and `manifest` as `folder/step-NNNNNNNN`, and return that path.
+
+    The number is manifest["step"].
 
     Of the steps up to this one the KEEP newest stay. Raises DataError where the folder cannot be
     written, UsageError while another training has locked it.
@@ -146,7 +148,7 @@ def exists(folder: str | os.PathLike[str]) -> bool:
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The tensors and the manifest of the newest undamaged checkpoint.
+    """The tensors and the manifest of the newest undamaged checkpoint in `folder`.
 
     A damaged one gives a warning. Raises DataError where there is no undamaged one.
     """

@@ -148,7 +148,8 @@ def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume:
 def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int:
     """Check all arrays and labels against the model, and return the number of examples.
 
-    Raises DataError for data that does not fit, UsageError for a batch size other than the model's.
+    Raises DataError for data that does not fit, and UsageError where `batch_size` is not the size
+    that the model fixes.
     """
     spec = trainer.spec()
     examples = data.count(arrays, spec.feeds)
@@ -175,13 +176,16 @@ def _fixed_batch(trainer: Trainer) -> int | None:
 
 
 def steps_per_epoch(trainer: Trainer, examples: int, batch_size: int) -> int:
-    """The number of steps of an epoch; a smaller last batch counts unless the batch is fixed."""
+    """The number of steps in which batches of `batch_size` go over all `examples`.
+
+    A smaller last batch counts, unless the model fixes the size of the batch.
+    """
     whole = _fixed_batch(trainer) is not None
     return examples // batch_size if whole else math.ceil(examples / batch_size)
 
 
 def evaluate(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> dict[str, float]:
-    """Evaluate a data set in inference mode.
+    """Evaluate the data set `arrays` in inference mode, in batches of `batch_size`.
 
     The result has "validation_loss", the mean over examples, and where labels are classes
     "accuracy", the share of labels that are predicted (0 to 1). Raises DataError.
@@ -203,7 +207,10 @@ _WIDTH, _HEIGHT, _MARGIN, _POINTS = 860, 420, 56, 600
 
 
 def curve(history: History, title: str) -> str:
-    """The loss by step and the validation loss by epoch as one HTML page that loads nothing."""
+    """The loss curve of a run as one HTML page that loads nothing.
+
+    It shows the loss by step and the validation loss by epoch of `history`, below `title`.
+    """
     losses = np.asarray(history.losses)
     steps = -(-len(losses) // max(len(history.epochs), 1))
     lines = [("loss", "#8ab4f8", _thinned(losses))]
