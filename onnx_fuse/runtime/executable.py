@@ -531,6 +531,7 @@ class Executable:
         self.stream.catch_up()
         if other.instance.become(shape.made, inputs, outputs):
             shape.instance, other.instance = other.instance, None
+            other.made.forget()
             self._once[source] = shape
 
     def _instance(
