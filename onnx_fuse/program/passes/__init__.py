@@ -7,12 +7,12 @@ from functools import partial
 from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, Context
-from onnx_fuse.program.passes.batching import batch, fold_together
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite, select_kernels
 from onnx_fuse.program.passes.chains import as_problem, fuse
 from onnx_fuse.program.passes.deferred import defer
 from onnx_fuse.program.passes.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.few_columns import FEW_COLUMNS
+from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
 from onnx_fuse.program.passes.merge import drop_unread, share
 
 Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], Context], Sequence[Call]]
@@ -32,10 +32,9 @@ PIPELINE: tuple[Pass, ...] = (
     *(partial(_each, rule) for rule in (*BEHIND_CHAINS, *FEW_COLUMNS)),
     defer,
     lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw),
-    lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs),
     # twice: what a batch has moved to the end lets its producers wait as well
-    lambda calls, *_: batch(calls),
-    lambda calls, *_: batch(calls),
+    lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs),
+    lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs),
     lambda calls, _, ctx: select_kernels([as_problem(c) for c in calls], ctx.hw, ctx.prefs),
 )
 """In order."""

@@ -75,8 +75,7 @@ def select_kernels(
 
     Raises UsageError where one that the user asks for does not serve its problem.
     """
-    done = (call.problem is None or bool(call.launches) for call in calls)
-    return [c if made else _selected(c, hw, prefs) for c, made in zip(calls, done, strict=True)]
+    return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
 
 
 def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
