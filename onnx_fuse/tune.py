@@ -24,7 +24,7 @@ from onnx_fuse.cuda import jit
 from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.passes.callgraph import chosen
+from onnx_fuse.program.passes.select import chosen
 from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of

@@ -12,7 +12,7 @@ from onnx_fuse.kernels.several import shares_a_launch
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.moves import PointwiseMany, Several
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
-from onnx_fuse.program.passes.chains import pointwise, view
+from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.problems import Fold
 
