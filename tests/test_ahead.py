@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import ahead, background, kept, specialize
+from onnx_fuse.runtime import ahead, background, kept
 from onnx_fuse.runtime.ahead import Ahead
+from onnx_fuse.runtime.kept import Programs
 from onnx_fuse.runtime.plan import Made
 from onnx_fuse.runtime.specialize import Specializer
 
@@ -36,7 +38,7 @@ CHAIN = "agraph (float[N,T] x) => (float[N,T] y) { a = Exp(x) b = Neg(a) y = Tan
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, in which every program is kept, however fast it was lowered."""
     monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(specialize, "SECONDS", 0.0)
+    monkeypatch.setattr(Programs, "seconds", 0.0)
     return tmp_path / "cache"
 
 
@@ -44,6 +46,14 @@ def half(path: Path) -> Specializer:
     """Of the optimized model in float16."""
     graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
     return Specializer(graph, H200, math=precision)
+
+
+def chain() -> Specializer:
+    return Specializer(text_model(CHAIN), H200)
+
+
+def of_chain(length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {"x": ((3, length), "float32")}
 
 
 def encoder() -> Specializer:
@@ -181,54 +191,62 @@ def test_a_session_takes_programs_from_the_cache(
 def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two lengths, all others cost no lowering, and their kernels are compiled."""
     monkeypatch.setattr(ahead, "FAR", 16)
-    specializer = encoder()
+    monkeypatch.setattr(ahead, "CORES", 1)
+    specializer = chain()
     beside = Ahead(specializer)
-    specializer.of(with_length(specializer, 8))
-    beside.expect(with_length(specializer, 8), 1.0)
+    own = [specializer.of(of_chain(8)).source]
+    beside.expect(of_chain(8), 1.0)
     beside.wait()
     assert not beside.children  # one size so far: nothing says that it varies
-    specializer.of(with_length(specializer, 7))
-    beside.expect(with_length(specializer, 7), 0.001)
+    own.append(specializer.of(of_chain(7)).source)
+    beside.expect(of_chain(7), 0.001)
     beside.wait()
     assert beside.children
     assert {c._process.returncode for c in beside.children} == {0}
-    lowered = specializer.traced
+    lowered, others = specializer.traced, 0
     for length in range(1, 17):
-        made = specializer.of(with_length(specializer, length))
-        for call in made.program.calls:
+        made = specializer.of(of_chain(length))
+        for call in made.program.calls if made.source not in own else ():
             for x in call.launches:
                 key = (jit.source_text(x.source), x.defines, "sm_90a", jit._compiler())
                 name = hashlib.sha256(repr(key).encode()).hexdigest()
                 assert (cache / "cubin" / name[:2] / name).is_file()
+        others += made.source not in own
     assert specializer.traced == lowered
+    assert others
 
 
-@pytest.mark.parametrize("why", ["fast", "one size"])
+@pytest.mark.parametrize("why", ["fast", "one size", "few cores"])
 def test_no_process_where_it_would_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr(ahead, "_Child", lambda *given: started.append(given))
+    monkeypatch.setattr(ahead, "CORES", 1000 if why == "few cores" else 1)
     specializer = encoder()
     beside = Ahead(specializer)
-    for length in (40, 48) if why == "fast" else (40, 40):
+    for length in (40, 40) if why == "one size" else (40, 48):
+        specializer.of(with_length(specializer, length))
         beside.expect(with_length(specializer, length), 0.01 if why == "fast" else 1.0)
     beside.wait()
     assert not started
+    # what is not prepared is kept at least
+    assert (specializer.programs is None) == (why == "fast")
 
 
 @pytest.mark.parametrize("end", ["dropped", "parent ends", "parent is killed"])
 def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
     """With the session, and with its parent, however that ends."""
     code = (
-        "import gc, os, signal, sys, time\n"
-        "import test_ahead as t\n"
+        "import gc, os, signal, time\n"
+        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.program.problem import CHIPS\n"
         "from onnx_fuse.runtime import ahead\n"
-        f"s = t.encoder(); a = ahead.Ahead(s)\n"
-        "for n in (40, 48): a.expect(t.with_length(s, n), 1.0)\n"
+        "from onnx_fuse.runtime.specialize import Specializer\n"
+        f"ahead.CORES, end, s = 1, {end!r}, Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
+        "a = ahead.Ahead(s)\n"
+        "for n in (40, 48): a.expect({'x': ((3, n), 'float32')}, 1.0)\n"
         "while a._busy: time.sleep(0.01)\n"
-        "p = a.children[0]._process; print(p.pid, flush=True)\n"
-        f"end = {end!r}\n"
+        "child = a.children[0]; print(child._process.pid, flush=True)\n"
         "if end == 'parent is killed': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "child = a.children[0]\n"
         "if end == 'dropped': del a; gc.collect(); print(child.ended.wait(20))\n"
     )
     done = subprocess.run(
@@ -237,7 +255,9 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         text=True,
         check=False,
         timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
     pid, *more = done.stdout.split()
     assert more == (["True"] if end == "dropped" else [])
     deadline = time.monotonic() + 20

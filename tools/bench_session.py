@@ -329,7 +329,7 @@ def _growing(session: Any, c: Any, tokens: int) -> float:
         binding.bind_input(f"past_{name}", "cuda", 0, np.float16, (1, c.heads, 1, head), first)
         binding.bind_output(f"present_{name}", "cuda")
     binding.bind_output("logits")
-    device.Stream().clear(first, 2 * c.width)
+    device.Stream().fill(first, 0, 2 * c.width)
     token, began = 1, 0.0
     for position in range(1, tokens + 3):
         if position == 3:  # the kernels are compiled

@@ -44,15 +44,20 @@ LARGEST = 4 << 30
 _Wish = tuple[Shapes, dict[str, int]]  # shapes, and how far the sizes of some symbols go
 
 
-def possible() -> bool:
-    """Whether this machine and this interpreter can have a second process do it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+def processes() -> int:
+    """How many processes this machine and this interpreter can have beside their own."""
     own = bool(sys.executable) and not getattr(sys, "frozen", False)
-    return own and cores >= CORES and hasattr(os, "memfd_create") and config.CACHE_MB.value > 0
+    if not own or not hasattr(os, "memfd_create"):
+        return 0
+    return min(PROCESSES, len(os.sched_getaffinity(0)) // CORES)
 
 
 class Ahead:
-    """Has the other size classes prepared of the dimensions that vary from run to run."""
+    """Has the other size classes prepared of the dimensions that vary from run to run.
+
+    A model that no file of the cache holds gets its name there from its content, so that its
+    programs are kept as well.
+    """
 
     def __init__(self, specializer: Specializer) -> None:
         self._specializer = weakref.ref(specializer)
@@ -137,7 +142,8 @@ class Ahead:
             if graph is None:
                 return  # too large
             specializer.keep_under(graph.digest)
-        if not wanted:
+        parts = processes()
+        if not wanted or not parts:
             return
         self.children = [child for child in self.children if not child.ended.is_set()]
         if not self.children:
@@ -145,7 +151,6 @@ class Ahead:
                 return
             if origin is None and graph is None and (graph := _Copy.of(specializer)) is None:
                 return
-            parts = max(1, min(PROCESSES, len(os.sched_getaffinity(0)) // CORES))
             with contextlib.nullcontext() if graph is None else graph.open():
                 for part in range(parts):
                     child = _Child(specializer, origin, graph, (part, parts))

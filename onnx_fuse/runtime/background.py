@@ -97,6 +97,7 @@ def prepare(
 class Compiling(Programs):
     """Programs that are written once their kernels are compiled."""
 
+    seconds = 0.0
     arch: str
     _turns = threading.Lock()
 
@@ -112,7 +113,10 @@ def main() -> None:
     """Do what the lines of standard input ask for."""
     os.nice(NICE)
     lines = sys.stdin.buffer
-    job = json.loads(lines.readline())
+    first = lines.readline()
+    if not first:
+        return  # whoever started it is gone
+    job = json.loads(first)
     wishes = Wishes(lines)
     model = None if job["model"] is None else Path(job["model"])
     hw = dict(job["hardware"], flops=tuple((kind, rate) for kind, rate in job["hardware"]["flops"]))

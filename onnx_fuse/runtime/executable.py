@@ -134,9 +134,9 @@ class Executable:
     @cached_property
     def _ahead(self) -> Ahead | None:
         """What has programs made before they are asked for; None where nothing does."""
-        from onnx_fuse.runtime.ahead import Ahead, possible
+        from onnx_fuse.runtime.ahead import Ahead
 
-        return Ahead(self.specializer) if possible() else None
+        return Ahead(self.specializer) if config.CACHE_MB.value > 0 else None
 
     def keep(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache, and take them from there, once it is known by what name."""

@@ -39,9 +39,6 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.plan import Kept
 from onnx_fuse.runtime.tensor import dtype_of
 
-SECONDS = 0.02
-"""Lowering that took longer is kept."""
-
 Array = np.ndarray[Any, Any]
 Key = tuple[object, ...]
 """What programs of one list have in common: their open dimensions, the ranks and types of inputs,
@@ -67,6 +64,9 @@ class Programs:
     `array` gives a weight that lowering made, by its name, None for one that is not there; the
     names in `given` are there for every reader.
     """
+
+    seconds = 0.02
+    """What took longer to lower is written."""
 
     def __init__(
         self, folder: Path, array: Callable[[str], Array | None], given: Collection[str] = ()

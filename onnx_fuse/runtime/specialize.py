@@ -29,7 +29,7 @@ from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.graphs import made_weights
-from onnx_fuse.runtime.kept import SECONDS, Key, Origin, Programs, folder_of
+from onnx_fuse.runtime.kept import Key, Origin, Programs, folder_of
 from onnx_fuse.runtime.plan import Kept, Made, plan
 
 KEPT = 128
@@ -61,7 +61,8 @@ class Specializer:
         self.programs: Programs | None = None
         """Those in the cache, once it is known by which name."""
         self._kept: dict[Key, list[Kept]] = {}
-        self._unwritten: list[tuple[Key, Kept]] = []  # what the cache does not have yet
+        # what the cache does not have yet, and how long it took
+        self._unwritten: list[tuple[Key, Kept, float]] = []
         self._writers: list[threading.Thread] = []
         self.lock = threading.RLock()
         """Held while the model is lowered, which changes it."""
@@ -114,8 +115,10 @@ class Specializer:
 
     def _write(self) -> None:
         """Write what is not in the cache yet, in a thread of its own."""
-        programs, new, self._unwritten = self.programs, self._unwritten, []
+        programs = self.programs
         assert programs is not None
+        new = [(key, kept) for key, kept, took in self._unwritten if took > programs.seconds]
+        self._unwritten.clear()
 
         def work() -> None:
             for key, kept in new:
@@ -180,8 +183,8 @@ class Specializer:
             if found is None:
                 self.is_open = False
                 return None
-            if not values and time.perf_counter() - began > SECONDS:
-                self._unwritten.append((key, found))
+            if not values:
+                self._unwritten.append((key, found, time.perf_counter() - began))
                 if self.programs is not None:
                     self._write()
         kept.insert(0, found)
