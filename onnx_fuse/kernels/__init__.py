@@ -80,6 +80,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
+    **dict.fromkeys(("Several", "PointwiseMany"), "several"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),
