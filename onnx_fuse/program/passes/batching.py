@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from math import prod
 
-from onnx_fuse.cuda.jit import source_text, without_bounds
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
+from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels.rows import fold_kind
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
