@@ -20,7 +20,8 @@ import numpy as np
 import onnx
 
 from onnx_fuse import autodiff, config, passes
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
@@ -149,7 +150,7 @@ def tune(
             continue
         watch(str(call.problem))
         result, entry = _tune(call, call.problem, choices, hw, until)
-        tuning.save([(call.problem.op, call.problem, entry)], hw, folder)
+        tuning.save([(call.problem.op, call.problem, entry)], hw, folder, candidates)
         yield result
 
 
@@ -181,7 +182,7 @@ def _tune(
     math = problem.math if isinstance(problem, Problem) else "ieee"
     present = choices[0]
     tries = [chosen(call, choice, hw) for choice in choices]
-    jit.compile_all((launch for t in tries for launch in t.launches), hw.arch)
+    nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = _Operands(call, max(t.workspace for t in tries), hw)
     truth = operands.results(tries[0])
     runs, kept = [operands.graph(tries[0])], [present]
@@ -215,7 +216,7 @@ def _tune(
         len(kept),
         tuple(refused),
     )
-    return tuned, tuning.record(choice.kernel, choice.config, us, hw)
+    return tuned, tuning.record(problem, choice.kernel, choice.config, us, hw)
 
 
 class _Operands:
@@ -246,8 +247,8 @@ class _Operands:
         self._memory.append(device.Memory(max(16, nbytes), what))
         return self._memory[-1].address
 
-    def _bound(self, call: Call, places: dict[str, int]) -> list[jit.Step]:
-        return [jit.bind(launch, places, self.hw) for launch in call.launches]
+    def _bound(self, call: Call, places: dict[str, int]) -> list[Step]:
+        return [bind(launch, places, self.hw) for launch in call.launches]
 
     def results(self, call: Call) -> list[np.ndarray]:
         """Both ends of everything the call writes, on the first set."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.jit import source_text, without_bounds
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
+from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels import Choice, Kernel, candidates
 from onnx_fuse.kernels.rule import ByRule
 from onnx_fuse.program.moves import PointwiseMany, Several

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from onnx_fuse.cuda.jit import source_text
+from onnx_fuse.cuda.source import source_text
 from onnx_fuse.kernels import Choice, select
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
