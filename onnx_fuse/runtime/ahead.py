@@ -260,7 +260,12 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=None if config.DEBUG.value else subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "CUDA_VISIBLE_DEVICES": "",
+                "ONNX_FUSE_DUMP": "",
+            },
             pass_fds=() if copy is None else (copy.file,),
             start_new_session=True,  # Ctrl-C is for this process
         )
