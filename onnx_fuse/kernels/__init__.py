@@ -3,7 +3,7 @@
 A candidate is an object with the methods of `Kernel`; `MODULES` says which module under
 onnx_fuse/kernels holds the candidates of an op, best first, the plain one that serves every problem
 last. `launch` is pure: it returns Launch records that name their arguments ("a", "y", "workspace");
-`jit.enqueue` (or `jit.bind` for repeated use) binds addresses and enqueues into a stream.
+`cuda.launch.bind` binds addresses and enqueues into a stream.
 """
 
 from __future__ import annotations
@@ -55,9 +55,6 @@ class Kernel(Protocol):
     def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
 
-    def sources(self) -> tuple[str, ...]:
-        """Paths under cuda_src/: their text is part of a tuning record's key."""
-
 
 # op -> module of its candidates; the module's KERNELS maps op -> candidates
 MODULES: dict[str, str] = {
@@ -80,6 +77,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
+    **dict.fromkeys(("Several", "PointwiseMany"), "several"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),
