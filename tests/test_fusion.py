@@ -466,3 +466,19 @@ def test_a_reshape_to_sizes_of_its_own_input_has_a_constant_target(
         if rows == 0 and "rest" in sizes:
             continue  # nothing is left to find a size by
         np.testing.assert_array_equal(after.run(None, {"x": x})[0], before.run(None, {"x": x})[0])
+
+
+def test_a_shape_of_the_weights_is_no_reader_of_theirs() -> None:
+    """As onnxruntime's optimizer writes a view by the weights' own sizes."""
+    model = text_model(
+        '<ir_version: 10, opset_import: ["" : 21]> agraph (float[B,S,8] q, float[B,T,8] k,'
+        " float[B,T,8] v) => (float[B,S,8] y, int64[3] n) { kt = Transpose <perm = [0,2,1]> (k)"
+        " s = MatMul (q, kt) p = Softmax (s) n = Shape (p) y = MatMul (p, v) }"
+    )
+    before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    assert passes.optimize(model).fusions == {"Sdpa": 1}
+    after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    rng = np.random.default_rng(2)
+    feeds = {n: rng.standard_normal((2, r, 8)).astype(np.float32) for n, r in zip("qkv", (3, 5, 5))}
+    for found, wanted in zip(after.run(None, feeds), before.run(None, feeds), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -111,6 +111,7 @@ def optimize(
     def pipeline(model: ir.Model) -> tuple[Rewriter, set[str]]:
         rw, taken = Rewriter(model, training=training), set()
         rw.notes += canonicalize(model, training=training)
+        shape_of_source(model)
         infer_shapes(model)
         before = regions(model)
         if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
