@@ -479,6 +479,7 @@ def test_a_shape_of_the_weights_is_no_reader_of_theirs() -> None:
     assert passes.optimize(model).fusions == {"Sdpa": 1}
     after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
     rng = np.random.default_rng(2)
-    feeds = {n: rng.standard_normal((2, r, 8)).astype(np.float32) for n, r in zip("qkv", (3, 5, 5))}
+    rows = {"q": 3, "k": 5, "v": 5}
+    feeds = {n: rng.standard_normal((2, r, 8)).astype(np.float32) for n, r in rows.items()}
     for found, wanted in zip(after.run(None, feeds), before.run(None, feeds), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
