@@ -1,6 +1,6 @@
 """A GPU made of host memory: the driver's calls that the runtime makes, and kernels run by NumPy.
 
-`FakeGpu.use(monkeypatch)` puts it under `runtime.device` and `cuda.jit`. Work is done where it
+`FakeGpu.use(monkeypatch)` puts it under `runtime.device` and `cuda.launch`. Work is done where it
 is enqueued, so what comes too early in the code reads what is not there yet: memory begins as 0xA5.
 A captured launch is kept with the arguments it had, and replayed; `update` gives it others.
 """
@@ -18,7 +18,9 @@ import interpret
 import numpy as np
 import pytest
 
-from onnx_fuse.cuda import arguments, jit
+from onnx_fuse.cuda import arguments, nvrtc
+from onnx_fuse.cuda import launch as launching
+from onnx_fuse.cuda.launch import Bound
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr
@@ -55,7 +57,7 @@ class FakeGpu:
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         """Run what comes on this."""
-        lowered, become, at = specialize.Specializer.of, jit.Bound.become, Open.at
+        lowered, become, at = specialize.Specializer.of, Bound.become, Open.at
 
         def told(program: Program) -> None:
             for call in (*program.setup, *program.calls):
@@ -72,7 +74,7 @@ class FakeGpu:
             told(found)
             return found
 
-        def became(bound: jit.Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
+        def became(bound: Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
             done = become(bound, launch, pointers)
             bound._kernel = id(launch) if done else bound._kernel
             return done
@@ -82,13 +84,13 @@ class FakeGpu:
         monkeypatch.setattr(device, "start", lambda device_id=0: None)
         monkeypatch.setattr(device, "probe", lambda device_id=0: None)
         monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, _=0: CHIPS["H200"]))
-        monkeypatch.setattr(jit, "_driver", lambda: self)
-        monkeypatch.setattr(jit, "_kernel", lambda launch, arch: id(launch))
-        monkeypatch.setattr(jit, "_settings", lambda *given: given[-1])
-        monkeypatch.setattr(jit, "compile_all", lambda launches, arch, progress=True: None)
+        monkeypatch.setattr(launching, "_driver", lambda: self)
+        monkeypatch.setattr(launching, "_kernel", lambda launch, arch: id(launch))
+        monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
+        monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch, progress=True: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
         monkeypatch.setattr(Open, "at", evaluated)
-        monkeypatch.setattr(jit.Bound, "become", became)
+        monkeypatch.setattr(Bound, "become", became)
         monkeypatch.setattr(
             arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
         )

@@ -15,7 +15,7 @@ from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, passes, session
-from onnx_fuse.cuda import jit, pointwise
+from onnx_fuse.cuda import nvrtc, pointwise
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import cublaslt, site
 from onnx_fuse.kernels import reduce as reduce_kernels
@@ -531,7 +531,7 @@ def test_a_global_norm_is_two_launches(monkeypatch):
         ("sum_squares_total", 1),
     ]
     for arch in ("sm_80", "sm_90a", "sm_100a"):
-        found = jit.resources(call.launches[0].source, call.launches[0].defines, arch)
+        found = nvrtc.resources(call.launches[0].source, call.launches[0].defines, arch)
         assert all(entry.clean for entry in found.values())
     monkeypatch.setattr(reduce_kernels, "ROWS", 2)  # a table holds so many: more take more launches
     (call,) = program_of(text_model(norm_graph(sizes)), feeds).calls
@@ -1486,7 +1486,7 @@ def test_of_an_activations_gradient_the_sums_for_the_bias_are_left(rows, more, s
         (launch,) = call.launches
         assert "ACT" not in dict(launch.defines)
         assert "dz" not in dict(call.writes)
-        found = jit.resources(launch.source, launch.defines, H200.arch)
+        found = nvrtc.resources(launch.source, launch.defines, H200.arch)
         assert all(entry.clean for entry in found.values())
 
 

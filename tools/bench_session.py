@@ -273,15 +273,15 @@ def lengths(session: Any) -> Iterator[Row]:
     """60 random lengths after 12, which have compiled kernels."""
     import numpy as np
 
-    from onnx_fuse.cuda import jit
+    from onnx_fuse.cuda import nvrtc
 
-    compiled, inner = [0], jit._nvrtc
+    compiled, inner = [0], nvrtc._nvrtc
 
     def counted(*given: Any) -> Any:
         compiled[0] += 1
         return inner(*given)
 
-    jit._nvrtc = counted
+    nvrtc._nvrtc = counted
     for length in (1, 2, 8, 16, 32, 64, 96, 129, 200, 300, 400, 512):
         session.run(None, _tokens(length))
     compiled[0] = 0
@@ -293,7 +293,7 @@ def lengths(session: Any) -> Iterator[Row]:
         started = time.perf_counter()
         session.run(None, feeds)
         times.append((time.perf_counter() - started) * 1e3)
-    jit._nvrtc = inner
+    nvrtc._nvrtc = inner
     yield "BERT-base, a new length, median of 60", "ms", median(times), None
     yield "BERT-base, a new length, the worst", "ms", max(times), None
     yield "BERT-base, NVRTC compiles for 60 new lengths", "", compiled[0], None
@@ -329,7 +329,7 @@ def _growing(session: Any, c: Any, tokens: int) -> float:
         binding.bind_input(f"past_{name}", "cuda", 0, np.float16, (1, c.heads, 1, head), first)
         binding.bind_output(f"present_{name}", "cuda")
     binding.bind_output("logits")
-    device.Stream().clear(first, 2 * c.width)
+    device.Stream().fill(first, 0, 2 * c.width)
     token, began = 1, 0.0
     for position in range(1, tokens + 3):
         if position == 3:  # the kernels are compiled

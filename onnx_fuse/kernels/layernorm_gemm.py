@@ -56,10 +56,6 @@ class Fold:
         self.inner = inner
         self.name = f"fold_{inner.name}"
 
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's, and the two preparations."""
-        return (*self.inner.sources(), "norm/row_stats.cu", "norm/fold.cu")
-
     def _gemm(self, problem: Problem) -> Problem:
         if problem.attr("stats") or isinstance(self.inner, Mma):
             return gemm_problem(problem, layernorm=True)
@@ -157,10 +153,6 @@ class Apply:
     def __init__(self, inner: Cluster | Wgmma | SplitWgmma | CublasLt | Mma | Fma | Simt) -> None:
         self.inner = inner
         self.name = f"apply_{inner.name}"
-
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's and the normalisation's."""
-        return (*self.inner.sources(), "norm/row_stats.cu")
 
     def _gemm(self, problem: Problem) -> Problem:
         # the weights are older than the launch before, the normalisation: they may be read ahead

@@ -87,9 +87,6 @@ class _Attention(ABC):
     def threads(self, config: Config) -> int:
         """The number of threads of a block."""
 
-    def sources(self) -> tuple[str, ...]:
-        return (self.source, "sdpa/simt.cu")
-
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         if problem.op == "Sdpa":
             return 0
@@ -260,9 +257,6 @@ class Wgmma:
     """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
 
     name, source = "wgmma", "sdpa/wgmma_sm90.cu"
-
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         p = problem

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse import config
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
@@ -94,12 +95,12 @@ class Instance:
         calls = (*program.setup, *program.calls)
         wanted = [x for c in calls for x in c.launches]
         if owner.has_weights(program):
-            jit.compile_all(wanted, owner.hw.arch)
+            nvrtc.compile_all(wanted, owner.hw.arch)
             device.start(owner.device_id)
             self.address = owner.weights.of(program, owner.weight)
         else:  # which need no kernels
             with ThreadPoolExecutor(1) as pool:
-                compiling = pool.submit(jit.compile_all, wanted, owner.hw.arch)
+                compiling = pool.submit(nvrtc.compile_all, wanted, owner.hw.arch)
                 device.start(owner.device_id)
                 self.address = owner.weights.of(program, owner.weight)
                 compiling.result()
@@ -218,7 +219,7 @@ class Instance:
         for call in self.program.setup:
             pointers = self._pointers(-1, call)
             for launch in call.launches:
-                jit.bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
+                bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
         """What the variables for debugging ask for."""
@@ -431,9 +432,9 @@ class Instance:
         for i, call in enumerate(self.program.calls):
             if call.launches:
                 pointers = self._pointers(i, call)
-                bound = [jit.bind(x, pointers, self.owner.hw) for x in call.launches]
+                bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
 
-                def enqueue(steps: list[jit.Step] = bound) -> None:
+                def enqueue(steps: list[Step] = bound) -> None:
                     for _ in range(20):
                         for step in steps:
                             step.enqueue(self.owner.stream.handle)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from onnx_fuse import config
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.launch import Bound, Step, bind
+from onnx_fuse.cuda.source import waits_first
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
@@ -30,14 +31,14 @@ class Launches:
         self._graph: device.Graph | None = None
         self._what = ""
         self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
-        self._steps: list[jit.Step] = []
+        self._steps: list[Step] = []
         self._calls: list[int] = []  # of each step, the number of its call in the segment
         call = segment.calls[0]
         try:
             for i, call in enumerate(segment.calls):
                 addresses = pointers(segment.first + i, call)
                 for launch in call.launches:
-                    self._steps.append(jit.bind(launch, addresses, hw))
+                    self._steps.append(bind(launch, addresses, hw))
                     self._calls.append(i)
         except DeviceError as error:
             raise DeviceError(f"{_label(call)}: {error}") from error
@@ -51,8 +52,8 @@ class Launches:
             addresses = self._pointers(segment.first + i, call)
             for launch in call.launches:
                 step = self._steps[k]
-                if not (isinstance(step, jit.Bound) and step.become(launch, addresses)):
-                    self._steps[k] = jit.bind(launch, addresses, self._hw)
+                if not (isinstance(step, Bound) and step.become(launch, addresses)):
+                    self._steps[k] = bind(launch, addresses, self._hw)
                 k += 1
 
     def launch(self, stream: device.Stream) -> None:
@@ -87,7 +88,7 @@ class Launches:
             step.place(self._pointers(self._segment.first + i, self._segment.calls[i]))
             if self._graph is None:
                 continue
-            if isinstance(step, jit.Bound):
+            if isinstance(step, Bound):
                 self._graph.update(k, step.arguments)
             else:  # which nodes a library's call has made is not known: one by one again
                 self._graph = None
@@ -130,7 +131,7 @@ class Launches:
         free = any(i - 1 not in after[i] for i in range(first + 1, first + len(calls)))
         launches = [launch for call in calls for launch in call.launches]
         plain = all(x.product is None and not x.cooperative for x in launches)
-        return free and plain and all(jit.waits_first(x.source) for x in launches)
+        return free and plain and all(waits_first(x.source) for x in launches)
 
 
 def _label(call: Call) -> str:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.launch import Bound, Step, bind
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels import Kernel, candidates, cublaslt
 from onnx_fuse.kernels.rows import fold, fold_many
@@ -54,10 +54,10 @@ class Memory:
         self.stream.upload(self.buffers[name].address, array.ctypes.data, array.nbytes)
         self.stream.wait("uploading")
 
-    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[jit.Step]:
+    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[Step]:
         self.buffers["workspace"] = device.Memory(kernel.workspace(problem, how, hw), "workspace")
         pointers = {name: buffer.address for name, buffer in self.buffers.items()}
-        return [jit.bind(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
+        return [bind(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
 
     def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
         for call in self.bind(kernel, problem, how, hw):
@@ -337,7 +337,7 @@ def test_an_activation_of_every_16_bit_value(
         ),
     )  # fmt: skip
     pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
-    jit.Bound(launch, pointers, hw).enqueue(memory.stream.handle)
+    Bound(launch, pointers, hw).enqueue(memory.stream.handle)
     memory.stream.wait("activate")
     finite = np.isfinite(wide(x)) & (np.abs(wide(x)) < 1e30)
     z = wide(x)[finite]
@@ -550,7 +550,7 @@ def test_weights_fold_together(
     for _ in range(2):
         memory = Memory(given | blank)
         pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
-        jit.bind(call, pointers, hw).enqueue(memory.stream.handle)
+        bind(call, pointers, hw).enqueue(memory.stream.handle)
         memory.stream.wait("fold")
         bits.append([memory.read(name).tobytes() for name in blank])
     assert bits[0] == bits[1]
