@@ -16,7 +16,8 @@ from cases import real_cases
 from interpret import interpret
 
 import onnx_fuse
-from onnx_fuse.kernels import refusals, select
+from onnx_fuse.cuda.macros import lanes, pow2
+from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
@@ -192,6 +193,31 @@ def test_a_size_in_a_reason_is_no_decision() -> None:
     assert not any("==" in guard and not guard.startswith("not") for guard in trace.guards)
     assert f"{k}" == "97"
     assert "(k) == 97" in trace.guards
+
+
+def test_shared_rows_of_a_weights_gradient_are_no_guard() -> None:
+    """A kernel whose CTAs share k has stages for the largest of the class, whatever its steps."""
+    kernel = next(k for k in candidates("Gemm") if k.name == "cluster")
+    tried = 0
+    for rows in (70, 260, 500):
+        trace = Trace()
+        k = trace.symbol("k", rows)
+        problem = Problem.of(
+            "Gemm", m=768, n=768, k=k, dtype="bfloat16", trans_a=True, lda=768, ldb=768, align=16
+        )
+        for config in kernel.configs(problem.rough(), H200):
+            if kernel.fits(problem.rough(), config):
+                kernel.launch(problem, config, H200)
+                tried += 1
+        assert set(trace.guards) == {f"{class_of(rows)[0]} <= k <= {class_of(rows)[1]}"}
+    assert tried
+
+
+def test_lanes_are_a_power_of_two_up_to_a_warp() -> None:
+    assert [lanes(n) for n in range(1, 99)] == [min(32, pow2(n)) for n in range(1, 99)]
+    trace = Trace()
+    assert lanes(trace.symbol("n", 1000)) == 32
+    assert set(trace.guards) == {"not (-16+n) <= 0"}
 
 
 def test_host_arithmetic() -> None:
