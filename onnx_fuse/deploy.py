@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from onnx_fuse import __version__, passes, session
 from onnx_fuse.container import GRAPH, digest_of, write
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.source import source_hash, waits, waits_first
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt
@@ -140,7 +141,7 @@ def compile(
         "format": FORMAT,
         "version": __version__,
         "precision": precision,
-        "compiler": f"NVRTC {jit.check_compiler()}",
+        "compiler": f"NVRTC {nvrtc.check_compiler()}",
         "inputs": [list(session.argument(v)) for v in graph.graph.inputs],
         "outputs": [list(session.argument(v)) for v in graph.graph.outputs],
         "defaults": kept,
@@ -292,18 +293,18 @@ def _modules(
         launches = (x for c in calls for x in c.launches)
         wanted.setdefault(one.hw.arch, {}).update(((x.source, x.defines), x) for x in launches)
     for arch, launches_of in wanted.items():
-        jit.compile_all(launches_of.values(), arch, workers=os.cpu_count() or 1)
+        nvrtc.compile_all(launches_of.values(), arch, workers=os.cpu_count() or 1)
     names: dict[Module, Module] = {}
     table = []
     for source, defines in dict.fromkeys(module for found in wanted.values() for module in found):
         cubins = {}
         for arch, found in wanted.items():
             if (source, defines) in found:
-                cubin = jit.compile(source, defines, arch)
+                cubin = nvrtc.compile(source, defines, arch)
                 cubins[arch] = f"cubins/{digest_of([cubin])}.{arch}.cubin"
                 members[cubins[arch]] = cubin
         names[source, defines] = (_unique(source), defines)
-        waiting = [jit.waits(source), jit.waits_first(source)]
+        waiting = [waits(source), waits_first(source)]
         entry = {"source": _unique(source), "defines": defines, "waits": waiting, "cubins": cubins}
         table.append(entry)
     return names, table
@@ -376,7 +377,7 @@ def _lowered(programs: Specializer, shapes: WalkShapes) -> Made:
 def _unique(source: str) -> str:
     """A module's name in the file: where its text came from, and what the text is."""
     path = "generated" if "\n" in source else source
-    return f"{path}@{jit.source_hash(source)}"
+    return f"{path}@{source_hash(source)}"
 
 
 def _renamed(program: Program, names: Mapping[Any, Any]) -> Program:

@@ -912,6 +912,26 @@ FUSION_CASES = (
         output="float[2,4,S,8] y",
     ),
     FusionCase(
+        "attention_grouped_heads_turned_in_a_free_batch",
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "".join(
+            f"i{i} = Constant <value_ints = [{i}]> ()\n" for i in (-1, 0, 1, 2, 3, 4, 8)
+        ).replace("i-1", "less")
+        + "b = Shape <end = 1> (k)\n t = Shape <start = 2, end = 3> (k)\n"
+        "five = Concat <axis = 0> (b, i2, i2, t, i8)\n four = Concat <axis = 0> (b, i4, t, i8)\n"
+        "k5 = Unsqueeze (k, i2)\n ke = Expand (k5, five)\n kr = Reshape (ke, four)\n"
+        "v5 = Unsqueeze (v, i2)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "sizes = Shape (kr)\n lead = Slice (sizes, i0, i2)\n rows = Slice (sizes, i2, i3)\n"
+        "columns = Slice (sizes, i3, i4)\n flat = Concat <axis = 0> (less, rows, columns)\n"
+        "turned = Concat <axis = 0> (lead, columns, rows)\n kf = Reshape (kr, flat)\n"
+        "kt3 = Transpose <perm = [0,2,1]> (kf)\n kt = Reshape (kt3, turned)\n"
+        "s = MatMul (q, kt)\n p = Softmax (s)\n y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+        spares=(("empty", "onnxruntime finds no -1 beside no elements"),),
+    ),
+    FusionCase(
         "attention_one_key_head_for_all",
         "float[B,4,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v",
         _SCORES + "p = Softmax (s)\n y = MatMul (p, v)",

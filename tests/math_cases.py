@@ -29,7 +29,8 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops.fused.sdpa import KINDS
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Problem
+from onnx_fuse.program.passes import select as selection
+from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Launch
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
@@ -126,12 +127,19 @@ class Case:
         return [x for p in programs for call in (*p.setup, *p.calls) for x in call.launches]
 
     def variants(self, hw: Hardware) -> list[Choice]:
-        """Every legal kernel and configuration, where the operator has a registry of them."""
-        problem = next((c.problem for c in self.program(hw).calls if c.problem), None)
-        if problem is None:
-            return []
-        legal = [k for k in candidates(problem.op) if k.supports(problem, hw) is None]
-        return [Choice(k, how, 0.0, "each") for k in legal for how in k.configs(problem, hw)]
+        """Every legal kernel and configuration but those that are chosen anyway."""
+        found: dict[Choice, None] = {}
+        program = self.program(hw)
+        for problem in (c.problem for c in (*program.setup, *program.calls) if c.problem):
+            chosen = select(problem.op, problem, hw)
+            assert chosen is not None
+            for kernel in candidates(problem.op):
+                if problem.op == "Pointwise" or kernel.supports(problem, hw) is not None:
+                    continue  # pointwise kernels have tests of their own
+                for how in kernel.configs(problem, hw):
+                    if (kernel, how) != (chosen.kernel, chosen.config):
+                        found[Choice(kernel, how, 0.0, "each")] = None
+        return list(found)
 
     def _reference_is_wrong(self) -> bool:
         """Where onnx 1.23's reference evaluator raises or breaks the spec: truth is onnxruntime."""
@@ -167,14 +175,14 @@ class Case:
 def only(choice: Choice) -> Iterator[None]:
     """Within the block every problem that this kernel and configuration serve takes them."""
 
-    def chosen(op: str, problem: Problem, hw: Hardware, *prefs: Any) -> Choice | None:
+    def chosen(op: str, problem: AnyProblem, hw: Hardware, *prefs: Any) -> Choice | None:
         kernel = choice.kernel
         serves = kernel in candidates(op) and kernel.supports(problem, hw) is None
         if serves and choice.config in kernel.configs(problem, hw):
             return choice
         return select(op, problem, hw, *prefs)
 
-    with patch.object(context, "select", chosen):
+    with patch.object(context, "select", chosen), patch.object(selection, "select", chosen):
         yield
 
 

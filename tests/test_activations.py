@@ -12,7 +12,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
@@ -150,5 +150,5 @@ def test_the_cuda_text_compiles_to_registers_alone(act: str) -> None:
     slope = as_defines({"T": "bf16"}, activation_macros(key))
     value = as_defines({"T": "float", "ACC": "float"}, activation_macros(key))
     for source, defines in (("pointwise/act_grad.cu", slope), ("conv/finish.cu", value)):
-        for found in jit.resources(source, defines, "sm_80").values():
+        for found in nvrtc.resources(source, defines, "sm_80").values():
             assert found.clean, (source, found)

@@ -19,7 +19,8 @@ from fake_gpu import FakeGpu
 
 import onnx_fuse
 from onnx_fuse import InferenceSession, session
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.source import source_text
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
@@ -208,7 +209,7 @@ def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.Monkey
         made = specializer.of(of_chain(length))
         for call in made.program.calls if made.source not in own else ():
             for x in call.launches:
-                key = (jit.source_text(x.source), x.defines, "sm_90a", jit._compiler())
+                key = (source_text(x.source), x.defines, "sm_90a", nvrtc._compiler())
                 name = hashlib.sha256(repr(key).encode()).hexdigest()
                 assert (cache / "cubin" / name[:2] / name).is_file()
         others += made.source not in own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,60 @@ def test_a_module_imports_only_from_layers_above(path: Path) -> None:
         if name != own and RANK[name] > RANK[own]
     ]
     assert not wrong, f"{own} imports from below itself: {wrong}"
+
+
+def modules() -> dict[str, Path]:
+    found = {".".join(("onnx_fuse", *p.relative_to(PACKAGE).with_suffix("").parts)): p
+             for p in SOURCES}  # fmt: skip
+    return {name.removesuffix(".__init__"): path for name, path in found.items()}
+
+
+def imported(path: Path, known: Collection[str]) -> set[str]:
+    """The modules that a file imports, wherever the statement stands, but for types alone."""
+    tree = ast.parse(path.read_text())
+    types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in types:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= (whole & set(known)) | ({node.module} if whole - set(known) else set())
+    return names & set(known)
+
+
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Some circle of a graph; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, above: tuple[str, ...]) -> list[str]:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if found := walk(other, (*above, name)):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := walk(name, ()))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside of functions count; what `__init__` names for users alone does not."""
+    known = modules()
+    graph = {name: imported(path, known) - {name} for name, path in known.items()}
+    graph["onnx_fuse"] = set()  # its names are imported when they are asked for
+    assert circle(graph) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
 def test_the_rule_notices_an_import_from_below(tmp_path: Path) -> None:

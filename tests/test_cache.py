@@ -17,7 +17,7 @@ from support import ENCODER
 
 from onnx_fuse import InferenceSession, cache, passes, session
 from onnx_fuse.container import stamp
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import weights
 from onnx_fuse.onnx.build import text_model
@@ -217,7 +217,7 @@ def test_nothing_large_is_kept_beyond_the_bound(gpu: Path, monkeypatch: pytest.M
     graph = session.load(ENCODER)
     passes.optimize(graph, own_kernels=True)
     graph, _ = in_precision(graph, "bf16")  # new weights, all of them
-    monkeypatch.setattr(jit, "compile", lambda *_: b"")
+    monkeypatch.setattr(nvrtc, "compile", lambda *_: b"")
     entry = cache.Entry(ENCODER, "digest", stamp(ENCODER), {})
     monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "1")
     big = graph.graph.initializers["embeddings.word.weight"]

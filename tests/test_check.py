@@ -281,3 +281,25 @@ def test_a_norm_with_an_unknown_type_of_statistics_has_a_tolerance() -> None:
         " { y = LayerNormalization <stash_type = 99> (x, s) }"
     )
     assert tolerance_of(model).rtol == 5e-5
+
+
+def test_inputs_on_which_the_original_is_not_steady_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = text_model("agraph (float[N,4] x) => (float[N,4] y) { y = Relu (x) }")
+    other = text_model("agraph (float[N,4] x) => (float[N,4] y) { y = Abs (x) }")
+    count = len(check_outputs(model, model).feeds)
+    monkeypatch.setattr(check_module, "_unsteady", lambda *_: {1})
+    found = check_outputs(model, other)
+    assert not found.ok  # what is left differs still
+    assert len(found.feeds) == count - 1
+    assert any("inputs 2 left out" in note for note in found.notes)
+    assert len(check_outputs(model, model).feeds) == count  # nothing differs: nobody asks
+
+
+def test_an_answer_is_steady_where_the_original_gives_it_again() -> None:
+    model = text_model("agraph (float[2,4] x) => (float[2,4] y) { y = Relu (x) }")
+    x = np.arange(-4, 4, dtype=np.float32).reshape(2, 4)
+    known = {0: [np.maximum(x, 0)], 1: [np.maximum(x, 0) + 1]}
+    args = (model, [{"x": x}, {"x": x}], known, ["y"], tolerance_of(model))
+    assert check_module._unsteady(*args) == {1}

@@ -19,11 +19,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import driver
+from cuda.bindings import nvrtc as bindings_nvrtc
 from support import ENCODER, Cli
 
 from onnx_fuse import bench, config, passes, session
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
@@ -413,13 +414,13 @@ COMPILER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 def break_cuda(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(device, "_thread", threading.local())
-    jit._nvrtc_version.cache_clear()
+    nvrtc._nvrtc_version.cache_clear()
     for name, value in changes.items():
         if name == "modules":
             for module in value:
                 monkeypatch.setitem(sys.modules, module, None)
         else:
-            monkeypatch.setattr(nvrtc if name.startswith("nvrtc") else driver, name, value)
+            monkeypatch.setattr(bindings_nvrtc if name.startswith("nvrtc") else driver, name, value)
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *COMPILER_FAULTS])
@@ -429,7 +430,7 @@ def test_doctor_names_what_is_missing_and_what_mends_it(
     changes, text = (FAULTS | COMPILER_FAULTS)[name]
     break_cuda(monkeypatch, changes)
     result = cli("doctor", "--json", tmp_path / "r.json")
-    jit._nvrtc_version.cache_clear()
+    nvrtc._nvrtc_version.cache_clear()
     assert result.code == 0
     lines = json.loads((tmp_path / "r.json").read_text())["cuda"]
     assert any(re.search(f"^not usable: .*{text}", line) for line in lines), lines
@@ -453,8 +454,8 @@ def test_compiling_without_a_compiler_says_what_to_install(
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     break_cuda(monkeypatch, COMPILER_FAULTS[name][0])
     with pytest.raises(DeviceError, match=COMPILER_FAULTS[name][1]):
-        jit.compile('extern "C" __global__ void f() {}\n')
-    jit._nvrtc_version.cache_clear()
+        nvrtc.compile('extern "C" __global__ void f() {}\n')
+    nvrtc._nvrtc_version.cache_clear()
 
 
 # ---- the process -----------------------------------------------------------------------------

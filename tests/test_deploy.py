@@ -22,7 +22,8 @@ from fake_gpu import FakeGpu
 from support import ENCODER, Cli
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, passes, session
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.source import waits, waits_first
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
@@ -41,7 +42,7 @@ IDS = ("input_ids", "attention_mask", "token_type_ids")
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machine code that stands for a source: what is tested is what surrounds it."""
-    monkeypatch.setattr(jit, "compile", lambda source, defines, arch: f"{arch}{source}".encode())
+    monkeypatch.setattr(nvrtc, "compile", lambda source, defines, arch: f"{arch}{source}".encode())
 
 
 def as_read(program: Program, written: Program) -> None:
@@ -102,11 +103,11 @@ def test_an_encoder_with_its_cubins_its_weights_and_its_graph(
         as_read(program, written)
         for call, original in zip(program.calls, written.calls, strict=True):
             for x, y in zip(call.launches, original.launches, strict=True):
-                cubin = jit.compile(x.source, x.defines, "sm_90a")
-                assert cubin == jit.compile(y.source, y.defines, "sm_90a")
+                cubin = nvrtc.compile(x.source, x.defines, "sm_90a")
+                assert cubin == nvrtc.compile(y.source, y.defines, "sm_90a")
                 assert cubin[:4] == b"\x7fELF"
-                assert jit.waits(x.source) == jit.waits(y.source)
-                assert jit.waits_first(x.source) == jit.waits_first(y.source)
+                assert waits(x.source) == waits(y.source)
+                assert waits_first(x.source) == waits_first(y.source)
         for b in written.buffers:
             if b.kind == "weight" and b.id in written.constants:
                 assert loaded.weight(b.name).tobytes() == written.constants[b.id].tobytes()
@@ -132,7 +133,7 @@ def test_a_session_reads_a_compiled_file_without_any_onnx_library(tmp_path: Path
         "from onnx_fuse import InferenceSession\n"
         "from onnx_fuse.program.problem import CHIPS, Hardware\n"
         "from onnx_fuse.runtime import device, plan\n"
-        "from onnx_fuse.cuda import jit\n"
+        "from onnx_fuse.cuda import nvrtc\n"
         "device.begin = device.probe = lambda device_id=0: None\n"
         "Hardware.detect = classmethod(lambda cls, device_id=0: CHIPS['H200'])\n"
         f"session = InferenceSession({str(path)!r}, device='cuda')\n"
@@ -140,7 +141,7 @@ def test_a_session_reads_a_compiled_file_without_any_onnx_library(tmp_path: Path
         "program = session._executable.program(shapes)\n"
         "plan.plan(program)\n"
         "launches = [x for c in program.calls for x in c.launches]\n"
-        "jit.compile_all(launches, 'sm_90a')\n"
+        "nvrtc.compile_all(launches, 'sm_90a')\n"
         "for b in program.buffers:\n"
         "    assert b.kind != 'weight' or session._executable.weight(b.name).nbytes == b.nbytes\n"
         "names = [end.name for end in session.get_inputs() + session.get_outputs()]\n"
@@ -184,7 +185,7 @@ def test_the_runtime_distribution_has_all_that_a_run_imports(tmp_path: Path) -> 
     code = ABSENT + (
         "import numpy as np\n"
         "from onnx_fuse import InferenceSession, UsageError\n"
-        "from onnx_fuse.cuda import jit\n"
+        "from onnx_fuse.cuda import nvrtc\n"
         "from onnx_fuse.program.problem import CHIPS, Hardware\n"
         "from onnx_fuse.runtime import device, plan, executable\n"
         "device.begin = device.probe = lambda device_id=0: None\n"
@@ -196,7 +197,7 @@ def test_the_runtime_distribution_has_all_that_a_run_imports(tmp_path: Path) -> 
         "shapes = {name: (a.shape, 'int64') for name, a in feeds.items()}\n"
         "program = opened._executable.program(shapes)\n"
         "plan.plan(program)\n"
-        "jit.compile_all([x for c in program.calls for x in c.launches], 'sm_90a')\n"
+        "nvrtc.compile_all([x for c in program.calls for x in c.launches], 'sm_90a')\n"
         "for device_name in ('cuda', 'cpu'):\n"
         "    try:\n"
         "        InferenceSession('m.onnx', device=device_name)\n"

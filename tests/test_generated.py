@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.pointwise import (
     COMPARES,
     FLOATS,
@@ -15,6 +15,7 @@ from onnx_fuse.cuda.pointwise import (
     Code,
     launch_of,
 )
+from onnx_fuse.cuda.source import without_bounds
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
@@ -73,7 +74,7 @@ def test_every_step_compiles(dtype: str) -> None:
         stores.append(code.step(name, kind, first, *operands[1:]))
         writes.append(flat(10 + len(writes), kind))
     launch = launch_of(code.expression(*stores), code.reads, writes)
-    (report,) = jit.resources(launch.source).values()
+    (report,) = nvrtc.resources(launch.source).values()
     assert report.spill_bytes == 0
 
 
@@ -94,7 +95,7 @@ def test_copies_compile_without_local_memory(name: str, dtype: str) -> None:
     code = Code()
     x = code.load(Tensor(0, dtype, shape, strides))
     launch = launch_of(code.expression(x), code.reads, [Tensor(1, dtype, shape, out)])
-    assert jit.resources(launch.source)["pointwise"].clean
+    assert nvrtc.resources(launch.source)["pointwise"].clean
 
 
 def test_other_sizes_need_no_other_source() -> None:
@@ -129,7 +130,7 @@ def test_rows_by_indices_compile(name: str, dtype: str, index: str) -> None:
     launch = launch_of(
         code.expression(*stored), code.reads, [Tensor(i, dtype, shape, strides) for i in (2, 3)]
     )
-    assert jit.resources(launch.source)["pointwise"].clean
+    assert nvrtc.resources(launch.source)["pointwise"].clean
     vectors = name.startswith("one row") or name.endswith("whole vectors")
     assert ("load<" in launch.source.split(" a1v")[1].split(";")[0]) == vectors
 
@@ -146,7 +147,7 @@ def test_norms_with_a_suffix_compile(nodes: str, shape: str) -> None:
     shapes = dict.fromkeys("xrq", (size, "float16")) | dict.fromkeys("gb", (size[1:], "float16"))
     (call,) = lower(model, shapes, CHIPS["H200"]).calls
     (launch,) = call.launches
-    assert jit.resources(launch.source, launch.defines)["layernorm_row"].clean
+    assert nvrtc.resources(launch.source, launch.defines)["layernorm_row"].clean
 
 
 CONVOLUTIONS = {
@@ -175,7 +176,7 @@ def test_convolutions_with_a_residual_and_an_activation_are_one_call(name, dtype
     assert call.kernel == "Conv+Add+Relu"
     assert call.launches[-1].entry == entry
     for launch in call.launches:
-        assert jit.resources(launch.source, launch.defines)[launch.entry].clean
+        assert nvrtc.resources(launch.source, launch.defines)[launch.entry].clean
 
 
 @pytest.mark.parametrize(("slope", "calls"), [("8,1,1", 1), ("8", 2), ("1,1,8", 2), ("1,8,1,1", 1)])
@@ -199,22 +200,27 @@ def test_a_slope_of_columns_is_none_of_filters(slope: str, calls: int) -> None:
 @pytest.mark.parametrize("index", ["int", "i64"])
 @pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64", "u128"])
 def test_gathers(unit: str, index: str) -> None:
-    reports = jit.resources("indexing/gather.cu", (("IDX", index), ("T", unit)))
+    reports = nvrtc.resources("indexing/gather.cu", (("IDX", index), ("T", unit)))
     assert all(report.clean for report in reports.values())
+
+
+@pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64"])
+def test_copies_of_pieces(unit: str) -> None:
+    assert nvrtc.resources("indexing/pieces.cu", (("ROWS", "4"), ("T", unit)))["copy_pieces"].clean
 
 
 @pytest.mark.parametrize("reduce", range(5))
 @pytest.mark.parametrize("dtype", ["float", "double", "f16", "bf16", "i64", "u8", "bool"])
 def test_scatters(dtype: str, reduce: int) -> None:
     defines = (("IDX", "i64"), ("REDUCE", str(reduce)), ("T", dtype))
-    reports = jit.resources("indexing/scatter.cu", defines)
+    reports = nvrtc.resources("indexing/scatter.cu", defines)
     assert all(report.clean for report in reports.values())
 
 
 @pytest.mark.parametrize("kind", range(4))
 def test_random_numbers(kind: int) -> None:
     defines = (("FIXED", "0"), ("KIND", str(kind)), ("T", "f16"), ("X", "float"))
-    assert jit.resources("random/philox.cu", defines)["philox_fill"].clean
+    assert nvrtc.resources("random/philox.cu", defines)["philox_fill"].clean
 
 
 def test_batched_launches_compile() -> None:
@@ -228,12 +234,12 @@ def test_batched_launches_compile() -> None:
     assert all("x3" in call.kernel for call in calls)
     for call in calls:
         (launch,) = call.launches
-        assert jit.resources(launch.source, launch.defines)["twins"].clean
+        assert nvrtc.resources(launch.source, launch.defines)["twins"].clean
 
 
 def test_bounds_are_taken_off_whatever_they_hold() -> None:
     text = "a __launch_bounds__(256) f(); __launch_bounds__(T, x ? (g(8) == 8 ? 2 : 3) : 1) h(int)"
-    assert jit.without_bounds(text) == "a  f();  h(int)"
+    assert without_bounds(text) == "a  f();  h(int)"
 
 
 def test_table_names_are_onnx_or_steps() -> None:

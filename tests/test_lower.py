@@ -15,7 +15,7 @@ from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, passes, session
-from onnx_fuse.cuda import jit, pointwise
+from onnx_fuse.cuda import nvrtc, pointwise
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import cublaslt, site
 from onnx_fuse.kernels import reduce as reduce_kernels
@@ -495,6 +495,40 @@ def test_names_never_reach_the_source():
             assert "#error" not in launch.source
 
 
+_PARTS = "float[2,3,5,4] a, float[2,3,1,4] b, float[2,3,7,4] c"
+CONCATS = {  # the nodes, the kernels of the program
+    "keys and values": ("y = Concat<axis=2>(a, b) z = Concat<axis=2>(c, b)", ["Copy x4"]),
+    "three parts": ("y = Concat<axis=2>(a, b, c) z = Neg(a)", ["Copy x3", "Neg"]),
+    "of what one makes": (
+        "y = Concat<axis=2>(a, b) z = Concat<axis=2>(y, c)", ["Copy x2", "Copy x2"],
+    ),
+    "of something made between": (
+        "y = Concat<axis=2>(a, b) s = Softmax(y) z = Concat<axis=2>(s, c)",
+        ["Copy x2", "Softmax", "Copy x2"],
+    ),
+    "in one piece": ("y = Concat<axis=0>(a, a) z = Neg(b)", ["Copy x2", "Neg"]),
+    "the last axis": ("y = Concat(b, b) z = Concat<axis=3>(a, a)", ["Copy x4"]),
+    "no runs": ("t = Transpose(a) u = Transpose(c) y = Concat<axis=1>(t, u) z = Neg(b)", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONCATS)
+def test_the_copies_of_a_concat_share_a_launch(name):
+    nodes, kernels = CONCATS[name]
+    nodes = nodes.replace("Concat(", "Concat<axis=-1>(")
+    model = text_model(f"agraph ({_PARTS}) => (float[N,M,K,L] y, float[P,Q,R,S] z) {{ {nodes} }}")
+    feeds = arrays(a=(2, 3, 5, 4), b=(2, 3, 1, 4), c=(2, 3, 7, 4))
+    program = program_of(model, feeds)
+    if kernels is not None:
+        assert sorted(call.kernel for call in program.calls) == sorted(kernels)
+    if "Softmax" in (kernels or ()):
+        return  # it has no interpreter
+    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    got = interpret(program, feeds, {})
+    for value, want in zip(model.graph.outputs, expected, strict=True):
+        np.testing.assert_array_equal(got[value.name], want)
+
+
 def test_small_equal_calls_share_a_launch():
     text = "agraph (float[7,96] x, float[7,96] z) => (float[7,96] y, float[7,96] w) "
     text += "{ y = Softmax(x) w = Softmax(z) }"
@@ -531,7 +565,7 @@ def test_a_global_norm_is_two_launches(monkeypatch):
         ("sum_squares_total", 1),
     ]
     for arch in ("sm_80", "sm_90a", "sm_100a"):
-        found = jit.resources(call.launches[0].source, call.launches[0].defines, arch)
+        found = nvrtc.resources(call.launches[0].source, call.launches[0].defines, arch)
         assert all(entry.clean for entry in found.values())
     monkeypatch.setattr(reduce_kernels, "ROWS", 2)  # a table holds so many: more take more launches
     (call,) = program_of(text_model(norm_graph(sizes)), feeds).calls
@@ -589,7 +623,9 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
 
 def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
     """The training step's Program, its states in place, beside float32's on onnxruntime."""
-    monkeypatch.setattr(program_passes, "batch", list)  # the interpreter takes calls one by one
+    monkeypatch.setattr(
+        program_passes, "batch", lambda calls, *_: list(calls)
+    )  # the interpreter takes calls one by one
     numbers = ", ".join(map(str, np.linspace(-1, 1, 30)))
     text = f"agraph (float[4,6] x) => (float[4,5] y) <float[6,5] w = {{{numbers}}}> "
     text += "{ p = MatMul(x, w) y = Tanh(p) }"
@@ -1486,7 +1522,7 @@ def test_of_an_activations_gradient_the_sums_for_the_bias_are_left(rows, more, s
         (launch,) = call.launches
         assert "ACT" not in dict(launch.defines)
         assert "dz" not in dict(call.writes)
-        found = jit.resources(launch.source, launch.defines, H200.arch)
+        found = nvrtc.resources(launch.source, launch.defines, H200.arch)
         assert all(entry.clean for entry in found.values())
 
 

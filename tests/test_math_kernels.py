@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from math_cases import H200, cases
 
-from onnx_fuse.cuda import jit
-from onnx_fuse.kernels import sdpa, select
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.source import source_root
+from onnx_fuse.kernels import candidates, sdpa, select
 from onnx_fuse.kernels.rule import team, vector
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
@@ -45,6 +46,21 @@ def test_every_case_has_a_kernel(programs):
                 assert all(part.offset % 16 == 0 for part in parts), name
 
 
+def test_every_call_is_a_problem(programs):
+    """But for what the passes have joined: one launch for several of a kind."""
+    seen = set()
+    for name, program in programs.items():
+        for call in (*program.setup, *program.calls):
+            if call.problem is None:
+                assert " x" in call.kernel, (name, str(call))
+                continue
+            seen.add(call.problem.op)
+            assert call.problem.floor(H200) >= 0
+            assert str(call.problem).startswith(call.problem.op)
+            assert call.why.partition(" ")[0] in {k.name for k in candidates(call.problem.op)}
+    assert len(seen) >= 25
+
+
 def test_modules_compile_without_spills(programs):
     """Of each source the first module for its architectures, the middle and last for one more."""
     by_source = defaultdict(set)
@@ -60,7 +76,7 @@ def test_modules_compile_without_spills(programs):
         wanted = [(modules[0], arch) for arch in archs]
         wanted += [(modules[i], "sm_90a") for i in {len(modules) // 2, len(modules) - 1} - {0}]
         for defines, arch in wanted:
-            for entry in jit.resources(source, defines, arch).values():
+            for entry in nvrtc.resources(source, defines, arch).values():
                 assert entry.clean, (source, arch, dict(defines), entry)
 
 
@@ -69,7 +85,7 @@ def test_modules_compile_without_spills(programs):
 
 def normal_tail(x: np.ndarray, terms: str) -> tuple[np.ndarray, np.ndarray]:
     """|x| and P(X < -|x|) as cuda_src/common.cuh computes it in float32 from its table `terms`."""
-    text = (jit.source_root() / "common.cuh").read_text()
+    text = (source_root() / "common.cuh").read_text()
     table = re.search(rf"float {terms}\[5\] = {{([^}}]*)}}", text)
     assert table is not None
     p = [np.float32(c.strip().rstrip("f")) for c in table[1].split(",")]
@@ -284,7 +300,7 @@ def test_every_attention_configuration_compiles_without_spills():
                 for call in kernel.launch(problem, config, H200):
                     launches[call.source, call.defines] = problem, config
     for (source, defines), who in launches.items():
-        for entry in jit.resources(source, defines, "sm_90a").values():
+        for entry in nvrtc.resources(source, defines, "sm_90a").values():
             assert entry.clean, (who, entry)
 
 
@@ -359,5 +375,5 @@ def test_a_sort_of_wide_rows_compiles(arch):
     program = lower(text_model(WIDE_ROWS), {"x": ((9000, 6), "float32")}, H200)
     launches = [x for c in program.calls for x in c.launches if x.source == "scan/sort.cu"]
     for defines in {x.defines for x in launches}:
-        for name, entry in jit.resources("scan/sort.cu", defines, arch).items():
+        for name, entry in nvrtc.resources("scan/sort.cu", defines, arch).items():
             assert entry.clean, (name, entry)

@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from onnx_fuse.program.size import (
     wide_class_of,
 )
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.changes import spots, words
 from onnx_fuse.runtime.plan import Made
 from onnx_fuse.runtime.specialize import Specializer
 
@@ -253,6 +255,26 @@ def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple
     return found
 
 
+def assert_changes(source: Open, numbers: dict[str, int], sizes: dict[str, int]) -> None:
+    """The launches for `numbers` become those for `sizes` by writing what is named as changes."""
+    found, before, after = source.part("changes", sizes), source.at(numbers), source.at(sizes)
+    if found is None:
+        return
+    changed = {(i, j): (grid, words) for i, j, grid, words in found}
+    for i, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
+        for j, (x, y) in enumerate(zip(old.launches, new.launches, strict=True)):
+            assert replace(x, grid=(), args=()) == replace(y, grid=(), args=()), (i, j)
+            want = y.grid, tuple(word for word, _ in words(i, new, y))
+            had = x.grid, tuple(word for word, _ in words(i, old, x))
+            assert changed.get((i, j), had) == want, (i, j)
+            assert spots(i, old, x) == spots(i, new, y), (i, j)
+            if (i, j) not in changed:
+                assert x.args == y.args, (i, j)
+    ends = source.part("ends", sizes)
+    for name in ("inputs", "outputs", "setup"):
+        assert repr(getattr(ends, name)) == repr(getattr(after, name)), name
+
+
 @pytest.mark.parametrize("path", list(models()), ids=lambda p: p.stem)
 def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> None:
     """What is evaluated is what lowering for that shape makes, launches and constants included."""
@@ -290,6 +312,7 @@ def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> No
             there = specializer.changed(shapes, opened)
             again = Open(lower(graph, there, H200, math=precision, values=values), trace)
             assert repr(again.at(sizes)) == repr(made.source.at(sizes)), sizes
+            assert_changes(made.source, numbers, sizes)
             held += 1
         stored: Open = pickle.loads(pickle.dumps(made.source))  # as the cache has it
         for sizes in tries:

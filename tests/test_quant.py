@@ -10,7 +10,7 @@ import pytest
 from interpret import interpret
 from quant_cases import CASES, HELD, Quantized
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
@@ -55,7 +55,7 @@ def test_kernels_compile_without_spills(case: Quantized) -> None:
     launches = {(x.source, x.defines) for call in case.program().calls for x in call.launches}
     assert launches
     for (source, defines), arch in itertools.product(launches, ("sm_80", "sm_90a", "sm_100a")):
-        assert all(found.clean for found in jit.resources(source, defines, arch).values())
+        assert all(found.clean for found in nvrtc.resources(source, defines, arch).values())
 
 
 PROBLEMS = (
@@ -74,7 +74,7 @@ def test_every_configuration_compiles_without_spills(problem: Problem) -> None:
     for how in kernel.configs(problem, H200):
         (launch,) = kernel.launch(problem, how, H200)
         assert launch.smem <= H200.smem_per_block
-        (found,) = jit.resources(launch.source, launch.defines, H200.arch).values()
+        (found,) = nvrtc.resources(launch.source, launch.defines, H200.arch).values()
         assert found.clean, (how, found)
 
 

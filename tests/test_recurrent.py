@@ -8,7 +8,7 @@ import pytest
 from test_gradients import RECURRENT, build, draw, session
 
 from onnx_fuse import autodiff
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import Builder, text_model
@@ -100,5 +100,5 @@ def test_kernels_compile_without_spills(kind: str, dtype: str) -> None:
         assert {x.source for x in own} == {"recurrent/steps.cu", "recurrent/steps_grad.cu"}
         for launch in own:
             assert launch.smem <= hw.smem_per_block
-            for entry in jit.resources(launch.source, launch.defines, hw.arch).values():
+            for entry in nvrtc.resources(launch.source, launch.defines, hw.arch).values():
                 assert entry.clean, (hw.arch, dict(launch.defines), entry)

@@ -14,7 +14,9 @@ from support import Cli
 
 from onnx_fuse import config, tune
 from onnx_fuse.cuda import cublaslt
-from onnx_fuse.kernels import select, tuning
+from onnx_fuse.kernels import candidates, select, tuning
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import CHIPS, PRECISIONS
 
@@ -45,7 +47,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tune, "_Operands", Played)
-    monkeypatch.setattr(tune.jit, "compile_all", lambda *_: None)
+    monkeypatch.setattr(tune.nvrtc, "compile_all", lambda *_: None)
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     return tmp_path
 
@@ -60,6 +62,31 @@ def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str)
     assert (call.problem.m, call.problem.k, call.problem.n) == SHAPE
     folded = op == "LayerNormGemm" and dtype != "float32"
     assert bool(call.problem.attr("folded")) == folded  # as inference has it
+
+
+@pytest.mark.parametrize("op", ["Norm", "Softmax", "Reduce", "Conv"])
+def test_an_operator_that_a_rule_runs_is_tuned_by_name(op: str, played: Path) -> None:
+    (call,) = tune.calls_of(tune.program_of(op, SHAPE, "bf16", H200), op)
+    (found,) = tune.tune([call], H200)
+    assert found.tried >= 2
+    assert found.floor > 0
+    choice = select(op, found.problem, H200)
+    assert choice is not None
+    assert choice.why == "tuning record"
+    assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
+
+
+def test_what_has_no_choice_is_not_timed(played: Path) -> None:
+    """A gradient's sums over parts have one kernel and one configuration."""
+    graph = text_model(
+        "agraph (float[64,768] dy, float[64,768] x, float[768] s, float[64,1] m, "
+        "float[64,1] r) => (float[64,768] dx, float[768] ds, float[768] db) "
+        "{ dx, ds, db = onnx_fuse.LayerNormGrad (dy, x, s, m, r) }"
+    )
+    shapes = {v.name or "": (tuple(v.shape or ()), "float32") for v in graph.graph.inputs}
+    calls = tune.calls_of(lower(graph, shapes, H200))  # type: ignore[arg-type]
+    assert [c.problem.op for c in calls if c.problem] == ["NormGrad", "NormGradSums"]
+    assert [found.problem.op for found in tune.tune(calls, H200)] == ["NormGrad"]
 
 
 def test_the_gradient_is_tuned_by_name() -> None:
@@ -97,18 +124,24 @@ def test_records_of_sources_that_changed_go_when_others_are_kept(played: Path) -
     (found,) = tune.tune(calls, H200, folder=played / "mine")
     (path,) = (played / "mine").iterdir()
     (record,) = json.loads(path.read_text()).values()
-    dead = {"Gemm | a": {**record, "hash": "0"}, "Gemm | b": {**record, "kernel": "gone"}}
-    path.write_text(json.dumps({"Gemm | c": record, **dead}))
-    tuning.save([("Gemm", found.problem, record)], H200, played / "mine")
-    assert set(json.loads(path.read_text())) == {"Gemm | c", tuning.key("Gemm", found.problem)}
+    name = tuning.key("Gemm", found.problem)
+    other = name.replace(f"m={found.problem.m} ", "m=1600 ")
+    dead = {
+        name.replace(f"m={found.problem.m} ", "m=1601 "): {**record, "code": "0"},
+        name.replace(f"m={found.problem.m} ", "m=1602 "): {**record, "kernel": "gone"},
+        name.replace("m=", "size="): {**record, "kernel": "old"},
+    }
+    path.write_text(json.dumps({other: record, **dead}))
+    tuning.save([("Gemm", found.problem, record)], H200, played / "mine", candidates)
+    assert set(json.loads(path.read_text())) == {other, name}
 
 
 def test_shipped_records_are_of_the_sources_beside_them() -> None:
     dead = [
         f"{path.name}: {name}"
-        for path in tuning.SHIPPED.glob("*.json")
+        for path in [tuning.SHIPPED / "NVIDIA_H200.json"]
         for name, entry in json.loads(path.read_text()).items()
-        if not tuning.live(name, entry)
+        if not tuning.live(name, entry, H200, candidates(name.partition(" | ")[0]))
     ]
     assert not dead, "measure again, or delete what select cannot use any more"
 

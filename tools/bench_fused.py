@@ -30,8 +30,9 @@ from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
 from performance_page import ARMS, GOALS, fp16_verdict, save, verdict
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.cuda import jit
-from onnx_fuse.kernels import Choice, select, tuning
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import Step, bind
+from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.kernels.rows import fold
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
@@ -77,7 +78,7 @@ class Bench:
             pointers["workspace"] = pointers[f"workspace {name}"]
             if problem.attr("folded"):
                 prepare(problem, pointers, self.hw)
-            bound.append([jit.bind(c, pointers, self.hw) for c in choice.launch(problem, self.hw)])
+            bound.append([bind(c, pointers, self.hw) for c in choice.launch(problem, self.hw)])
 
         def run(i: int) -> None:
             for call in bound[i]:
@@ -89,7 +90,7 @@ class Bench:
         """Ship the fastest of the likely choices as this GPU's record, if its results agree."""
         choices = likely(problem, self.hw)
         calls = (call for choice in choices for call in choice.launch(problem, self.hw))
-        jit.compile_all(calls, self.hw.arch, workers=14)
+        nvrtc.compile_all(calls, self.hw.arch, workers=14)
         arms: dict[str, Any] = {}
         truth: dict[str, Any] = {}
         for number, choice in enumerate(choices):
@@ -111,8 +112,8 @@ class Bench:
                 del op.inputs[f"workspace tune {number}"]
         best = min(us, key=us.__getitem__)
         choice = choices[int(best)]
-        entry = tuning.record(choice.kernel, choice.config, us[best], self.hw)
-        tuning.save([(problem.op, problem, entry)], self.hw, tuning.SHIPPED)
+        entry = tuning.record(problem, choice.kernel, choice.config, us[best], self.hw)
+        tuning.save([(problem.op, problem, entry)], self.hw, tuning.SHIPPED, candidates)
         print(
             f"tuned {problem}: {len(us)} of {len(choices)} agree, {us['0']:.2f} to {us[best]:.2f}"
         )
@@ -122,7 +123,7 @@ class Bench:
         bound = []
         for op in sets:
             pointers = {key: v.data_ptr() for key, v in op.inputs.items()}
-            bound.append(jit.bind(fold(k, n, "bfloat16", False, self.hw), pointers, self.hw))
+            bound.append(bind(fold(k, n, "bfloat16", False, self.hw), pointers, self.hw))
 
         def run(i: int) -> None:
             bound[i].enqueue(t.cuda.current_stream().cuda_stream)
@@ -192,7 +193,7 @@ class Bench:
         sets, launches = min(sets, 4), max(4, launches // 3)
         ops = [make(grad, self.case, seed, oracle=False) for seed in range(sets)]
         keep = []
-        bound: list[list[jit.Step]] = []
+        bound: list[list[Step]] = []
         for op in ops:
             memory = {
                 b.id: t.zeros(max(16, b.nbytes), dtype=t.uint8, device="cuda")
@@ -215,7 +216,7 @@ class Bench:
                 space = t.empty(max(16, call.workspace), dtype=t.uint8, device="cuda")
                 keep.append(space)
                 pointers["workspace"] = space.data_ptr()
-                calls += [jit.bind(x, pointers, self.hw) for x in call.launches]
+                calls += [bind(x, pointers, self.hw) for x in call.launches]
             keep += memory.values()
             bound.append(calls)
 

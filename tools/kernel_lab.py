@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import Step, bind, enqueue
 from onnx_fuse.kernels import candidates, tuning
 from onnx_fuse.program.problem import Config, Hardware, Problem
 
@@ -265,7 +266,7 @@ class Runner:
         self.config: Config = job["config"]
         self.hw = hw
 
-    def bind(self, problem: Problem, op: Op) -> list[jit.Step]:
+    def bind(self, problem: Problem, op: Op) -> list[Step]:
         import torch as t
 
         size = self.kernel.workspace(problem, self.config, self.hw)
@@ -274,7 +275,7 @@ class Runner:
         calls = self.kernel.launch(problem, self.config, self.hw)
         if problem.attr("folded"):
             prepare(problem, pointers, self.hw)
-        return [jit.bind(call, pointers, self.hw) for call in calls]
+        return [bind(call, pointers, self.hw) for call in calls]
 
     def check(self, case: Case) -> dict[str, float] | None:
         """Output -> relative error (None: not legal for this case); raises on a broken promise."""
@@ -401,7 +402,7 @@ def prepare(problem: Problem, pointers: dict[str, int], hw: Hardware) -> None:
     from onnx_fuse.kernels.rows import fold
 
     call = fold(problem.k, problem.n, problem.dtype, problem.trans_b, hw)
-    jit.enqueue((call,), pointers, t.cuda.current_stream().cuda_stream, hw)
+    enqueue((call,), pointers, t.cuda.current_stream().cuda_stream, hw)
     t.cuda.synchronize()
 
 
@@ -549,7 +550,7 @@ def main() -> None:
         )
     ]
     started = time.time()
-    jit.compile_all(launches, hw.arch, workers=14)
+    nvrtc.compile_all(launches, hw.arch, workers=14)
     modules = len({(call.source, call.defines) for call in launches})
     print(f"{modules} modules compiled in {time.time() - started:.1f} s")
 
@@ -603,10 +604,10 @@ def main() -> None:
         if rows:
             us, cublas, job, _ = min(rows, key=lambda row: row[0] / row[1])
             us *= statistics.median(row[1] for row in rows) / cublas  # at the common clock
-            entry = tuning.record(by_name[job["kernel"]], job["config"], us, hw)
+            entry = tuning.record(problem, by_name[job["kernel"]], job["config"], us, hw)
             records.append((args.op, problem, entry))
     if args.freeze:
-        print(f"wrote {tuning.save(records, hw, args.freeze)}")
+        print(f"wrote {tuning.save(records, hw, args.freeze, candidates)}")
     return None
 
 

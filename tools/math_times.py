@@ -18,7 +18,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "tests")]
 import onnx_ir  # noqa: E402
 from math_cases import BF16, F16, F32, Case, dtype_of, i64  # noqa: E402
 
-from onnx_fuse.cuda import jit  # noqa: E402
+from onnx_fuse.cuda import nvrtc  # noqa: E402
+from onnx_fuse.cuda.launch import bind  # noqa: E402
 from onnx_fuse.lower.walk import lower  # noqa: E402
 from onnx_fuse.onnx.common import FUSE  # noqa: E402
 from onnx_fuse.program.call import Program  # noqa: E402
@@ -122,7 +123,7 @@ def seconds(program: Program, hw: Hardware, stream: device.Stream) -> float:
         )
     work = device.Memory(max(call.workspace for call in program.calls), "workspace")
     bound = [
-        jit.bind(
+        bind(
             launch,
             {n: memory[t.buffer].address for n, t in (*call.reads, *call.writes)}
             | {"workspace": work.address},
@@ -147,7 +148,7 @@ def main(words: list[str]) -> None:
     hw, stream = Hardware.detect(), device.Stream()
     wanted = [(w, c) for w, c in rows() if not words or any(word in w for word in words)]
     jobs = [(label, case, program(case, hw)) for label, case in wanted]
-    jit.compile_all({x for _, _, p in jobs for c in p.calls for x in c.launches}, hw.arch)
+    nvrtc.compile_all({x for _, _, p in jobs for c in p.calls for x in c.launches}, hw.arch)
     for label, case, lowered in jobs:
         took = seconds(lowered, hw, stream)
         ends = [t for _, t in (*lowered.inputs, *lowered.outputs) if not isinstance(t, np.ndarray)]

@@ -32,7 +32,10 @@ from typing import Any
 
 import pytest
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import launch as launching
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import Bound
+from onnx_fuse.cuda.source import source_root, source_text, without_bounds
 from onnx_fuse.program.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -48,9 +51,9 @@ Feature = tuple[str, ...]
 
 def entries() -> set[Feature]:
     """(source, entry) of every kernel under cuda_src/, and of those that are generated."""
-    root, found = jit.source_root(), set[Feature]()
+    root, found = source_root(), set[Feature]()
     for path in root.rglob("*.cu"):
-        text = jit.without_bounds(path.read_text())
+        text = without_bounds(path.read_text())
         name = path.relative_to(root).as_posix()
         found |= {(name, entry) for entry in re.findall(r"__global__\s+void\s+(\w+)\(", text)}
     return found | {(GENERATED, entry) for entry in ("pointwise", "pointwise_many", "twins")}
@@ -188,14 +191,14 @@ class Part:
 
     def pytest_runtest_logfinish(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-        names = {(GENERATED if "\n" in text else text, entry) for text, entry in jit.bound()}
+        names = {(GENERATED if "\n" in text else text, entry) for text, entry in launching.bound()}
         self.report.write_text(json.dumps(sorted(names)))
 
 
 @cache
 def stored_maps(source: str, entry: str, how: str = "tma_store") -> frozenset[int]:
     """Which of a kernel's arguments are the tensor maps it stores through."""
-    text = jit.without_bounds(jit.source_text(source))
+    text = without_bounds(source_text(source))
     calls = re.findall(rf"\b{how}\(([^;]*);", text)
     names = {name for call in calls for name in re.findall(r"\bmap_\w+", call)}
     head = re.search(rf"__global__\s+void\s+{entry}\(([^)]*)\)", text)
@@ -231,7 +234,7 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
     return pieces
 
 
-class Poisoned(jit.Bound):
+class Poisoned(Bound):
     """initcheck sees no TMA store: what one is to fill is NaN before; a test sees what stays so."""
 
     def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
@@ -250,7 +253,7 @@ class Poisoned(jit.Bound):
 def watched(tool: str, part: int, skip: int, folder: Path) -> int:
     """One part of the tests, up to the first that fails, in a process that a tool watches."""
     if tool == "initcheck":
-        jit.Bound = Poisoned
+        launching.Bound = Poisoned
     tests = json.loads((folder / "parts.json").read_text())[part]
     return collect(Part(tests, skip, folder / f"{tool}.{part}.{skip}.json"), "-x", "--tb=short")
 
@@ -348,7 +351,7 @@ def main() -> int:
         return code or 3 * bool(selection.missing)
     started = time.monotonic()
     workers = os.cpu_count() or 8
-    jit.compile_all(selection.launches, selection.hw.arch, workers, progress=False)
+    nvrtc.compile_all(selection.launches, selection.hw.arch, workers, progress=False)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ def main() -> None:
         rows = mib * 256
         device.start()
         memory = device.Memory((mib << 20) + 256, "x")
-        runner.stream.clear(memory.address, mib << 20)
+        runner.stream.fill(memory.address, 0, mib << 20)
         tensor = DeviceTensor(memory.address, (rows, 1024), "float32", 0, memory)
         binding = runner.io_binding()
         binding.bind_output("y", "cpu")

@@ -23,7 +23,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     from onnx_fuse import config
     from onnx_fuse.runtime import ort
 
-    files.claim({}, {"--json": json, "--html": html})
+    files.check_paths({}, {"--json": json, "--html": html})
     printer = show.printer()
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     found = {"python": platform.python_version(), "onnx-fuse": __version__}
@@ -64,7 +64,7 @@ def _try_onnxruntime() -> str:
 
 def _gpu() -> list[str]:
     """Lines that describe the GPU, or that say what is missing and how to install it."""
-    from onnx_fuse.cuda import jit
+    from onnx_fuse.cuda import nvrtc
     from onnx_fuse.program.problem import Hardware
     from onnx_fuse.runtime import device
 
@@ -72,4 +72,4 @@ def _gpu() -> list[str]:
         return [f"not usable: {fault}" for fault in faults]
     hw = Hardware.detect()
     driver = f"{hw.driver // 1000}.{hw.driver % 1000 // 10}"
-    return [f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {jit.check_compiler()}"]
+    return [f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {nvrtc.check_compiler()}"]

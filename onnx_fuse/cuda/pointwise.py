@@ -453,7 +453,7 @@ SCALAR = {"f32": "float", "f64": "double", "i64": "i64", "i32": "int", "u32": "u
 def call_of(
     expression: Expression, reads: Sequence[Tensor], writes: Sequence[Tensor], nodes: Sequence[str]
 ) -> Call:
-    """The Call of an expression; its launch is made last, by `finish`."""
+    """The Call of an expression."""
     return Call(
         expression.name,
         tuple(nodes),
@@ -462,30 +462,6 @@ def call_of(
         tuple((f"y{i}", t) for i, t in enumerate(writes)),
         expression=expression,
     )
-
-
-def finish(call: Call) -> Call:
-    """The call with its launch, and the pairs of operands that may share memory."""
-    from dataclasses import replace
-
-    assert call.expression is not None
-    reads, writes = [t for _, t in call.reads], [t for _, t in call.writes]
-    tables = {f"a{row.load}" for row in call.expression.rows}
-    pairs = [
-        (w, r)
-        for w, y in call.writes
-        for r, x in call.reads
-        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
-        if r not in tables
-    ]
-    moved = sum(t.nbytes for t in (*reads, *writes))
-    launches: tuple[Launch, ...] = ()
-    if prod(writes[0].shape):
-        moves = not call.expression.steps and len(reads) == len(writes) == 1
-        tiled = launch_transpose(reads[0], writes[0]) if moves else None
-        launches = (tiled or launch_of(call.expression, reads, writes),)
-    flops = len(call.expression.steps) * prod(writes[0].shape)
-    return replace(call, launches=launches, inplace=tuple(pairs), flops=flops, bytes=moved)
 
 
 # ---- lowering -----------------------------------------------------------------------------------

@@ -73,10 +73,6 @@ class _Tiled(ByRule):
 
     half = False
 
-    def sources(self) -> tuple[str, ...]:
-        """The product, the packing before it, the sum after it."""
-        return (self.source, "conv/pack.cu", "conv/finish.cu")
-
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
         """The rule's, then both tiles with sums in one, two, four and eight parts."""
         wide = (64,) if problem.dtype == "float64" else (64, 128)

@@ -52,10 +52,6 @@ class CublasLt:
 
     name = "cublaslt"
 
-    def sources(self) -> tuple[str, ...]:
-        """The library's version, as a text."""
-        return (f"cuBLASLt {version()}\n",)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):

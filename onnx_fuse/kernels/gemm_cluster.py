@@ -37,10 +37,6 @@ class Cluster:
     source = "gemm/cluster_sm90.cu"
     norms = False  # whether gamma and beta are applied to a in shared memory
 
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":

@@ -36,10 +36,6 @@ class MmaInt8:
     name = "mma_s8"
     source = "quant/mma_s8_sm80.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:

@@ -129,9 +129,6 @@ class _Portable:
     name: str
     source: str
 
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
-
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         return 0
 

@@ -23,10 +23,6 @@ class Skinny:
     name = "skinny"
     source = "layernorm_gemm/skinny.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:

@@ -61,10 +61,6 @@ class Wgmma:
     name = "wgmma"
     source = "gemm/wgmma_sm90.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM and the reduction over splits."""
-        return (self.source, "gemm/reduce.cu")
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
@@ -375,10 +371,6 @@ class SplitWgmma:
 
     def __init__(self) -> None:
         self.inner = Wgmma()
-
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's and the splitting's."""
-        return (*self.inner.sources(), "norm/row_stats.cu")
 
     def planes(self, problem: Problem) -> int:
         """bf16 planes an operand is split into."""

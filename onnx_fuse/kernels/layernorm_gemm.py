@@ -19,6 +19,7 @@ from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
+from onnx_fuse.kernels.gemm_vector import Vector
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
 
@@ -55,10 +56,6 @@ class Fold:
     def __init__(self, inner: Wgmma | Mma) -> None:
         self.inner = inner
         self.name = f"fold_{inner.name}"
-
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's, and the two preparations."""
-        return (*self.inner.sources(), "norm/row_stats.cu", "norm/fold.cu")
 
     def _gemm(self, problem: Problem) -> Problem:
         if problem.attr("stats") or isinstance(self.inner, Mma):
@@ -158,10 +155,6 @@ class Apply:
         self.inner = inner
         self.name = f"apply_{inner.name}"
 
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's and the normalisation's."""
-        return (*self.inner.sources(), "norm/row_stats.cu")
-
     def _gemm(self, problem: Problem) -> Problem:
         # the weights are older than the launch before, the normalisation: they may be read ahead
         ahead = {"static_b": True} if isinstance(self.inner, Cluster | Wgmma) else {}
@@ -227,8 +220,8 @@ class Apply:
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
-        Cluster(), NormCluster(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
-        Apply(Cluster()), Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Fma()),
-        Apply(Simt()),
+        Cluster(), NormCluster(), Vector(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()),
+        Fold(Mma()), Apply(Cluster()), Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()),
+        Apply(Fma()), Apply(Simt()),
     ),
 }  # fmt: skip

@@ -50,12 +50,6 @@ class TwoGemms:
             "tiles": self.inner, "wgmma": self.inner, "skinny": Skinny(),
         }  # fmt: skip
 
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's, and the passes around it."""
-        around = ("fold", "fold_planes", "row_dots", "row_stats", "sum_parts")
-        passes = (f"norm/{name}.cu" for name in around)
-        return (*self.inner.sources(), *Skinny().sources(), *passes)
-
     def _planes(self, problem: Problem) -> int:
         """bf16 planes of an fp32 operand; 0 for 16-bit ones."""
         return PLANES.get(problem.math, 0) if problem.dtype == "float32" else 0

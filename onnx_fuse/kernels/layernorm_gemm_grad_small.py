@@ -90,10 +90,6 @@ class FewRows:
     name = "few_rows"
     source = "layernorm_gemm/grad_few_rows.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:

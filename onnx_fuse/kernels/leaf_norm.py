@@ -20,10 +20,6 @@ from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Proble
 class LeafFma(Fma):
     """gemm/fma_sm80.cu with LEAF, and the sum of its parts."""
 
-    def sources(self) -> tuple[str, ...]:
-        """The product's, and that of the sum."""
-        return (self.source, "norm/sum_parts.cu")
-
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Those with all of k in a block, their sums joined in a cluster where that can be."""
         whole = [how for how in super().configs(problem, hw) if how.integer("split") == 1]

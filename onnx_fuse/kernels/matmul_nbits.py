@@ -37,10 +37,6 @@ class FewRows:
     name = "mma"
     source = "quant/matmul_nbits.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         bits, block = problem.integer("bits"), problem.integer("block")
@@ -132,10 +128,6 @@ class Unpacked:
     def __init__(self, inner: Kernel) -> None:
         self.inner = inner
         self.name = f"unpack_{inner.name}"
-
-    def sources(self) -> tuple[str, ...]:
-        """The GEMM's and what unpacks."""
-        return (*self.inner.sources(), "quant/unpack.cu")
 
     def _gemm(self, problem: Problem) -> Problem:
         shape = {"m": problem.m, "n": problem.n, "k": problem.k}

@@ -66,6 +66,11 @@ class Row(ByRule):
         return [how for how in around(self._shape(problem, Config.of())[1])
                 if self.fits(problem, how)]  # fmt: skip
 
+    def cost(self, problem: Norm, config: Config, hw: Hardware) -> float:
+        """Each row reads the weights of few columns again."""
+        again = problem.flops / 2 * ITEMSIZE[problem.dtype]
+        return super().cost(problem, config, hw) + again / hw.bandwidth
+
     def fits(self, problem: Norm, config: Config) -> bool:
         """Where the registers still hold the weights of few columns."""
         vec, _, items = self._shape(problem, config)
@@ -81,7 +86,7 @@ class Row(ByRule):
         return vec, threads, row_items(length, vec, threads, _KEPT)
 
     def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         rows, length, x = problem.rows, problem.length, problem.dtype
         vec, threads, items = self._shape(problem, config)
         vec, items = whole_sectors(problem.tail, x, vec, items)
@@ -104,7 +109,7 @@ class Row(ByRule):
 
 
 class _Grad(ByRule):
-    """layernorm/grad.cu."""
+    """A candidate of layernorm/grad.cu."""
 
     name = "row"
     source = "layernorm/grad.cu"
@@ -132,6 +137,11 @@ class GradRow(_Grad):
         """Half or twice the threads a row too."""
         return [how for how in around(grad_shape(problem)[1], 32) if self.fits(problem, how)]
 
+    def cost(self, problem: NormGrad, config: Config, hw: Hardware) -> float:
+        """Each row reads the matrix that makes dy of few columns again."""
+        again = problem.flops / 2 * ITEMSIZE[problem.dtype]
+        return super().cost(problem, config, hw) + again / hw.bandwidth
+
     def fits(self, problem: NormGrad, config: Config) -> bool:
         """Where a row still fits in registers."""
         vec, _, items = grad_shape(problem, config.integer("team"))
@@ -154,10 +164,10 @@ class GradRow(_Grad):
 
 
 class GradSums(_Grad):
-    """Operands: part dscale dbias."""
+    """The sums of the parts. Operands: part dscale dbias."""
 
     def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         grad = problem.grad
         return (Launch(
             self.source, "layernorm_dparams", (-(-grad.length // 32), problem.outputs, 1),

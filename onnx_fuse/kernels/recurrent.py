@@ -55,10 +55,6 @@ class Steps(ByRule):
     name = "steps"
     source = "recurrent/steps.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        """The steps and their gradient."""
-        return (self.source, "recurrent/steps_grad.cu")
-
     def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
         """So many units as shared memory has room for the states of."""
         found = _geometry(problem, hw)

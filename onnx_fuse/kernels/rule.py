@@ -25,10 +25,6 @@ class ByRule:
     name = "plain"
     source = ""
 
-    def sources(self) -> tuple[str, ...]:
-        """The kernel."""
-        return (self.source,)
-
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """Every problem of its operator whose tail is one."""
         tail = getattr(problem, "tail", None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
 from onnx_fuse.kernels.rule import ByRule
-from onnx_fuse.program.problem import Config, Hardware, Launch
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 
@@ -16,8 +16,14 @@ class Slope(ByRule):
 
     source = "pointwise/act_grad.cu"
 
+    def cost(self, problem: SlopeProduct, config: Config, hw: Hardware) -> float:
+        """Its bytes, at twice the rate where L2 holds what the product before has left."""
+        whole = 3 * problem.m * problem.n * ITEMSIZE[problem.dtype]
+        rate = hw.bandwidth * (2 if whole <= hw.l2_bytes / 2 else 1)
+        return hw.launch_seconds + problem.bytes / rate
+
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         act = problem.act
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
 
@@ -28,7 +34,7 @@ class Parts(ByRule):
     source = "norm/sum_parts.cu"
 
     def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 

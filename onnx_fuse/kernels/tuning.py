@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_fuse import config
-from onnx_fuse.cuda import jit
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem
+from onnx_fuse.cuda.digest import code_digest
+from onnx_fuse.kernels import cublaslt
+from onnx_fuse.program import problems
+from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Value
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
@@ -26,11 +30,11 @@ SHIPPED = Path(__file__).parent / "records"
 IGNORED = {"epsilon", "act_alpha", "align", "bias_dtype", "c_rows", "c_cols", "static_b"}
 
 
-def key(op: str, problem: AnyProblem) -> str:
-    """The record's key: the problem without what does not matter to its time or is the default."""
+def bare(problem: AnyProblem) -> AnyProblem:
+    """The problem without what does not matter to its time or is the default."""
     if not isinstance(problem, Problem):
         same = dict.fromkeys(IGNORED & problem.fields().keys(), 0.0)
-        return f"{op} | {replace(problem, **same)}"  # type: ignore[type-var]
+        return replace(problem, **same)  # type: ignore[type-var]
     dense = {
         "lda": problem.m if problem.trans_a else problem.k,
         "ldb": problem.k if problem.trans_b else problem.n,
@@ -43,17 +47,61 @@ def key(op: str, problem: AnyProblem) -> str:
     )
     if problem.integer("align", 16) % 16:
         kept += (("unaligned", True),)
-    flags = tuple((name, 1 if value is True else value) for name, value in kept)
-    return f"{op} | {replace(problem, attrs=flags)}"
+    return replace(problem, attrs=tuple((k, 1 if value is True else value) for k, value in kept))
+
+
+def key(op: str, problem: AnyProblem) -> str:
+    """The record's key."""
+    return f"{op} | {bare(problem)}"
 
 
 def _file_name(hw: Hardware) -> str:
     return re.sub(r"\W+", "_", hw.name) + ".json"
 
 
-def kernel_hash(kernel: Kernel) -> str:
-    """Digest of all the kernel's sources: a record made with other code is not used."""
-    return "-".join(jit.source_hash(source)[:8] for source in kernel.sources())
+def read(name: str) -> AnyProblem:
+    """The problem that a record's key stands for. ValueError where it has parts of its own."""
+    op, _, text = name.partition(" | ")
+    values = {k: _value(v) for k, v in _PAIR.findall(text)}
+    rest = _PAIR.sub("", text).split()
+    known = {kind.op: kind for kind in vars(problems).values() if hasattr(kind, "op")}
+    try:
+        if op in known and rest == [op]:
+            found: AnyProblem = known[op](**values)
+            return found
+        kind, types, layout, *math = rest
+        if kind != op or not set(layout) <= {"N", "T"}:
+            raise ValueError(text)
+        dtype, _, out = types.partition("->")
+        turned = {"trans_a": layout[0] == "T", "trans_b": layout[1] == "T"}
+        values |= {"dtype": dtype, "out_dtype": out, "math": (*math, "ieee")[0], **turned}
+        return Problem.of(kind, **values)
+    except (IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{name!r} is no problem of numbers and names") from error
+
+
+_PAIR = re.compile(r"\b(\w+)=(\([^()]*\)|[^\s()]+)(?= |$)")
+
+
+def _value(text: str) -> Value:
+    try:
+        found: Value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return found
+
+
+def code_of(problem: AnyProblem, kernel: Kernel, how: Config, hw: Hardware) -> str:
+    """Digest of all code that the kernel runs for the problem as its key has it."""
+    problem, text = bare(problem), ""
+    if isinstance(problem, Problem) and problem.attr("unaligned"):
+        problem = problem.having(align=2)
+    for launch in kernel.launch(problem, how, hw):
+        if launch.product is not None:
+            text += f"cuBLASLt {cublaslt.version()}\n"
+        else:
+            text += code_digest(launch.source, launch.entry, launch.defines) + "\n"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @cache
@@ -74,10 +122,16 @@ def _files(hw: Hardware) -> tuple[tuple[Path, int], ...]:
 
 
 def load(hw: Hardware) -> dict[str, Any]:
-    """Key -> record for this GPU: the shipped ones, overridden by the user's own."""
+    """Key -> record for this GPU: the shipped ones, overridden by the user's own.
+
+    Shipped ones are of the code beside them, to which a test holds them; the user's may be of that
+    of another version, and say so under "own".
+    """
     merged: dict[str, Any] = {}
     for path, stamp in _files(hw):
-        merged |= _read(path, stamp)
+        own = {"own": path.parent != SHIPPED}
+        found = _read(path, stamp)
+        merged |= {k: {**v, **own} for k, v in found.items() if isinstance(v, dict)}
     return merged
 
 
@@ -101,51 +155,70 @@ def lookup(
 ) -> tuple[Kernel, Config, float] | None:
     """The record for (op, problem, GPU) by one of `legal` whose code has not changed since."""
     record = load(hw).get(key(op, problem))
-    if not isinstance(record, dict):
+    if record is None:
         return None
     for kernel in legal:
-        if record.get("kernel") == kernel.name and record.get("hash") == kernel_hash(kernel):
-            values = record.get("config", {})
-            how = Config.of(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            )
-            if how in kernel.configs(problem, hw):
-                return kernel, how, float(record["us"]) * 1e-6
+        if record.get("kernel") == kernel.name:
+            how = _config(record)
+            if how not in kernel.configs(problem, hw):
+                return None
+            if record["own"] and record.get("code") != code_of(problem, kernel, how, hw):
+                return None
+            return kernel, how, float(record["us"]) * 1e-6
     return None
 
 
-def record(kernel: Kernel, how: Config, us: float, hw: Hardware) -> dict[str, Any]:
+def _config(record: Mapping[str, Any]) -> Config:
+    values = record.get("config", {})
+    return Config.of(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def record(
+    problem: AnyProblem, kernel: Kernel, how: Config, us: float, hw: Hardware
+) -> dict[str, Any]:
     """One record: which kernel and config won, its time, and what it was measured with."""
     return {
         "kernel": kernel.name,
         "config": dict(how.attrs),
         "us": round(us, 2),
         "driver": hw.driver,
-        "hash": kernel_hash(kernel),
+        "code": code_of(problem, kernel, how, hw),
     }
 
 
-def live(name: str, entry: dict[str, Any]) -> bool:
-    """Whether the record's kernel is a candidate of its key's op still, its code unchanged."""
-    from onnx_fuse.kernels import candidates
+def live(name: str, entry: Mapping[str, Any], hw: Hardware, kernels: Sequence[Kernel]) -> bool:
+    """Whether one of `kernels` is the record's, its code unchanged.
 
-    return any(
-        kernel.name == entry.get("kernel") and kernel_hash(kernel) == entry.get("hash")
-        for kernel in candidates(name.split(" | ")[0])
-    )
+    Where the key cannot be read, `lookup` is left to see that.
+    """
+    kernel = next((kernel for kernel in kernels if kernel.name == entry.get("kernel")), None)
+    if kernel is None or "code" not in entry:
+        return False
+    try:
+        problem = read(name)
+    except ValueError:
+        return True
+    return bool(entry["code"] == code_of(problem, kernel, _config(entry), hw))
 
 
 def save(
-    records: Iterable[tuple[str, AnyProblem, dict[str, Any]]], hw: Hardware, folder: Path
+    records: Iterable[tuple[str, AnyProblem, dict[str, Any]]],
+    hw: Hardware,
+    folder: Path,
+    candidates: Callable[[str], Sequence[Kernel]],
 ) -> Path:
-    """Merge `records` into this GPU's file in `folder`, without those that no source has any more.
+    """Merge `records` into this GPU's file in `folder`, without those whose code is another now.
 
-    The file is written beside and renamed.
+    `candidates` gives those of an operator. The file is written beside and renamed.
     """
     path = folder / _file_name(hw)
     folder.mkdir(parents=True, exist_ok=True)
     before = _read(path, path.stat().st_mtime_ns) if path.exists() else {}
-    merged = {name: entry for name, entry in before.items() if live(name, entry)}
+    merged = {
+        name: entry
+        for name, entry in before.items()
+        if live(name, entry, hw, candidates(name.partition(" | ")[0]))
+    }
     merged |= {key(op, problem): entry for op, problem, entry in records}
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
         lines = [f"{json.dumps(name)}: {json.dumps(merged[name])}" for name in sorted(merged)]

@@ -25,7 +25,7 @@ from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
 
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
@@ -340,36 +340,6 @@ class Values:
     def append(self, call: Call) -> None:
         self.calls.append(call)
 
-    def call(
-        self,
-        node: ir.Node,
-        launches: Launch | Sequence[Launch],
-        reads: Mapping[str, Tensor],
-        writes: Mapping[str, Tensor],
-        *,
-        workspace: int = 0,
-        flops: int = 0,
-        why: str = "",
-        inplace: Sequence[tuple[str, str]] = (),
-    ) -> None:
-        launches = (launches,) if isinstance(launches, Launch) else tuple(launches)
-        moved = sum(t.nbytes for t in (*reads.values(), *writes.values()))
-        name = node.op_type
-        self.calls.append(
-            Call(
-                name,
-                (self.label(node),),
-                launches,
-                tuple(reads.items()),
-                tuple(writes.items()),
-                workspace,
-                flops,
-                moved,
-                why,
-                tuple(inplace),
-            )
-        )
-
     def select(
         self,
         node: ir.Node,
@@ -392,8 +362,19 @@ class Values:
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             return listing or f"{problem.op} has no kernel"
-        self.call(node, (), reads, writes, flops=problem.flops, inplace=inplace)
-        self.calls[-1] = replace(self.calls[-1], problem=problem)
+        self.calls.append(
+            Call(
+                node.op_type,
+                (self.label(node),),
+                (),
+                tuple(reads.items()),
+                tuple(writes.items()),
+                flops=problem.flops,
+                bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
+                inplace=tuple(inplace),
+                problem=problem,
+            )
+        )
         return None
 
     def _lasting(self, tensor: Tensor) -> bool:

@@ -1,14 +1,14 @@
-"""The LLIR: a flat list of kernel calls over buffers; and the contract of a kernel family.
+"""The LLIR: a flat list of calls, problems over buffers; and the contract of a lowering.
 
-A kernel family is a module under onnx_fuse/kernels, named in `lower.FAMILIES`, that holds a table
+A family of operators is a module of onnx_fuse/lower, named in `walk.FAMILIES`, that holds a table
 
     LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
 
-`Lowering` is `fn(ctx, node) -> str | None`: it emits calls with `ctx.call` (or `ctx.select`, which
-chooses among a registry op's candidates) and returns None, or it emits nothing and returns the
-reason why it cannot serve the node. Then the node's body is lowered instead (ours, or the function
-the ONNX schema has), and where there is none the node runs on onnxruntime, with copies. A key's
-name is without exposed values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
+`Lowering` is `fn(ctx, node) -> str | None`: it says what is to be computed with `ctx.select`, a
+problem and its operands, and returns None; or it emits nothing and returns the reason why it cannot
+serve the node. Then the node's body is lowered instead (ours, or the function the ONNX schema has),
+and where there is none the node runs on onnxruntime, with copies. A key's name is without exposed
+values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
 
     def softmax(ctx: Context, node: ir.Node) -> str | None:
         x = ctx.dense(node, 0)                      # contiguous; ctx.view(node, 0): any strides
@@ -16,10 +16,8 @@ name is without exposed values: LayerNormGemm also gets LayerNormGemm_mean_rstd 
             return f"no kernel for {x.dtype}"
         axis = ctx.attr(node, "axis", -1) % len(x.shape)
         y = ctx.output(node, 0)                     # a new buffer; shape and dtype are inferred
-        ctx.call(node, Launch("softmax/row.cu", "softmax", grid, block,
-                              (Ptr("x"), Ptr("y"), Num("i32", rows)), defines),
-                 reads={"x": x}, writes={"y": y})
-        return None
+        problem = Softmax(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]), x.dtype)
+        return ctx.select(node, problem, {"x": x}, {"y": y}, inplace=[("y", "x")])
 
 Shapes are ints, or open sizes that behave as ints (docs/shapes.md): what a lowering decides on one
 is a guard of the program. An operand that shape arithmetic or a constant determines is read with
@@ -284,20 +282,6 @@ class Context(Protocol):
 
     def random(self) -> tuple[Tensor, int]:
         """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
-
-    def call(
-        self,
-        node: ir.Node,
-        launches: Launch | Sequence[Launch],
-        reads: Mapping[str, Tensor],
-        writes: Mapping[str, Tensor],
-        *,
-        workspace: int = 0,
-        flops: int = 0,
-        why: str = "",
-        inplace: Sequence[tuple[str, str]] = (),
-    ) -> None:
-        """Append a call to the program."""
 
     def append(self, call: Call) -> None:
         """Append a call made elsewhere (pointwise expressions)."""

@@ -7,8 +7,145 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.expression import Expression
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware
 from onnx_fuse.program.problems import Window
+from onnx_fuse.program.size import Size, Trace
+
+
+@dataclass(frozen=True)
+class Pointwise(AnyProblem):
+    """An expression over views of one iteration space, element by element; a copy has no steps.
+
+    The views' buffers do not matter.
+    """
+
+    op = "Pointwise"
+    expression: Expression
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """The trace of the views' open sizes."""
+        sizes = (n for t in (*self.writes, *self.reads) for n in (*t.shape, *t.strides, t.offset))
+        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
+
+    @property
+    def flops(self) -> int:
+        """One a step."""
+        return len(self.expression.steps) * self.writes[0].size
+
+    @property
+    def bytes(self) -> int:
+        """Every view, broadcast elements counted each time."""
+        return sum(t.nbytes for t in (*self.reads, *self.writes))
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no element."""
+        return not self.writes[0].size
+
+    def __str__(self) -> str:
+        views = (f"{t.dtype}{list(t.shape)}" for t in (*self.reads, *self.writes))
+        return f"{self.op} {self.expression.name} {' '.join(views)}".replace(", ", ",")
+
+
+@dataclass(frozen=True)
+class PointwiseMany(AnyProblem):
+    """An expression over many flat tensors: (reads, writes) an item.
+
+    Operand r of item t is "r.t", the writes counted behind the reads, or "a<r>" where `shared[r]`
+    is one number for all.
+    """
+
+    op = "PointwiseMany"
+    expression: Expression
+    shared: tuple[Tensor | None, ...]
+    items: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
+
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """The trace of the tensors' open sizes."""
+        sizes = (n for _, writes in self.items for n in writes[0].shape)
+        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
+
+    @property
+    def flops(self) -> int:
+        """One a step."""
+        return len(self.expression.steps) * sum(writes[0].size for _, writes in self.items)
+
+    @property
+    def bytes(self) -> int:
+        """Every tensor."""
+        return sum(t.nbytes for item in self.items for part in item for t in part)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.expression.name} of {len(self.items)}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Runs of `n` elements side by side, in two outer dimensions: sizes, and strides of x and y."""
+
+    n: int
+    sizes: tuple[int, int]
+    x: tuple[int, int]
+    y: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CopyMany(AnyProblem):
+    """Elements of `itemsize` bytes that are copied from "0.t" to "1.t", for each piece t."""
+
+    op = "CopyMany"
+    itemsize: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """The trace of the pieces' open sizes."""
+        sizes = (n for p in self.pieces for n in (p.n, *p.sizes, *p.x, *p.y))
+        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
+
+    @property
+    def bytes(self) -> int:
+        """Each element read and written."""
+        return 2 * self.itemsize * sum(p.n * p.sizes[0] * p.sizes[1] for p in self.pieces)
+
+    def __str__(self) -> str:
+        return f"{self.op} of {len(self.pieces)}"
+
+
+@dataclass(frozen=True)
+class Several(AnyProblem):
+    """`count` calls of one problem that share a launch of its `kernel` by `config`.
+
+    The operand `name` of call i is "name.i", of those that are `bound`.
+    """
+
+    op = "Several"
+    problem: AnyProblem
+    count: int
+    bound: tuple[str, ...]
+    kernel: str
+    config: Config
+
+    @property
+    def flops(self) -> int:
+        """Of all calls."""
+        return self.count * self.problem.flops
+
+    @property
+    def bytes(self) -> int:
+        """Of all calls."""
+        return self.count * self.problem.bytes
+
+    @property
+    def empty(self) -> bool:
+        """Whether its problem is."""
+        return self.problem.empty
 
 
 @dataclass(frozen=True)

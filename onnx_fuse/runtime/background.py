@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from onnx_fuse.container import Container
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import OnnxFuseError
 from onnx_fuse.lower.walk import Shapes
 from onnx_fuse.program.call import NeedsValues, Program
@@ -105,7 +105,7 @@ class Compiling(Programs):
         program: Program = kept.source.at(kept.largest)
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
-            jit.compile_all(launches, self.arch, workers=1, progress=False)
+            nvrtc.compile_all(launches, self.arch, workers=1, progress=False)
         super().keep(key, kept)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.container import Container
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.source import give
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.formula import Guards
@@ -185,7 +185,7 @@ class Deployed:
         self._given.add(arch)
         for (source, defines), (cubins, waits) in zip(self._modules, self._compiled, strict=True):
             if arch in cubins:
-                jit.give(source, defines, arch, self.container.member(cubins[arch]), waits)
+                give(source, defines, arch, self.container.member(cubins[arch]), waits)
 
 
 class _Entry:
@@ -265,6 +265,10 @@ class _Open:
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for these sizes."""
         return self._owner._checked(self._template.at(values), self._entry.at(values))
+
+    def part(self, name: str, values: Mapping[str, int]) -> Any:
+        """None: only a whole program is checked."""
+        return None
 
 
 def first_shapes(path: str | os.PathLike[str]) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 
 
@@ -104,7 +104,7 @@ def faults() -> list[str]:
             return str(error)
         return ""
 
-    found = dict.fromkeys(fault(work) for work in (bindings, jit.check_compiler, start))
+    found = dict.fromkeys(fault(work) for work in (bindings, nvrtc.check_compiler, start))
     return [text for text in found if text]
 
 

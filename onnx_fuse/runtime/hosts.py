@@ -61,13 +61,12 @@ class Stages:
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
-        self._made: list[Any] = [None] * len(instance.program.stages)
+        self._hosts: dict[int, Any] = {}
+        self._inner: dict[int, Executable] = {}
 
     def executables(self) -> list[Executable]:
         """Those that run on the GPU, as far as a run has made them."""
-        from onnx_fuse.runtime.executable import Executable
-
-        return [made for made in self._made if isinstance(made, Executable)]
+        return list(self._inner.values())
 
     def run(self, *, on_device: bool = False) -> dict[str, Any]:
         """Their outputs by name, arrays or (of stages on the GPU, if `on_device`) DeviceTensors."""
@@ -87,25 +86,24 @@ class Stages:
         return made
 
     def _on_host(self, k: int, stage: Stage, feeds: Mapping[str, Any]) -> list[Any]:
-        if self._made[k] is None:
+        if k not in self._hosts:
             from onnx_fuse.runtime import ort
 
             with ort.faults(f"what depends on {', '.join(n for n, _ in stage.inputs)}"):
-                self._made[k] = ort.session(stage.model)
+                self._hosts[k] = ort.session(stage.model)
         self._instance.owner.stream.wait("before a stage on onnxruntime")
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        found: list[Any] = self._made[k].run(list(stage.outputs), arrays)
+        found: list[Any] = self._hosts[k].run(list(stage.outputs), arrays)
         return found
 
     def _executable(self, k: int) -> Executable:
-        if self._made[k] is None:
+        if k not in self._inner:
             import onnx
             import onnx_ir as ir
 
             proto = onnx.ModelProto.FromString(self._instance.program.stages[k].model)
-            self._made[k] = self._instance.owner.inner(ir.serde.deserialize_model(proto))
-        made: Executable = self._made[k]
-        return made
+            self._inner[k] = self._instance.owner.inner(ir.serde.deserialize_model(proto))
+        return self._inner[k]
 
     def _on_device(
         self, k: int, stage: Stage, feeds: Mapping[str, Any], on_device: bool

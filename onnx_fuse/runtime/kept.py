@@ -30,7 +30,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.container import Container, digest_of, write
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt, tuning
@@ -264,7 +264,7 @@ def code() -> str:
     root = Path(__file__).resolve().parents[1]
     files = sorted(
         (str(path), found.st_size, found.st_mtime_ns)
-        for folder in (root, jit.source_root())
+        for folder in (root, source_root())
         for path, found in _sources(folder)
     )
     others = [metadata.version(name) for name in ("onnx", "onnx-ir", "onnxscript", "numpy")]

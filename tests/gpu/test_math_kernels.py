@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir
 import pytest
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
 
@@ -26,7 +26,7 @@ def _compiled(request: pytest.FixtureRequest) -> None:
         x.callspec.params["case"] for x in request.session.items if x.module == request.module
     ]
     launches = {x for case in chosen for x in case.launches(hw)}
-    jit.compile_all(launches, hw.arch, workers=16)
+    nvrtc.compile_all(launches, hw.arch, workers=16)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)

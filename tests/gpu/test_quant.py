@@ -11,7 +11,7 @@ import pytest
 from math_cases import only
 from quant_cases import CASES, FLOATS8, KINDS, Quantized, model_of
 
-from onnx_fuse.cuda import jit
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.onnx.load import load
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
@@ -30,7 +30,7 @@ def _compiled(request: pytest.FixtureRequest) -> None:
                 with only(choice):
                     programs.append(case.program(hw))
             launches |= {x for p in programs for call in p.calls for x in call.launches}
-    jit.compile_all(launches, hw.arch, workers=16)
+    nvrtc.compile_all(launches, hw.arch, workers=16)
 
 
 def run(model: bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import TypeAlias
 
 from onnx_fuse.kernels import Choice, forced, refusals, select
+from onnx_fuse.kernels.costs import pays, seconds
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.problem import AnyProblem, Hardware
 
@@ -56,35 +56,6 @@ def whole(size: int, *tensors: Tensor) -> bool:
     return all(t.dense and not t.offset and t.size == size for t in tensors)
 
 
-def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
-    """The call with the launches of the candidate chosen for its problem."""
-    assert call.problem is not None
-    how = f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us"
-    return replace(
-        call,
-        launches=choice.launch(call.problem, hw),
-        workspace=choice.workspace(call.problem, hw),
-        why=how,
-    )
-
-
-def select_kernels(
-    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
-) -> list[Call]:
-    """The calls, each problem with the launches of the kernel chosen for it.
-
-    Raises UsageError where one that the user asks for does not serve its problem.
-    """
-    return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
-
-
-def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
-    assert call.problem is not None
-    choice = select(call.problem.op, call.problem, hw, prefs)
-    assert choice is not None, f"no kernel serves {call.problem}"
-    return chosen(call, choice, hw)
-
-
 class Calls:
     """The calls under a pass, by place; `keep` are buffers whose last values are wanted."""
 
@@ -128,8 +99,11 @@ class Calls:
 
     def seconds(self, problem: AnyProblem) -> float:
         """Of its kernel; infinity where it has none."""
-        choice = self.kernel(problem)
-        return inf if choice is None else choice.seconds
+        return seconds(problem, self.hw, self.prefs)
+
+    def pays(self, before: Iterable[AnyProblem], after: Iterable[AnyProblem]) -> bool:
+        """Whether the problems after a rewrite cost less than those before it."""
+        return pays(before, after, self.hw, self.prefs)
 
     def take(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
         """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import Calls, whole
-from onnx_fuse.program.problem import ITEMSIZE, Problem
+from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import Norm, NormGrad
 
 COLUMNS = 16
 """Of weights that a norm's kernel may multiply by."""
 
 
-def _plain(call: Call, calls: Calls, also: str = "") -> Problem | None:
-    """The problem of a Gemm without epilogue but `also`, if to read b a row costs less than it."""
+def _plain(call: Call, also: str = "") -> Problem | None:
+    """The problem of a Gemm of dense operands without epilogue but `also`."""
     p = call.problem
     if not isinstance(p, Problem) or p.op != "Gemm" or len(call.writes) != 1:
         return None
@@ -28,11 +28,7 @@ def _plain(call: Call, calls: Calls, also: str = "") -> Problem | None:
     if not {name for name, value in p.attrs if value} <= allowed or p.integer("align", 16) % 16:
         return None
     lines = p.k if p.trans_b else p.n
-    if p.integer("lda", p.k) != p.k or p.integer("ldb", lines) != lines:
-        return None
-    like = p.rough()
-    again = like.m * like.k * like.n * ITEMSIZE[p.dtype] / calls.hw.bandwidth
-    return p if again <= like.bytes / calls.hw.bandwidth + calls.hw.launch_seconds else None
+    return p if p.integer("lda", p.k) == p.k and p.integer("ldb", lines) == lines else None
 
 
 def _written(calls: Calls, at: int, i: int, *tensors: Tensor) -> bool:
@@ -42,7 +38,7 @@ def _written(calls: Calls, at: int, i: int, *tensors: Tensor) -> bool:
 
 def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
     """z = y · w + c over few columns, y a LayerNormalization's: that makes z, and y if read."""
-    p = _plain(call, calls, "bias")
+    p = _plain(call, "bias")
     if p is None or p.n > COLUMNS:
         return
     reads, (_, z) = dict(call.reads), call.writes[0]
@@ -63,12 +59,15 @@ def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
         return
     if not calls.may_write(at, i, z):
         return
+    both = replace(plain, columns=p.n, turned=p.trans_b)
+    if not calls.pays((plain, p), (both,)):
+        return
     unread = calls.made_for(i, y) is not None
     more = (("w", w), *([("c", c)] if c is not None else []))
     calls.take(at, i, replace(
         norm,
         kernel=f"{norm.kernel}+{call.kernel}",
-        problem=replace(plain, columns=p.n, turned=p.trans_b),
+        problem=both,
         reads=(*norm.reads, *more),
         writes=(*(pair for pair in norm.writes if pair[0] != "y" or not unread), ("z", z)),
         flops=norm.flops + p.flops,
@@ -84,7 +83,7 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
         return
     dy = reads["dy"]
     at, product = calls.made_for(i, dy) or (i, call)
-    p = _plain(product, calls)
+    p = _plain(product)
     if p is None or p.k > COLUMNS or not dy.dense or dy.size != p.m * p.n:
         return
     if {p.dtype, p.out, reads["scale"].dtype} != {"float32"}:
@@ -92,10 +91,13 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
     a, b = (dict(product.reads)[name] for name in ("a", "b"))
     if _written(calls, at + 1, i, a, b):
         return
+    both = replace(grad, k=p.k, turned=p.trans_b)
+    if not calls.pays((p, grad), (both,)):
+        return
     made = replace(
         call,
         kernel=f"{product.kernel}+{call.kernel}",
-        problem=replace(grad, k=p.k, turned=p.trans_b),
+        problem=both,
         reads=(("dy", a), ("b", b), *((n, t) for n, t in call.reads if n != "dy")),
         flops=call.flops + p.flops,
         bytes=call.bytes - dy.nbytes + a.nbytes + b.nbytes,

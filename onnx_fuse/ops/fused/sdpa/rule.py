@@ -359,7 +359,13 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
     turned = isinstance(perm, Sequence) and [*perm] == [0, 2, 1]
     if not turned or not same_rows(turn.outputs[0], right):
         return None
-    target, order = reshape.inputs[1], (0, 1, 3, 2)
+    below = made_by(flat, "Reshape")
+    source = below.inputs[0] if below is not None and same_rows(below.inputs[0], flat) else flat
+    assert source is not None
+    order = (0, 1, 3, 2)
+    if rank(source) == 4 and all(same_size(source, i, right, order[i]) for i in range(4)):
+        return source
+    target = reshape.inputs[1]
     sizes, joined = ints(target), made_by(target, "Concat")
     if sizes is not None and 0 not in sizes:
         shape: ir.Value = op.constant([sizes[i] for i in order])
@@ -369,8 +375,6 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
         shape = op.Concat(*(joined.inputs[i] for i in order), axis=0)
     else:
         return None
-    below = made_by(flat, "Reshape")
-    source = below.inputs[0] if below is not None and same_rows(below.inputs[0], flat) else flat
     assert right.shape is not None
     return typed(op.Reshape(source, shape), right, [right.shape[i] for i in order])
 

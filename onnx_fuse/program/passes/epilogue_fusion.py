@@ -14,9 +14,9 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
+from onnx_fuse.program.passes.pointwise_fusion import pointwise
 from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
 from onnx_fuse.program.problems import Norm, SlopeProduct
-from onnx_fuse.program.size import rough
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
@@ -144,10 +144,9 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     problem = problem.having(**act)
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
         problem = problem.having(save_z=True)
-    if problem.attr("beta") and plain.attr("residual"):
-        apart = calls.hw.launch_seconds + 2 * y.nbytes / calls.hw.bandwidth
-        if calls.seconds(problem) > calls.seconds(plain) + apart:
-            return
+    residual = problem.attr("beta") and plain.attr("residual")
+    if residual and not calls.pays((plain, pointwise(call)), (problem,)):
+        return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
     calls.take(at, i, replace(product, problem=problem, writes=writes))
 
@@ -208,7 +207,7 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     Its reader is a LayerNormGemmGrad, which is then one without an activation, or the pass of an
     activation's gradient, of which the sums for dbias are left.
     """
-    problem, given, how, hw = call.problem, dict(call.reads), _slope(call), calls.hw
+    problem, given, how = call.problem, dict(call.reads), _slope(call)
     plain_only = (*BARE, "scale")
     found = _product(calls.made_for(i, given["dy"]), plain_only) if how is not None else None
     if how is None or found is None:
@@ -218,21 +217,16 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
     wanted, left = plain.having(dact=True, **how), None
-    before, after = calls.seconds(plain), calls.seconds(wanted)
     if isinstance(problem, Problem):
-        rest = replace(problem, attrs=tuple(a for a in problem.attrs if a[0] not in how))
-        before, after = before + calls.seconds(problem), after + calls.seconds(rest)
-        left = replace(call, problem=rest)
+        rest = tuple(a for a in problem.attrs if a[0] not in how)
+        left = replace(call, problem=replace(problem, attrs=rest))
     else:
         dz = dict(call.writes)["dz"]
-        size = rough(dz.nbytes)
-        rate = hw.bandwidth * (2 if 3 * size <= hw.l2_bytes / 2 else 1)
-        before += hw.launch_seconds + 3 * size / rate
         sums = tuple((n, t) for n, t in call.writes if n != "dz")
         if any(calls.readers[t.buffer] or t.buffer in calls.keep for _, t in sums):
             left = _column_sums(call, dz, sums)
-            after += hw.launch_seconds + size / rate
-    if after >= before:
+    after = [wanted, *([left.problem] if left is not None and left.problem is not None else [])]
+    if problem is None or not calls.pays((plain, problem), after):
         return
     made = replace(product, problem=wanted, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
     calls.take(at, i, made, *([left] if left is not None else []))
@@ -287,8 +281,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         if alone and min(after, default=i) >= i and _all_of(calls.calls, r):
             ways.append(problem.having(add="here"))
         wanted = min(ways, key=calls.seconds)
-        launch = calls.hw.launch_seconds + 3 * rough(dx.nbytes) / calls.hw.bandwidth
-        if calls.seconds(wanted) >= calls.seconds(problem) + launch:
+        if not calls.pays((problem, pointwise(call)), (wanted,)):
             continue
         readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])
         writers[total.buffer] = [at]

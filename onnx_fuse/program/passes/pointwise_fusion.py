@@ -17,7 +17,9 @@ from math import prod
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.passes.callgraph import nodes_of
+from onnx_fuse.program.problem import ITEMSIZE
 
 MAX_OPERANDS = 24
 MAX_STEPS = 96
@@ -291,3 +293,33 @@ def _plain(tensor: Tensor) -> Tensor:
     pairs = zip(tensor.shape, tensor.strides, strict=True)
     strides = tuple(0 if d == 1 else s for d, s in pairs)
     return Tensor(tensor.buffer, tensor.dtype, tensor.shape, strides, tensor.offset)
+
+
+def view(tensor: Tensor) -> Tensor:
+    """The tensor as problems have it: whichever its buffer is."""
+    return Tensor(0, tensor.dtype, tensor.shape, tensor.strides, tensor.offset)
+
+
+def pointwise(call: Call) -> Pointwise:
+    """What a pointwise call computes."""
+    assert call.expression is not None
+    views = (tuple(view(t) for _, t in part) for part in (call.reads, call.writes))
+    return Pointwise(call.expression, *views)
+
+
+def as_problem(call: Call) -> Call:
+    """A pointwise call as a problem, and the pairs of its operands that may share memory."""
+    if call.expression is None or not prod(call.writes[0][1].shape):
+        return call
+    tables = {f"a{row.load}" for row in call.expression.rows}
+    pairs = [
+        (w, r)
+        for w, y in call.writes
+        for r, x in call.reads
+        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
+        if r not in tables
+    ]
+    problem = pointwise(call)
+    return replace(
+        call, problem=problem, inplace=tuple(pairs), flops=problem.flops, bytes=problem.bytes
+    )

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import prod
 
 import numpy as np
 
-from onnx_fuse.errors import UsageError
-from onnx_fuse.kernels import select
+from onnx_fuse.kernels.costs import seconds
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, Context, Tensor
 from onnx_fuse.program.passes.callgraph import uses
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import AnyProblem, Problem
 from onnx_fuse.program.problems import Norm
-from onnx_fuse.program.size import rough
 
 PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
 ACTIVATED = PLAIN | {"act", "act_alpha"}
@@ -141,17 +139,14 @@ class Choices:
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        self._seconds: dict[Problem, float] = {}
+        self._seconds: dict[AnyProblem, float] = {}
 
-    def seconds(self, *problems: Problem) -> float:
+    def seconds(self, *problems: AnyProblem) -> float:
         """By the cost models alone: a record of one would not compare with a guess of another."""
         for problem in problems:
             if problem not in self._seconds:
-                try:  # a kernel that the user asks for may not serve it
-                    found = select(problem.op, problem, self.ctx.hw, self.ctx.prefs, records=False)
-                except UsageError:
-                    found = None
-                self._seconds[problem] = found.seconds if found is not None else inf
+                found = seconds(problem, self.ctx.hw, self.ctx.prefs, records=False)
+                self._seconds[problem] = found
         return sum(self._seconds[problem] for problem in problems)
 
     def replaced(
@@ -162,11 +157,10 @@ class Choices:
         residuals: Mapping[int, Call],
     ) -> dict[int, Call] | None:
         """The readers' new calls by their place, -1: of the call that makes x; None: as it was."""
-        hw = self.ctx.hw
         added = self.seconds(*(_added(c) for c in residuals.values()))
-        launch = hw.launch_seconds + 2 * rough(norm.x.nbytes) / hw.bandwidth
         readers = (*products.values(), *residuals.values())
-        before = launch + self.seconds(*(_problem(c) for c in readers))
+        alone = [p for p in (norm.call.problem,) if p is not None]
+        before = self.seconds(*alone, *(_problem(c) for c in readers))
         ways = [(added + self.seconds(*(_norm_gemm(c, norm) for c in products.values())), 0)]
         if source is not None and _makes(source, norm):
             old = _problem(source)
@@ -174,8 +168,8 @@ class Choices:
                 new = (_norm_gemm(c, norm, parts) for c in products.values())
                 more = self.seconds(old.having(moments=parts)) - self.seconds(old)
                 ways.append((added + more + self.seconds(*new), parts))
-        seconds, parts = min(ways)
-        if not seconds < before:
+        after, parts = min(ways)
+        if not after < before:
             return None
         return self._calls(norm, source if parts else None, parts, products, residuals)
 

@@ -1,0 +1,220 @@
+"""Kernels with their addresses: loaded, packed once, enqueued any number of times."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, Protocol
+
+from onnx_fuse.cuda import cublaslt
+from onnx_fuse.cuda.arguments import Arguments
+from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
+from onnx_fuse.cuda.source import Defines, waits
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.program.problem import Hardware, Launch
+
+_KERNELS: dict[tuple[str, str, Defines, str, int], Any] = {}  # CUkernel; libraries stay loaded
+_SMEM: dict[tuple[str, str, Defines, str, int], int] = {}  # dynamic shared memory allowed so far
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _kernel(launch: Launch, arch: str) -> Any:
+    """The CUfunction of a launch, loaded on the current device."""
+    driver = _driver()
+    device = int(_check(driver.cuCtxGetDevice(), launch))
+    key = (launch.source, launch.entry, launch.defines, arch, device)
+    with LOCK:
+        found = _KERNELS.get(key)
+    if found is None:
+        cubin = compile(launch.source, launch.defines, arch)
+        library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), launch)
+        kernel = _check(driver.cuLibraryGetKernel(library, launch.entry.encode()), launch)
+        with LOCK:
+            found = _KERNELS.setdefault(key, kernel)
+            LOADED.add((launch.source, launch.defines, arch))
+    with LOCK:
+        # two launches of one kernel may ask for different sizes: the limit is the largest
+        if launch.smem > max(48 << 10, _SMEM.get(key, 0)):
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuKernelSetAttribute(limit, launch.smem, found, device), launch)
+            _SMEM[key] = launch.smem
+    return driver.CUfunction(int(found))
+
+
+def bound() -> set[tuple[str, str]]:
+    """(source, entry) of every kernel this process has bound."""
+    with LOCK:
+        return {(source, entry) for source, entry, *_ in _KERNELS}
+
+
+def _check(result: Sequence[Any], launch: Launch) -> Any:
+    if int(result[0]):
+        from cuda.bindings import driver
+
+        reason = driver.cuGetErrorName(result[0])[1]
+        name = reason.decode() if isinstance(reason, bytes) else reason
+        raise DeviceError(f"{launch.entry} grid={launch.grid} block={launch.block}: {name}")
+    return result[1] if len(result) > 1 else None
+
+
+class _Flags:
+    """Device memory that is zero, cut into pieces; freed when the last piece goes."""
+
+    SIZE = 256 << 10
+
+    def __init__(self, nbytes: int, launch: Launch) -> None:
+        self._driver, self.nbytes, self.used = _driver(), nbytes, 0
+        self.address = int(_check(self._driver.cuMemAlloc(nbytes), launch))
+        _check(self._driver.cuMemsetD8(self.address, 0, nbytes), launch)
+        # the memset is ordered with no other stream
+        _check(self._driver.cuStreamSynchronize(0), launch)
+
+    def __del__(self) -> None:
+        if hasattr(self, "address") and not sys.is_finalizing():
+            self._driver.cuMemFree(self.address)
+
+
+_FLAGS: dict[int, _Flags] = {}  # device -> what the next pieces come from
+
+
+class _Zeroed:
+    """Memory of a launch's own, zero at first; its block is freed (after what runs) with it."""
+
+    ALIGNED = 128  # launches that run side by side share no line of the cache
+
+    def __init__(self, launch: Launch) -> None:
+        device = int(_check(_driver().cuCtxGetDevice(), launch))
+        nbytes = -(-launch.sync // self.ALIGNED) * self.ALIGNED
+        with LOCK:
+            block = _FLAGS.get(device)
+            if block is None or block.used + nbytes > block.nbytes:
+                block = _FLAGS[device] = _Flags(max(nbytes, _Flags.SIZE), launch)
+            self._block, self.address = block, block.address + block.used
+            block.used += nbytes
+
+
+class Step(Protocol):
+    """A Launch with its addresses."""
+
+    early: bool
+    """Whether, where its kernel waits by itself, it may start while the launch before it ends: not
+    where a graph's edges say what it follows."""
+
+    def place(self, pointers: Mapping[str, int]) -> None:
+        """Take other addresses for what is enqueued from now on."""
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue into the CUstream whose handle is `stream` (one under capture records it)."""
+
+
+class Bound:
+    """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
+
+    def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
+        self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
+        self._grid = launch.grid
+        self._kernel = _kernel(launch, hw.arch)
+        self._sync = _Zeroed(launch) if launch.sync else None
+        self._settings: tuple[int, bool, Any] = (-1, False, None)
+        self._enqueue = _driver().cuLaunchKernelEx
+        self._arguments = Arguments(launch, self._pointers(pointers))
+        self.arguments = self._arguments.address
+        """Where the array that points to the arguments stands, for the whole life of this."""
+
+    def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
+        return {**pointers, "sync": self._sync.address} if self._sync else pointers
+
+    def place(self, pointers: Mapping[str, int]) -> None:
+        """Take other addresses for what is enqueued from now on."""
+        self._arguments.place(self._pointers(pointers))
+
+    def become(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
+        """Be another launch of the same kernel; False where it is of another."""
+        old = self.launch
+        if (old.source, old.entry, old.defines, old.smem, old.sync) != (
+            launch.source, launch.entry, launch.defines, launch.smem, launch.sync
+        ):  # fmt: skip
+            return False
+        self.launch, self._grid, self._settings = launch, launch.grid, (-1, False, None)
+        self._arguments.replace(launch.args, self._pointers(pointers))
+        return True
+
+    def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any]) -> None:
+        """Take another grid and all arguments, addresses included, of a launch without `sync`."""
+        if grid != self._grid:
+            self._grid, self._settings = grid, (-1, False, None)
+        self._arguments.write(words)
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
+        known, early, settings = self._settings
+        if known != stream or early != self.early:
+            x = self.launch
+            settings = _settings(
+                self._grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
+            )
+            self._settings = stream, self.early, settings
+        done = self._enqueue(settings, self._kernel, self.arguments, 0)
+        if done[0]:
+            _check(done, self.launch)
+
+
+@lru_cache(maxsize=4096)
+def _settings(
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem: int,
+    cluster: int,
+    cooperative: bool,
+    early: bool,
+    stream: int,
+) -> Any:
+    """How to launch, as the driver takes it; nobody changes it."""
+    driver = _driver()
+    kinds, found = driver.CUlaunchAttributeID, driver.CUlaunchConfig()
+    found.gridDimX, found.gridDimY, found.gridDimZ = grid
+    found.blockDimX, found.blockDimY, found.blockDimZ = block
+    found.sharedMemBytes, found.hStream = smem, stream
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = cluster
+        attribute.value.clusterDim.y = 1
+        attribute.value.clusterDim.z = 1
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:
+        found.attrs, found.numAttrs = attributes, len(attributes)
+    return found
+
+
+def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
+    """`launch` with its addresses: a kernel of ours, or a library's call."""
+    if launch.product is None:
+        return Bound(launch, pointers, hw)
+    return cublaslt.Bound(launch, pointers, hw)
+
+
+def enqueue(
+    launches: Iterable[Launch], pointers: Mapping[str, int], stream: int, hw: Hardware
+) -> None:
+    """Bind and enqueue `launches` in order; `pointers` maps argument names to device addresses."""
+    for launch in launches:
+        bind(launch, pointers, hw).enqueue(stream)

@@ -1,0 +1,232 @@
+"""NVRTC: source -> cubin, by a cache on disk; what the compiler says of registers and spills."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from onnx_fuse import config
+from onnx_fuse.cuda.source import GIVEN, Defines, source_text
+from onnx_fuse.errors import INSTALL_CUDA, DeviceError
+from onnx_fuse.program.problem import Launch
+
+LOCK = threading.Lock()
+LOADED: set[tuple[str, Defines, str]] = set()
+"""Modules of which this process has loaded some kernel: `compile_all` leaves them."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports for one entry; `local_bytes` is the stack frame."""
+
+    entry: str
+    registers: int
+    local_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """No spill, no local memory, no serialised wgmma."""
+        return not (self.local_bytes or self.spill_bytes or self.warnings)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@cache
+def _compiler() -> str:
+    """NVRTC's version, from its package where that is installed: loading it takes 10 to 120 ms."""
+    try:
+        return metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        return ".".join(map(str, _nvrtc_version()))
+
+
+@cache
+def _nvrtc_version() -> tuple[int, int]:
+    """(major, minor). Raises DeviceError without NVRTC, or where the driver is too old for it."""
+    try:
+        from cuda.bindings import driver, nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # no bindings; or they find no library
+        raise DeviceError(
+            f"NVRTC, which compiles the kernels, was not found ({_line(error)}): "
+            "pip install nvidia-cuda-nvrtc"
+        ) from error
+    try:
+        newest = int(driver.cuDriverGetVersion()[1]) // 1000
+    except RuntimeError:  # no driver here: this compiles for another machine
+        newest = major
+    if major > newest:
+        raise DeviceError(
+            f"the NVIDIA driver runs CUDA {newest} at most, but NVRTC makes code for CUDA {major}: "
+            f"update the driver, or pip install 'nvidia-cuda-nvrtc<{newest + 1}'"
+        )
+    return major, minor
+
+
+def check_compiler() -> str:
+    """NVRTC's version. Raises DeviceError, which says what mends it, where nothing can compile."""
+    with LOCK:  # cuda.core's first import does not survive being raced by a second thread
+        try:
+            importlib.import_module("cuda.core")
+        except ImportError as error:
+            raise DeviceError(
+                f"cuda-core, which compiles the kernels, is missing ({error}): {INSTALL_CUDA}"
+            ) from error
+        return ".".join(map(str, _nvrtc_version()))
+
+
+def _defined(text: str, defines: Defines) -> str:
+    """`text` under its #defines: by -D they would reach NVRTC's own header, where T is a name."""
+    return "".join(f"#define {key} {value}\n" for key, value in defines) + text
+
+
+def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
+    check_compiler()
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        ptxas_options=["-v"],
+        # NVRTC 13.0 takes a generic lambda inside a kernel for a host function otherwise
+        device_as_default_execution_space=True,
+        # our own sources need no header; a generated one may ask for the toolkit's
+        use_bundled_headers="#include <" in text,
+    )
+    log = io.StringIO()
+    try:
+        code = Program(_defined(text, defines), "c++", options).compile("cubin", logs=log).code
+    except Exception as error:
+        listing = " ".join(f"-D{key}={value}" for key, value in defines)
+        raise DeviceError(f"NVRTC {arch} {listing}: {str(error)[:4000]}") from error
+    assert isinstance(code, bytes)
+    return code, log.getvalue().replace("\0", "")
+
+
+def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
+    """Cubin of a source for `arch`: given, or from the disk cache where it is there and whole."""
+    if given := GIVEN.get((source, defines, arch)):
+        return bytes(given)
+    text = source_text(source)
+    key = hashlib.sha256(repr((text, defines, arch, _compiler())).encode()).hexdigest()
+    path = config.CACHE_DIR.value / "cubin" / key[:2] / key
+    cubin = _stored(path)
+    if cubin is None:
+        cubin, _ = _nvrtc(text, defines, arch)
+        _store(path, cubin)
+    if config.DUMP.value:
+        _dump(config.DUMP.value, source, text, defines, arch, cubin)
+    return cubin
+
+
+def _stored(path: Path) -> bytes | None:
+    """A cache entry is digest + cubin: a torn or altered one counts as absent."""
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    return entry[32:] if hashlib.sha256(entry[32:]).digest() == entry[:32] else None
+
+
+def _store(path: Path, cubin: bytes) -> None:
+    """Written beside and renamed: another process sees the whole entry or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"compiled kernels are not kept: {error}", stacklevel=2)
+
+
+def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[str, Resources]:
+    """Registers, spills and local memory of each entry of a source; needs no GPU."""
+    _, log = _nvrtc(source_text(source), defines, arch)
+    warnings = tuple(
+        line for line in log.splitlines() if re.search(r"C75\d\d|setmaxnreg|wgmma.*serializ", line)
+    )
+    found = {}
+    for block in re.split(r"Compiling entry function ", log)[1:]:
+        name = re.match(r"'(\w+)'", block)
+        used = re.search(r"Used (\d+) registers", block)
+        stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", block)
+        if not (name and used and stack):
+            raise DeviceError(f"ptxas log not understood: {block}")
+        frame, stores, loads = map(int, stack.groups())
+        found[name[1]] = Resources(name[1], int(used[1]), frame, stores + loads, warnings)
+    return found
+
+
+def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cubin: bytes) -> None:
+    """Source, cubin and (where a disassembler is installed) SASS, under `folder`/kernels."""
+    kernels = folder / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(repr((text, defines, arch)).encode()).hexdigest()[:12]
+    stem = "generated" if "\n" in source else source.removesuffix(".cu").replace("/", ".")
+    path = kernels / f"{stem}.{arch}.{digest}"
+    path.with_name(path.name + ".cu").write_text(_defined(text, defines))
+    binary = path.with_name(path.name + ".cubin")
+    binary.write_bytes(cubin)
+    tool = _disassembler()
+    if tool:
+        sass = subprocess.run([*tool, str(binary)], capture_output=True, text=True, check=False)
+        path.with_name(path.name + ".sass").write_text(sass.stdout or sass.stderr)
+
+
+@cache
+def _disassembler() -> tuple[str, ...]:
+    """The command that prints SASS; said once on stderr where there is none."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    for tool in (("nvdisasm",), ("cuobjdump", "--dump-sass")):
+        if path := shutil.which(tool[0]) or find_nvidia_binary_utility(tool[0]):
+            return (path, *tool[1:])
+    print(
+        f"{config.DUMP.name}: no SASS: neither nvdisasm nor cuobjdump, which come with the CUDA "
+        "toolkit, was found",
+        file=sys.stderr,
+    )
+    return ()
+
+
+def compile_all(
+    launches: Iterable[Launch], arch: str, workers: int = 8, progress: bool = True
+) -> None:
+    """Compile every distinct module of `launches` in threads; later binds find them cached."""
+    wanted = {(x.source, x.defines) for x in launches if x.product is None}
+    if not config.DUMP.value:
+        with LOCK:
+            wanted = {key for key in wanted if (*key, arch) not in LOADED}
+    if not wanted:
+        return
+    started, told = time.monotonic(), False
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        jobs = [pool.submit(compile, source, defines, arch) for source, defines in sorted(wanted)]
+        for done, job in enumerate(jobs, 1):
+            job.result()
+            if progress and time.monotonic() - started > 1:
+                told = True
+                print(f"\rcompiling kernels {done}/{len(jobs)}", end="", file=sys.stderr)
+    if told:
+        print(f" in {time.monotonic() - started:.1f} s", file=sys.stderr)

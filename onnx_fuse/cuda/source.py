@@ -1,0 +1,88 @@
+"""Source texts under cuda_src/ with their includes in place, and what can be told from them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+Defines = tuple[tuple[str, str], ...]
+_INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)".*$', re.MULTILINE)
+
+
+def source_root() -> Path:
+    """cuda_src/: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "cuda_src"
+    return inside if inside.is_dir() else package.parent / "cuda_src"
+
+
+@cache
+def source_text(source: str) -> str:
+    """The text of a path under cuda_src/ (or of a text), each own #include expanded once."""
+    seen: set[str] = set()
+
+    def expand(text: str) -> str:
+        def include(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name in seen:
+                return ""
+            seen.add(name)
+            return expand((source_root() / name).read_text())
+
+        return _INCLUDE.sub(include, text)
+
+    return expand(source if "\n" in source else (source_root() / source).read_text())
+
+
+def without_bounds(text: str) -> str:
+    """The text without its __launch_bounds__(...), which only a __global__ function may have."""
+    head, *rest = text.split("__launch_bounds__")
+    for part in rest:
+        depth, end = 0, 0
+        while depth or "(" not in part[:end]:
+            depth += {"(": 1, ")": -1}.get(part[end], 0)
+            end += 1
+        head += part[end:]
+    return head
+
+
+GIVEN: dict[tuple[str, Defines, str], bytes | memoryview] = {}
+"""Code compiled elsewhere, by source, macros and architecture."""
+_GIVEN_WAITS: dict[str, tuple[bool, bool]] = {}
+
+
+def give(
+    source: str, defines: Defines, arch: str, cubin: bytes | memoryview, waiting: tuple[bool, bool]
+) -> None:
+    """Take `cubin` for what `source` compiles to; `waiting` is (waits, waits_first) of it.
+
+    `source` is then a name alone, which must tell the text apart from any other.
+    """
+    GIVEN[source, defines, arch], _GIVEN_WAITS[source] = cubin, waiting
+
+
+@cache
+def waits(source: str) -> bool:
+    """Whether its kernels wait for the launch before by themselves, so may start while it runs."""
+    if source in _GIVEN_WAITS:
+        return _GIVEN_WAITS[source][0]
+    kernels = source_text(source).split("__global__")[1:]
+    return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", k) for k in kernels)
+
+
+@cache
+def waits_first(source: str) -> bool:
+    """Whether its kernels do nothing before they wait, and so may follow any launches early."""
+    if source in _GIVEN_WAITS:
+        return _GIVEN_WAITS[source][1]
+    kernels = source_text(source).split("__global__")[1:]
+    heads = [";".join(k.partition("{")[2].split(";")[:2]) for k in kernels]
+    return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", h) for h in heads)
+
+
+@cache
+def source_hash(source: str) -> str:
+    """12 hex digits over the expanded text."""
+    return hashlib.sha256(source_text(source).encode()).hexdigest()[:12]

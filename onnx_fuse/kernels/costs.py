@@ -1,0 +1,53 @@
+"""Whether a rewrite pays: what the calls before it cost, and what those after it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from onnx_fuse.kernels import forced, refusals, select
+from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.program.problem import AnyProblem, Hardware
+
+
+def seconds(
+    problem: AnyProblem,
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+    *,
+    records: bool = True,
+) -> float:
+    """Of the kernel that would be chosen, for the largest sizes of the problem's class.
+
+    Infinity where there is none, or where the one asked for does not serve the problem. Without
+    `records` by the models alone: a timing of one problem does not compare with a guess of another.
+    """
+    if forced(prefs).get(problem.op) in refusals(problem.op, problem, hw):
+        return inf
+    choice = select(problem.op, problem, hw, prefs, records=records)
+    if choice is None:
+        return inf
+    if isinstance(choice.kernel, ByRule) and problem.trace is not None:
+        return choice.kernel.cost(problem.rough(), choice.config, hw)
+    return choice.seconds
+
+
+def total(
+    problems: Iterable[AnyProblem],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+    *,
+    records: bool = True,
+) -> float:
+    """Seconds of all, one after another."""
+    return sum(seconds(problem, hw, prefs, records=records) for problem in problems)
+
+
+def pays(
+    before: Iterable[AnyProblem],
+    after: Iterable[AnyProblem],
+    hw: Hardware,
+    prefs: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether the problems after a rewrite cost less than those before it."""
+    return total(after, hw, prefs) < total(before, hw, prefs)

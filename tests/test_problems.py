@@ -1,0 +1,157 @@
+"""Problems of every operator: passes rewrite them, kernels are chosen last and may be forced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from onnx_fuse import config
+from onnx_fuse.errors import UsageError
+from onnx_fuse.kernels import MODULES, candidates, select, site, tuning
+from onnx_fuse.kernels.costs import pays, seconds
+from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.lower import walk
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program import passes
+from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.problem import CHIPS, Config, Problem
+from onnx_fuse.program.problems import Conv, Norm, NormGrad, Softmax, Window
+from onnx_fuse.runtime.specialize import Specializer
+
+H200 = CHIPS["H200"]
+
+
+def lowered(text: str, dtype: str = "float32", **options: Any) -> Program:
+    """The program of a graph in ONNX text, whose inputs have sizes."""
+    model = text_model(text)
+    shapes = {v.name or "": (tuple(v.shape or ()), dtype) for v in model.graph.inputs}
+    return walk.lower(model, shapes, H200, **options)
+
+
+def test_nothing_is_launched_before_the_last_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until `select_kernels` passes have problems to rewrite, and no launches to read."""
+    before: list[Call] = []
+
+    def look(calls: list[Call], *rest: object) -> list[Call]:
+        before.extend(calls)
+        return calls_of(calls, *rest)
+
+    calls_of = passes.select_kernels
+    monkeypatch.setattr(passes, "select_kernels", look)
+    lowered(
+        "agraph (float[64,256] x, float[256] g, float[256] b, float[256,512] w) "
+        "=> (float[64,512] y) { n = LayerNormalization(x, g, b) t = Tanh(n) "
+        "p = MatMul(t, w) y = Softmax(p) }"
+    )
+    assert [c.problem.op for c in before[:3] if c.problem] == ["Norm", "Gemm", "Softmax"]
+    assert not any(call.launches for call in before[:3])
+
+
+TAIL = "agraph (float[9,64] x, float[64] g, float[64] b) => (float[9,64] y) "
+CONV = "agraph (float16[2,16,12,12] x, float16[32,16,3,3] w) => (float16[2,32,10,10] y) "
+FORCED = [
+    # graph, type, operator, kernel that is forced, the kernel that is chosen without
+    ("agraph (float[9,64] x) => (float[9,64] y) { y = Softmax(x) }", "float32",
+     "Softmax", "column", "row"),
+    (CONV + "{ y = Conv(x, w) }", "float16", "Conv", "implicit", "mma"),
+    ("agraph (float[64,96] x) => (float[96,64] y) { y = Transpose(x) }", "float32",
+     "Pointwise", "generated", "tiles"),
+    ("agraph (float[4,3000] x) => (float[4,5] y, int64[4,5] i) <int64[1] k = {5}> "
+     "{ y, i = TopK(x, k) }", "float32", "TopK", "sort", "block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "dtype", "op", "kernel", "usual"), FORCED)
+def test_a_kernel_is_forced_and_explained(
+    text: str, dtype: str, op: str, kernel: str, usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sites() -> list[str]:
+        program = lowered(text, dtype)
+        return [site(c, H200).kernel for c in program.calls if c.problem and c.problem.op == op]
+
+    assert sites() == [usual]
+    monkeypatch.setenv(config.KERNEL.name, f"{op}={kernel}")
+    assert sites() == [kernel]
+
+
+def test_a_forced_kernel_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.KERNEL.name, "Norm=column")
+    with pytest.raises(UsageError, match="Norm has no kernel 'column'; it has row"):
+        lowered(TAIL + "{ y = LayerNormalization(x, g, b) }")
+
+
+@pytest.mark.parametrize("op", sorted(MODULES))
+def test_each_operator_has_candidates(op: str) -> None:
+    """Where a rule chooses, the last one's default configuration is the rule's own."""
+    kernels = candidates(op)
+    assert kernels
+    rules = [isinstance(kernel, ByRule) for kernel in kernels]
+    assert all(rules) or not any(rules)
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
+
+
+WINDOW = Window((1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), (0, 1, 1))
+CHOICES = [
+    (Softmax(4096, 768, 1, "float16"), {"team": 64}, "TEAM", "64"),
+    (Norm(4096, 768, "float16", "float16"), {"team": 64}, "TEAM", "64"),
+    (NormGrad(4096, 768, "float16", "float16", "float32", 64), {"team": 128}, "TEAM", "128"),
+    (Conv(8, 1, 64, 64, (1, 28, 28), (1, 28, 28), WINDOW, "float16"), {"bm": 128, "split": 4},
+     "BM", "128"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "how", "macro", "value"), CHOICES)
+def test_a_tuning_record_sets_the_configuration(
+    problem: Any, how: Mapping[str, Any], macro: str, value: str, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """The record's configuration is one of the candidate's, and the launch has it."""
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    before = select(problem.op, problem, H200)
+    assert before is not None
+    assert before.why == "its rule"
+    record = tuning.record(before.kernel, Config.of(**how), 5.0, H200)
+    tuning.save([(problem.op, problem, record)], H200, tmp_path / "tuning")
+    after = select(problem.op, problem, H200)
+    assert after is not None
+    assert after.why == "tuning record"
+    main = next(x for x in after.launch(problem, H200) if macro in dict(x.defines))
+    assert dict(main.defines)[macro] == value
+
+
+def test_an_epsilon_does_not_part_tuning_records() -> None:
+    keys = {tuning.key("Norm", Norm(8, 64, "float16", "float16", epsilon=e)) for e in (0.1, 1e-5)}
+    assert len(keys) == 1
+
+
+def test_what_costs_less_pays() -> None:
+    gemm = Problem.of("Gemm", m=64, n=10, k=64, dtype="float32")
+    norm = Norm(64, 64, "float32", "float32")
+    both = Norm(64, 64, "float32", "float32", columns=10)
+    assert pays((norm, gemm), (both,), H200)  # a launch less
+    assert not pays((norm,), (norm, gemm), H200)
+    large = Problem.of("Gemm", m=8192, n=16, k=768, dtype="float32")
+    rows = Norm(8192, 768, "float32", "float32")
+    again = Norm(8192, 768, "float32", "float32", columns=16)
+    assert not pays((rows, large), (again,), H200)  # each row reads the weights
+    assert seconds(Norm(1, 40000, "float32", "float32", columns=16), H200) == float("inf")
+
+
+def test_a_rule_keeps_no_class_of_an_open_size() -> None:
+    """Kernels by rule look at sizes themselves: one program for batches of many classes."""
+    model = text_model(
+        "agraph (float[B,768] x, float[768] g, float[768] b) => (float[B,768] y) "
+        "{ n = LayerNormalization(x, g, b) y = Softmax(n) }"
+    )
+    model.graph.inputs[0].shape = ir.Shape(["B", 768])
+    specializer = Specializer(model, H200)
+    grids = []
+    for rows in (1100, 2000, 4001):
+        shapes = {"x": ((rows, 768), "float32"), "g": ((768,), "float32"), "b": ((768,), "float32")}
+        program = specializer.of(shapes).program
+        grids.append([call.launches[0].grid[0] for call in program.calls])
+    assert specializer.traced == 1
+    assert all(np.diff([g[0] for g in grids]) > 0)
