@@ -14,6 +14,8 @@ TYPE_CHECKING = False  # typing's own would take a third of this import
 if TYPE_CHECKING:
     from typing import Any
 
+    from onnx_fuse import backend as backend
+    from onnx_fuse import deploy as deploy
     from onnx_fuse.api import gradient as gradient
     from onnx_fuse.api import load as load
     from onnx_fuse.api import optimize as optimize

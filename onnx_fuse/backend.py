@@ -29,7 +29,7 @@ _DEVICES = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
 
 
 class Rep(BackendRep):
-    """A model that `prepare` has made ready to run."""
+    """A model that `prepare` has made ready to run, as `session`, an InferenceSession."""
 
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
@@ -37,8 +37,8 @@ class Rep(BackendRep):
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run the model on a list of arrays (in the order of the inputs), one array, or a dict.
 
-        Returns the outputs as a named tuple. Raises ValueError for too few inputs, and the errors
-        of `InferenceSession.run`.
+        `kwargs` may have "run_options", for `InferenceSession.run`. Returns the outputs as a named
+        tuple. Raises ValueError for too few inputs, and the errors of `InferenceSession.run`.
         """
         names = [v.name for v in self.session.get_inputs()]
         if not isinstance(inputs, dict):
@@ -60,7 +60,10 @@ class Backend(Base):
     def is_compatible(
         cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: Any
     ) -> bool:
-        """Whether the model is valid, its operators are known, and the device is usable."""
+        """Whether the model is valid, its operators are known, and the device is usable.
+
+        `kwargs` are accepted for the interface's sake, and ignored.
+        """
         try:
             load(model)
         except ModelError:
@@ -85,7 +88,7 @@ class Backend(Base):
         device: str = "CPU",
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Run a model once on `inputs`, which are those of `Rep.run`."""
+        """Run a model once on `inputs`, those of `Rep.run`; `kwargs` are those of `prepare`."""
         return cls.prepare(model, device, **kwargs).run(inputs)
 
     @classmethod
@@ -97,7 +100,11 @@ class Backend(Base):
         outputs_info: Sequence[tuple[np.dtype[Any], tuple[int, ...]]] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Run one node; `inputs` has an array for each of its inputs that is not left out ("")."""
+        """Run one node; `inputs` has an array for each of its inputs that is not left out ("").
+
+        `outputs_info` is ignored. `kwargs` may have "opset", the version of the node's operator;
+        the others are those of `prepare`.
+        """
         arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
         names = [name for name in node.input if name]
         ends = [

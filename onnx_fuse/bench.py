@@ -127,7 +127,7 @@ def _rounds(clocks: Sequence[Clock], count: int) -> Array:
 
 
 def _clock(model: Path | onnx_ir.Model, feeds: Feeds, threads: int) -> Clock:
-    """Of a new session of onnxruntime."""
+    """A clock over a new session of onnxruntime."""
     session = _session(model, threads)
     now = time.process_time if threads == 1 else time.perf_counter
 
@@ -141,7 +141,7 @@ def _clock(model: Path | onnx_ir.Model, feeds: Feeds, threads: int) -> Clock:
 
 
 def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str) -> Clock:
-    """Of a new session on the GPU: by events around the launches of a run."""
+    """A clock over a new session on the GPU, by events around the launches of a run."""
     session = InferenceSession(graph, device="cuda", level=level, precision=precision)
     session.run(None, feeds)
     executable = session._on_cuda()
@@ -212,7 +212,7 @@ def run_once(
 def program(
     graph: onnx_ir.Model, hw: Hardware, feeds: Feeds | None = None, precision: str = "fp32"
 ) -> Program:
-    """What a GPU would run for `graph` as it is: needs none. Feeds left out are generated."""
+    """The program that a GPU would run for `graph`, without one; missing feeds are generated."""
     graph, math = in_precision(graph, precision)
     feeds = feeds or generate(graph, lambda f: [np.ones(1)], single=True)[0][0]
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}

@@ -55,25 +55,29 @@ DEBUG = Variable(
     "ONNX_FUSE_DEBUG",
     int,
     0,
-    "1 prints the plan of each program, and waits for each launch where there is no CUDA graph, so "
-    "that a fault names its kernel; 2 prints the program too",
+    "1 prints the memory plan of each program, and waits after each launch outside CUDA graphs, so "
+    "that an error names its kernel; 2 also prints the program",
 )
 DUMP = Variable(
     "ONNX_FUSE_DUMP",
     Path,
     None,
-    "folder that receives model and program of each shape, source, cubin, SASS of each kernel",
+    "a folder to write to: the model and program of each shape, and the source, cubin and SASS of "
+    "each kernel",
 )
-KERNEL = Variable("ONNX_FUSE_KERNEL", str, "", "force candidates: OP=NAME[,OP=NAME...]")
-GRAPH = Variable("ONNX_FUSE_GRAPH", _flag, True, "0 launches kernels one by one, no CUDA graph")
+KERNEL = Variable("ONNX_FUSE_KERNEL", str, "", "forces kernels for operators: OP=NAME[,OP=NAME...]")
+GRAPH = Variable(
+    "ONNX_FUSE_GRAPH", _flag, True, "0 launches kernels one by one, without CUDA graphs"
+)
 CAPTURE = Variable(
     "ONNX_FUSE_CAPTURE",
     _count,
     3,
-    "the run of a shape from which on it is one CUDA graph: those before launch kernels one by one",
+    "the number of the run of a shape that captures a CUDA graph; earlier runs launch kernels one "
+    "by one",
 )
 ARENA = Variable(
-    "ONNX_FUSE_ARENA", _flag, True, "0 gives every tensor memory of its own, for memory checkers"
+    "ONNX_FUSE_ARENA", _flag, True, "0 gives every tensor its own memory, for memory checkers"
 )
 AHEAD = Variable(
     "ONNX_FUSE_AHEAD",

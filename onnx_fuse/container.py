@@ -163,7 +163,7 @@ class Container:
         self._table: dict[str, tuple[int, int]] | None = None
 
     def fault(self, what: str) -> ModelError:
-        """What to raise about this file."""
+        """The ModelError about this file."""
         return ModelError(f"{self.path}: {what}")
 
     def _unchanged(self) -> None:
@@ -259,7 +259,7 @@ class Container:
 
 
 def stamp(file: int | Path) -> tuple[int, int]:
-    """What changes where an open file, or the one at a path, is written to."""
+    """The size and time of change of an open file or of the one at a path."""
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 

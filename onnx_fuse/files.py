@@ -129,7 +129,7 @@ def locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]
                 lock = _Lock(folder)
             except FileNotFoundError:
                 continue  # taken for a stale one and swept before it was locked
-            if not (lock.take() and folder.exists()):
+            if not (lock.acquire() and folder.exists()):
                 lock.close()
                 lock = None
         assert folder is not None
@@ -151,7 +151,7 @@ def sweep(parent: Path, prefix: str, suffix: str = "") -> None:
             continue
         with contextlib.suppress(OSError):  # another's, or gone meanwhile
             lock = _Lock(path)
-            if lock.take() and lock.held:
+            if lock.acquire() and lock.acquired:
                 shutil.rmtree(path, ignore_errors=True)
             lock.close()
 
@@ -161,16 +161,16 @@ class _Lock:
 
     def __init__(self, folder: Path) -> None:
         self._fd: int | None = None if fcntl is None else os.open(folder, os.O_RDONLY)
-        self.held = False
+        self.acquired = False
         _locks.add(self)
 
-    def take(self) -> bool:
-        """False where another process has the lock; True without `held` where there are none."""
+    def acquire(self) -> bool:
+        """False where another process has the lock; True where there are no locks at all."""
         if fcntl is None or self._fd is None:
             return True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.held = True
+            self.acquired = True
         except OSError as error:
             return error.errno not in _BUSY
         return True
@@ -183,31 +183,31 @@ class _Lock:
 
 
 _locks: set[_Lock] = set()
-_held: dict[tuple[int, int], int] = {}  # (device, inode) of a folder -> the thread that holds it
+_owners: dict[tuple[int, int], int] = {}  # (device, inode) of a folder -> the thread that locked it
 
 
 @contextlib.contextmanager
-def held(folder: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold an existing folder for this thread alone; False where another thread or process has it.
+def locked(folder: str | os.PathLike[str]) -> Iterator[bool]:
+    """Lock an existing folder for this thread; False where another thread or process has it.
 
-    A thread may hold the same folder again within the block. Raises OSError where there is no such
+    A thread may lock the same folder again within the block. Raises OSError where there is no such
     folder.
     """
     found = os.stat(folder)
     key, thread = (found.st_dev, found.st_ino), threading.get_ident()
-    if key in _held:
-        yield _held[key] == thread
+    if key in _owners:
+        yield _owners[key] == thread
         return
     lock = _Lock(Path(folder))
     try:
-        if not lock.take():
+        if not lock.acquire():
             yield False
             return
-        _held[key] = thread
+        _owners[key] = thread
         try:
             yield True
         finally:
-            del _held[key]
+            del _owners[key]
     finally:
         lock.close()
 
@@ -216,7 +216,7 @@ def _forget() -> None:
     """A forked child shares its parent's locks, and would keep them after the parent's death."""
     for lock in list(_locks):
         lock.close()
-    _held.clear()
+    _owners.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""What a command prints: summaries of models, rich tables, the same as JSON or HTML."""
+"""Summaries of models and tables of results, in the terminal, as JSON and as HTML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Summary:
-    """What a model is, seen from outside: its ends, its nodes by operator, its size."""
+    """The inputs, outputs, operators and sizes of a model."""
 
     name: str
     opset: str

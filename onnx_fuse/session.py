@@ -294,14 +294,14 @@ class InferenceSession:
         return [end.name for end in self._interface.outputs]
 
     @cached_property
-    def _ends(self) -> list[End]:
-        return [End(v) for v in (*self.get_inputs(), *self.get_overridable_initializers())]
+    def _input_specs(self) -> list[InputSpec]:
+        return [InputSpec(v) for v in (*self.get_inputs(), *self.get_overridable_initializers())]
 
     def _feeds(self, input_feed: Mapping[str, Any]) -> Mapping[str, Any]:
         """The feeds checked, with the defaults of those left out."""
-        if len(input_feed) == len(self._ends):
-            for end in self._ends:
-                if not end.takes(input_feed.get(end.name)):
+        if len(input_feed) == len(self._input_specs):
+            for end in self._input_specs:
+                if not end.accepts(input_feed.get(end.name)):
                     break
             else:
                 return input_feed
@@ -309,7 +309,7 @@ class InferenceSession:
             name: self._on_cuda().adopt(value) if _on_gpu(value) else _host(value)
             for name, value in input_feed.items()
         }
-        return checked_feeds(self._ends, {**self._interface.defaults, **feeds})
+        return checked_feeds(self._input_specs, {**self._interface.defaults, **feeds})
 
     def get_providers(self) -> list[str]:
         """The names of the execution providers in use, as onnxruntime has them."""
@@ -441,7 +441,7 @@ def _on_gpu(value: Any) -> bool:
     return int(value.__dlpack_device__()[0]) == 2  # kDLCUDA
 
 
-class End:
+class InputSpec:
     """An input as runs check it: name, onnxruntime's name of its type, NumPy's type, shape."""
 
     def __init__(self, value: Any) -> None:
@@ -452,7 +452,7 @@ class End:
         self._rank = len(value.shape or ())
         self._fixed = [(i, d) for i, d in enumerate(value.shape or ()) if isinstance(d, int)]
 
-    def takes(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Whether it is an array or a tensor of ours that fits: the usual case, seen at once."""
         kind = type(value)
         if (kind is not np.ndarray and kind is not DeviceTensor) or value.dtype is not self.dtype:
@@ -463,7 +463,7 @@ class End:
         return not self._fixed or all(shape[axis] == size for axis, size in self._fixed)
 
 
-def checked_feeds(inputs: Sequence[End], feeds: Mapping[str, Any]) -> dict[str, Any]:
+def checked_feeds(inputs: Sequence[InputSpec], feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The feeds as arrays, checked against the inputs and refused in onnxruntime's own words."""
     required = [v.name for v in inputs]
     missing = [name for name in required if name not in feeds]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, prod
+from math import inf, isqrt, prod
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.passes.callgraph import chosen
+from onnx_fuse.program.passes.select import chosen
 from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
@@ -45,7 +45,25 @@ OPS["LayerNormGemmGrad"] = OPS["LayerNormGemm"]
 OPS["MatMulNBits"] = (
     "y = com.microsoft.MatMulNBits <bits = 4, block_size = 32, K = {k}, N = {n}> (x, q, s)"
 )
+OPS |= {
+    "Norm": "y = LayerNormalization <axis = -1> (x, gamma, beta)",
+    "Softmax": "y = Softmax <axis = -1> (x)",
+    "Reduce": "y = ReduceSum <keepdims = 0> (x, last)",
+    "Conv": "y = Conv <pads = [1, 1, 1, 1]> (x, filters)",
+}
 """Operators that are tuned by name: the graph whose fusion, or gradient, has them."""
+
+
+def ends_of(op: str, m: int, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of x and y of one of OPS at [M,K,N].
+
+    x is [M,K] and y [M,N], or as x where there is no weight; the sums of Reduce are [M]. A Conv has
+    an image of M pixels, as square as M lets it be, with K channels, and N filters of 3 x 3.
+    """
+    if op == "Conv":
+        high = next(d for d in range(isqrt(m), 0, -1) if m % d == 0)
+        return (1, k, high, m // high), (1, n, high, m // high)
+    return (m, k), {"Norm": (m, k), "Softmax": (m, k), "Reduce": (m,)}.get(op, (m, n))
 
 
 @dataclass(frozen=True)
@@ -66,22 +84,27 @@ class Tuned:
 
 
 def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
-    """The program of one of OPS at [M,K,N]: x [M,K], w [K,N], c [N]; weights are constants.
+    """The program of one of OPS at [M,K,N], as `ends_of` says, with weights w [K,N], c [N].
 
     MatMulNBits has 4-bit weights q in blocks of 32, with a scale each.
     """
     m, k, n = shape
+    of_x, of_y = ends_of(op, m, k, n)
     dtype, math = PRECISIONS[precision]
     element = "float" if dtype == "float32" else dtype
     text = (
         f'<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
-        f"g ({element}[{m},{k}] x) => ({element}[{m},{n}] y) {{ {OPS[op].format(k=k, n=n)} }}"
+        f"g ({element}{list(of_x)} x) => ({element}{list(of_y)} y) "
+        f"<int64[1] last = {{1}}> {{ {OPS[op].format(k=k, n=n)} }}"
     )
     proto = onnx.parser.parse_model(text)
     kind = proto.graph.input[0].type.tensor_type.elem_type
     blocks = -(-k // 32)
-    weights = {"w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,), "s": (n, blocks)}
-    for name, dims in (weights | {"q": (n, blocks, 16)}).items():
+    weights: dict[str, tuple[int, ...]] = {
+        "w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,), "s": (n, blocks), "q": (n, blocks, 16),
+        "filters": (n, k, 3, 3),
+    }  # fmt: skip
+    for name, dims in weights.items():
         if f" {name})" in OPS[op] or f" {name}," in OPS[op]:
             of = onnx.TensorProto.UINT8 if name == "q" else kind
             size = onnx.helper.tensor_dtype_to_np_dtype(of).itemsize * prod(dims)
@@ -89,10 +112,10 @@ def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardwar
             proto.graph.initializer.append(tensor)
     graph = load(proto)
     passes.optimize(graph)
-    shapes = {"x": ((m, k), dtype)}
+    shapes = {"x": (of_x, dtype)}
     if op.endswith("Grad"):
         graph = autodiff.gradient(graph)
-        shapes["y.grad"] = ((m, n), dtype)
+        shapes["y.grad"] = (of_y, dtype)
     return lower(graph, shapes, hw, math=math)
 
 

@@ -21,7 +21,8 @@ import pytest
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.launch import Bound
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr
 from onnx_fuse.runtime import device, specialize
 from onnx_fuse.runtime.tensor import dtype_of
@@ -56,13 +57,21 @@ class FakeGpu:
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         """Run what comes on this."""
-        lowered, become = specialize.Specializer.of, Bound.become
+        lowered, become, at = specialize.Specializer.of, Bound.become, Open.at
+
+        def told(program: Program) -> None:
+            for call in (*program.setup, *program.calls):
+                for launch in call.launches:
+                    self._calls[id(launch)], self._launches[id(launch)] = call, launch
 
         def of(specializer: specialize.Specializer, *given: Any) -> specialize.Made:
             found = lowered(specializer, *given)
-            for call in (*found.program.setup, *found.program.calls):
-                for launch in call.launches:
-                    self._calls[id(launch)], self._launches[id(launch)] = call, launch
+            told(found.program)
+            return found
+
+        def evaluated(opened: Open, values: Mapping[str, int]) -> Any:
+            found = at(opened, values)
+            told(found)
             return found
 
         def became(bound: Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
@@ -80,6 +89,7 @@ class FakeGpu:
         monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
         monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch, progress=True: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
+        monkeypatch.setattr(Open, "at", evaluated)
         monkeypatch.setattr(Bound, "become", became)
         monkeypatch.setattr(
             arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")

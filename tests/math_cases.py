@@ -29,7 +29,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops.fused.sdpa import KINDS
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.passes import callgraph
+from onnx_fuse.program.passes import select as selection
 from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Launch
 
 H200 = CHIPS["H200"]
@@ -182,7 +182,7 @@ def only(choice: Choice) -> Iterator[None]:
             return choice
         return select(op, problem, hw, *prefs)
 
-    with patch.object(context, "select", chosen), patch.object(callgraph, "select", chosen):
+    with patch.object(context, "select", chosen), patch.object(selection, "select", chosen):
         yield
 
 

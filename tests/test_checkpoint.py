@@ -341,7 +341,7 @@ def test_a_folder_that_another_thread_trains_in(tmp_path: Path) -> None:
         except UsageError as error:
             found.append(str(error))
 
-    with checkpoint.held(tmp_path / "run"):
+    with checkpoint.locked(tmp_path / "run"):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()

@@ -31,7 +31,6 @@ from onnx_fuse.program import formula
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.plan import Made
 from onnx_fuse.runtime.specialize import Specializer
 
 H200, A100 = CHIPS["H200"], CHIPS["A100"]
@@ -225,18 +224,18 @@ def test_both_distributions_have_one_version() -> None:
 
 def told(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, original: Callable[[Any], Program]) -> None:
     """Tell the GPU what a file's launches compute: as the calls of the program they come from."""
-    whole = Deployed.made
+    whole = Deployed._checked
 
-    def made(self: Deployed, shapes: Any, hw: Any) -> Made:
-        found, written = whole(self, shapes, hw), original(shapes)
-        read = (*found.program.setup, *found.program.calls)
+    def checked(self: Deployed, program: Program, shapes: Any) -> Program:
+        found, written = whole(self, program, shapes), original(shapes)
+        read = (*found.setup, *found.calls)
         for call, source in zip(read, (*written.setup, *written.calls), strict=True):
             for launch in call.launches:
                 gpu._calls[id(launch)] = replace(call, expression=source.expression)
                 gpu._launches[id(launch)] = launch
         return found
 
-    monkeypatch.setattr(Deployed, "made", made)
+    monkeypatch.setattr(Deployed, "_checked", checked)
 
 
 def test_a_run_of_a_compiled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +312,7 @@ def test_a_run_in_any_size_of_a_range(tmp_path: Path, monkeypatch: pytest.Monkey
         text_model(text), path, targets={"h": H200}, ranges={"N": (1, 40), "M": (2, 20)}
     )
     gpu = FakeGpu().use(monkeypatch)
+    monkeypatch.setenv("ONNX_FUSE_AHEAD", "1")  # which a compiled file has nothing to do with
     entries = Deployed(path)._programs
 
     def original(shapes: Any) -> Program:

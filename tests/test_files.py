@@ -113,16 +113,16 @@ def test_what_is_read_or_written_already_is_not_written(line: str, folder: Path,
 
 
 def test_every_path_of_every_command_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new option that names a file cannot be forgotten: `claim` sees each in every command."""
+    """A new option that names a file cannot be forgotten: `check_paths` sees each of them."""
     from onnx_fuse.cli import files as declared
 
     class Seen(Exception):
         pass
 
-    def claim(reads: Any, writes: Any) -> None:
+    def check_paths(reads: Any, writes: Any) -> None:
         raise Seen({str(p) for _, p in [*declared._flat(reads), *declared._flat(writes)]})
 
-    monkeypatch.setattr(declared, "claim", claim)
+    monkeypatch.setattr(declared, "check_paths", check_paths)
     for command in app.app.registered_commands:
         function: Any = command.callback
         hints = typing.get_type_hints(function)
@@ -306,7 +306,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other.mkdir()
     with files.written(tmp_path / "out") as draft:
         draft.write_text("x")
-    with files.held(tmp_path) as mine:
+    with files.locked(tmp_path) as mine:
         assert mine
     assert {p.name for p in tmp_path.iterdir()} == {"out", other.name}
 
@@ -315,10 +315,10 @@ def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
     found: list[bool] = []
 
     def ask() -> None:
-        with files.held(tmp_path) as mine:
+        with files.locked(tmp_path) as mine:
             found.append(mine)
 
-    with files.held(tmp_path) as mine:
+    with files.locked(tmp_path) as mine:
         assert mine
         ask()
         thread = threading.Thread(target=ask)

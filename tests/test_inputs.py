@@ -299,11 +299,11 @@ def test_long_chains_of_sizes_become_unknown() -> None:
 
 def test_equations_are_solved_for_the_sum() -> None:
     system = System(["P", "S", "T"])
-    system.demand("equal", size("T"), size("P") + size("S"))
+    system.require("equal", size("T"), size("P") + size("S"))
     assert system.resolve(size("T")) == size("P") + size("S")
-    assert not system.unmet({"P": 2, "S": 3})
-    system.demand("equal", size("P") * 2, size(7))
-    assert system.unmet({"P": 2, "S": 3})
+    assert not system.violated({"P": 2, "S": 3})
+    system.require("equal", size("P") * 2, size(7))
+    assert system.violated({"P": 2, "S": 3})
 
 
 def test_inputs_with_a_default_need_no_feed() -> None:

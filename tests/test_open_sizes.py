@@ -311,6 +311,19 @@ def test_what_depends_on_sizes_alone_is_made_before_the_first_run(sizes: tuple[i
     np.testing.assert_allclose(got["y"], -(mask @ feeds["x"]), atol=1e-5)
 
 
+def test_a_forgotten_program_is_evaluated_again() -> None:
+    specializer = Specializer(text_model(LENGTHS), H200)
+    shapes = {"x": ((2, 7, 8), "float32"), "ids": ((2, 7), "int64")}
+    made = specializer.of(shapes)
+    before, text = made.program, repr(made.program)
+    made.forget()
+    assert made.program is not before
+    assert repr(made.program) == text
+    closed = Made(before, made.plan)
+    closed.forget()  # nothing could make it again
+    assert closed.program is before
+
+
 def test_few_lowerings_serve_all_lengths() -> None:
     """A BERT-like encoder over many lengths: as many lowerings as classes and alignments."""
     path = next(c.path for c in real_cases() if c.name == "bert__ts13")

@@ -530,7 +530,7 @@ class Ahead(Portable):
     def commit(self, spec: Spec) -> None:
         """Done in `start`."""
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         self.sound = True
 
 

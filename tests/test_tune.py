@@ -15,6 +15,8 @@ from support import Cli
 from onnx_fuse import config, tune
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.kernels import candidates, select, tuning
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import CHIPS, PRECISIONS
 
@@ -60,6 +62,31 @@ def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str)
     assert (call.problem.m, call.problem.k, call.problem.n) == SHAPE
     folded = op == "LayerNormGemm" and dtype != "float32"
     assert bool(call.problem.attr("folded")) == folded  # as inference has it
+
+
+@pytest.mark.parametrize("op", ["Norm", "Softmax", "Reduce", "Conv"])
+def test_an_operator_that_a_rule_runs_is_tuned_by_name(op: str, played: Path) -> None:
+    (call,) = tune.calls_of(tune.program_of(op, SHAPE, "bf16", H200), op)
+    (found,) = tune.tune([call], H200)
+    assert found.tried >= 2
+    assert found.floor > 0
+    choice = select(op, found.problem, H200)
+    assert choice is not None
+    assert choice.why == "tuning record"
+    assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
+
+
+def test_what_has_no_choice_is_not_timed(played: Path) -> None:
+    """A gradient's sums over parts have one kernel and one configuration."""
+    graph = text_model(
+        "agraph (float[64,768] dy, float[64,768] x, float[768] s, float[64,1] m, "
+        "float[64,1] r) => (float[64,768] dx, float[768] ds, float[768] db) "
+        "{ dx, ds, db = onnx_fuse.LayerNormGrad (dy, x, s, m, r) }"
+    )
+    shapes = {v.name or "": (tuple(v.shape or ()), "float32") for v in graph.graph.inputs}
+    calls = tune.calls_of(lower(graph, shapes, H200))  # type: ignore[arg-type]
+    assert [c.problem.op for c in calls if c.problem] == ["NormGrad", "NormGradSums"]
+    assert [found.problem.op for found in tune.tune(calls, H200)] == ["NormGrad"]
 
 
 def test_the_gradient_is_tuned_by_name() -> None:

@@ -164,4 +164,8 @@ def _unknown(graph: ir.Graph, name: str) -> str:
     for value in roots(graph):
         if value.name == name:
             return f"'{name}' is of type {value.dtype}: it has no gradient"
-    return f"the model has no initializer or input '{name}'"
+    inputs = [v for v in graph.inputs if is_float(v)]
+    weights = [v for v in graph.initializers.values() if is_float(v) and is_weight(v)]
+    known = [str(v.name) for v in (*inputs, *weights)]
+    listed = f"{', '.join(known[:8])}{', …' if len(known) > 8 else ''}"
+    return f"the model has no initializer or input '{name}': it has {listed}"

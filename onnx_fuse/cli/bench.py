@@ -85,7 +85,7 @@ def bench(
     Both run on onnxruntime. With --device cuda both run on the GPU, unfused (level 0) and fused
     (level 2), each as one launch, with inputs and outputs in GPU memory.
     """
-    files.claim(
+    files.check_paths(
         {"MODEL": model, "--inputs": inputs},
         {"--records": records, "--json": json, "--html": html},
     )

@@ -80,8 +80,8 @@ def compile(
 
     No GPU is needed. The file runs in the shapes and the precision that it is compiled for.
     """
-    output = output or files.beside(model, ".fused")
-    files.claim({"MODEL": model}, {"-o": output, "--json": json, "--html": html})
+    output = output or files.default_output(model, ".fused")
+    files.check_paths({"MODEL": model}, {"-o": output, "--json": json, "--html": html})
     from onnx_fuse import deploy
 
     printer = show.printer()

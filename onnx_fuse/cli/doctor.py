@@ -23,7 +23,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     from onnx_fuse import config
     from onnx_fuse.runtime import ort
 
-    files.claim({}, {"--json": json, "--html": html})
+    files.check_paths({}, {"--json": json, "--html": html})
     printer = show.printer()
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     found = {"python": platform.python_version(), "onnx-fuse": __version__}

@@ -33,7 +33,7 @@ def named(name: str, work: Callable[[], T]) -> T:
         raise ModelError(text if name in text else f"{name}: {text}") from error
 
 
-def beside(model: Path, suffix: str) -> Path:
+def default_output(model: Path, suffix: str) -> Path:
     """The default output of a command. Raises UsageError for a path without a name."""
     if not model.name:
         raise UsageError(f"'{model}' is no file name: give the path of an .onnx file as MODEL")
@@ -45,7 +45,7 @@ def with_weights(output: Path) -> tuple[Path, ...]:
     return (output,) if is_stream(output) else (output, output.with_name(f"{output.name}.data"))
 
 
-def claim(reads: Paths, writes: Paths) -> None:
+def check_paths(reads: Paths, writes: Paths) -> None:
     """Check all files of a command, by the option that names each, before any work is done.
 
     The weights that a model names and the arrays in a folder of data are included, and links are

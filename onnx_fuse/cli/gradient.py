@@ -79,8 +79,8 @@ def gradient(
     from onnx_fuse.onnx.load import read
     from onnx_fuse.onnx.save import save
 
-    output = output or files.beside(model, ".grad.onnx")
-    files.claim(
+    output = output or files.default_output(model, ".grad.onnx")
+    files.check_paths(
         {"MODEL": model, "--inputs": inputs},
         {"-o": files.with_weights(output), "--json": json, "--html": html},
     )

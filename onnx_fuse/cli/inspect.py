@@ -28,7 +28,7 @@ def inspect(
     from onnx_fuse import report
     from onnx_fuse.onnx.load import read
 
-    files.claim({"MODEL": models}, {"--json": json, "--html": html})
+    files.check_paths({"MODEL": models}, {"--json": json, "--html": html})
     printer = show.printer()
     found = [report.summary(read(path), path.name, path) for path in models]
     printer.table("", ["", *(m.name for m in found)], report.models_rows(found))

@@ -109,13 +109,13 @@ def optimize(
 ) -> None:
     """Fuse MODEL into a file that still runs on stock onnxruntime, and check the result."""
     if list_:
-        files.claim({}, {"--json": json, "--html": html})
+        files.check_paths({}, {"--json": json, "--html": html})
         _list_fusions(show.printer(), json, html)
         return
     if model is None:
         raise UsageError("no MODEL was given: onnx-fuse optimize model.onnx, or --list")
-    output = output or files.beside(model, ".fused.onnx")
-    files.claim(
+    output = output or files.default_output(model, ".fused.onnx")
+    files.check_paths(
         {"MODEL": model, "--inputs": inputs},
         {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
@@ -143,7 +143,7 @@ def optimize(
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     feeds = read_feeds(inputs, graph) if inputs else None
     fix_shapes(graph, shapes, dims)
-    branch = _refused(graph, model) if (shapes or dims) and "If" in before.ops else None
+    branch = _refusal(graph, model) if (shapes or dims) and "If" in before.ops else None
     if branch:
         # One that these sizes never take: with them written down onnxruntime loads no file.
         graph = files.load(original, str(model))
@@ -208,7 +208,7 @@ def optimize(
     printer.text(f"wrote {output}")
 
 
-def _refused(graph: Any, path: Path) -> str | None:
+def _refusal(graph: Any, path: Path) -> str | None:
     """The reason why onnxruntime does not load a model, or None if it does."""
     from onnx_fuse.runtime import ort
 
@@ -254,7 +254,7 @@ def _show_optimize(
     else:
         printer.text("fusions: none found" + ("" if explain else " (--explain says why)"))
     if explain and found.not_fused:
-        rows = [[str(len(r.nodes)), r.reason, _few(r.nodes)] for r in found.not_fused]
+        rows = [[str(len(r.nodes)), r.reason, _shortened(r.nodes)] for r in found.not_fused]
         printer.table("not fused", ["count", "reason", "nodes"], rows, left=3)
     elif explain:
         printer.text("not fused: no norm, attention, activation, residual or layout is left")
@@ -266,7 +266,7 @@ def _show_optimize(
         printer.text(*report.check_lines(checked))
 
 
-def _few(nodes: Sequence[str]) -> str:
+def _shortened(nodes: Sequence[str]) -> str:
     """The names of the first nodes; --json has all of them."""
     return ", ".join(nodes[:_NODES]) + (", …" if len(nodes) > _NODES else "")
 

@@ -171,7 +171,7 @@ def shape_sets(
         symbol, _, sizes = value.rpartition("=")
         try:
             choices.setdefault(symbol, []).extend(
-                s for part in sizes.split(",") for s in _run(part)
+                s for part in sizes.split(",") for s in _sizes_of(part)
             )
         except ValueError as error:
             raise UsageError(f"--dim {value}: expected SYMBOL=8, =1,8 or =16..128:16") from error
@@ -197,7 +197,7 @@ def shape_sets(
     return sets
 
 
-def _run(text: str) -> range:
+def _sizes_of(text: str) -> range:
     """The sizes that `8`, `16..128` or `16..128:16` stand for, ends included."""
     low, dots, rest = text.partition("..")
     high, colon, step = rest.partition(":")

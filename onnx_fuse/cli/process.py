@@ -36,19 +36,19 @@ class Interrupts:
         for name in _WORDS:
             number = getattr(signal, name, None)  # not every system has each
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._come)
+                signal.signal(number, self._raise)
         if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, self._again)
-            sys.unraisablehook = self._dropped
+            signal.signal(signal.SIGALRM, self._raise_again)
+            sys.unraisablehook = self._on_unraisable
 
-    def _come(self, number: int, frame: FrameType | None) -> None:
+    def _raise(self, number: int, frame: FrameType | None) -> None:
         self.came = self.came or signal.Signals(number)
         raise KeyboardInterrupt
 
-    def _again(self, number: int, frame: FrameType | None) -> None:
+    def _raise_again(self, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    def _dropped(self, fault: Any) -> None:
+    def _on_unraisable(self, fault: Any) -> None:
         if issubclass(fault.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, 0.01)
         elif self.came is None:
@@ -78,7 +78,7 @@ def _open_streams() -> None:
             setattr(sys, name, stream)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     try:
         print(f"onnx-fuse: {' '.join(text.split())}", file=sys.stderr)
     except OSError:
@@ -94,7 +94,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """Print a warning as one line, without the place in the source that gave it."""
-    _say(f"warning: {message}")
+    _print_error(f"warning: {message}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
     interrupts.ignore()
     if interrupts.came is not None:
-        _say(_WORDS[interrupts.came.name])
+        _print_error(_WORDS[interrupts.came.name])
         code = 128 + interrupts.came
     try:
         sys.stdout.flush()

@@ -68,7 +68,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Fuse MODEL and run it once, on given or generated inputs; show the outputs and the time."""
-    files.claim(
+    files.check_paths(
         {"MODEL": model, "--inputs": inputs}, {"-o": output, "--json": json, "--html": html}
     )
     import numpy as np

@@ -170,8 +170,8 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
-    output = output or files.beside(model, ".tuned.onnx")
-    files.claim(
+    output = output or files.default_output(model, ".tuned.onnx")
+    files.check_paths(
         {"MODEL": model, "--data": data, "--val": val},
         {
             "-o": files.with_weights(output),
@@ -192,7 +192,7 @@ def train(
     if resume and checkpoint is None:
         raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
     if checkpoint is not None:
-        context.with_resource(folders.held(checkpoint))
+        context.with_resource(folders.locked(checkpoint))
     arrays, held_out = load(data), load(val) if val else None
     loss_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     trainer = Trainer(
@@ -222,7 +222,7 @@ def train(
     span = steps // accumulate if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
-        fit.begin(trainer, checkpoint, resume=resume)
+        fit.start_or_resume(trainer, checkpoint, resume=resume)
     weights = sum(a.size for a in trainer.weights().values())
     printer.text(f"{model}: {weights:,} weights in {len(trainer.weights())} tensors train")
     with report.progress(printer, steps, f"of {epochs}") as watch:
@@ -267,8 +267,8 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> Non
     ):
         return  # its outputs depend on the batch, or on random numbers, as they did before
     session = ort.session(draft)
-    if trainer.freed:  # its batch is fixed still
-        feeds = {name: array[: trainer.freed] for name, array in feeds.items()}
+    if trainer.exported_batch:  # its batch is fixed still
+        feeds = {name: array[: trainer.exported_batch] for name, array in feeds.items()}
     expected = trainer.evaluate(feeds).outputs
     own = {v.name: feeds[v.name] for v in session.get_inputs()}
     tolerance = tolerance_of(saved)

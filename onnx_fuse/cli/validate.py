@@ -69,7 +69,7 @@ def validate(
     The original always runs on onnxruntime; --device and --precision say where and how the other
     model runs.
     """
-    files.claim(
+    files.check_paths(
         {"MODEL": model, "--against": against, "--inputs": inputs},
         {"--json": json, "--html": html},
     )

@@ -41,7 +41,7 @@ class Elements(ByRule):
     source = "indexing/gather.cu"
 
     def launch(self, problem: GatherElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         sizes = (problem.size, problem.inner, problem.taken, problem.length)
         args: tuple[Arg, ...] = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
         unit = _UNITS[ITEMSIZE[problem.dtype]]

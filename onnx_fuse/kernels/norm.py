@@ -86,7 +86,7 @@ class Row(ByRule):
         return vec, threads, row_items(length, vec, threads, _KEPT)
 
     def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         rows, length, x = problem.rows, problem.length, problem.dtype
         vec, threads, items = self._shape(problem, config)
         vec, items = whole_sectors(problem.tail, x, vec, items)
@@ -109,7 +109,7 @@ class Row(ByRule):
 
 
 class _Grad(ByRule):
-    """layernorm/grad.cu."""
+    """A candidate of layernorm/grad.cu."""
 
     name = "row"
     source = "layernorm/grad.cu"
@@ -164,10 +164,10 @@ class GradRow(_Grad):
 
 
 class GradSums(_Grad):
-    """Operands: part dscale dbias."""
+    """The sums of the parts. Operands: part dscale dbias."""
 
     def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         grad = problem.grad
         return (Launch(
             self.source, "layernorm_dparams", (-(-grad.length // 32), problem.outputs, 1),

@@ -135,7 +135,7 @@ class LeastAndLargest(ByRule):
         return max(1, min(2 * hw.sm_count, -(-problem.size // 4096)))
 
     def workspace(self, problem: Range, config: Config, hw: Hardware) -> int:
-        """Two numbers a block."""
+        """The bytes of two numbers for each block."""
         return 8 * self._parts(problem, hw)
 
     def launch(self, problem: Range, config: Config, hw: Hardware) -> tuple[Launch, ...]:

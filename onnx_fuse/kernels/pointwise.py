@@ -21,7 +21,7 @@ def _transposed(problem: Pointwise) -> Launch | None:
 
 
 class Tiles(ByRule):
-    """indexing/transpose.cu."""
+    """A candidate of indexing/transpose.cu."""
 
     name = "tiles"
     source = "indexing/transpose.cu"
@@ -31,7 +31,7 @@ class Tiles(ByRule):
         return None if _transposed(problem) else "no copy between two axes, both of which are long"
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         found = _transposed(problem)
         assert found is not None
         return (found,)
@@ -43,11 +43,11 @@ class Generated(ByRule):
     name = "generated"
 
     def sources(self) -> tuple[str, ...]:
-        """What its text includes."""
+        """The headers that the generated text includes."""
         return ("common.cuh",)
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         return (launch_of(problem.expression, problem.reads, problem.writes),)
 
 

@@ -32,7 +32,7 @@ def _macros(problem: Reduce) -> dict[str, object]:
 
 
 def _vec(problem: Reduce) -> int:
-    """Elements an access."""
+    """The number of elements of one access."""
     if problem.from_state or problem.short:
         return 1
     return vector(problem.length if problem.inner == 1 else problem.inner, problem.dtype)
@@ -45,7 +45,7 @@ class Row(ByRule):
     source = "reduce/reduce.cu"
 
     def supports(self, problem: Reduce, hw: Hardware) -> str | None:
-        """The last axis."""
+        """None where the axis is the last, and otherwise the reason for a refusal."""
         return None if problem.inner == 1 else "a row's elements do not stand side by side"
 
     def configs(self, problem: Reduce, hw: Hardware) -> Sequence[Config]:
@@ -53,7 +53,7 @@ class Row(ByRule):
         return around(team(problem.outer * problem.splits, problem.chunk, _vec(problem)))
 
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         rows = problem.outer * problem.splits
         threads = config.integer("team") or team(rows, problem.chunk, _vec(problem))
         block = block_of(threads)
@@ -72,7 +72,7 @@ class Column(ByRule):
     source = "reduce/reduce.cu"
 
     def supports(self, problem: Reduce, hw: Hardware) -> str | None:
-        """Any axis but the last."""
+        """None where the axis is not the last, and otherwise the reason for a refusal."""
         return None if problem.inner != 1 else "there is one column"
 
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
@@ -105,7 +105,7 @@ class Squares(ByRule):
         return 8 if accumulator(problem.dtype) == "double" else 4
 
     def workspace(self, problem: SumSquares, config: Config, hw: Hardware) -> int:
-        """A sum a block."""
+        """The bytes of one sum for each block."""
         return self._firsts(problem)[-1] * self._item(problem)
 
     def launch(self, problem: SumSquares, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -52,13 +52,13 @@ class InBlock(ByRule):
     source = "scan/topk.cu"
 
     def supports(self, problem: TopK, hw: Hardware) -> str | None:
-        """What shared memory holds."""
+        """The reason why shared memory cannot hold the rows of `problem`, or None if it can."""
         if problem.length > 2 * TOPK_MAX and problem.k > TOPK_MAX:
             return f"{problem.k} of {problem.length} elements do not fit in shared memory"
         return None
 
     def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         length, k = problem.length, problem.k
         # longer rows than `size` pass through it: k stay, and a block's worth may always join
         size = pow2(length)
@@ -128,7 +128,7 @@ class WholeRows(ByRule):
         return _sorting(rows, sizes, problem.dtype, largest=problem.largest, wide=False)
 
     def workspace(self, problem: TopK, config: Config, hw: Hardware) -> int:
-        """Keys and indices."""
+        """The bytes of keys and indices."""
         return self._sorted(problem)[2]
 
     def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
@@ -156,7 +156,7 @@ class Order(ByRule):
         return _sorting(1, sizes, problem.dtype, largest=False, wide=True)
 
     def workspace(self, problem: SortedRows, config: Config, hw: Hardware) -> int:
-        """Indices."""
+        """The bytes of the indices."""
         return self._sorted(problem)[2]
 
     def launch(self, problem: SortedRows, config: Config, hw: Hardware) -> tuple[Launch, ...]:

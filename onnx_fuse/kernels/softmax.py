@@ -25,7 +25,7 @@ class Row(ByRule):
     source = "softmax/row.cu"
 
     def supports(self, problem: Softmax, hw: Hardware) -> str | None:
-        """The last axis."""
+        """None where the axis is the last, and otherwise the reason for a refusal."""
         return None if problem.inner == 1 else "a row's elements do not stand side by side"
 
     def configs(self, problem: Softmax, hw: Hardware) -> Sequence[Config]:
@@ -34,7 +34,7 @@ class Row(ByRule):
         return around(team(problem.outer, problem.length, vec))
 
     def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         outer, length = problem.outer, problem.length
         vec = vector(length, problem.dtype)
         threads = config.integer("team") or team(outer, length, vec)

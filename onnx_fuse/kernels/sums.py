@@ -23,7 +23,7 @@ class Slope(ByRule):
         return hw.launch_seconds + problem.bytes / rate
 
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         act = problem.act
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
 
@@ -34,7 +34,7 @@ class Parts(ByRule):
     source = "norm/sum_parts.cu"
 
     def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch."""
+        """The one launch of the kernel."""
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 

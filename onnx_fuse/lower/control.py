@@ -24,7 +24,7 @@ class Control(Known):
 
     @abstractmethod
     def _node(self, node: ir.Node) -> None:
-        """Lower a node."""
+        """Lower one node of a body."""
 
     @abstractmethod
     def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:

@@ -103,7 +103,7 @@ def clip(ctx: Context, node: ir.Node) -> str | None:
 
 
 def cast(ctx: Context, node: ir.Node) -> str | None:
-    """Cast, CastLike."""
+    """Lower Cast or CastLike."""
     x = ctx.view(node, 0)
     if node.op_type == "Cast":
         dtype = dtype_name(ir.DataType(ctx.attr(node, "to")))

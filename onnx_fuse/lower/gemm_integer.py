@@ -102,7 +102,7 @@ def _wide(ctx: Context, node: ir.Node, t: Tensor, zero: Tensor | None) -> Tensor
 def _matmul(
     ctx: Context, node: ir.Node, places: tuple[int, int, int, int]
 ) -> tuple[Tensor | None, tuple[int, ...], str | None]:
-    """int32 of inputs a, b and their zero points, the shape of the result, or why not."""
+    """The int32 product of a and b with zero points and its shape, or the reason for a refusal."""
     ia, ib, iza, izb = places
     a, b = ctx.view(node, ia), ctx.view(node, ib)
     if a.dtype not in BYTES or b.dtype not in BYTES:
@@ -218,7 +218,7 @@ def qlinear_matmul(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> Tensor | str:
-    """int32 of inputs x, w and their zero points, [batch, channels, *sizes], or why not."""
+    """The int32 convolution of x and w with zero points, [batch, channels, *sizes], or a reason."""
     ix, iw, izx, izw = places
     x, w = ctx.view(node, ix), ctx.view(node, iw)
     rank, groups = len(x.shape) - 2, int(ctx.attr(node, "group", 1))

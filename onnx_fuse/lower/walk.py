@@ -33,7 +33,7 @@ from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
-from onnx_fuse.program.passes.merge import call_early
+from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
 # Modules of this folder whose LOWERINGS table serves operators: see llir.

@@ -12,7 +12,7 @@ _TABLE = frozenset(("Max", "Min", "Mod", "floor", "sqrt"))
 
 
 class _Sympy(ModuleType):
-    """What onnx_ir has for sympy: the real one is imported when something of it is used.
+    """A stand-in for sympy in onnx_ir, which imports the real one when something of it is used.
 
     onnx_ir asks for it for arithmetic on symbolic sizes, which few models need: 0.2 s of a cold
     start. importlib's LazyLoader does not serve: a second import statement ends its laziness.

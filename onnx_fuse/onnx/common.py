@@ -1,4 +1,4 @@
-"""What the modules of this package share: its names, and how a fault reads."""
+"""Names that the modules of this package share, and the text of an error."""
 
 from __future__ import annotations
 

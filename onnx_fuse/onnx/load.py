@@ -51,7 +51,7 @@ def load(source: Model) -> ir.Model:
 
 
 def reread(data: bytes, weights: Weights) -> ir.Model:
-    """What `save.outlined` made of a model that `load` gave: checked then, and not again."""
+    """Read what `save.outlined` made of a loaded model, which was checked before."""
     model = ir.serde.deserialize_model(onnx.ModelProto.FromString(data))
     model.functions.clear()  # our own bodies
     _map_external(model, None, weights)
@@ -342,7 +342,7 @@ _ELEMENT_TYPES = ("dtype", "output_dtype", "softmax_precision", "stash_type", "t
 
 
 def _check_attributes(node: ir.Node, what: str) -> None:
-    """What the specification's checker does not look at and its inference trusts."""
+    """Check attributes that ONNX's checker does not look at and its inference trusts."""
     if node.domain:
         return
     if node.op_type == "Constant" and len(node.attributes) != 1:

@@ -69,7 +69,7 @@ _FIRST = 7  # the oldest opset that onnxruntime runs, and that `upgrade` starts 
 def _converted(model: ir.Model) -> ir.Model:
     """A model of an opset before 7 at opset 7, by the specification's own converter."""
     version = model.graph.opset_imports.get("", 1)
-    _spread_slopes(model)
+    _broadcast_slopes(model)
     try:
         proto = onnx.version_converter.convert_version(ir.serde.serialize_model(model), _FIRST)
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def _converted(model: ir.Model) -> ir.Model:
     return result
 
 
-def _spread_slopes(model: ir.Model) -> None:
+def _broadcast_slopes(model: ir.Model) -> None:
     """Before opset 7 PRelu's slope was one number, or one a channel: axis 1 of x, not the last."""
     nodes = [n for n in all_nodes(model.graph) if n.op_type == "PRelu" and not n.domain]
     if nodes:

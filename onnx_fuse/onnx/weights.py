@@ -48,7 +48,7 @@ class Weights(Protocol):
         """The bytes as an array of uint8."""
 
     def place(self, tensor: ir.ExternalTensor) -> Place | None:
-        """What PLACE is to say of it."""
+        """The place of the bytes for the key PLACE, or None."""
 
 
 def read_places(file: Any, places: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
@@ -132,7 +132,7 @@ class _Unusual(Exception):
 
 
 def _fields(data: Any, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of each field its number and wire type, where it starts, where its value starts and ends."""
+    """The number and wire type of each field, its start, and the start and end of its value."""
     while at < end:
         start = at
         key, at = _varint(data, at, end)

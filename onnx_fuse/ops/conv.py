@@ -251,7 +251,7 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
     return reshape_like(op, scatter_add(op, "ScatterElements", zeros, places, rows, axis=0), x)
 
 
-def _spread(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
+def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     """Each output's gradient added to all of its window: ConvTranspose with ones, by channel."""
     n = rank(x) - 2
     spatial = list(range(2, 2 + n))
@@ -294,7 +294,7 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     include = node.attributes.get_int("count_include_pad", 0)
     padded = any(ints(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith("SAME")
     if not ceil and (include or not padded):
-        return _spread(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
+        return _add_to_windows(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
     ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
     image, pads = _padded(op, node, ones, strides, extent)
@@ -310,17 +310,17 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     if include:
         # the pool of ones is (places in the image) / divisor
         dy = op.Mul(dy, op.AveragePool(ones, **{k: a.value for k, a in node.attributes.items()}))
-    return _spread(op, node, dy, x)
+    return _add_to_windows(op, node, dy, x)
 
 
 def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """y = (Σ |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) Σ_windows dy y^(1-p)."""
     p = node.attributes.get_int("p", 2)
     if p == 1:
-        return op.Mul(op.Sign(x), _spread(op, node, dy, x))
+        return op.Mul(op.Sign(x), _add_to_windows(op, node, dy, x))
     safe = op.Add(y, to_like(op, op.Equal(y, 0.0), y))
     each = op.Div(dy, safe) if p == 2 else op.Div(dy, op.Pow(safe, float(p - 1)))
-    around = _spread(op, node, each, x)
+    around = _add_to_windows(op, node, each, x)
     return op.Mul(x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2))), around)
 
 

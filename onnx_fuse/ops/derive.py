@@ -313,7 +313,7 @@ def scatter_add(
     return to_type(op, added, dtype)
 
 
-def share(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:
+def split_evenly(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:
     """dy split evenly among the places where the masks (of dy's dtype) are 1."""
     total = masks[0]
     for mask in masks[1:]:

@@ -20,7 +20,7 @@ from onnx_fuse.ops.derive import (
     norm_axis,
     rank,
     reshape_like,
-    share,
+    split_evenly,
     table,
     text,
     to_like,
@@ -217,7 +217,7 @@ def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
     for i, x in enumerate(node.inputs):
         others = [op.node(ahead, [x, v]) for k, v in enumerate(node.inputs) if k != i]
         masks.append(to_like(op, reduce(op.And, others), y))
-    return share(op, dy, masks)
+    return split_evenly(op, dy, masks)
 
 
 def _mean(op: Any, node: ir.Node, dys: Values) -> Values:

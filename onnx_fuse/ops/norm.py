@@ -71,7 +71,7 @@ def _fit(op: Any, g: ir.Value, like: ir.Value) -> Tensor:
 
 
 def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
-    """From the saved Mean and InvStdDev, in the type they are computed in (stash_type)."""
+    """The gradient from the saved Mean and InvStdDev, in their own type (stash_type)."""
     x, scale, bias = arguments(node, 3)
     axis, n = norm_axis(node.attributes.get_int("axis", -1), x), rank(x)
     axes = _axes(op, range(axis, n))
@@ -137,7 +137,7 @@ def _per_channel(op: Any, value: ir.Value, n: int) -> Tensor:
 
 
 def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
-    """In the type of scale, which is wider than that of x in mixed precision."""
+    """The gradient in the type of scale, which is wider than that of x in mixed precision."""
     given, scale, _, mean, variance = arguments(node, 5)
     x = to_like(op, given, scale)
     dys = [None if dy is None else to_like(op, dy, scale) for dy in grads]

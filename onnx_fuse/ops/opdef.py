@@ -1,4 +1,4 @@
-"""OpDef: all that the project knows about one operator, in one block."""
+"""The definition of an operator: its body, its gradient, and what that reads."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ not reach the loss. A rule may answer in the broadcast shape: the walker in `aut
 
 @dataclass(frozen=True)
 class NoGrad:
-    """An operator through which no gradient flows, and why."""
+    """The gradient of an operator through which none flows."""
 
     reason: str
+    """Why none flows, as the end of a sentence about the operator."""
 
 
 @dataclass(frozen=True)
 class OpDef:
-    """One operator: its name and, for ours, its ONNX function body; its gradient.
-
-    `body` is the text of one ONNX function without header imports. Attributes are by reference and
-    every input is bound at a call. `saves` names values inside the body that the gradient wants:
-    in a training graph the node becomes `op_type(saves)`, the same body with more outputs.
-    `newer` is the same function by an operator of a later opset, which a node asks for with the
-    overload "newer": for graphs that had that operator, which onnxruntime runs in fewer passes.
-    """
+    """All that the project knows about one operator."""
 
     name: str
+    """The op_type, without the names of exposed values."""
     domain: str = ""
+    """The operator's domain; "" is ai.onnx."""
     body: str = ""
+    """For a fused operator, the text of one ONNX function without imports. Attributes are by
+    reference, and a call binds every input."""
     newer: str = ""
+    """The same function by an operator of a later opset, which a node asks for with the overload
+    "newer". It is for graphs that had that operator; onnxruntime runs it in fewer passes."""
     grad: GradRule | NoGrad | None = None
+    """The gradient; None differentiates the body."""
     saves: tuple[str, ...] = ()
+    """Values inside the body that the gradient reads. In a training graph the node becomes
+    `op_type(saves)`, which is the same body with these as further outputs."""
 
     def op_type(self, exposed: Sequence[str] = ()) -> str:
-        """Name of the op whose body also returns the inner values `exposed`, in that order."""
+        """The name of the operator whose body also returns the inner values `exposed`, in order."""
         return str(FusedName.of(self.name).exposing(*exposed))
 
     def function(
@@ -63,7 +66,7 @@ class OpDef:
 
 
 def _prune(proto: onnx.FunctionProto) -> None:
-    """Drop what the outputs do not need: onnxruntime would compute it, or skip its own fusions."""
+    """Drop nodes that the outputs do not need, which onnxruntime would otherwise compute."""
     wanted, kept = set(proto.output), []
     for node in reversed(proto.node):
         if not wanted.intersection(node.output):

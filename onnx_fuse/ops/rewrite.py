@@ -1,4 +1,4 @@
-"""What a rewrite rule is, and the small vocabulary its matching is written in.
+"""Rewrite rules, and the helpers that they match graphs with.
 
 A rule is anchored at one kind of node and walks from there. That is one function where a pattern
 language needs a pattern for every spelling (casts between, either operand order, Pow or Mul), and
@@ -30,40 +30,47 @@ REGION = "onnx_fuse.contrib"
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site that nearly matched a fusion: its nodes, and why it was left.
-
-    `ops` are the operators of the nodes, by which they are found again among what stays.
-    """
+    """A place of the graph that nearly matched a fusion."""
 
     fusion: str
+    """The name of the fusion."""
     nodes: tuple[str, ...]
+    """The labels of the nodes."""
     reason: str
+    """Why they stay, as `--explain` prints it."""
     ops: tuple[str, ...] = ()
+    """The operators of the nodes, by which they are found again in the result."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`apply(rw, node)` rewrites around a node whose op_type is in `anchors`, or leaves it.
-
-    `name` is what --fuse and --skip take; `level` the first optimization level that runs it.
-    """
+    """A rewrite around one kind of node."""
 
     name: str
+    """The name of the fusion, which --fuse and --skip take."""
     level: int
+    """The lowest optimization level that runs the rule."""
     anchors: tuple[str, ...]
+    """The op_types of the nodes that the rule starts at."""
     apply: Callable[[Rewriter, ir.Node], bool]
+    """`apply(rw, node)` rewrites the graph around `node` and returns True, or returns False."""
     training: bool = True
+    """Whether the rule also runs on graphs that train."""
 
 
 @dataclass
 class Rewriter:
-    """The model under rewriting, and what the report will say of it."""
+    """A model that rules rewrite, and the report about it."""
 
     model: ir.Model
     training: bool = False
+    """Whether the model trains, so that every parameter must stay recoverable."""
     fusions: Counter[str] = field(default_factory=Counter)
+    """How often each rewrite was applied."""
     refusals: list[Refusal] = field(default_factory=list)
+    """The places that nearly matched a fusion."""
     notes: list[str] = field(default_factory=list)
+    """Sentences for the report."""
 
     @property
     def graph(self) -> ir.Graph:
@@ -71,7 +78,7 @@ class Rewriter:
         return self.model.graph
 
     def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
-        """Record why a near miss stays as it is; returns False, for a rule to return."""
+        """Record why nodes that nearly match stay as they are; return False for the rule."""
         names, ops = tuple(label(n) for n in nodes), tuple(n.op_type for n in nodes)
         refusal = Refusal(fusion, names, reason, ops)
         if refusal not in self.refusals:
@@ -87,8 +94,9 @@ class Rewriter:
     ) -> bool:
         """Insert the builder's nodes before `at` and let `new` take over all uses of `old`.
 
-        The last new node inherits the name, doc string and metadata of the node it stands for; what
-        is dead then goes with the next dead-code pass. Returns True, for a rule to return.
+        The last new node inherits the name, doc string and metadata of the node that it replaces.
+        Nodes that nobody reads any more go with the next dead-code pass. Returns True, for a rule
+        to return.
         """
         graph = at.graph
         assert graph is not None
@@ -151,10 +159,10 @@ class Rewriter:
         axis: int | None,
         stem: str,
     ) -> ir.Value:
-        """concat(axis, [transpose(part, perm)]) as a new initializer that remembers its parts.
+        """Make concat(axis, [transpose(part, perm)]) an initializer that remembers its parts.
 
-        In training, a part with other readers stays where it is and is packed by nodes: two copies
-        of a tied parameter would part ways at the first update.
+        In training, a part with other readers stays where it is and is packed by nodes, because two
+        copies of a tied parameter would differ after the first update.
         """
         if self.training and any(len(p.uses()) > 1 or p.is_graph_output() for p in parts):
             moved = [part if perm is None else op.Transpose(part, perm=perm) for part in parts]
@@ -189,7 +197,7 @@ class Rewriter:
 
 
 def label(node: ir.Node) -> str:
-    """What a user knows a node by: its name, else its first output's."""
+    """The name by which a user knows a node: its own, or that of its first output."""
     return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
 
 
@@ -411,7 +419,7 @@ def _climb(
     seen: dict[tuple[ir.Value, int], _Climb | None],
     left: int,
 ) -> _Climb | None:
-    """As `through_row_views`, with the rows along `axis`; None where they never lie last."""
+    """`through_row_views` with the rows along `axis`; None where they never lie last."""
     if (value, axis) in seen:
         return seen[value, axis]
     node = value.producer()
@@ -549,7 +557,7 @@ def _take_apart(
 
 
 def _captured(body: ir.Graph) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
-    """What a body and those inside it read from outside, constants apart, and where."""
+    """The values that a body and bodies in it read from outside, and where, without constants."""
     inner = [body, *body.subgraphs()]
     own: set[ir.Value] = set()
     for each in inner:

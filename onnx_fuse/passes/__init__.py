@@ -23,10 +23,10 @@ from onnx_fuse.passes.explain import Leftover, explain
 from onnx_fuse.passes.gather_rows import GATHER_ROWS, gather_rows
 
 LEVELS = {
-    0: "canonicalize: constants folded, norms and activations in one form",
-    1: "exact fusions",
-    2: "and merged products, tidy layout (default)",
-    3: "and rewrites that round differently",
+    0: "one form for every graph: constants are folded, norms and activations are recognized",
+    1: "level 0, and exact fusions",
+    2: "level 1, merged products and gated units, and tidied layouts (the default)",
+    3: "level 2, and rewrites that round differently",
 }
 FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2}
 FUSIONS |= {rule.name: rule.level for rule in RULES}
@@ -38,13 +38,18 @@ _CANONICAL = ("RMSNormalization", "Silu", "QuickGelu")  # forms of one op, nothi
 
 @dataclass
 class Report:
-    """What `optimize` did: counts by fused op, what stayed and why, and remarks."""
+    """What `optimize` did to a model."""
 
     fusions: dict[str, int] = field(default_factory=dict)
+    """The number of fused operators by name."""
     not_fused: list[Leftover] = field(default_factory=list)
+    """The nodes that could have been fused but stayed, with the reason."""
     notes: list[str] = field(default_factory=list)
+    """Sentences about merges and other decisions."""
     before: Counter[str] = field(default_factory=Counter)
+    """The number of nodes by operator in the model as it came."""
     after: Counter[str] = field(default_factory=Counter)
+    """The number of nodes by operator in the result."""
 
 
 def op_counts(model: ir.Model) -> Counter[str]:

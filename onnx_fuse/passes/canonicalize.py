@@ -87,7 +87,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
 
 
 def tidy_inlined(model: ir.Model) -> None:
-    """What bodies leave where they are written out: casts of constants, biases that add nothing."""
+    """Remove what inlined bodies leave: casts of constants, and biases that add nothing."""
     infer_shapes(model)
     fold_constants(model, lambda node: node.op_type == "Cast")
     _drop_no_ops(model)

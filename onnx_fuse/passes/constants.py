@@ -77,7 +77,7 @@ def set_parameter(model: ir.Model, name: str, array: np.ndarray) -> None:
 
 
 def _content(node: ir.Node) -> np.ndarray | None:
-    """What a Constant node holds. `const_array` would name the tensor, which copies share."""
+    """The content of a Constant node. `const_array` would name the tensor, which copies share."""
     attribute = node.attributes.get("value")
     if attribute is None:
         return const_array(node.outputs[0])

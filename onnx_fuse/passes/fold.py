@@ -44,7 +44,7 @@ def fold_constants(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
 
     `wanted` keeps nodes from being evaluated. An If whose condition is constant becomes its branch.
     """
-    changed = _take_branches(model)
+    changed = _inline_taken_branches(model)
     changed = any([*map(_simplify, list(_nodes(model)))]) or changed
     return _evaluate(model, wanted) or changed
 
@@ -53,7 +53,7 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
     return iter(all_nodes(model.graph))
 
 
-def _take_branches(model: ir.Model) -> bool:
+def _inline_taken_branches(model: ir.Model) -> bool:
     changed = False
     while True:  # a branch may hold another If
         taken = []

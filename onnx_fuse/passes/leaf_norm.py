@@ -44,7 +44,7 @@ def without_rows(
 
 
 def _parts(node: ir.Node, results: set[ir.Value]) -> tuple[ir.Node, ir.Node, ir.Node | None] | None:
-    """Of such a node the products dy = dt · Wᵀ and dW, and the sum dc where there is one."""
+    """The products dy = dt · Wᵀ and dW of such a node, and the sum dc where there is one."""
     if node.op_type != "LayerNormGrad" or node.domain != FUSE:
         return None
     dy, x, gamma, mean, rstd = node.inputs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import Size, Trace
 
@@ -50,6 +50,69 @@ class Pointwise(AnyProblem):
     def __str__(self) -> str:
         views = (f"{t.dtype}{list(t.shape)}" for t in (*self.reads, *self.writes))
         return f"{self.op} {self.expression.name} {' '.join(views)}".replace(", ", ",")
+
+
+@dataclass(frozen=True)
+class PointwiseMany(AnyProblem):
+    """An expression over many flat tensors: (reads, writes) an item.
+
+    Operand r of item t is "r.t", the writes counted behind the reads, or "a<r>" where `shared[r]`
+    is one number for all.
+    """
+
+    op = "PointwiseMany"
+    expression: Expression
+    shared: tuple[Tensor | None, ...]
+    items: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
+
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """The trace of the tensors' open sizes."""
+        sizes = (n for _, writes in self.items for n in writes[0].shape)
+        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
+
+    @property
+    def flops(self) -> int:
+        """One a step."""
+        return len(self.expression.steps) * sum(writes[0].size for _, writes in self.items)
+
+    @property
+    def bytes(self) -> int:
+        """Every tensor."""
+        return sum(t.nbytes for item in self.items for part in item for t in part)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.expression.name} of {len(self.items)}"
+
+
+@dataclass(frozen=True)
+class Several(AnyProblem):
+    """`count` calls of one problem that share a launch of its `kernel` by `config`.
+
+    The operand `name` of call i is "name.i", of those that are `bound`.
+    """
+
+    op = "Several"
+    problem: AnyProblem
+    count: int
+    bound: tuple[str, ...]
+    kernel: str
+    config: Config
+
+    @property
+    def flops(self) -> int:
+        """Of all calls."""
+        return self.count * self.problem.flops
+
+    @property
+    def bytes(self) -> int:
+        """Of all calls."""
+        return self.count * self.problem.bytes
+
+    @property
+    def empty(self) -> bool:
+        """Whether its problem is."""
+        return self.problem.empty
 
 
 @dataclass(frozen=True)

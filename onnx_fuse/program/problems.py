@@ -106,7 +106,7 @@ class NormGradSums(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The parts."""
+        """The bytes of the parts, which are read."""
         wide = 8 if self.grad.dtype == "float64" else 4
         return wide * self.outputs * self.grad.parts * self.grad.length
 
@@ -132,12 +132,12 @@ class ChannelNorm(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         return 2 * self.size * ITEMSIZE[self.dtype]
 
     @property
     def stored(self) -> str:
-        """y."""
+        """The operand that holds the result."""
         return "" if self.tail else "y"
 
 
@@ -155,7 +155,7 @@ class RunningStats(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """Six rows."""
+        """The bytes of six rows."""
         return 6 * self.channels * ITEMSIZE[self.stat]
 
 
@@ -239,7 +239,7 @@ class Conv(AnyProblem):
 
     @property
     def stored(self) -> str:
-        """y."""
+        """The operand that holds the result."""
         return "" if self.tail else "y"
 
     def rate(self, hw: Hardware) -> float:
@@ -260,7 +260,7 @@ class Softmax(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         return 2 * self.outer * self.length * self.inner * ITEMSIZE[self.dtype]
 
 
@@ -290,12 +290,12 @@ class Reduce(AnyProblem):
 
     @property
     def splits(self) -> int:
-        """Results of each sum."""
+        """The number of parts of each sum."""
         return -(-self.length // self.chunk) if self.chunk else 1
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         read = self.state if self.from_state else ITEMSIZE[self.dtype]
         written = self.state if self.to_state else ITEMSIZE[self.out_dtype]
         return self.outer * self.inner * (self.length * read + self.splits * written)
@@ -316,7 +316,7 @@ class SumSquares(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """All of them read."""
+        """The bytes of all tensors, which are read."""
         return sum(self.sizes) * ITEMSIZE[self.dtype]
 
 
@@ -337,7 +337,7 @@ class Pool(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         return self.planes * (prod(self.inner) + prod(self.outer)) * ITEMSIZE[self.dtype]
 
 
@@ -357,7 +357,7 @@ class ChannelWindow(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         return 2 * self.size * ITEMSIZE[self.dtype]
 
 
@@ -378,7 +378,7 @@ class Resample(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         sides = self.length * ITEMSIZE[self.dtype] + self.resized * ITEMSIZE[self.out_dtype]
         return self.outer * self.inner * sides
 
@@ -419,7 +419,7 @@ class Col2Im(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, y written."""
+        """The bytes of x, which is read, and of y, which is written."""
         return (1 + prod(self.window.kernel)) * self.size * ITEMSIZE[self.dtype]
 
 
@@ -488,7 +488,7 @@ class PartSums(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The parts."""
+        """The bytes of the parts, which are read."""
         return 4 * self.parts * self.n
 
 
@@ -507,5 +507,5 @@ class Fold(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """w read, wq written."""
+        """The bytes of w, which is read, and of wq, which is written."""
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]

@@ -155,7 +155,7 @@ class Deployed:
         if isinstance(found, Kept):
             return found.at(numbers)
         program = found.at(numbers)
-        return Made(program, plan(program), found)
+        return Made(program, plan(program), found, None, numbers)
 
     def _listing(self, target: str) -> str:
         """The first of the shapes that can be run."""

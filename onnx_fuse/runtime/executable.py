@@ -136,7 +136,8 @@ class Executable:
         """What has programs made before they are asked for; None where nothing does."""
         from onnx_fuse.runtime.ahead import Ahead
 
-        return Ahead(self.specializer) if config.CACHE_MB.value > 0 else None
+        made = isinstance(self.model, Deployed) or config.CACHE_MB.value <= 0
+        return None if made else Ahead(self.specializer)
 
     def keep(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache, and take them from there, once it is known by what name."""
@@ -530,6 +531,7 @@ class Executable:
         self.stream.catch_up()
         if other.instance.become(shape.made, inputs, outputs):
             shape.instance, other.instance = other.instance, None
+            other.made.forget()
             self._once[source] = shape
 
     def _instance(

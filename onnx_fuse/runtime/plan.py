@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from onnx_fuse.program.call import Call, Program, Tensor
@@ -144,15 +144,37 @@ class Source(Protocol):
         """The Program for these sizes."""
 
 
-@dataclass(frozen=True)
 class Made:
     """A Program for one shape, its layout in memory, and the open program it comes from, if any."""
 
-    program: Program
-    plan: Plan
-    source: Source | None = None
-    room: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that `plan` leaves for a buffer, where they are more than it has."""
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        source: Source | None = None,
+        room: Mapping[int, int] | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        self.plan, self.source, self.room = plan, source, room or {}
+        """`room`: bytes that `plan` leaves for a buffer, where they are more than it has."""
+        self._program: Program | None = program
+        self._numbers = numbers
+
+    @property
+    def program(self) -> Program:
+        """The Program; evaluated anew where it was forgotten."""
+        if self._program is None:
+            assert self.source is not None
+            self._program = self.source.at(self._numbers or {})
+        return self._program
+
+    def forget(self) -> None:
+        """Let go of a Program that can be evaluated again.
+
+        That takes less than what Python's garbage collector takes for those of many shapes.
+        """
+        if self.source is not None and self._numbers is not None:
+            self._program = None
 
 
 class Kept:
@@ -186,5 +208,5 @@ class Kept:
         )
         large = self._bytes > LARGE and 2 * sum(b.nbytes for b in program.buffers) < self._bytes
         if fits and not large:
-            return Made(program, self._plan, self.source, self._room)
-        return Made(program, plan(program), self.source)
+            return Made(program, self._plan, self.source, self._room, numbers)
+        return Made(program, plan(program), self.source, None, numbers)

@@ -83,7 +83,7 @@ class CudaStates:
         """Enqueue one step; what it returns waits for `scalars` and `outputs`, by name.
 
         `successors` maps outputs to states. Where a scalar of `guards` is not finite, the states
-        stay as they were, and they stay so until `go_on`.
+        stay as they were, and they stay so until `resume_updates`.
         """
         if key not in self._executables:
             model = self._models.pop(key)
@@ -97,6 +97,6 @@ class CudaStates:
         pending = self._executables[key].send(names, feeds)
         return lambda: dict(zip(names, pending.result(), strict=True))
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Let steps replace states again after a bad one."""
         self._home.weights.write(SOUND, np.array(True))

@@ -1,4 +1,4 @@
-"""What runs a training step and holds its states: stock onnxruntime, or a GPU."""
+"""The two backends that run a training step and hold its states: onnxruntime, and a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Portable:
         """Replace the value of a state."""
         self.array(name)[...] = array
 
-    ahead = 0
+    in_flight = 0
     """Steps that may be under way when the next one is asked for."""
 
     def start(
@@ -57,7 +57,7 @@ class Portable:
         found = self._run(key, spec, feeds)
         return lambda: found
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Nothing was changed by a bad step."""
 
     def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -96,7 +96,7 @@ class Portable:
 class Cuda:
     """The same on a GPU: one graph launch a step, states replaced in place unless it was bad."""
 
-    ahead = 4
+    in_flight = 4
 
     def __init__(self, states: Sequence[State], math: str) -> None:
         from onnx_fuse.runtime.states import CudaStates
@@ -105,7 +105,7 @@ class Cuda:
         self.add = self._states.add
         self.array = self._states.read
         self.write = self._states.write
-        self.go_on = self._states.go_on
+        self.resume_updates = self._states.resume_updates
 
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]

@@ -24,7 +24,7 @@ import numpy as np
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
 
-__all__ = ["exists", "held", "read", "write"]
+__all__ = ["exists", "locked", "read", "write"]
 
 FORMAT = 1
 KEEP = 2  # the number that stay: the older one is there in case the newer is damaged later
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, Any]
 
 
 @contextlib.contextmanager
-def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Lock `folder` for the checkpoints of this thread's training; make it where it is missing.
 
     The lock ends with the block, or with the process in whatever way it ends. Drafts of processes
@@ -54,7 +54,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    with files.held(folder) as mine:
+    with files.locked(folder) as mine:
         if not mine:
             raise UsageError(
                 f"{folder}: another training writes its checkpoints there: wait for it, or give "
@@ -80,7 +80,9 @@ def _faults(folder: Path) -> Iterator[None]:
 def write(
     folder: str | os.PathLike[str], tensors: Mapping[str, Array], manifest: Mapping[str, Any]
 ) -> Path:
-    """Write the checkpoint `folder/step-NNNNNNNN` of manifest["step"], and return its path.
+    """Write `tensors` and `manifest` as `folder/step-NNNNNNNN`, and return that path.
+
+    The number is manifest["step"].
 
     Of the steps up to this one the KEEP newest stay. Raises DataError where the folder cannot be
     written, UsageError while another training has locked it.
@@ -92,7 +94,7 @@ def write(
     data = save({name: np.asarray(array, order="C") for name, array in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
     text = json.dumps({"format": FORMAT, **manifest, "sha256": digest}, indent=1)
-    with held(folder), _faults(folder), files.locked_folder(folder, _DRAFT) as draft:
+    with locked(folder), _faults(folder), files.locked_folder(folder, _DRAFT) as draft:
         _write(draft / _TENSORS, data)
         _write(draft / _MANIFEST, text.encode())
         _put(draft, target)
@@ -146,7 +148,7 @@ def exists(folder: str | os.PathLike[str]) -> bool:
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The tensors and the manifest of the newest undamaged checkpoint.
+    """The tensors and the manifest of the newest undamaged checkpoint in `folder`.
 
     A damaged one gives a warning. Raises DataError where there is no undamaged one.
     """

@@ -38,6 +38,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
         if isinstance(loaded, np.lib.npyio.NpzFile):
             with loaded:
                 return {name: loaded[name] for name in loaded.files}
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file or folder") from error
     except NOT_ARRAYS as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise DataError(f"{path}: not an .npz file or a folder of .npy files: {reason}") from error
@@ -121,7 +123,8 @@ def _check_shape(
 def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Array:
     """The order of the examples in an epoch, as indices (int64, [examples]).
 
-    It depends on the arguments alone, so that a resumed run agrees.
+    With `shuffle` it is drawn from `seed` and `epoch`. It depends on the arguments alone, so that a
+    resumed run agrees.
     """
     if not shuffle:
         return np.arange(examples)
@@ -131,7 +134,10 @@ def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Arra
 def batches(
     arrays: Mapping[str, Array], indices: Array, batch_size: int, start: int = 0
 ) -> Iterator[dict[str, Array]]:
-    """Cut the examples `indices` into batches, from batch `start` on; the last may be smaller."""
+    """Yield batches of `batch_size` rows of `arrays`, those of the examples `indices` in order.
+
+    Batch `start` comes first, and the last one may be smaller.
+    """
     for i in range(start * batch_size, len(indices), batch_size):
         # Ascending, so that a mapped file is read forwards.
         rows = np.sort(indices[i : i + batch_size])

@@ -18,7 +18,7 @@ from onnx_fuse.training import checkpoint, data
 from onnx_fuse.training.loss import Loss
 from onnx_fuse.training.trainer import Trainer
 
-__all__ = ["History", "begin", "check", "curve", "evaluate", "fit", "steps_per_epoch"]
+__all__ = ["History", "check", "curve", "evaluate", "fit", "start_or_resume", "steps_per_epoch"]
 
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped
@@ -83,7 +83,7 @@ def fit(
         if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
             raise DataError(f"{_DAMAGED} losses, or has more than its epochs have steps")
     started: deque[float | Loss] = deque()
-    hold = checkpoint.held(folder) if folder else contextlib.nullcontext()
+    hold = checkpoint.locked(folder) if folder else contextlib.nullcontext()
 
     def note(under_way: int = 0) -> None:
         while len(started) > under_way:
@@ -130,7 +130,7 @@ def _history(data: Any) -> History:
     return History(**data)
 
 
-def begin(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
+def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
     """Restore the run in `folder`, if there is one.
 
     Raises UsageError where there is one and `resume` is False, and the errors of `Trainer.restore`.
@@ -148,7 +148,8 @@ def begin(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> 
 def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int:
     """Check all arrays and labels against the model, and return the number of examples.
 
-    Raises DataError for data that does not fit, UsageError for a batch size other than the model's.
+    Raises DataError for data that does not fit, and UsageError where `batch_size` is not the size
+    that the model fixes.
     """
     spec = trainer.spec()
     examples = data.count(arrays, spec.feeds)
@@ -175,13 +176,16 @@ def _fixed_batch(trainer: Trainer) -> int | None:
 
 
 def steps_per_epoch(trainer: Trainer, examples: int, batch_size: int) -> int:
-    """The number of steps of an epoch; a smaller last batch counts unless the batch is fixed."""
+    """The number of steps in which batches of `batch_size` go over all `examples`.
+
+    A smaller last batch counts, unless the model fixes the size of the batch.
+    """
     whole = _fixed_batch(trainer) is not None
     return examples // batch_size if whole else math.ceil(examples / batch_size)
 
 
 def evaluate(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> dict[str, float]:
-    """Evaluate a data set in inference mode.
+    """Evaluate the data set `arrays` in inference mode, in batches of `batch_size`.
 
     The result has "validation_loss", the mean over examples, and where labels are classes
     "accuracy", the share of labels that are predicted (0 to 1). Raises DataError.
@@ -203,7 +207,10 @@ _WIDTH, _HEIGHT, _MARGIN, _POINTS = 860, 420, 56, 600
 
 
 def curve(history: History, title: str) -> str:
-    """The loss by step and the validation loss by epoch as one HTML page that loads nothing."""
+    """The loss curve of a run as one HTML page that loads nothing.
+
+    It shows the loss by step and the validation loss by epoch of `history`, below `title`.
+    """
     losses = np.asarray(history.losses)
     steps = -(-len(losses) // max(len(history.epochs), 1))
     lines = [("loss", "#8ab4f8", _thinned(losses))]

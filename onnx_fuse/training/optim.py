@@ -93,17 +93,20 @@ def constant(lr: float, *, warmup: int = 0) -> Schedule:
 
 
 def linear(lr: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """A schedule that falls linearly from `lr` to end · lr at update `steps`."""
+    """A rate that grows over `warmup` updates, and falls linearly to end · lr at update `steps`."""
     return Schedule(lr, "linear", steps, warmup, end)
 
 
 def cosine(lr: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """A schedule that falls along half a cosine from `lr` to end · lr at update `steps`."""
+    """A rate that grows to `lr` over `warmup` updates, and falls to end · lr at update `steps`.
+
+    It falls along half a cosine.
+    """
     return Schedule(lr, "cosine", steps, warmup, end)
 
 
 def step(lr: float, every: int, *, gamma: float = 0.1, warmup: int = 0) -> Schedule:
-    """A schedule of the rate lr · gamma^k from update k · every on, after the warm-up."""
+    """The rate lr · gamma^k from update k · every on, counted after `warmup` updates of growth."""
     return Schedule(lr, "step", warmup=warmup, every=every, gamma=gamma)
 
 
@@ -156,7 +159,11 @@ class Optimizer:
         lr: ir.Value,
         step: ir.Value,
     ) -> list[ir.Value]:
-        """Emit the nodes that update parameter `name`; return its new value and its new slots."""
+        """Emit the nodes that update parameter `name`, and return its new value and its new slots.
+
+        `op` builds the nodes, `w` is the parameter's value, `g` its gradient, `slots` are its state
+        tensors, `lr` is the rate (float32) and `step` the number of the update (int64, from 1).
+        """
         decay = self.weight_decay
         if any(fnmatchcase(name, glob) for glob in self.no_decay):
             decay = 0.0
@@ -187,7 +194,7 @@ class SGD(Optimizer):
         return {"momentum": 0.0} if self.momentum else {}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """SgdUpdate, MomentumUpdate or NesterovUpdate."""
+        """SgdUpdate, MomentumUpdate or NesterovUpdate; `decay` is part of the gradient."""
         if not self.momentum:
             return "SgdUpdate", {}
         return f"{'Nesterov' if self.nesterov else 'Momentum'}Update", {"momentum": self.momentum}
@@ -250,7 +257,7 @@ class Adagrad(Optimizer):
         return {"sum": self.initial_accumulator_value}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """AdagradUpdate with its epsilon."""
+        """AdagradUpdate with its epsilon; `decay` is part of the gradient."""
         return "AdagradUpdate", {"epsilon": self.eps}
 
 
@@ -308,7 +315,7 @@ def to_json(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Optimizer:
-    """Make the optimizer that `to_json` described."""
+    """Make the optimizer that `to_json` described by `data`."""
     return make(**{**data, "lr": Schedule(**data["lr"])})
 
 

@@ -25,7 +25,7 @@ _LEAST = 16
 
 
 @dataclass(frozen=True)
-class Twin:
+class Duplicate:
     """An initializer `copy` that holds what `weight` holds, or its transpose."""
 
     weight: str
@@ -45,9 +45,9 @@ def _candidates(graph: ir.Graph) -> Iterable[tuple[ir.Value, Array]]:
             yield value, array
 
 
-def twins(graph: ir.Graph) -> list[Twin]:
+def find_duplicates(graph: ir.Graph) -> list[Duplicate]:
     """Weights that the file holds twice, the first in the file's order being the weight."""
-    found: list[Twin] = []
+    found: list[Duplicate] = []
     seen: dict[tuple[Any, ...], str] = {}
     by_size: dict[tuple[Any, ...], list[tuple[ir.Value, Array]]] = {}
     for value, array in _candidates(graph):
@@ -60,12 +60,12 @@ def twins(graph: ir.Graph) -> list[Twin]:
                 continue
             own = (array.dtype, array.shape, _digest(array))
             if own in seen:
-                found.append(Twin(seen[own], str(value.name), False))
+                found.append(Duplicate(seen[own], str(value.name), False))
                 continue
             if array.ndim == 2:
-                turned = (array.dtype, array.shape[::-1], _digest(array.T))
-                if turned in seen:
-                    found.append(Twin(seen[turned], str(value.name), True))
+                transposed_key = (array.dtype, array.shape[::-1], _digest(array.T))
+                if transposed_key in seen:
+                    found.append(Duplicate(seen[transposed_key], str(value.name), True))
                     continue
             seen[own] = str(value.name)
     return found
@@ -75,22 +75,22 @@ def _digest(array: Array) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
 
 
-def tie(graph: ir.Graph, found: Iterable[Twin]) -> None:
+def tie(graph: ir.Graph, found: Iterable[Duplicate]) -> None:
     """Let the readers of each copy read the weight, in place."""
-    for twin in found:
-        weight, copy = graph.initializers[twin.weight], graph.initializers[twin.copy]
+    for duplicate in found:
+        weight, copy = graph.initializers[duplicate.weight], graph.initializers[duplicate.copy]
         value = weight
-        if twin.transposed:
+        if duplicate.transposed:
             op = Builder()
             value = op.Transpose(weight, perm=[1, 0])
-            value.name = unique_name(graph, f"{twin.copy}.tied")
+            value.name = unique_name(graph, f"{duplicate.copy}.tied")
             value.type, value.shape = copy.type, copy.shape
             graph.insert_before(graph[0], op.nodes)
         ir.convenience.replace_all_uses_with(copy, value, replace_graph_outputs=True)
-        del graph.initializers[twin.copy]
+        del graph.initializers[duplicate.copy]
 
 
-def merged(graph: ir.Graph) -> dict[str, int]:
+def shared_constants(graph: ir.Graph) -> dict[str, int]:
     """{name: places} of weights all of one number that several places read.
 
     Such a tensor is what fresh biases and scales are stored as: once for all that are equal.
@@ -106,7 +106,7 @@ def merged(graph: ir.Graph) -> dict[str, int]:
 def untie(graph: ir.Graph) -> dict[str, list[str]]:
     """Give each place that reads a merged weight its own, in place: {name: [name, name.1, …]}."""
     names: dict[str, list[str]] = {}
-    for name in merged(graph):
+    for name in shared_constants(graph):
         value = graph.initializers[name]
         array = const_array(value)
         assert array is not None

@@ -114,7 +114,9 @@ def training_model(
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
 
-    The other arguments, and the errors, are those of `training.trainer.Trainer`.
+    The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
+    accumulate, free_batch, level, precision, loss_scale) and the errors are those of
+    `training.trainer.Trainer`.
     """
     original = read(model)
     named, source = set(original.graph.initializers), load(original)

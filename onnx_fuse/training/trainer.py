@@ -27,7 +27,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.training import checkpoint, data, optim, shared
 from onnx_fuse.training.backends import Cuda, Portable
 from onnx_fuse.training.loss import Loss, Run
-from onnx_fuse.training.shared import Twin
+from onnx_fuse.training.shared import Duplicate
 from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import is_selected, literal, model_names
 
@@ -128,7 +128,9 @@ class Trainer:
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
-        self._source, self._twins = self._shared(frozenset(trainable or ()), trainable, frozen)
+        self._source, self._duplicates = self._resolve_sharing(
+            frozenset(trainable or ()), trainable, frozen
+        )
         self._sized = self._source
         if shapes or dims:
             self._sized = self._source.clone()
@@ -150,7 +152,7 @@ class Trainer:
         self._whole = partial(_whole, math=math) if device == "cuda" else None
         self.seed, self.accumulate = seed, accumulate
         self._ignored = ignored_label(loss_options or {})
-        self._unproved: bool = free_batch
+        self._batch_unchecked: bool = free_batch
         self.calls = 0
         """The number of steps so far, each of one batch."""
         self._runs: list[Run] = []  # started, and not looked at yet
@@ -165,33 +167,33 @@ class Trainer:
 
     # -- graphs --
 
-    def _shared(
+    def _resolve_sharing(
         self, named: Collection[str], trainable: Sequence[str] | None, frozen: Sequence[str]
-    ) -> tuple[onnx_ir.Model, list[Twin]]:
+    ) -> tuple[onnx_ir.Model, list[Duplicate]]:
         """The model to train: Constant nodes that are weights lifted, copies tied or untied."""
         if self._untie:
             shared.untie(self._given.graph)
         source = self._given.clone()
         lift_parameters(source, named)
-        for name, places in shared.merged(source.graph).items():
+        for name, places in shared.shared_constants(source.graph).items():
             self.notes.append(
                 f"'{name}' holds one number and is read in {places} places: it is one parameter "
                 "(untie gives each place its own)"
             )
-        twins = shared.twins(source.graph)
+        duplicates = shared.find_duplicates(source.graph)
         if not self._tie:
             self.notes += [
                 f"'{t.copy}' holds {'the transpose of ' if t.transposed else ''}'{t.weight}': they "
                 "train apart (tie makes them one)"
-                for t in twins
+                for t in duplicates
             ]
             return source, []
-        for t in twins:
+        for t in duplicates:
             if is_selected(t.weight, trainable, frozen) != is_selected(t.copy, trainable, frozen):
                 raise UsageError(f"'{t.weight}' and '{t.copy}' are tied: train both, or neither")
             self.notes.append(f"'{t.copy}' is tied to '{t.weight}'")
-        shared.tie(source.graph, twins)
-        return source, twins
+        shared.tie(source.graph, duplicates)
+        return source, duplicates
 
     def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
         options = dict(self._options)
@@ -222,7 +224,7 @@ class Trainer:
     # -- steps --
 
     @property
-    def freed(self) -> int:
+    def exported_batch(self) -> int:
         """The batch size that the model was exported with and that was freed, or 0."""
         if not self._options["free_batch"]:
             return 0
@@ -251,11 +253,11 @@ class Trainer:
             CheckFailed: The loss or a gradient is not finite. The states stay as they were, and
                 steps that were started since count as not made.
         """
-        self._settle(max(self._device.ahead - 1, 0))
+        self._finish_steps(max(self._device.in_flight - 1, 0))
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
-        if self._unproved:
+        if self._batch_unchecked:
             self.evaluate(feeds)
         arrays |= {
             name: value
@@ -269,21 +271,21 @@ class Trainer:
         run = Run(self.calls, mode, spec, arrays, self._device.start(mode, spec, arrays))
         self._runs.append(run)
         self.calls += 1
-        return Loss(run, self._loss) if self._device.ahead else self._loss(run)
+        return Loss(run, self._loss) if self._device.in_flight else self._loss(run)
 
     def _loss(self, run: Run) -> float:
         if run.loss is None and not run.fault:
-            self._settle(len(self._runs) - 1 - self._runs.index(run))
+            self._finish_steps(len(self._runs) - 1 - self._runs.index(run))
         if run.loss is None:
             raise CheckFailed(run.fault)
         return run.loss
 
-    def _settle(self, ahead: int = 0) -> None:
+    def _finish_steps(self, in_flight: int = 0) -> None:
         """Look at the steps under way, the oldest first, until `ahead` are left.
 
         Raises CheckFailed for one that was bad: neither it nor those after it have changed a state.
         """
-        while len(self._runs) > ahead:
+        while len(self._runs) > in_flight:
             run = self._runs[0]
             found, spec = run.result(), run.spec  # may raise: then the run is still to be looked at
             del self._runs[0]
@@ -296,15 +298,15 @@ class Trainer:
             fault = self._blame(run.mode, spec, run.feeds, found)
             for other in (run, *after):
                 other.fault, other.feeds = fault, {}
-            self._device.go_on()
+            self._device.resume_updates()
             raise CheckFailed(fault)
 
     def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
         """Compute loss and outputs of a batch in inference mode; `feeds` are those of `step`."""
-        self._settle()
+        self._finish_steps()
         spec = self.spec("evaluate")
         arrays = self._fit(spec, feeds)
-        self._prove_batch(spec, arrays)
+        self._check_batch(spec, arrays)
         found = self._device.start("evaluate", spec, arrays)()
         counted = hits = 0
         if spec.classes:
@@ -321,14 +323,14 @@ class Trainer:
             self.check_labels(arrays[spec.labels])
         return arrays
 
-    def _prove_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
+    def _check_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
         """Compare the model with its batch freed to the original, on all that fill its batch.
 
         Raises ModelError where they differ, DataError for too few rows.
         """
-        if not self._unproved:
+        if not self._batch_unchecked:
             return
-        self._unproved = False
+        self._batch_unchecked = False
         session = ort.session(self._source)
         size = int(session.get_inputs()[0].shape[0])
         rows = len(arrays[session.get_inputs()[0].name])
@@ -387,17 +389,17 @@ class Trainer:
 
     def state(self) -> dict[str, Array]:
         """Copies of all tensors that outlive a step, by their names in the graph of the step."""
-        self._settle()
+        self._finish_steps()
         return {s.name: self._device.array(s.name).copy() for s in self._specs["update"].states}
 
     def weights(self) -> dict[str, Array]:
         """Trained weights and running statistics, under the model's own names and shapes."""
-        self._settle()
+        self._finish_steps()
         found: dict[str, Array] = {}
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
                 found |= params.unpack(s.value, self._device.array(s.name))
-        found |= {t.copy: t.of(found[t.weight]) for t in self._twins if t.weight in found}
+        found |= {t.copy: t.of(found[t.weight]) for t in self._duplicates if t.weight in found}
         return {name: np.array(array, order="C") for name, array in found.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -425,7 +427,7 @@ class Trainer:
             DataError: The folder cannot be written.
             UsageError: Another training writes its checkpoints there.
         """
-        self._settle()
+        self._finish_steps()
         spec = self._specs["update"]
         states = {s.name: self._device.array(s.name) for s in spec.states}
         for name, array in states.items():
@@ -472,7 +474,7 @@ class Trainer:
         a tensor has another dtype or shape; UsageError where settings differ. In these cases
         nothing is restored.
         """
-        self._settle()
+        self._finish_steps()
         tensors, manifest = checkpoint.read(folder)
         stored = manifest["settings"]
         for key, value in self._settings().items():

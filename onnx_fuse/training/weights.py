@@ -1,4 +1,4 @@
-"""Which weights of a model train: globs over their names, and what they reach."""
+"""Select the weights that train: by globs over their names, and by what they reach."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Role:
-    """What an input is for.
+    """The purpose of an input.
 
     One of ids, positions, mask (of ones), added (0 or lowest), pixels, scales (of a Resize), plain.
     """
@@ -33,7 +33,7 @@ class Role:
 
 
 def role_of(value: Value) -> Role:
-    """What the name, the type and the readers of an input say that it is for. Raises ModelError."""
+    """The purpose of an input, from its name, its type and its readers. Raises ModelError."""
     name, dtype = (value.name or "").lower(), value.dtype
     if dtype is None or dtype == DataType.STRING:
         raise ModelError(f"input '{value.name}' holds strings: give inputs (--inputs FILE.npz)")
@@ -102,7 +102,7 @@ def _right_padded(shape: Sequence[int]) -> Array:
     return np.broadcast_to(mask if len(shape) > 1 else mask[0], shape)
 
 
-def turned(role: Role, array: Array) -> Array:
+def inverted_mask(role: Role, array: Array) -> Array:
     """A mask with the other sense: true where it hides (booleans and integers of 0 and 1)."""
     hides = role.kind == "mask" and role.dtype == DataType.BOOL
     return ~array if hides else array
@@ -122,7 +122,7 @@ def with_hidden_row(role: Role, array: Array, *, inverted: bool) -> Array:
     return array
 
 
-def hostile(array: Array) -> Array:
+def extreme_values(array: Array) -> Array:
     """Numbers with both zeros among them, a large first row and a tiny last one."""
     if array.ndim == 0 or not array.size:
         return array

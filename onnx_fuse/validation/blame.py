@@ -16,7 +16,7 @@ from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import functions_attached, fused_function
 from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array
-from onnx_fuse.validation.compare import Difference, Tolerance, badness, difference
+from onnx_fuse.validation.compare import Difference, Tolerance, difference, severity
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.values import by_name
 
@@ -92,7 +92,7 @@ def find_culprits(
         )
         # A node with several outputs, or one that a Split follows, makes several wrong values.
         culprits: dict[tuple[str, ...], Culprit] = {}
-        for d in sorted(wrong.values(), key=badness, reverse=True):
+        for d in sorted(wrong.values(), key=severity, reverse=True):
             culprit = _culprit(cut, d, confirmed)
             culprits.setdefault(tuple(culprit.nodes), culprit)
         return list(culprits.values())
@@ -171,7 +171,7 @@ def _bisect(
         """The largest failing difference when the first `count` fused nodes run as their bodies."""
         got = values_of(_with_bodies(model, set(fused[:count])), feeds, names, device=device)
         parts = [difference(name, a, got[name], tolerance) for name, a in expected]
-        return max((d for d in parts if not d.ok), key=badness, default=None)
+        return max((d for d in parts if not d.ok), key=severity, default=None)
 
     failing = worst(0)
     if failing is None or worst(len(fused)) is not None:

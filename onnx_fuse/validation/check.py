@@ -21,9 +21,9 @@ from onnx_fuse.validation.compare import (
     TOLERANCES,
     Difference,
     Tolerance,
-    badness,
     difference,
     random_outputs,
+    severity,
     tolerance_of,
 )
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
@@ -57,7 +57,7 @@ class Check:
     @property
     def worst(self) -> Difference | None:
         """The difference that is largest as a multiple of its limit; None without outputs."""
-        return max(self.differences, key=badness, default=None)
+        return max(self.differences, key=severity, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON values, as `--json` writes it."""
@@ -209,7 +209,7 @@ def check_outputs(
                     f"which choose other integer kernels, change it by {found[-1].max_abs:.3g}"
                 )
                 del found[1:]
-            worst = max(found, key=badness)
+            worst = max(found, key=severity)
             check.differences.append(worst)
             if worst.limit == own > 0:
                 check.raised[name] = max(own, check.raised.get(name, 0.0))

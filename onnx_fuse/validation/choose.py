@@ -14,7 +14,7 @@ import onnx_ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import required
 from onnx_fuse.onnx.save import inline
-from onnx_fuse.validation.sizes import Demand, Size, Symbol, System, evaluate, size
+from onnx_fuse.validation.sizes import Constraint, Size, Symbol, System, evaluate, size
 from onnx_fuse.validation.symbolic.graph import controls, follow
 from onnx_fuse.validation.symbolic.walk import Shape
 
@@ -22,7 +22,7 @@ Dim = int | str
 
 # (leading axes, first other axis, step to the next): started from in turn. Axes differ first, so
 # that exchanged ones are noticed; then come sizes for graphs that want equal axes, multiples of 8
-# or 32, short contexts, a batch of one, whole images, in case the graph's demands are not all seen.
+# or 32, short contexts, a batch of one, whole images, in case not all constraints are seen.
 PATTERNS = (
     *((2, 7, 4), (3, 12, 4), (3, 4, 1), (2, 32, 32), (3, 64, 32)),
     *((2, 8, 0), (3, 16, 0), (2, 32, 0), (3, 64, 0), (1, 7, 4), (1, 12, 4), (1, 8, 0), (1, 16, 0)),
@@ -43,7 +43,7 @@ class Choice:
     shapes: dict[str, list[int]]
     branches: dict[str, bool | int]
     sound: bool
-    """Whether the sizes meet every demand that was seen in the graph."""
+    """Whether the sizes meet every constraint that was seen in the graph."""
     varied: list[str]
     """The symbols that may have more than one size."""
 
@@ -75,7 +75,7 @@ def choices(model: onnx_ir.Model) -> Iterator[Choice]:
     dims = dims_of(model)
     plain = inline(model) if any(n.domain for n in model.graph) else model
     doubtful: list[Choice] = []
-    ways = [_way(plain, dims, branches) for branches in _branches(plain)]
+    ways = [_assignment(plain, dims, branches) for branches in _branches(plain)]
     large: list[int] = []
     any_fits = False
     for pattern in PATTERNS:
@@ -116,7 +116,9 @@ def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
 
 
 @dataclass
-class _Way:
+class _Assignment:
+    """The constraints on sizes for one setting of the branches, and the search for sizes."""
+
     system: System
     shapes: dict[str, Shape]
     symbols: list[str]
@@ -129,7 +131,7 @@ class _Way:
         start: dict[Symbol, int] = {
             s: base + step * others.index(s) if s in others else lead for s in self.free
         }
-        free, sound = self._mended(start)
+        free, sound = self._repaired(start)
         sizes = {s: self._value(size(s), free) for s in self.symbols}
         shapes = {n: [max(self._value(d, free), 0) for d in s] for n, s in self.shapes.items()}
         varied = [s for s in self.symbols if self.system.resolve(size(s)).number is None]
@@ -139,17 +141,19 @@ class _Way:
         number = evaluate(self.system.resolve(value), free)
         return 1 if number is None else int(number)
 
-    def _mended(self, sizes: dict[Symbol, int]) -> tuple[dict[Symbol, int], bool]:
-        """Sizes changed one or two at a time until the demands hold, as far as they can."""
+    def _repaired(self, sizes: dict[Symbol, int]) -> tuple[dict[Symbol, int], bool]:
+        """Sizes changed one or two at a time until the constraints hold, as far as they can."""
         sizes = dict(sizes)
-        unmet = self._unmet(sizes)
+        violated = self._violated(sizes)
         for _ in range(_ROUNDS):
-            if not unmet:
+            if not violated:
                 break
-            involved = [s for s in self.free if any(s in d.a.symbols | d.b.symbols for d in unmet)]
-            best, found = (len([d for d in unmet if not d.soft]), len(unmet)), None
+            involved = [
+                s for s in self.free if any(s in d.a.symbols | d.b.symbols for d in violated)
+            ]
+            best, found = (len([d for d in violated if not d.soft]), len(violated)), None
             for change in self._changes(involved, sizes):
-                left = self._unmet(sizes | change)
+                left = self._violated(sizes | change)
                 count = (len([d for d in left if not d.soft]), len(left))
                 if count < best:
                     best, found = count, change
@@ -158,13 +162,13 @@ class _Way:
             if found is None:
                 break
             sizes |= found
-            unmet = self._unmet(sizes)
-        return sizes, not any(not d.soft for d in unmet)
+            violated = self._violated(sizes)
+        return sizes, not any(not d.soft for d in violated)
 
-    def _unmet(self, sizes: Mapping[Symbol, int]) -> list[Demand]:
-        """Unmet demands; a size below 1 counts as one."""
-        bad = self.system.unmet(sizes)
-        bad += [Demand("least", self.system.resolve(size(s)), size(1)) for s in self.symbols
+    def _violated(self, sizes: Mapping[Symbol, int]) -> list[Constraint]:
+        """The constraints that do not hold; a size below 1 counts as one."""
+        bad = self.system.violated(sizes)
+        bad += [Constraint("least", self.system.resolve(size(s)), size(1)) for s in self.symbols
                 if self._value(size(s), sizes) < 1]  # fmt: skip
         return bad
 
@@ -176,17 +180,19 @@ class _Way:
             divisors = set().union(*(self.system.divisors(s) for s in group)) if group else set()
             unit = math.lcm(*(d for d in divisors if d <= 64)) if divisors else 1
             multiples = [unit * k for k in range(1, 17)] if unit > 1 else []
-            for s in sorted({*_TRIED, *multiples, *_LARGER}, key=lambda n: _far(n, sizes, group)):
+            for s in sorted(
+                {*_TRIED, *multiples, *_LARGER}, key=lambda n: _distance(n, sizes, group)
+            ):
                 yield dict.fromkeys(group, s)
 
 
-def _far(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> float:
+def _distance(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> float:
     return max((abs(math.log(n / max(sizes[s], 1))) for s in group), default=0.0)
 
 
-def _way(
+def _assignment(
     model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool | int]
-) -> _Way:
+) -> _Assignment:
     symbols = list(dict.fromkeys(d for own in dims.values() for d in own if isinstance(d, str)))
     system = System(symbols)
     shapes = {name: tuple(size(d) for d in own) for name, own in dims.items()}
@@ -194,12 +200,12 @@ def _way(
     for symbol in symbols:
         meant = _expression(symbol, set(symbols))
         if meant is not None:
-            system.demand("equal", size(symbol), meant, soft=True)
+            system.require("equal", size(symbol), meant, soft=True)
     free = [s for s in symbols if system.resolve(size(s)) == size(s)]
     first = {_symbol(system, own[0]) for own in shapes.values() if own}
     inner = {_symbol(system, d) for own in shapes.values() for d in own[1:]}
     leading = {s for s in first - inner if s is not None}
-    return _Way(system, shapes, symbols, free, leading, branches)
+    return _Assignment(system, shapes, symbols, free, leading, branches)
 
 
 def _symbol(system: System, dim: Size) -> str | None:
@@ -211,7 +217,7 @@ def _symbol(system: System, dim: Size) -> str | None:
 
 
 def _expression(dim: str, symbols: set[str]) -> Size | None:
-    """What a name such as `past + 1` says of other symbols."""
+    """The size that a name such as `past + 1` means in terms of other symbols, or None."""
     try:
         tree = ast.parse(dim, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""What must agree between two runs: tolerances, differences, and outputs random by design."""
+"""Compare two runs: tolerances, differences, and outputs that are random by design."""
 
 from __future__ import annotations
 
@@ -27,15 +27,23 @@ class Tolerance:
 
 
 TOLERANCES = {
-    DataType.DOUBLE: Tolerance(1e-9, 1e-11, "double: other orders of summation, some 100 layers"),
+    DataType.DOUBLE: Tolerance(
+        1e-9, 1e-11, "double: summing in another order changes results, over some 100 layers"
+    ),
     DataType.FLOAT: Tolerance(
-        5e-5, 5e-6, "float: another order of summation leaves 1e-6 a layer, and layers add"
+        5e-5,
+        5e-6,
+        "float: summing in another order changes results by 1e-6 a layer, and layers add up",
     ),
     DataType.FLOAT16: Tolerance(
-        2e-2, 2e-3, "float16: each stored value is rounded to 2^-11, and a fusion stores fewer"
+        2e-2,
+        2e-3,
+        "float16: each stored value is rounded to 2^-11, and a fusion stores fewer values",
     ),
     DataType.BFLOAT16: Tolerance(
-        8e-2, 1e-2, "bfloat16: each stored value is rounded to 2^-8, and a fusion stores fewer"
+        8e-2,
+        1e-2,
+        "bfloat16: each stored value is rounded to 2^-8, and a fusion stores fewer values",
     ),
 }
 """By the coarsest float type anywhere in the graph, that of norms' statistics (`stash_type`) among
@@ -133,7 +141,7 @@ def _list_difference(
     ]
     if not parts:
         return Difference(name, 0.0, 0.0, 0.0, name, True)
-    worst = max(parts, key=badness)
+    worst = max(parts, key=severity)
     return Difference(
         name, worst.max_abs, worst.max_rel, worst.limit, worst.where, all(p.ok for p in parts)
     )
@@ -144,7 +152,7 @@ def _place(name: str, error: Array) -> str:
     return f"{name}[{', '.join(str(int(i)) for i in index)}]"
 
 
-def badness(d: Difference) -> tuple[bool, float]:
+def severity(d: Difference) -> tuple[bool, float]:
     """A key to sort differences by: failed ones last, then by their multiple of the limit."""
     return not d.ok, d.max_abs / (d.limit or 1.0)
 

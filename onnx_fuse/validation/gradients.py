@@ -31,7 +31,7 @@ _STEPS = (1e-5, 1e-7)
 
 
 class _Limits(NamedTuple):
-    """Of the slopes in float64, and of a gradient in its own type against float64.
+    """The relative limits of slopes in float64, and of a gradient in its own type.
 
     `slope`, of |gradient| |direction|: what curvature and rounding leave of the difference, and
     constants of 16 bits (GELU's in its gradient). `own`, of the largest entry: float16 rounds each
@@ -283,7 +283,7 @@ def _compare(
 
 
 def _coarsest(model: onnx_ir.Model) -> _Limits:
-    """By the narrowest type of any value."""
+    """The limits for the narrowest type of any value."""
     nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
     values = [*model.graph.inputs, *(v for node in nodes for v in (*node.inputs, *node.outputs))]
     found = {v.dtype for v in values if v is not None and v.dtype is not None}

@@ -15,7 +15,15 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.data import NOT_ARRAYS
-from onnx_fuse.validation.arrays import Array, Role, hostile, make, role_of, turned, with_hidden_row
+from onnx_fuse.validation.arrays import (
+    Array,
+    Role,
+    extreme_values,
+    inverted_mask,
+    make,
+    role_of,
+    with_hidden_row,
+)
 from onnx_fuse.validation.choose import Choice, choices
 
 Feeds = dict[str, Array]
@@ -32,6 +40,8 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file") from error
     except (*NOT_ARRAYS, AttributeError) as error:
         raise ModelError(f"{path}: not an .npz file of arrays ({error})") from error
     needed = [v.name for v in required(model)]
@@ -85,7 +95,7 @@ def generate(
             try:
                 outputs = run(feed)
                 if _is_nan(outputs):  # a mask whose true hides leaves the first row nothing
-                    other = {k: turned(roles[k], a) for k, a in feed.items()}
+                    other = {k: inverted_mask(roles[k], a) for k, a in feed.items()}
                     outputs_of_other = run(other)
                     if not _is_nan(outputs_of_other):
                         feed, outputs = other, outputs_of_other
@@ -163,7 +173,7 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     if masks:
         hidden = {k: with_hidden_row(roles[k], a, inverted=inverted) for k, a in masks.items()}
         found.append(("the last row of each mask hides everything", feed | hidden))
-    plain = {k: hostile(a) for k, a in feed.items() if roles[k].kind == "plain"}
+    plain = {k: extreme_values(a) for k, a in feed.items() if roles[k].kind == "plain"}
     plain = {k: a for k, a in plain.items() if a.ndim and a.dtype.kind not in "iub"}
     if plain:
         found.append(("floats hold 0, -0, a large row and a tiny one", feed | plain))

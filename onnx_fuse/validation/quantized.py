@@ -33,7 +33,7 @@ class Steps:
 
     @classmethod
     def of(cls, model: onnx_ir.Model) -> Steps | None:
-        """None where nothing that depends on the inputs is quantized."""
+        """The steps of a model, or None where nothing that depends on the inputs is quantized."""
         rounding = [
             node
             for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph)

@@ -1,4 +1,4 @@
-"""Sizes as polynomials over a model's symbols, and the demands that a graph makes on them."""
+"""Sizes as polynomials over a model's symbols, and the constraints that a graph puts on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Atom:
-    """What no polynomial says: a quotient rounded down, a minimum, or an unknown of its own."""
+    """A term that is no polynomial: a quotient rounded down, a minimum, or an unknown."""
 
     op: str
     args: tuple[Size, ...] = ()
@@ -242,15 +242,15 @@ def product(values: Iterable[Size]) -> Size:
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What a node asks of sizes; one that is `soft` may also fail (a slice then ends earlier)."""
+class Constraint:
+    """A constraint of a node on sizes; a `soft` one may fail (a slice then ends earlier)."""
 
     kind: str  # equal, broadcast, least (a >= b), divides (a % b == 0)
     a: Size
     b: Size
     soft: bool = False
 
-    def met(self, sizes: Mapping[Symbol, int]) -> bool:
+    def holds(self, sizes: Mapping[Symbol, int]) -> bool:
         """Whether it holds; what depends on an unknown is taken to hold."""
         a, b = evaluate(self.a, sizes), evaluate(self.b, sizes)
         if a is None or b is None:
@@ -292,12 +292,12 @@ def _atom(atom: Atom, sizes: Mapping[Symbol, int]) -> Number | None:
 
 @dataclass
 class System:
-    """Equations between sizes, solved as they come, and every demand for a check by numbers."""
+    """Equations between sizes, solved as they come, and all constraints, to check numbers by."""
 
     order: list[str] = field(default_factory=list)
     """The symbols in the order of the inputs: a later one is expressed by earlier ones."""
     known: dict[Symbol, Size] = field(default_factory=dict)
-    demands: dict[Demand, None] = field(default_factory=dict)
+    constraints: dict[Constraint, None] = field(default_factory=dict)
 
     def resolve(self, value: Size) -> Size:
         """The value with everything solved put in."""
@@ -321,8 +321,8 @@ class System:
             return smaller(*args) if symbol.op == "min" else args[0] / args[1]
         return size(symbol)
 
-    def demand(self, kind: str, a: Size, b: Size, *, soft: bool = False) -> None:
-        """Enter a demand; equations are solved for a symbol where one can be."""
+    def require(self, kind: str, a: Size, b: Size, *, soft: bool = False) -> None:
+        """Add a constraint; equations are solved for a symbol where one can be."""
         a, b = self.resolve(a), self.resolve(b)
         trivial = a == b if kind != "divides" else (a / b).whole
         low = (a - b).least if kind == "least" else None
@@ -330,7 +330,7 @@ class System:
             return
         if kind == "broadcast" and 1 in (a.number, b.number):
             return
-        self.demands[Demand(kind, a, b, soft)] = None
+        self.constraints[Constraint(kind, a, b, soft)] = None
         self.__dict__.pop("resolved", None)
         if kind in ("equal", "broadcast"):
             self._solve(a - b)
@@ -358,32 +358,33 @@ class System:
     def place(self, symbol: str) -> int:
         return self.order.index(symbol) if symbol in self.order else len(self.order)
 
-    def unmet(self, sizes: Mapping[Symbol, int]) -> list[Demand]:
-        """The demands that the sizes of the free symbols do not meet; hard ones first."""
-        bad = [d for d in self.resolved if not d.met(sizes)]
+    def violated(self, sizes: Mapping[Symbol, int]) -> list[Constraint]:
+        """The constraints that do not hold for sizes of the free symbols; hard ones first."""
+        bad = [d for d in self.resolved if not d.holds(sizes)]
         return sorted(bad, key=lambda d: d.soft)
 
     @cached_property
-    def resolved(self) -> list[Demand]:
-        """The demands in terms of the free symbols, without those that always hold."""
+    def resolved(self) -> list[Constraint]:
+        """The constraints in terms of the free symbols, without those that always hold."""
         every = {
-            Demand(d.kind, self.resolve(d.a), self.resolve(d.b), d.soft): None for d in self.demands
+            Constraint(d.kind, self.resolve(d.a), self.resolve(d.b), d.soft): None
+            for d in self.constraints
         }
         return [d for d in every if d.a != d.b and not (d.kind == "divides" and (d.a / d.b).whole)]
 
     def divisors(self, symbol: str) -> set[int]:
-        """Numbers that sizes of the symbol are divided by somewhere in the demands."""
+        """Numbers that sizes of the symbol are divided by somewhere in the constraints."""
         found: set[int] = set()
-        for demand in self.resolved:
-            for value in (demand.a, demand.b):
+        for constraint in self.resolved:
+            for value in (constraint.a, constraint.b):
                 for atom in value.symbols:
                     if isinstance(atom, Atom) and any(symbol in a.symbols for a in atom.args):
                         for arg in atom.args:
                             found |= {
                                 Fraction(c).denominator for m, c in arg.terms.items() if symbol in m
                             }
-            if demand.kind == "divides" and symbol in demand.a.symbols:
-                number = demand.b.number
+            if constraint.kind == "divides" and symbol in constraint.a.symbols:
+                number = constraint.b.number
                 found |= {int(number)} if number else set()
         return {d for d in found if d > 1}
 

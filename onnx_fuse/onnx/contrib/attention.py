@@ -78,7 +78,7 @@ def lowest(like: ir.Value) -> float:
 def _padding(
     op: Body, mask: ir.Value, source: ir.Value, total: ir.Value, like: ir.Value, low: float
 ) -> ir.Value:
-    """What a mask_index or key_padding_mask adds to the scores; broadcasts to [B, N, S, T].
+    """The addend of the scores for a mask_index or key_padding_mask; broadcasts to [B, N, S, T].
 
     `source` [B, …] is what the queries were made of, `like` the queries.
     """
@@ -88,7 +88,7 @@ def _padding(
         # the sequences' ends, and behind them their starts if they are not 0
         count, length = dim(source, 0), dim(mask, 0)
         if count is not None and length is not None and length not in (count, 2 * count):
-            raise Unwritable("its mask_index is of packed sequences")
+            raise Unwritable("its mask_index describes packed sequences")
         rows = op.Shape(like, start=0, end=1)
         doubled = op.Concat(
             mask,
@@ -178,7 +178,7 @@ def attention_of(
     """[y, present] of the projected queries, keys and values, side by side in `qkv`."""
     for name in ("do_rotary", "past_present_share_buffer"):
         if attr(node, name, 0):
-            raise Unwritable(f"its attribute {name}")
+            raise Unwritable(f"its attribute {name} is not supported")
     heads = attr(node, "num_heads")
     parts = op.Split(qkv, op.ints(*sizes), outputs=3, axis=-1)
     q, k, v = (split_heads(op, x, heads, size) for x, size in zip(parts, sizes, strict=True))
@@ -202,7 +202,7 @@ def attention_of(
 def attention(op: Body, node: ir.Node) -> Results:
     x, weights, bias = needed(node, 0), needed(node, 1), given(node, 2)
     if given(node, 6) is not None:
-        raise Unwritable("its past_sequence_length, which comes with a shared buffer")
+        raise Unwritable("its past_sequence_length says that past and present share a buffer")
     columns = dim(weights, 1) or dim(bias, 0)
     sizes = list(attr(node, "qkv_hidden_sizes", ()) or ())
     if not sizes:
@@ -335,7 +335,7 @@ def rotated(
 def rotary_embedding(op: Body, node: ir.Node) -> Results:
     x, positions, cos, sin = (needed(node, i) for i in range(4))
     if attr(node, "is_packed_batching", 0) or attr(node, "scale", 1.0) != 1.0:
-        raise Unwritable("its ragged batches or its scale")
+        raise Unwritable("its ragged batches or its scale are not supported")
     half, size = dim(cos, 1), known_rank(x, "the input")
     if half is None:
         raise Unwritable("the size of its angles is not known")

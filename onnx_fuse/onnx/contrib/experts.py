@@ -11,7 +11,7 @@ from onnx_fuse.onnx.contrib.table import Body, Results, Unwritable, attr, contri
 def _gates(op: Body, node: ir.Node, routed: ir.Value) -> tuple[ir.Value, ir.Value]:
     """(weights, whether chosen) of [tokens, experts]: a softmax, over all or over the chosen."""
     if attr(node, "use_sparse_mixer", 0):
-        raise Unwritable("its router is a sparse mixer")
+        raise Unwritable("its router is a sparse mixer, which is not supported")
     count = op.ints(attr(node, "k", 1))
     best, at = op.node("TopK", [routed, count], outputs=2, axis=-1)
     at.dtype = ir.DataType.INT64
@@ -49,7 +49,7 @@ def _hidden(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
     other, kind = given(node, 6), attr(node, "activation_type", "relu")
     if kind != "swiglu":
         if other is not None:
-            raise Unwritable(f"its third weights beside {kind}")
+            raise Unwritable(f"its third weights do not go with {kind}")
         match kind:
             case "relu":
                 return op.Relu(first)  # type: ignore[no-any-return]
@@ -61,7 +61,7 @@ def _hidden(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
                 return first
         raise Unwritable(f"its activation '{kind}' is not known")
     if attr(node, "swiglu_limit_after_activation", 0):
-        raise Unwritable("its limit after the activation")
+        raise Unwritable("its limit comes after the activation")
     way = attr(node, "swiglu_fusion", 0)
     if way == 0:
         if other is None:

@@ -37,7 +37,7 @@ def pad(op: Body, node: ir.Node) -> Results:
 
 @contrib("Unique", recognized=False)
 def unique(op: Body, node: ir.Node) -> Results:
-    """Of a vector, in the order of first appearance: values, their places in x, counts."""
+    """The values of a vector in the order of first appearance, their places in x, and counts."""
     y, first, inverse, counts = op.Unique(needed(node, 0), outputs=4, sorted=0)
     first.dtype = inverse.dtype = counts.dtype = ir.DataType.INT64
     return [y, inverse, counts]
@@ -120,7 +120,7 @@ def group_norm(op: Body, node: ir.Node) -> Results:
 def skip_group_norm(op: Body, node: ir.Node) -> Results:
     x, skip, bias = needed(node, 0), needed(node, 3), given(node, 4)
     if attr(node, "channels_last", 1) == 0:
-        raise Unwritable("its skip with channels first")
+        raise Unwritable("its skip has channels first")
     if known_rank(skip, "skip") == 2:
         skip = op.Unsqueeze(skip, op.ints(1, 2))
     total = op.Add(x, skip)

@@ -36,13 +36,13 @@ _REFUSED = {12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weigh
 def _refuse(node: ir.Node) -> None:
     for i, name in _REFUSED.items():
         if given(node, i) is not None:
-            raise Unwritable(f"its input {name}")
+            raise Unwritable(f"its input {name} is not supported")
     if attr(node, "sliding_window_cache", 0):
-        raise Unwritable("its cache of the window's size")
+        raise Unwritable("its cache has the window's size")
     if any(attr(node, f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
-        raise Unwritable("its quantized cache")
+        raise Unwritable("its cache is quantized")
     if wants(node, 3):
-        raise Unwritable("its output of the scores")
+        raise Unwritable("it returns the scores")
 
 
 def _cached(

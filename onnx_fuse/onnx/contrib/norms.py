@@ -95,7 +95,7 @@ def skip_layer_norm(op: Body, node: ir.Node) -> Results:
 def skip_rms_norm(op: Body, node: ir.Node) -> Results:
     x, skip, gamma = (needed(node, i) for i in range(3))
     if wants(node, 1):
-        raise Unwritable("its output of the mean, which this norm does not compute")
+        raise Unwritable("it returns the mean, which this norm does not compute")
     total = _residual(op, x, skip, given(node, 3))
     y, rstd = rms_norm(op, total, gamma, attr(node, "epsilon", 1e-12))
     return [y, None, rstd, total]

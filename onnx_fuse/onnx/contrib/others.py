@@ -78,7 +78,7 @@ def causal_conv(op: Body, node: ir.Node) -> Results:
              "state_channels_last": -1}  # fmt: skip
     for name, value in usual.items():
         if attr(node, name, value) != value:
-            raise Unwritable(f"its {name}")
+            raise Unwritable(f"its {name} is not supported")
     channels, taps = dim(w, 0), dim(w, 2)
     if channels is None or taps is None:
         raise Unwritable("the size of its weights is not known")

@@ -283,7 +283,7 @@ def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
         raise Unwritable("its weights are packed in another way")
     if zeros is not None and groups is not None:
         # onnxruntime's kernel for the CPU leaves the zero points out then (1.32)
-        raise Unwritable("its g_idx beside zero points, which kernels do not agree on")
+        raise Unwritable("it has g_idx beside zero points, on which kernels do not agree")
     blocks = -(-k // size)
     q = _unpacked(op, b, bits, [n, blocks, size])
     if zeros is None:

@@ -1,4 +1,4 @@
-"""What a contrib operator is here: its name and how its body is written for one node.
+"""The table of contrib operators: their names, and the functions that write their bodies.
 
 A body is standard ONNX, built by a function for the node at hand: a contrib operator's meaning
 depends on which inputs are there, on attributes that are strings, and on ranks, none of which one
@@ -174,7 +174,7 @@ def attr(node: ir.Node, name: str, default: Any = None) -> Any:
     if found is None:
         return default
     if found.is_ref():
-        raise Unwritable(f"its attribute '{name}' is a function's")
+        raise Unwritable(f"its attribute '{name}' refers to one of a function")
     return found.value
 
 

@@ -7,13 +7,14 @@ from functools import partial
 from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, Context
-from onnx_fuse.program.passes.batching import batch, fold_together
-from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite, select_kernels
-from onnx_fuse.program.passes.chains import as_problem, fuse
-from onnx_fuse.program.passes.deferred import defer
-from onnx_fuse.program.passes.epilogues import BEFORE_CHAINS, BEHIND_CHAINS
+from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
+from onnx_fuse.program.passes.cse import drop_unread, share
+from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.few_columns import FEW_COLUMNS
-from onnx_fuse.program.passes.merge import drop_unread, share
+from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
+from onnx_fuse.program.passes.norm_deferral import defer
+from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
+from onnx_fuse.program.passes.select import select_kernels
 
 Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], Context], Sequence[Call]]
 """(calls, buffers whose last values are wanted, the lowering they come from) -> the calls."""
@@ -23,26 +24,27 @@ def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: Context
     return rewrite(rule, Calls(calls, keep, ctx.hw, ctx.prefs))
 
 
-PIPELINE: tuple[Pass, ...] = (
-    lambda calls, keep, _: drop_unread(calls, keep),
-    lambda calls, keep, _: share(calls, keep),
-    lambda calls, keep, _: drop_unread(calls, keep),
-    *(partial(_each, rule) for rule in BEFORE_CHAINS),
-    lambda calls, keep, _: fuse(calls, keep),
-    *(partial(_each, rule) for rule in (*BEHIND_CHAINS, *FEW_COLUMNS)),
-    defer,
-    lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw),
-    lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs),
-    # twice: what a batch has moved to the end lets its producers wait as well
-    lambda calls, *_: batch(calls),
-    lambda calls, *_: batch(calls),
-    lambda calls, _, ctx: select_kernels([as_problem(c) for c in calls], ctx.hw, ctx.prefs),
+PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("dead calls", lambda calls, keep, _: drop_unread(calls, keep)),
+    ("cse", lambda calls, keep, _: share(calls, keep)),
+    ("dead calls", lambda calls, keep, _: drop_unread(calls, keep)),
+    *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEFORE_CHAINS),
+    ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
+    *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
+    *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
+    ("norm deferral", defer),
+    ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
+    # twice: what the first has moved to the end lets its producers wait as well
+    ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
+    ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
+    ("pointwise problems", lambda calls, *_: [as_problem(call) for call in calls]),
+    ("select", lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs)),
 )
-"""In order."""
+"""Name and pass, in order."""
 
 
 def run(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
-    for each in PIPELINE:
+    for _, each in PIPELINE:
         calls = each(calls, keep, ctx)
     return tuple(calls)

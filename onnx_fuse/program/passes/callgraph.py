@@ -56,36 +56,6 @@ def whole(size: int, *tensors: Tensor) -> bool:
     return all(t.dense and not t.offset and t.size == size for t in tensors)
 
 
-def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
-    """The call with the launches of the candidate chosen for its problem."""
-    assert call.problem is not None
-    how = f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us"
-    return replace(
-        call,
-        launches=choice.launch(call.problem, hw),
-        workspace=choice.workspace(call.problem, hw),
-        why=how,
-    )
-
-
-def select_kernels(
-    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
-) -> list[Call]:
-    """The calls, each problem with the launches of the kernel chosen for it.
-
-    Raises UsageError where one that the user asks for does not serve its problem.
-    """
-    done = (call.problem is None or bool(call.launches) for call in calls)
-    return [c if made else _selected(c, hw, prefs) for c, made in zip(calls, done, strict=True)]
-
-
-def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
-    assert call.problem is not None
-    choice = select(call.problem.op, call.problem, hw, prefs)
-    assert choice is not None, f"no kernel serves {call.problem}"
-    return chosen(call, choice, hw)
-
-
 class Calls:
     """The calls under a pass, by place; `keep` are buffers whose last values are wanted."""
 

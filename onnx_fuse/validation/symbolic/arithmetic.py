@@ -1,4 +1,4 @@
-"""What elementwise operators do to shapes, to entries and to the bounds of indices."""
+"""Rules of elementwise operators for shapes, entries and bounds of indices."""
 
 from __future__ import annotations
 

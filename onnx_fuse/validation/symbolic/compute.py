@@ -1,4 +1,4 @@
-"""What operators that compute over windows, rows and products ask of shapes, and their results."""
+"""Rules of operators over windows, rows and products: their constraints and their results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _pad(w: Walk, node: Node) -> list[Fact]:
         before, after = pads[i], pads[i + len(axes)]
         if mode == "reflect":  # the edge itself is not repeated
             for p in (before, after):
-                w.system.demand("least", shape[axis], p + 1)
+                w.system.require("least", shape[axis], p + 1)
         shape[axis] = shape[axis] + before + after
     return [Fact(tuple(shape))]
 
@@ -103,7 +103,7 @@ def _windows(w: Walk, node: Node, x: Sequence[Size], kernel: Sequence[Size]) -> 
             continue
         padding = 0 if auto == "VALID" else pads[i] + pads[i + n]
         room = x[i] + padding - (kernel[i] - 1) * dilations[i] - 1
-        w.system.demand("least", room, size(0))
+        w.system.require("least", room, size(0))
         dims.append((-(-room // strides[i]) if up else room // strides[i]) + 1)
     return dims
 
@@ -190,7 +190,7 @@ def _top_k(w: Walk, node: Node) -> list[Fact]:
     axis = node.attributes.get_int("axis", -1) % len(shape)
     count = k[0] if k else None
     if count is not None:
-        w.system.demand("least", shape[axis], count)
+        w.system.require("least", shape[axis], count)
     shape[axis] = unknown() if count is None else count
     return [Fact(tuple(shape))] * 2
 
@@ -207,7 +207,7 @@ def _einsum(w: Walk, node: Node) -> list[Fact]:
             return [NOTHING]
         for letter, dim in zip(term, shape, strict=True):
             found = letters.setdefault(letter, dim)
-            w.system.demand("broadcast", found, dim)
+            w.system.require("broadcast", found, dim)
             letters[letter] = dim if found.number == 1 else w.system.resolve(found)
     return [Fact(tuple(letters[c] for c in output))]
 
@@ -262,10 +262,10 @@ def _blocks(w: Walk, node: Node) -> list[Fact]:
     if x is None:
         return [NOTHING]
     if node.op_type == "DepthToSpace":
-        w.system.demand("divides", x[1], size(b * b))
+        w.system.require("divides", x[1], size(b * b))
         return [Fact((x[0], x[1] // (b * b), x[2] * b, x[3] * b))]
     for d in x[2:]:
-        w.system.demand("divides", d, size(b))
+        w.system.require("divides", d, size(b))
     return [Fact((x[0], x[1] * (b * b), x[2] // b, x[3] // b))]
 
 

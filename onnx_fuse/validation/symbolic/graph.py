@@ -1,4 +1,4 @@
-"""What a graph asks of the sizes of its inputs, found by following shapes through its nodes."""
+"""Follow shapes through a graph, and collect its constraints on the sizes of its inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def follow(
         difference = a - b
         simple = all(len(m) == 1 and isinstance(m[0], str) for m in difference.terms)
         if simple and a.number is None and b.number is None:
-            system.demand("equal", a, b, soft=True)
+            system.require("equal", a, b, soft=True)
 
 
 def _if(w: Walk, node: Node) -> list[Fact]:
@@ -77,7 +77,7 @@ def controls(condition: Value) -> tuple[str, int | None] | None:
 
 
 def _origin(value: Value) -> Value:
-    """What a value is, before nodes that only pass it on."""
+    """The value that `value` is a copy of, through nodes that only pass it on."""
     node = value.producer()
     while node is not None and node.op_type in _PASSES_ON and node.inputs[0] is not None:
         value = node.inputs[0]

@@ -1,4 +1,4 @@
-"""What operators that move, cut and index values do to shapes and entries."""
+"""Rules of operators that move, cut and index values, for shapes and entries."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _reshape(w: Walk, node: Node) -> list[Fact]:
             right.remove(d)
     total, rest = product(left), product(right)
     if holes:
-        w.system.demand("divides", total, rest)
+        w.system.require("divides", total, rest)
         target[holes[0]] = total / rest
     else:
-        w.system.demand("equal", total, rest)
+        w.system.require("equal", total, rest)
     target = [w.system.resolve(t) for t in target]
     fact = w.fact(node.inputs[0])
     entries, sizes = fact.entries, [t.number for t in target]
@@ -206,11 +206,11 @@ def _extent(w: Walk, dim: Size, start: Size, end: Size, step: int) -> Size:
         elif sign_of(dim, x) is not None or x.number is not None:
             bounds.append(smaller(x, dim))
         else:
-            w.system.demand("least", dim, x, soft=True)
+            w.system.require("least", dim, x, soft=True)
             bounds.append(x)
     length = bounds[1] - bounds[0]
     if (length.least or 0) < 0 or length.least is None:
-        w.system.demand("least", length, size(0), soft=True)
+        w.system.require("least", length, size(0), soft=True)
     return length if step == 1 else -(-length // step)
 
 
@@ -236,7 +236,7 @@ def _reaches(w: Walk, dim: Size, top: Shape | None) -> None:
         limit = w.system.resolve(top[0])
         if dim.number is None:
             w.indexed.append((dim, limit))
-        w.system.demand("least", dim, limit)
+        w.system.require("least", dim, limit)
 
 
 def _gather_nd(w: Walk, node: Node) -> list[Fact]:

@@ -21,7 +21,7 @@ ENTRIES = 256  # of an array whose values are followed
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a value: its shape, its entries (Size, bool, or None each), and a bound.
+    """The facts about a value: its shape, its entries (Size, bool or None each), and a bound.
 
     `top` bounds entries from above, exclusively: one for all, or one for each along the last axis.
     """
@@ -127,7 +127,7 @@ class Walk:
 
     def same(self, a: Size, b: Size) -> Size:
         """Demand that two sizes are equal, and return the size."""
-        self.system.demand("equal", a, b)
+        self.system.require("equal", a, b)
         return self.system.resolve(a)
 
     def broadcast(self, shapes: Sequence[Sequence[Size] | None]) -> Shape | None:
@@ -142,7 +142,7 @@ class Walk:
             here = [d for d in here if d.number != 1]
             dim = here[0] if here else size(1)
             for other in here[1:]:
-                self.system.demand("broadcast", dim, other)
+                self.system.require("broadcast", dim, other)
                 dim = self.system.resolve(dim if dim.number is None else other)
             dims.append(dim)
         return tuple(dims)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
-from onnx_fuse.cuda.pointwise import SCALAR, launch_many
-from onnx_fuse.cuda.source import source_text, without_bounds
+from onnx_fuse.kernels import Choice, select
 from onnx_fuse.kernels.rows import fold_kind
+from onnx_fuse.kernels.several import shares_a_launch
 from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.moves import PointwiseMany, Several
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
-from onnx_fuse.program.problem import Hardware, Launch, Num, Ptr, Table
+from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.problems import Fold
 
 MAX_WAIT = 2 << 20
@@ -22,7 +24,9 @@ MAX_FOLDS = 256
 """Weights that one launch folds."""
 
 
-def batch(calls: Sequence[Call]) -> list[Call]:
+def batch(
+    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
+) -> list[Call]:
     """Equal expressions over many flat tensors, an optimizer's updates, become one launch.
 
     A call may wait for a later one of its kind if nothing in between reads what it writes or
@@ -42,14 +46,17 @@ def batch(calls: Sequence[Call]) -> list[Call]:
     gone: set[int] = set()
     placed: dict[int, list[Call]] = defaultdict(list)
     for members in kinds.values():
+        choice = _shared(calls[members[0]], hw, prefs) if len(members) > 1 else None
+        if choice is None:
+            continue
         run: list[int] = []
         for i in reversed(members):
             # `run` starts at its last member; earlier ones join as long as they may wait for it
             if run and not _may_wait(calls, i, run[0]):
-                _place(calls, run, depths, gone, placed)
+                _place(calls, run, choice, depths, gone, placed)
                 run = []
             run.append(i)
-        _place(calls, run, depths, gone, placed)
+        _place(calls, run, choice, depths, gone, placed)
     result = []
     for i, call in enumerate(calls):
         if i not in gone:
@@ -61,6 +68,7 @@ def batch(calls: Sequence[Call]) -> list[Call]:
 def _place(
     calls: Sequence[Call],
     run: Sequence[int],
+    choice: Choice,
     depths: Sequence[int],
     gone: set[int],
     placed: dict[int, list[Call]],
@@ -80,7 +88,7 @@ def _place(
     most = 1 << (most.bit_length() - 1)
     for some in (early, then, rest):
         parts = [[calls[i] for i in some[k : k + most]] for k in range(0, len(some), most)]
-        placed[run[0]] += [_many(part) if len(part) > 1 else part[0] for part in parts]
+        placed[run[0]] += [_many(part, choice) if len(part) > 1 else part[0] for part in parts]
     gone.update(run)
 
 
@@ -99,24 +107,21 @@ def _kind(call: Call) -> object | None:
 
 
 def _twin(call: Call) -> object | None:
-    """The launch of a small call that a grid of several may run: equal but for its pointers."""
-    if len(call.launches) != 1 or call.workspace or call.host:
+    """The problem of a small call, and which of its operands are there."""
+    if call.problem is None or isinstance(call.problem, Several | PointwiseMany):
         return None
-    (launch,) = call.launches
-    if (
-        launch.cluster > 1
-        or launch.smem
-        or "\n" in launch.source
-        or sum(t.nbytes for _, t in call.reads) > MAX_WAIT
-        or not all(
-            isinstance(arg, Num) or arg == Ptr(getattr(arg, "name", "")) for arg in launch.args
-        )
-        or free_axis(launch) is None
-    ):
+    if sum(t.nbytes for _, t in call.reads) > MAX_WAIT:
         return None
-    bound = {name for name, _ in (*call.reads, *call.writes)}
-    unbound = tuple(isinstance(arg, Ptr) and arg.name not in bound for arg in launch.args)
-    return launch, unbound
+    return call.problem, tuple(name for name, _ in (*call.reads, *call.writes))
+
+
+def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice | None:
+    """The kernel of calls of this kind, None where it has no room for several."""
+    problem = call.problem if call.expression is None else pointwise(call)
+    choice = None if problem is None else select(problem.op, problem, hw, prefs)
+    if problem is None or choice is None or call.expression is not None:
+        return choice
+    return choice if shares_a_launch(choice, problem, hw) else None
 
 
 def _single(tensor: Tensor) -> bool:
@@ -135,11 +140,11 @@ def _may_wait(calls: Sequence[Call], i: int, until: int) -> bool:
     return True
 
 
-def _many(members: Sequence[Call]) -> Call:
+def _many(members: Sequence[Call], choice: Choice) -> Call:
     """One call of all members; their operands are bound under "column.row"."""
     first = members[0]
     if first.expression is None:
-        return _twins(members)
+        return _twins(members, choice)
     shared = [t if _single(t) else None for _, t in first.reads]
     items = [([t for _, t in c.reads], [t for _, t in c.writes]) for c in members]
     reads: dict[str, Tensor] = {f"a{r}": t for r, t in enumerate(shared) if t is not None}
@@ -148,81 +153,37 @@ def _many(members: Sequence[Call]) -> Call:
     for row, (r, w) in enumerate(items):
         reads |= {f"{k}.{row}": t for k, t in enumerate(r) if shared[k] is None}
         writes |= {f"{inputs + k}.{row}": t for k, t in enumerate(w)}
+    problem = PointwiseMany(
+        first.expression,
+        tuple(t and view(t) for t in shared),
+        tuple((tuple(map(view, r)), tuple(map(view, w))) for r, w in items),
+    )
     return Call(
         f"{first.expression.name} x{len(members)}",
         nodes_of(*members),
-        (launch_many(first.expression, shared, items),),
+        (),
         tuple(reads.items()),
         tuple(writes.items()),
-        flops=sum(len(first.expression.steps) * w[0].size for _, w in items),
-        bytes=sum(t.nbytes for r, w in items for t in (*r, *w)),
+        flops=problem.flops,
+        bytes=problem.bytes,
+        problem=problem,
     )
 
 
-def _twins(members: Sequence[Call]) -> Call:
+def _twins(members: Sequence[Call], choice: Choice) -> Call:
     """One launch of equal ones over other pointers; operands are bound under "name.row"."""
+    first, count = members[0], len(members)
+    assert first.problem is not None
+    bound = tuple(name for name, _ in (*first.reads, *first.writes))
     return Call(
-        f"{members[0].kernel} x{len(members)}",
+        f"{first.kernel} x{count}",
         nodes_of(*members),
-        (launch_twins(members),),
+        (),
         tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.reads),
         tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.writes),
         flops=sum(c.flops for c in members),
         bytes=sum(c.bytes for c in members),
-        why=members[0].why,
-    )
-
-
-def free_axis(launch: Launch) -> str | None:
-    """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
-    # what common.cuh knows of the grid is the whole one's size
-    text = source_text(launch.source).replace(source_text("common.cuh"), "")
-    if "__grid_constant__" in text:
-        return None
-    for k, axis in ((1, "y"), (2, "z")):
-        if launch.grid[k] == 1 and f"blockIdx.{axis}" not in text and f"gridDim.{axis}" not in text:
-            return axis
-    return None
-
-
-def launch_twins(members: Sequence[Call]) -> Launch:
-    """The members' kernel as a device function, called once a row of a table of pointers."""
-    (launch,) = members[0].launches
-    axis = free_axis(launch)
-    pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
-    rows = 1 << (len(members) - 1).bit_length()  # few distinct sources for many counts
-    words: list[Ptr | int] = []
-    for i, call in enumerate(members):
-        bound = {name for name, _ in (*call.reads, *call.writes)}
-        words += [Ptr(f"{p.name}.{i}") if p.name in bound else 0 for p in pointers]
-    words += [0] * ((rows - len(members)) * len(pointers))
-    parameters, passed, numbers = [], [], []
-    for i, arg in enumerate(launch.args):
-        if isinstance(arg, Num):
-            parameters.append(f", {SCALAR[arg.ctype]} n{i}")
-            passed.append(f"n{i}")
-            numbers.append(arg)
-        else:
-            column = sum(isinstance(a, Ptr) for a in launch.args[:i])
-            passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
-    text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
-    source = f"""{text}
-struct TwinPointer {{
-    u64 p;
-    template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
-}};
-struct TwinRow {{ u64 p[{len(pointers)}]; }};
-struct TwinRows {{ TwinRow at[{rows}]; }};
-extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
-    twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
-    after_previous_launch();
-    {launch.entry}({", ".join(passed)});
-}}
-"""
-    x, y, z = launch.grid
-    grid = (x, len(members), z) if axis == "y" else (x, y, len(members))
-    return Launch(
-        source, "twins", grid, launch.block, (Table(tuple(words)), *numbers), launch.defines
+        problem=Several(first.problem, count, bound, choice.kernel.name, choice.config),
     )
 
 

@@ -1,18 +1,13 @@
-"""Unread and repeated calls go; launches call early for those that come alone."""
+"""Common subexpressions: calls whose results nothing reads go, equal ones run once."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from math import prod
 
-from onnx_fuse.cuda.source import source_text
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import moved
-from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.size import rough, wide_class_of
 
 
 def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -51,21 +46,3 @@ def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             seen[key] = call
         kept.append(call)
     return kept
-
-
-def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
-    """The calls; a launch whose next one's blocks take a multiprocessor each calls for it at once.
-
-    Where a block falls idle the next one's then prepares itself. Smaller blocks would crowd there.
-    """
-    found = [list(call.launches) for call in calls]
-    places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
-    for (i, j), (after, first) in pairwise(places):
-        launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
-        few = rough(prod(launch.grid), wide_class_of) <= 128  # these do it anyway
-        if alone and not few and "NEXT_ALONE" in source_text(launch.source):
-            defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
-            found[i][j] = replace(launch, defines=defines)
-    return tuple(
-        replace(call, launches=tuple(launches)) for call, launches in zip(calls, found, strict=True)
-    )

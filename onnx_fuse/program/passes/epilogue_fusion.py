@@ -14,7 +14,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
-from onnx_fuse.program.passes.chains import pointwise
+from onnx_fuse.program.passes.pointwise_fusion import pointwise
 from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
 from onnx_fuse.program.problems import Norm, SlopeProduct
 

@@ -1,0 +1,107 @@
+"""One launch for several calls: equal problems over other pointers, or an expression over tensors.
+
+The operand "name" of call i is bound as "name.i".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from onnx_fuse.cuda.pointwise import SCALAR, launch_many
+from onnx_fuse.cuda.source import source_text, without_bounds
+from onnx_fuse.kernels import Choice, Kernel, candidates
+from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.program.moves import PointwiseMany, Several
+from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
+
+
+def free_axis(launch: Launch) -> str | None:
+    """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
+    # what common.cuh knows of the grid is the whole one's size
+    text = source_text(launch.source).replace(source_text("common.cuh"), "")
+    if "__grid_constant__" in text:
+        return None
+    for k, axis in ((1, "y"), (2, "z")):
+        if launch.grid[k] == 1 and f"blockIdx.{axis}" not in text and f"gridDim.{axis}" not in text:
+            return axis
+    return None
+
+
+def shares_a_launch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
+    """Whether a grid of several may run the kernel chosen: one launch of plain pointers."""
+    if choice.workspace(problem, hw):
+        return False
+    launches = choice.launch(problem, hw)
+    if len(launches) != 1:
+        return False
+    (launch,) = launches
+    plain = all(isinstance(a, Num) or a == Ptr(getattr(a, "name", "")) for a in launch.args)
+    alone = launch.cluster > 1 or launch.smem or "\n" in launch.source or not launch.source
+    return plain and not alone and free_axis(launch) is not None
+
+
+class Twins(ByRule):
+    """The kernel as a device function, called once a row of a table of pointers."""
+
+    name = "twins"
+
+    def sources(self) -> tuple[str, ...]:
+        """What its text includes."""
+        return ("common.cuh",)
+
+    def launch(self, problem: Several, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
+        (launch,) = kernel.launch(problem.problem, problem.config, hw)
+        axis, count, bound = free_axis(launch), problem.count, problem.bound
+        pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
+        rows = 1 << (count - 1).bit_length()  # few distinct sources for many counts
+        words: list[Ptr | int] = []
+        for i in range(count):
+            words += [Ptr(f"{p.name}.{i}") if p.name in bound else 0 for p in pointers]
+        words += [0] * ((rows - count) * len(pointers))
+        parameters, passed, numbers = [], [], []
+        for i, arg in enumerate(launch.args):
+            if isinstance(arg, Num):
+                parameters.append(f", {SCALAR[arg.ctype]} n{i}")
+                passed.append(f"n{i}")
+                numbers.append(arg)
+            else:
+                column = sum(isinstance(a, Ptr) for a in launch.args[:i])
+                passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
+        text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
+        source = f"""{text}
+struct TwinPointer {{
+    u64 p;
+    template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
+}};
+struct TwinRow {{ u64 p[{len(pointers)}]; }};
+struct TwinRows {{ TwinRow at[{rows}]; }};
+extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
+    twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
+    after_previous_launch();
+    {launch.entry}({", ".join(passed)});
+}}
+"""
+        x, y, z = launch.grid
+        grid = (x, count, z) if axis == "y" else (x, y, count)
+        table = Table(tuple(words))
+        return (Launch(source, "twins", grid, launch.block, (table, *numbers), launch.defines),)
+
+
+class Tensors(ByRule):
+    """A kernel generated for an expression, over a table of flat tensors."""
+
+    name = "generated"
+
+    def sources(self) -> tuple[str, ...]:
+        """What its text includes."""
+        return ("common.cuh",)
+
+    def launch(self, problem: PointwiseMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        return (launch_many(problem.expression, problem.shared, problem.items),)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"Several": (Twins(),), "PointwiseMany": (Tensors(),)}

@@ -1,0 +1,61 @@
+"""The last passes: each problem's kernel and its launches, and which launches call early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+from onnx_fuse.cuda.source import source_text
+from onnx_fuse.kernels import Choice, select
+from onnx_fuse.program.call import Call
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.program.size import rough, wide_class_of
+
+
+def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
+    """The call with the launches of the candidate chosen for its problem."""
+    assert call.problem is not None
+    how = f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us"
+    return replace(
+        call,
+        launches=choice.launch(call.problem, hw),
+        workspace=choice.workspace(call.problem, hw),
+        why=how,
+    )
+
+
+def select_kernels(
+    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
+) -> list[Call]:
+    """The calls, each problem with the launches of the kernel chosen for it.
+
+    Raises UsageError where one that the user asks for does not serve its problem.
+    """
+    return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
+
+
+def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
+    assert call.problem is not None
+    choice = select(call.problem.op, call.problem, hw, prefs)
+    assert choice is not None, f"no kernel serves {call.problem}"
+    return chosen(call, choice, hw)
+
+
+def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
+    """The calls; a launch whose next one's blocks take a multiprocessor each calls for it at once.
+
+    Where a block falls idle the next one's then prepares itself. Smaller blocks would crowd there.
+    """
+    found = [list(call.launches) for call in calls]
+    places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
+    for (i, j), (after, first) in pairwise(places):
+        launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
+        few = rough(prod(launch.grid), wide_class_of) <= 128  # these do it anyway
+        if alone and not few and "NEXT_ALONE" in source_text(launch.source):
+            defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
+            found[i][j] = replace(launch, defines=defines)
+    return tuple(
+        replace(call, launches=tuple(launches)) for call, launches in zip(calls, found, strict=True)
+    )
