@@ -267,6 +267,23 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    specializer = encoder()
+    weights = specializer.model.graph.initializers.values()
+    nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
+    rows = [  # cores, models whose weights have room, processes there already, how many more
+        (1, 9, 0, 0), (4, 9, 0, 1), (16, 9, 0, 4), (99, 9, 0, 4), (16, 2, 0, 2), (16, 0, 0, 0),
+        (16, 9, 3, 1), (16, 9, 9, 1),
+    ]  # fmt: skip
+    for cores, room, living, wanted in rows:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        monkeypatch.setattr(ahead, "LARGEST", room * nbytes)
+        monkeypatch.setattr(ahead, "_LIVING", set(range(living)))
+        assert ahead.processes(specializer) == wanted, (cores, room, living)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert ahead.processes(specializer) == 0
+
+
 def test_it_ends_when_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "IDLE", 0.01)
 

@@ -444,15 +444,16 @@ def test_every_second_body_is_one() -> None:
         ("n, rest, three", [0, -1, 3]),
     ],
 )
+@pytest.mark.parametrize("how", ["", "<allowzero = 1> "])
 def test_a_reshape_to_sizes_of_its_own_input_has_a_constant_target(
-    sizes: str, target: list[int] | None
+    sizes: str, target: list[int] | None, how: str
 ) -> None:
     model = text_model(
         '<ir_version: 10, opset_import: ["" : 21]> agraph (float[N,5] x) => (float[A,B,C] y) '
         "<int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] three = {3},"
         " int64[1] rest = {-1}, int64[4] by = {0, 0, 0, 1}>"
         " { p = Pad (x, by) s = Shape (x) n = Slice (s, zero, one)"
-        f" t = Concat <axis = 0> ({sizes}) r = Reshape (p, t) y = Neg (r) }}"
+        f" t = Concat <axis = 0> ({sizes}) r = Reshape {how}(p, t) y = Neg (r) }}"
     )
     before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
     passes.optimize(model)

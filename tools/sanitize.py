@@ -268,6 +268,7 @@ def run(tool: str, part: int, tests: int, folder: Path) -> tuple[int, Path]:
     command += ["--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
     command += [sys.executable, __file__, "--watched", tool, str(part)]
     environment = {**os.environ, "ONNX_FUSE_ARENA": "0", "ONNX_FUSE_GRAPH": "0"}
+    environment["ONNX_FUSE_AHEAD"] = "0"
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process a core
     log.write_text("")
     while begun < tests:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_fuse import config
@@ -218,8 +217,7 @@ def refusals(op: str, problem: AnyProblem, hw: Hardware) -> dict[str, str]:
 class Site:
     """One call of a program, as --explain shows it: what runs, how long, and why it was chosen.
 
-    `floor` is the time that no kernel beats; where there is one candidate only, `seconds` is that
-    and a launch.
+    `floor` is the time that no kernel beats; where a rule chooses, `seconds` is that and a launch.
     """
 
     nodes: tuple[str, ...]
@@ -234,32 +232,34 @@ class Site:
 
 
 def site(call: Call, hw: Hardware) -> Site:
-    """The Site of a call; a registry op's is chosen anew, which gives the same."""
+    """The Site of a call that has a problem; its kernel is chosen anew, which gives the same."""
     problem = call.problem
-    choice = None if problem is None else select(problem.op, problem, hw)
-    if problem is None or choice is None:
-        rate = hw.rate(call.writes[0][1].dtype) if call.writes else inf
-        floor = max(call.bytes / hw.bandwidth, call.flops / rate)
-        seconds = floor + len(call.launches) * hw.launch_seconds
-        return Site(call.nodes, call.kernel, "", "-", seconds, floor, call.why or "the only one")
+    assert problem is not None, f"{call.kernel} has no kernels to choose from"
+    choice = select(problem.op, problem, hw)
+    assert choice is not None, f"no kernel serves {problem}"
     refused = refusals(problem.op, problem, hw)
-    rest = [
-        _by_cost((kernel,), problem, hw, "")[0]
+    others = [
+        kernel
         for kernel in candidates(problem.op)
         if kernel.name not in refused and kernel.name != choice.kernel.name
     ]
-    why = choice.why
-    if rest:
+    op, why = problem.op, choice.why
+    if isinstance(choice.kernel, ByRule):  # its neighbours are for other problems, not refused
+        refused = {}
+        op = call.kernel if op in call.kernel else f"{call.kernel} ({op})"
+        why += f"; also {', '.join(kernel.name for kernel in others)}" if others else ""
+    elif others:
+        rest = (_by_cost((kernel,), problem, hw, "")[0] for kernel in others)
         second = min(rest, key=lambda other: other.seconds)
         why += f"; next {second.kernel.name}, {second.seconds * 1e6:.1f} µs"
     return Site(
         call.nodes,
-        problem.op,
+        op,
         choice.kernel.name,
         str(choice.config),
         choice.seconds,
         problem.floor(hw, call.bytes),
-        why if rest else f"{why}; the only one that serves it",
+        why if others else f"{why}; the only one that serves it",
         tuple(refused.items()),
     )
 

@@ -90,9 +90,8 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
         return refused
     params = {n: ctx.output(node, i, scale.shape, scale.dtype)
               for i, n in enumerate(["dscale"] if rms else ["dscale", "dbias"], 1)}  # fmt: skip
-    sums = NormGradSums(
-        replace(problem, dx=True), len(params)
-    )  # whether dx is made is all the same
+    # whether dx is made is all the same to the sums: others may share their launch
+    sums = NormGradSums(replace(problem, dx=True), len(params))
     return ctx.select(node, sums, {"part": part}, params)
 
 

@@ -87,7 +87,7 @@ def _constant(node: ir.Node, entries: Sizes) -> bool:
 def _reshape(node: ir.Node, wanted: Sizes | None, meaning: dict[str, Size]) -> Sizes | None:
     """Enter what the symbols in the output's shape mean; the sizes it has."""
     y, given = node.outputs[0], _sizes(node.inputs[0], meaning)
-    if wanted is None or attribute(node, "allowzero", 0) != 0:
+    if wanted is None or (attribute(node, "allowzero", 0) != 0 and (0, ()) in wanted):
         return None
     found = list(wanted)
     for i, size in enumerate(found):
@@ -106,7 +106,8 @@ def _copied(node: ir.Node, wanted: Sizes | None, given: Sizes | None) -> bool:
     target, graph = node.inputs[1], node.graph
     if wanted is None or given is None or graph is None or const_array(target) is not None:
         return False
-    if attribute(node, "allowzero", 0) != 0:
+    literal = attribute(node, "allowzero", 0) != 0  # a 0 is a size of 0, and copies none
+    if literal and (0, ()) in wanted:
         return False
     numbers = []
     for i, size in enumerate(wanted):
@@ -118,6 +119,7 @@ def _copied(node: ir.Node, wanted: Sizes | None, given: Sizes | None) -> bool:
             return False
     op = Builder()
     node.replace_input_with(1, op.constant(np.array(numbers, np.int64)))
+    node.attributes.pop("allowzero", None)
     graph.insert_before(node, op.nodes)
     return True
 

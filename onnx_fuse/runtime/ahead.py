@@ -39,17 +39,21 @@ CORES = 4
 PROCESSES = 4
 """At most, since NVRTC compiles one kernel after another in a process, whatever its threads."""
 LARGEST = 4 << 30
-"""Bytes of weights up to which a model that is in no file is copied for the other process."""
+"""Bytes of weights that all those processes may hold."""
 
+_LIVING: set[int] = set()  # processes of all sessions
 _Wish = tuple[Shapes, dict[str, int]]  # shapes, and how far the sizes of some symbols go
 
 
-def processes() -> int:
-    """How many processes this machine and this interpreter can have beside their own."""
+def processes(specializer: Specializer) -> int:
+    """How many processes may prepare programs of the model beside this one."""
     own = bool(sys.executable) and not getattr(sys, "frozen", False)
     if not own or not hasattr(os, "memfd_create"):
         return 0
-    return min(PROCESSES, len(os.sched_getaffinity(0)) // CORES)
+    weights = specializer.model.graph.initializers.values()
+    nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
+    free = max(1, PROCESSES - len(_LIVING))
+    return min(free, len(os.sched_getaffinity(0)) // CORES, LARGEST // max(1, nbytes))
 
 
 class Ahead:
@@ -142,12 +146,12 @@ class Ahead:
             if graph is None:
                 return  # too large
             specializer.keep_under(graph.digest)
-        parts = processes()
-        if not wanted or not parts:
+        if not wanted:
             return
         self.children = [child for child in self.children if not child.ended.is_set()]
         if not self.children:
-            if not missing(specializer, shapes, wanted):
+            parts = processes(specializer)
+            if not parts or not missing(specializer, shapes, wanted):
                 return
             if origin is None and graph is None and (graph := _Copy.of(specializer)) is None:
                 return
@@ -256,16 +260,23 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=None if config.DEBUG.value else subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "CUDA_VISIBLE_DEVICES": "",
+                "ONNX_FUSE_DUMP": "",
+            },
             pass_fds=() if copy is None else (copy.file,),
             start_new_session=True,  # Ctrl-C is for this process
         )
         self.ended = threading.Event()
+        _LIVING.add(self._process.pid)
         threading.Thread(target=self._reap, name="onnx_fuse ahead", daemon=True).start()
         self.say(job)
 
     def _reap(self) -> None:
         self._process.wait()
+        _LIVING.discard(self._process.pid)
         self.ended.set()
 
     def say(self, message: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ class Programs:
                 raise ValueError("damaged")
             found: Kept = _Unpickler(data[start:], self._weight).load()
             os.utime(self.folder)  # used now, for who removes what is old
-        except (OSError, ModelError, LookupError, ValueError, struct.error, pickle.PickleError):
+        except (OSError, ModelError, LookupError, ValueError, struct.error, *_UNREADABLE):
             self._guards[path] = None  # as if it were not there
             return None
         return found
@@ -180,6 +180,8 @@ class Programs:
         raise LookupError(name)
 
 
+# what pickle raises for what other code has written
+_UNREADABLE = (pickle.PickleError, AttributeError, ImportError, EOFError, TypeError)
 _LENGTH = struct.Struct("<Q")
 _HEAD = 64 + _LENGTH.size  # digests of guards and program, bytes of the guards
 

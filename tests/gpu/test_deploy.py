@@ -17,6 +17,7 @@ from onnx_fuse import InferenceSession, deploy
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.problem import CHIPS, Hardware
+from onnx_fuse.runtime.kept import Programs
 
 SIZES = [(1, 5), (2, 16)]
 
@@ -121,6 +122,41 @@ def test_a_graph_from_the_cache_gives_the_same_bits(
                 thread.join()
     assert len(list((tmp_path / "cache" / "graphs").glob("*.graph"))) == 1
     assert found[0] == found[1]
+
+
+def test_programs_from_the_cache_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(Programs, "seconds", 0.0)
+    found = []
+    for again in (False, True):
+        session = InferenceSession(ENCODER, device="cuda", precision="fp16")
+        sizes = [(2, n) for n in (40, 7, 8, 33, 7, 2, 40, 7)]
+        found.append([y.tobytes() for s in sizes for y in session.run(None, feeds(*s))])
+        specializer = session._executable.specializer
+        assert specializer.origin.result() is not None
+        specializer.written()
+        assert (specializer.traced == 0) == again
+    assert found[0] == found[1]
+
+
+def test_every_size_of_a_range_gives_the_bits_of_a_session(tmp_path: Path) -> None:
+    path = tmp_path / "m.fused"
+    deploy.compile(
+        ENCODER,
+        path,
+        targets={"here": Hardware.detect()},
+        shapes=[dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (2, -1))],
+        ranges={"sequence": (2, 40)},
+        precision="fp16",
+    )
+    compiled = InferenceSession(path, device="cuda")
+    ordinary = InferenceSession(ENCODER, device="cuda", precision="fp16")
+    for length in (40, 7, 8, 33, 7, 2, 40, 16, 7, 7):
+        given = feeds(2, length)
+        pairs = zip(compiled.run(None, given), ordinary.run(None, given), strict=True)
+        assert all(got.tobytes() == want.tobytes() for got, want in pairs), length
 
 
 def test_a_file_for_another_chip_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.rewrite import attribute, dim, ints, rank, row_axis, typed, users
 
 Fill = np.ndarray | None
@@ -62,14 +63,17 @@ def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
             ratio *= prod(after) / prod(_sizes(view, after))
         elif view.op_type == "Reshape":
             target = ints(view.inputs[1])
-            if target is None or attribute(view, "allowzero", 0) or target[axis] == 0:
+            if target is None or target[axis] == 0:
                 return "the shapes between are not known beforehand"
-    columns, width = sum(_width(n, x) for n in products), dim(x, -1) or 0
+    # by weight: a product that is fused already is dead, but there
+    columns, width = sum({n.inputs[1]: _width(n, x) for n in products}.values()), dim(x, -1) or 0
     if columns >= width * (1 + ratio):
         return (
             f"the product could come first, with its bias as the added rows, but moving {columns} "
             f"columns in the place of {width} costs more than the norm's pass"
         )
+    if any(n.domain for n in products):
+        return "another product of the padded rows cannot come first"
     return ""
 
 
@@ -123,10 +127,11 @@ def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> 
 
 def _width(node: ir.Node, x: ir.Value) -> int:
     """Columns of a product of `x` with a weight; 0 for any other node."""
-    if node.domain or node.op_type not in ("MatMul", "Gemm") or node.inputs[0] is not x:
+    fused = node.domain == FUSE and node.op_type.startswith("Gemm")
+    if not (fused or (node.domain == "" and node.op_type in ("MatMul", "Gemm"))):
         return 0
     w = node.inputs[1]
-    if attribute(node, "transA", 0) or rank(w) != 2 or w is x:
+    if node.inputs[0] is not x or attribute(node, "transA", 0) or rank(w) != 2 or w is x:
         return 0
     return dim(w, 0 if attribute(node, "transB", 0) else 1) or 0
 
