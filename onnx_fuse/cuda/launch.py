@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -210,11 +210,3 @@ def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
     if launch.product is None:
         return Bound(launch, pointers, hw)
     return cublaslt.Bound(launch, pointers, hw)
-
-
-def enqueue(
-    launches: Iterable[Launch], pointers: Mapping[str, int], stream: int, hw: Hardware
-) -> None:
-    """Bind and enqueue `launches` in order; `pointers` maps argument names to device addresses."""
-    for launch in launches:
-        bind(launch, pointers, hw).enqueue(stream)

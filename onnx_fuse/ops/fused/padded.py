@@ -98,13 +98,13 @@ def moved_behind(
         made = op.node(view.op_type, inputs, outputs=len(view.outputs), attributes=kept)
         outputs = made if isinstance(made, tuple) else (made,)
         for before, after in zip(view.outputs, outputs, strict=True):
-            assert before.shape is not None
-            shape = list(before.shape)
-            shape[axes.get(before, axis)] = width
-            typed(after, y, ir.Shape(shape))
+            shape = None if before.shape is None else [*before.shape]
+            if shape is not None:
+                shape[axes.get(before, axis)] = width
+            typed(after, y, shape)
             if view.op_type == "Pad" and fill is not None:
                 there = op.constant(_is_there(view))
-                after = typed(op.Where(there, after, op.constant(fill)), y, ir.Shape(shape))
+                after = typed(op.Where(there, after, op.constant(fill)), y, shape)
             moved[before] = after
             _tell_shape(op, before, after, axes.get(before, axis))
     return moved[x]
