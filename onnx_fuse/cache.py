@@ -23,7 +23,7 @@ from onnx_fuse.container import GRAPH, Container, digest_of_file, stamp, write
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import written
 from onnx_fuse.onnx.common import MAP_TYPE
-from onnx_fuse.onnx.save import outlined
+from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.kept import Origin, code, prune
 
@@ -88,7 +88,7 @@ class Entry:
                 same = all(stamp(path) == stamps[name] for name, path in beside.items())
                 if not same or not self._unchanged():
                     return None
-                members = {GRAPH: outlined(copy)}
+                members = {GRAPH: serialized_without_weights(copy)}
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with written(self._path) as draft:
                     write(draft, manifest, members, parts.tensors)

@@ -23,7 +23,7 @@ from onnx_fuse.kernels import cublaslt
 from onnx_fuse.lower.walk import Shapes as WalkShapes
 from onnx_fuse.onnx.build import defaults
 from onnx_fuse.onnx.common import DEFAULT, Model
-from onnx_fuse.onnx.save import outlined, stands_outside
+from onnx_fuse.onnx.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Call, NeedsValues, Program
@@ -131,9 +131,9 @@ def compile(
         entries.append(entry)
     given = defaults(graph)
     kept = [[name, store(a), [list(a.shape), a.dtype.name]] for name, a in given.items()]
-    members[GRAPH] = outlined(graph)
+    members[GRAPH] = serialized_without_weights(graph)
     for name, value in graph.graph.initializers.items():
-        if name not in tensors and stands_outside(value.const_value):
+        if name not in tensors and is_large_weight(value.const_value):
             assert value.const_value is not None
             tensors[name] = value.const_value.numpy()
     limits = ("arch", "sm_count", "smem_per_block")

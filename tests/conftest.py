@@ -10,6 +10,7 @@ import pytest
 from support import Cli, Result
 
 from onnx_fuse import cli as command
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save as save_model
 
@@ -36,3 +37,9 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return save
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code that stands for a source: what is tested is what surrounds it."""
+    monkeypatch.setattr(nvrtc, "compile", lambda source, defines, arch: f"{arch}{source}".encode())

@@ -173,6 +173,9 @@ def interpret(
             else:
                 found = _product(call.problem, read)
             results = [found[name].reshape(t.shape) for name, t in call.writes]
+        elif call.kernel.startswith("Copy x"):
+            read = {name: memory.view(t).copy() for name, t in call.reads}
+            results = [read[f"0{name[1:]}"] for name, _ in call.writes]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
         elif call.kernel == "SortedRows":

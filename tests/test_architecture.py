@@ -136,6 +136,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+def test_no_file_is_longer_than_a_reader_keeps_in_mind() -> None:
+    root = PACKAGE.parent
+    files = [p for name in ("onnx_fuse", "tests", "tools") for p in (root / name).rglob("*.py")]
+    long = {p.name: n for p in files if (n := len(p.read_text().splitlines())) > 700}
+    assert not long
+
+
 def test_the_rule_notices_an_import_from_below(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
     path.write_text("def f():\n    from onnx_fuse import cli\n    import onnx_fuse.validation\n")

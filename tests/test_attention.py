@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from cases import FUSION_CASES, NEWEST_OPSET, FusionCase
+from cases import NEWEST_OPSET, FusionCase
+from fusion_cases import FUSION_CASES
 from interpret import interpret
 
 from onnx_fuse import autodiff, passes

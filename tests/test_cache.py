@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lowering
 import numpy as np
 import onnx_ir as ir
 import pytest
-import test_lower
 from support import ENCODER
 
 from onnx_fuse import InferenceSession, cache, passes, session
@@ -108,9 +108,9 @@ def test_a_second_session_runs_the_same_program(
     assert optimized == [2 if precision == "fp32" else 3]
 
 
-@pytest.mark.parametrize("name", [n for n in test_lower.GRAPHS if "depends on data" not in n])
+@pytest.mark.parametrize("name", [n for n in lowering.GRAPHS if "depends on data" not in n])
 def test_every_small_graph_lowers_the_same(name: str, gpu: Path, optimized: list[int]) -> None:
-    text, feeds = test_lower.GRAPHS[name]
+    text, feeds = lowering.GRAPHS[name]
     path = gpu / "m.onnx"
     save(text_model(text), path)
     shapes = {key: (np.shape(a), np.asarray(a).dtype.name) for key, a in feeds.items()}

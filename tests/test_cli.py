@@ -447,6 +447,15 @@ def test_a_session_without_a_gpu_is_one_line_and_exit_1(
     assert re.search(f"^onnx-fuse: .*{FAULTS[name][1]}[^\n]*\n$", result.err), result.err
 
 
+def test_compiling_without_the_bindings_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvrtc._nvrtc_version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(DeviceError, match=r"CUDA bindings.*pip install 'onnx-fuse\[cuda13\]'"):
+        nvrtc._nvrtc_version()
+
+
 @pytest.mark.parametrize("name", COMPILER_FAULTS)
 def test_compiling_without_a_compiler_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lowering
 import numpy as np
 import pytest
-import test_lower
 from fake_gpu import FakeGpu
-from support import ENCODER, Cli
+from support import ENCODER
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, passes, session
 from onnx_fuse.cuda import nvrtc
@@ -30,19 +30,12 @@ from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import formula
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import device
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.specialize import Specializer
 
 H200, A100 = CHIPS["H200"], CHIPS["A100"]
 TANH = "agraph (float[N,4] x) => (float[N,4] y) { y = Tanh(x) }"
 IDS = ("input_ids", "attention_mask", "token_type_ids")
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine code that stands for a source: what is tested is what surrounds it."""
-    monkeypatch.setattr(nvrtc, "compile", lambda source, defines, arch: f"{arch}{source}".encode())
 
 
 def as_read(program: Program, written: Program) -> None:
@@ -73,10 +66,10 @@ def as_read(program: Program, written: Program) -> None:
             assert program.constants[buffer].tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("name", [n for n in test_lower.GRAPHS if "depends on data" not in n])
+@pytest.mark.parametrize("name", [n for n in lowering.GRAPHS if "depends on data" not in n])
 @pytest.mark.usefixtures("no_compiler")
 def test_programs_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
-    text, feeds = test_lower.GRAPHS[name]
+    text, feeds = lowering.GRAPHS[name]
     path = tmp_path / "m.fused"
     shapes = {key: np.shape(value) for key, value in feeds.items()}
     made = deploy.compile(text_model(text), path, targets={"h": H200, "a": A100}, shapes=[shapes])
@@ -643,67 +636,3 @@ def test_a_manifest_that_nobody_wrote_is_refused(tanh: Path, fault: str) -> None
     rewritten(tanh, manifest=manifest)
     with pytest.raises(ModelError, match=match):
         read(tanh)
-
-
-# ---- the command --------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) -> None:
-    path, report = tmp_path / "m.fused", tmp_path / "r.json"
-    done = cli(
-        *("compile", ENCODER, "-o", path, "--target", "h200,a100", "--json", report),
-        *("--dim", "batch=1,2", "sequence=8..16:8"),
-    )
-    assert done.code == 0, done.err
-    wanted = [(b, s) for b in (1, 2) for s in (8, 16)]
-    assert [s["input_ids"][0] for s in Deployed(path).shapes()] == wanted
-    found = json.loads(report.read_text())
-    assert found["targets"] == {"h200": 4, "a100": 4}
-    assert found["shapes"][1] == {name: [1, 16] for name in IDS}
-    done = cli(
-        *("compile", ENCODER, "-o", path, "--target", "h200"),
-        *("--input-shapes", "input_ids:1,4", "--input-shapes", "input_ids:3,5"),
-    )
-    assert done.code == 0, done.err
-    assert [s["token_type_ids"][0] for s in Deployed(path).shapes()] == [(1, 4), (3, 5)]
-    done = cli(
-        *("compile", ENCODER, "-o", path, "--target", "h200", "--json", report),
-        *("--dim", "batch=2", "sequence=3..20"),
-    )
-    assert done.code == 0, done.err
-    assert "sequence from 3 to 20" in done.out
-    assert json.loads(report.read_text())["ranges"] == {"sequence": [3, 20]}
-    for length in range(3, 21):
-        assert Deployed(path).program(dict.fromkeys(IDS, ((2, length), "int64")), H200).calls
-    # elsewhere the file is the graph that is in it
-    done = cli("run", path, "--input-shapes", "input_ids:2,3")
-    assert done.code == 0, done.err
-    done = cli("validate", path, "--against", ENCODER)
-    assert done.code == 0, done.err
-    done = cli("optimize", path, "-o", tmp_path / "n.onnx", "--no-check")
-    assert done.code == 0, done.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "cuda"], "name the one that will run the file, as in --target h200"),
-        (["--target", "h2"], "--target h2: choose cuda or one of h200"),
-        (["--target", "h200"], "axis 0 is open: give it by --input-shapes or by --dim batch=8"),
-        (["--target", "h200", "--dim", "batch=x"], "--dim batch=x: expected SYMBOL=8"),
-        (["--target", "h200", "--dim", "batch=1..9999:1"], "asks for 9,999 programs"),
-        (["--target", "h200", "--dim", "none=1"], "no input has a size named 'none'"),
-    ],
-)
-def test_the_command_says_what_is_wrong(
-    cli: Cli, tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(device_id: int = 0) -> None:
-        raise DeviceError("no NVIDIA driver was found")
-
-    monkeypatch.setattr(device, "probe", none)
-    done = cli("compile", ENCODER, "-o", tmp_path / "m.fused", *arguments)
-    assert done.code in (1, 2)
-    assert message in done.err
-    assert not list(tmp_path.iterdir())

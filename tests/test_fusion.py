@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from cases import FUSION_CASES, NEWEST_OPSET, FusionCase, RealCase, real_cases
+from cases import NEWEST_OPSET, FusionCase, RealCase, real_cases
+from fusion_cases import FUSION_CASES
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, passes

@@ -204,6 +204,11 @@ def test_gathers(unit: str, index: str) -> None:
     assert all(report.clean for report in reports.values())
 
 
+@pytest.mark.parametrize("unit", ["u8", "u16", "u32", "u64"])
+def test_copies_of_pieces(unit: str) -> None:
+    assert nvrtc.resources("indexing/pieces.cu", (("ROWS", "4"), ("T", unit)))["copy_pieces"].clean
+
+
 @pytest.mark.parametrize("reduce", range(5))
 @pytest.mark.parametrize("dtype", ["float", "double", "f16", "bf16", "i64", "u8", "bool"])
 def test_scatters(dtype: str, reduce: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hostile
 import pytest
-from cases import FUSION_CASES, NEWEST_OPSET, FusionCase
+from cases import NEWEST_OPSET, FusionCase
 from exact_cases import EXACT_CASES
+from fusion_cases import FUSION_CASES
 
 from onnx_fuse import passes
 from onnx_fuse.onnx.load import load

@@ -104,6 +104,21 @@ PROBLEMS = (
     Problem.of("LayerNormGemm", m=128, n=4096, k=768, folded=True, act="silu", gate=True, **BF16),
     Problem.of("LayerNormGemm", m=4096, n=4096, k=768, folded=True, act="gelu", gate=True, **BF16),
     Problem.of("LayerNormGemm", m=40, n=768, k=768, rms=True, act="silu", gate=True, **BF16),
+    Problem.of("LayerNormGemm", m=1, n=2304, k=768, folded=True, static_b=True, dtype="float16"),
+    Problem.of("Gemm", m=1, n=768, k=3072, bias=True, residual=True, trans_b=True, **BF16),
+    Problem.of(
+        "Sdpa",
+        m=1,
+        n=512,
+        k=128,
+        batch=(1, 8),
+        dtype="float16",
+        dv=128,
+        mask=(0, 0, 0, 1),
+        q_strides=(1024, 128, 1024),
+        k_strides=(2**19, 2**16, 128),
+        v_strides=(2**19, 2**16, 128),
+    ),
 )
 LIKELIEST = 3  # configurations of a kernel that every problem compiles, the first by cost
 
@@ -199,7 +214,7 @@ def test_every_source_is_reached() -> None:
     files = {
         f"{folder}/{path.name}" for folder in own for path in (source_root() / folder).glob("*.cu")
     }
-    assert files == reached
+    assert files == {source for source in reached if source.split("/")[0] in own}
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA Something New"])

@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from cases import real_cases
 from interpret import interpret
 
 import onnx_fuse
-from onnx_fuse.kernels import refusals, select
+from onnx_fuse.cuda.macros import lanes, pow2
+from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
@@ -35,6 +37,7 @@ from onnx_fuse.program.size import (
     wide_class_of,
 )
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.changes import spots, words
 from onnx_fuse.runtime.plan import Made
 from onnx_fuse.runtime.specialize import Specializer
 
@@ -192,6 +195,31 @@ def test_a_size_in_a_reason_is_no_decision() -> None:
     assert "(k) == 97" in trace.guards
 
 
+def test_shared_rows_of_a_weights_gradient_are_no_guard() -> None:
+    """A kernel whose CTAs share k has stages for the largest of the class, whatever its steps."""
+    kernel = next(k for k in candidates("Gemm") if k.name == "cluster")
+    tried = 0
+    for rows in (70, 260, 500):
+        trace = Trace()
+        k = trace.symbol("k", rows)
+        problem = Problem.of(
+            "Gemm", m=768, n=768, k=k, dtype="bfloat16", trans_a=True, lda=768, ldb=768, align=16
+        )
+        for config in kernel.configs(problem.rough(), H200):
+            if kernel.fits(problem.rough(), config):
+                kernel.launch(problem, config, H200)
+                tried += 1
+        assert set(trace.guards) == {f"{class_of(rows)[0]} <= k <= {class_of(rows)[1]}"}
+    assert tried
+
+
+def test_lanes_are_a_power_of_two_up_to_a_warp() -> None:
+    assert [lanes(n) for n in range(1, 99)] == [min(32, pow2(n)) for n in range(1, 99)]
+    trace = Trace()
+    assert lanes(trace.symbol("n", 1000)) == 32
+    assert set(trace.guards) == {"not (-16+n) <= 0"}
+
+
 def test_host_arithmetic() -> None:
     """Reshape's targets stay open through Shape, Gather, Concat, Mul, Slice and Unsqueeze."""
     trace = Trace()
@@ -225,6 +253,26 @@ def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple
         dims = [d if isinstance(d, int) else numbers[str(d)] for d in v.shape]
         found[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
     return found
+
+
+def assert_changes(source: Open, numbers: dict[str, int], sizes: dict[str, int]) -> None:
+    """The launches for `numbers` become those for `sizes` by writing what is named as changes."""
+    found, before, after = source.part("changes", sizes), source.at(numbers), source.at(sizes)
+    if found is None:
+        return
+    changed = {(i, j): (grid, words) for i, j, grid, words in found}
+    for i, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
+        for j, (x, y) in enumerate(zip(old.launches, new.launches, strict=True)):
+            assert replace(x, grid=(), args=()) == replace(y, grid=(), args=()), (i, j)
+            want = y.grid, tuple(word for word, _ in words(i, new, y))
+            had = x.grid, tuple(word for word, _ in words(i, old, x))
+            assert changed.get((i, j), had) == want, (i, j)
+            assert spots(i, old, x) == spots(i, new, y), (i, j)
+            if (i, j) not in changed:
+                assert x.args == y.args, (i, j)
+    ends = source.part("ends", sizes)
+    for name in ("inputs", "outputs", "setup"):
+        assert repr(getattr(ends, name)) == repr(getattr(after, name)), name
 
 
 @pytest.mark.parametrize("path", list(models()), ids=lambda p: p.stem)
@@ -264,6 +312,7 @@ def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> No
             there = specializer.changed(shapes, opened)
             again = Open(lower(graph, there, H200, math=precision, values=values), trace)
             assert repr(again.at(sizes)) == repr(made.source.at(sizes)), sizes
+            assert_changes(made.source, numbers, sizes)
             held += 1
         stored: Open = pickle.loads(pickle.dumps(made.source))  # as the cache has it
         for sizes in tries:

@@ -11,7 +11,7 @@ from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.program.problem import CHIPS, Launch
 from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
-from onnx_fuse.runtime.schedule import along_rows, by_data, in_line, segments
+from onnx_fuse.runtime.schedule import along_rows, by_data, in_line, segments, shareable
 
 H200 = CHIPS["H200"]
 
@@ -167,3 +167,21 @@ def test_where_that_takes_much_memory_calls_run_in_line(monkeypatch: pytest.Monk
     line = plan(p)
     assert line.order == in_line(p) != free.order
     assert line.arena < free.arena
+
+
+CACHED = """agraph (float16[1,4,C,8] past, float16[1,4,1,8] new, int64[1,4,1,8] at)
+=> (float16[1,4,C,8] present, float16[1,4,1,C] scores) {
+    present = ScatterElements <axis = 2> (past, at, new)
+    turned = Transpose <perm = [0, 1, 3, 2]> (WHICH)
+    scores = MatMul (new, turned)
+}"""
+
+
+@pytest.mark.parametrize(("which", "found"), [("present", {"present": ("past",)}), ("past", {})])
+def test_an_output_may_overwrite_an_input_that_nothing_reads_later(
+    which: str, found: dict[str, tuple[str, ...]]
+) -> None:
+    shapes = {"past": ((1, 4, 32, 8), "float16"), "new": ((1, 4, 1, 8), "float16"),
+              "at": ((1, 4, 1, 8), "int64")}  # fmt: skip
+    p = lower(text_model(CACHED.replace("WHICH", which)), shapes, H200)
+    assert shareable(p, plan(p).order) == found

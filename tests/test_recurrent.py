@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from test_gradients import RECURRENT, build, draw, session
+from gradient_loops import RECURRENT
+from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc

@@ -488,6 +488,85 @@ def test_pieces_of_memory_that_overlap(pieces: list[tuple[int, int, str]], found
     assert _overlapping(pieces) == set(found)
 
 
+def test_arrays_around_what_is_bound_go_up_by_themselves(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the room of a cache that stands between them among the inputs."""
+    text = """agraph (float[N] a, float[M,8] x, float[N] c) => (float[N] y, float[M,8] z)
+    { y = Add (a, c) z = Neg (x) }"""
+    runs, uploaded = InferenceSession(to_proto(text_model(text)), device="cuda"), []
+    upload = device.Stream.upload
+
+    def counted(stream: device.Stream, address: int, source: int, nbytes: int) -> None:
+        uploaded.append(nbytes)
+        upload(stream, address, source, nbytes)
+
+    monkeypatch.setattr(device.Stream, "upload", counted)
+    a, c = np.arange(5, dtype=np.float32), np.ones(5, np.float32)
+    x = aligned((40_000, 8))
+    x[...] = 2
+    binding = runs.io_binding()
+    binding.bind_cpu_input("a", a)
+    binding.bind_input("x", *place(x))
+    binding.bind_cpu_input("c", c)
+    binding.bind_output("y")
+    binding.bind_output("z", *place(x))
+    for sign in (-1, 1):
+        uploaded.clear()
+        runs.run_with_iobinding(binding)
+        assert uploaded == [20, 20]
+        np.testing.assert_array_equal(binding.get_outputs()[0], a + c)
+        assert (x == sign * 2).all()
+
+
+IN_PLACE = {  # what y, bound where x stands, costs a run: launches, copies
+    "element for element": ("y = Add (x, b)", 1, 0),
+    "the same": ("y = Identity (x)", 0, 0),
+    "read elsewhere too": ("y = Add (x, b) t = Transpose (x) z = Neg (t)", 2, 1),
+    "read twice": ("y = Add (x, b) t = Transpose (x) n = Neg (y) z = Add (t, n)", 1, 1),
+    "in another order": (
+        "r = Reshape (x, c) t = Transpose (r) d = Reshape (t, e) y = Neg (d)",
+        1,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_output_may_stand_where_an_input_does(name: str, gpu: FakeGpu) -> None:
+    nodes, launches, copied = IN_PLACE[name]
+    z = ", float[8,8] z" if " z = " in nodes else ""
+    text = (
+        f"agraph (float[8,8] x, float[8] b) => (float[8,8] y{z}) "
+        f"<int64[2] c = {{4, 16}}, int64[2] e = {{8, 8}}> {{ {nodes} }}"
+    )
+    model = to_proto(text_model(text))
+    runs, plain = InferenceSession(model, device="cuda"), InferenceSession(model)
+    x, other, z_at = aligned((8, 8)), aligned((8, 8)), aligned((8, 8))
+    binding, apart = runs.io_binding(), runs.io_binding()
+    for each, at in ((binding, x), (apart, other)):
+        each.bind_input("x", *place(x))
+        each.bind_input("b", *place(BIAS))
+        each.bind_output("y", *place(at))
+        if z:
+            each.bind_output("z", *place(z_at))
+    for i in range(12):
+        x[...] = x_of(8, i)
+        want = plain.run(None, {"x": x, "b": BIAS})
+        for array in (other, z_at):
+            array[...] = 0
+        gpu.counts.clear()
+        gpu.order.clear()
+        here = i % 4 != 3  # now and then y stands elsewhere
+        runs.run_with_iobinding(binding if here else apart)
+        for got, wanted in zip([x if here else other, z_at], want, strict=False):
+            np.testing.assert_allclose(got, wanted, atol=1e-6)
+        if here:
+            assert gpu.counts["cuMemcpyDtoDAsync"] == copied
+            if i < 2:
+                assert gpu.counts["cuLaunchKernelEx"] == launches
+
+
 def test_arrays_are_read_before_a_run_returns(gpu: FakeGpu) -> None:
     runs, x = session(), x_of(4)
     pending = []

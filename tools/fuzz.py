@@ -2,10 +2,11 @@
 
     python tools/fuzz.py [--count 20000] [--seed 0] [--workers 2] [--keep DIR]
 
-A mutant is one of the graphs in tests/cases.py, or a stored export, with one to three changes: a
-node bypassed, its operands exchanged or rewired, its operator or an attribute replaced, a constant
-changed or raised in rank, a value made an output, a pair of Casts or a neutral operator put between
-two nodes, a node moved into a branch, an initializer made an overridable input, another opset.
+A mutant is one of the graphs in tests/fusion_cases.py, or a stored export, with one to three
+changes: a node bypassed, its operands exchanged or rewired, its operator or an attribute replaced,
+a constant changed or raised in rank, a value made an output, a pair of Casts or a neutral operator
+put between two nodes, a node moved into a branch, an initializer made an overridable input, another
+opset.
 
 Where onnxruntime runs the mutant, it is optimized at levels 0 to 3 and inlined, and each result
 must give onnxruntime's outputs (both at onnxruntime's own lowest optimization level), on a random
@@ -41,7 +42,8 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from cases import FUSION_CASES, NEWEST_OPSET, real_cases
+from cases import NEWEST_OPSET, real_cases
+from fusion_cases import FUSION_CASES
 
 Feeds = dict[str, np.ndarray]
 Phase = Any

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import Step, bind, enqueue
+from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import candidates, tuning
 from onnx_fuse.program.problem import Config, Hardware, Problem
 
@@ -402,7 +402,7 @@ def prepare(problem: Problem, pointers: dict[str, int], hw: Hardware) -> None:
     from onnx_fuse.kernels.rows import fold
 
     call = fold(problem.k, problem.n, problem.dtype, problem.trans_b, hw)
-    enqueue((call,), pointers, t.cuda.current_stream().cuda_stream, hw)
+    bind(call, pointers, hw).enqueue(t.cuda.current_stream().cuda_stream)
     t.cuda.synchronize()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,14 @@ class Arguments:
         """Write other arguments of the same kernel."""
         self._args = args
         self.place(pointers)
+
+    def write(self, words: Sequence[Any]) -> None:
+        """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map."""
+        self._format.pack_into(
+            self._memory,
+            self._skipped,
+            *[_descriptor(*w) if isinstance(w, tuple) else w for w in words],
+        )
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""

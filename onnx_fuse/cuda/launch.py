@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -119,6 +119,7 @@ class Bound:
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
         self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
+        self._grid = launch.grid
         self._kernel = _kernel(launch, hw.arch)
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
@@ -141,9 +142,15 @@ class Bound:
             launch.source, launch.entry, launch.defines, launch.smem, launch.sync
         ):  # fmt: skip
             return False
-        self.launch, self._settings = launch, (-1, False, None)
+        self.launch, self._grid, self._settings = launch, launch.grid, (-1, False, None)
         self._arguments.replace(launch.args, self._pointers(pointers))
         return True
+
+    def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any]) -> None:
+        """Take another grid and all arguments, addresses included, of a launch without `sync`."""
+        if grid != self._grid:
+            self._grid, self._settings = grid, (-1, False, None)
+        self._arguments.write(words)
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
@@ -151,7 +158,7 @@ class Bound:
         if known != stream or early != self.early:
             x = self.launch
             settings = _settings(
-                x.grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
+                self._grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
             )
             self._settings = stream, self.early, settings
         done = self._enqueue(settings, self._kernel, self.arguments, 0)
@@ -203,11 +210,3 @@ def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
     if launch.product is None:
         return Bound(launch, pointers, hw)
     return cublaslt.Bound(launch, pointers, hw)
-
-
-def enqueue(
-    launches: Iterable[Launch], pointers: Mapping[str, int], stream: int, hw: Hardware
-) -> None:
-    """Bind and enqueue `launches` in order; `pointers` maps argument names to device addresses."""
-    for launch in launches:
-        bind(launch, pointers, hw).enqueue(stream)

@@ -33,6 +33,14 @@ def pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def lanes(n: int) -> int:
+    """The smallest power of two >= n, but a warp's 32 at most.
+
+    Of an open size that is larger no power of two is kept.
+    """
+    return 32 if n > 16 else pow2(n)
+
+
 def defines(**macros: object) -> tuple[tuple[str, str], ...]:
     """-D macros in a fixed order; False becomes 0."""
     return tuple(sorted((k, str(int(v) if isinstance(v, bool) else v)) for k, v in macros.items()))

@@ -67,7 +67,12 @@ def _nvrtc_version() -> tuple[int, int]:
         from cuda.bindings import driver, nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # no bindings; or they find no library
+    except ImportError as error:
+        raise DeviceError(
+            f"the CUDA bindings, which compile the kernels, are missing ({_line(error)}): "
+            f"{INSTALL_CUDA}"
+        ) from error
+    except RuntimeError as error:  # the bindings find no library
         raise DeviceError(
             f"NVRTC, which compiles the kernels, was not found ({_line(error)}): "
             "pip install nvidia-cuda-nvrtc"

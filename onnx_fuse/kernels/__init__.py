@@ -76,7 +76,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
-    **dict.fromkeys(("Several", "PointwiseMany"), "several"),
+    **dict.fromkeys(("Several", "PointwiseMany", "CopyMany"), "several"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),

@@ -48,6 +48,7 @@ from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
+from onnx_fuse.kernels.gemm_vector import Vector
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
@@ -56,6 +57,6 @@ __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Gemm": (
-        Cluster(), Skinny(), Wgmma(), SplitWgmma(), CublasLt(), Mma(), Fma(), Simt(),
+        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), CublasLt(), Mma(), Fma(), Simt(),
     ),
 }  # fmt: skip

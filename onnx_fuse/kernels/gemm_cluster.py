@@ -25,6 +25,7 @@ from onnx_fuse.program.problem import (
     ld,
     operand,
 )
+from onnx_fuse.program.size import rough
 
 BK = 64
 
@@ -112,7 +113,9 @@ class Cluster:
         # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
         room = config.integer("room")
         limit = (hw.smem_per_block + 1024) // room - 1024
-        most = min(self._steps(problem, config), limit // (config.integer("bn") * BK * 2))
+        # of open sizes those of the largest of the class: a CTA may have fewer steps than stages
+        steps = rough(self._steps(problem, config))
+        most = min(steps, limit // (config.integer("bn") * BK * 2))
         down = range(most, 0, -1)
         return next((s for s in down if self._smem(problem, config, s) <= limit), 0)
 
@@ -214,7 +217,7 @@ class Cluster:
             types, epilogue,
             {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
              "BN": bn, "SPLIT": split, "SHARE": share, "STAGES": stages, "N_STEP": step_n,
-             "RING": self._steps(problem, config) > stages, "STATIC_B": early},
+             "RING": rough(self._steps(problem, config)) > stages, "STATIC_B": early},
             {"STATS": 1} if stats else {}, {"RMS": 1} if problem.attr("rms") and stats else {},
         )  # fmt: skip
         size = ITEMSIZE[problem.dtype]

@@ -19,6 +19,7 @@ from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
+from onnx_fuse.kernels.gemm_vector import Vector
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
 
@@ -219,8 +220,8 @@ class Apply:
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
-        Cluster(), NormCluster(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()), Fold(Mma()),
-        Apply(Cluster()), Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()), Apply(Fma()),
-        Apply(Simt()),
+        Cluster(), NormCluster(), Vector(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()),
+        Fold(Mma()), Apply(Cluster()), Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()),
+        Apply(Fma()), Apply(Simt()),
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule import BLOCK, ByRule, around, block_of, team, vector
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, Table
@@ -78,7 +78,7 @@ class Column(ByRule):
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch: a block for up to 32 accesses side by side."""
         inner, vec = problem.inner, _vec(problem)
-        bx = min(32, pow2(-(-inner // vec)))
+        bx = lanes(-(-inner // vec))
         block = _LARGE_BLOCK if problem.short else BLOCK
         grid = -(-inner // (bx * vec)) * problem.splits * problem.outer
         numbers = (problem.length, inner, problem.chunk, problem.splits, problem.count)

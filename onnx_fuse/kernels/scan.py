@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule import ByRule
 from onnx_fuse.program.moves import CumulativeSum, SortedRows, TopK
@@ -30,7 +30,7 @@ class Cumulative(ByRule):
             block = min(512, max(32, pow2(length) // 4))
             macros, grid = {"BLOCK": block}, outer
         else:
-            bx = min(32, pow2(inner))
+            bx = lanes(inner)
             by = min(1024 // bx, max(1, pow2(length) // 8))
             block, macros = bx * by, {"BX": bx, "BY": by}
             grid = -(-inner // bx) * outer

@@ -264,6 +264,8 @@ class Wgmma:
             return reason
         if hw.cc != 90:
             return "wgmma is sm_90's"
+        if p.m == 1:  # and a cache of any length is then of one kind
+            return "one query leaves its tile empty"
         if p.attr("mask2", ()):
             return "two masks: it takes one"
         if p.number("scale", 1.0) <= 0:
@@ -410,8 +412,70 @@ class Simt(_Attention):
         return {**_macros(p), "ACC": accumulator(p.dtype)}
 
 
+class OneQuery:
+    """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
+
+    name, source = "one_query", "sdpa/one_query.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        p = problem
+        if p.m != 1:
+            return f"for one query, not {p.m}"
+        if reason := MMA.supports(p, hw):
+            return reason
+        if p.k != p.integer("dv") or p.k not in (8, 16, 32, 64, 128, 256):
+            return f"head sizes {p.k}, {p.integer('dv')}: lanes share a row, a power of two of them"
+        return None
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        found = [
+            Config.of(warps=warps, cluster=cluster, per=4)
+            for warps in (4, 8)
+            for cluster in ((1, 2, 4, 8) if hw.cc >= 90 else (1,))
+        ]
+        # static shared memory
+        return [c for c in found if self._parts(c) * (problem.k + 4) * 4 <= 48 << 10]
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Every configuration serves every problem."""
+        return True
+
+    def _parts(self, config: Config) -> int:
+        return config.integer("warps") * config.integer("cluster")
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """One load's latency a batch of keys, an exchange, and what is read."""
+        p, cluster = problem, config.integer("cluster")
+        batch = 32 * 8 // p.k * config.integer("per") * self._parts(config)
+        turns = -(-p.n // batch)
+        read = 4 * p.batches * p.n * p.k
+        blocks = p.batches * cluster
+        stream = read / (0.8 * hw.bandwidth * min(1.0, blocks / hw.sm_count))
+        # fitted to timings of a decoder's step on an H200 (2026-11)
+        exchange = {1: 0.3e-6, 2: 0.6e-6, 4: 0.6e-6, 8: 1.3e-6}[cluster]
+        waves = max(1.0, blocks / (3 * hw.sm_count))
+        chain = 0.85e-6 * turns * waves + 5e-9 * self._parts(config)
+        return 0.5 * hw.launch_seconds + exchange + max(chain, stream)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        return 0
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        p, cluster = problem, config.integer("cluster")
+        batch, heads = p.batch
+        how = {name.upper(): value for name, value in config.attrs}
+        args = (*_operands(p), Ptr("y"), Ptr("lse"), *_strides(p, "y"))
+        block = (32 * config.integer("warps"), 1, 1)
+        macros = defines(**{**_macros(p), **how})
+        grid = (cluster, heads, batch)
+        return (Launch(self.source, "sdpa_one_query", grid, block, args, macros, cluster=cluster),)
+
+
 MMA, SIMT = Mma(), Simt()
-KERNELS = {"Sdpa": (Wgmma(), MMA, SIMT), "SdpaGrad": (MMA, SIMT)}
+KERNELS = {"Sdpa": (Wgmma(), OneQuery(), MMA, SIMT), "SdpaGrad": (MMA, SIMT)}
 
 
 # ---- lowering ---------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels import Choice, Kernel, candidates
 from onnx_fuse.kernels.rule import ByRule
-from onnx_fuse.program.moves import PointwiseMany, Several
+from onnx_fuse.program.moves import CopyMany, PointwiseMany, Several
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
 
 
@@ -104,4 +105,35 @@ class Tensors(ByRule):
         return (launch_many(problem.expression, problem.shared, problem.items),)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Several": (Twins(),), "PointwiseMany": (Tensors(),)}
+class Pieces(ByRule):
+    """Runs of elements at strides, over a table of copies (cuda_src/indexing/pieces.cu)."""
+
+    name, source = "pieces", "indexing/pieces.cu"
+    threads, each = 256, 2
+    """Threads of a block, and accesses of 16 bytes that each of them makes: as in the source."""
+
+    def sources(self) -> tuple[str, ...]:
+        """The source file of the kernel."""
+        return (self.source,)
+
+    def launch(self, problem: CopyMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        count = len(problem.pieces)
+        rows = 1 << (count - 1).bit_length()  # few distinct sources for many counts
+        words: list[Ptr | int] = []
+        blocks = 0
+        for i, p in enumerate(problem.pieces):
+            words += [Ptr(f"0.{i}"), Ptr(f"1.{i}"), p.n, *p.sizes, *p.x, *p.y, blocks]
+            nbytes = p.n * p.sizes[0] * p.sizes[1] * problem.itemsize
+            blocks += -(-nbytes // (16 * self.threads * self.each))
+        words += [0] * ((rows - count) * 10)
+        unit = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[problem.itemsize]
+        args = (Table(tuple(words)), Num("i32", count))
+        macros = as_defines({"T": unit, "ROWS": rows})
+        block = (self.threads, 1, 1)
+        return (Launch(self.source, "copy_pieces", (blocks, 1, 1), block, args, macros),)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Several": (Twins(),), "PointwiseMany": (Tensors(),), "CopyMany": (Pieces(),),
+}  # fmt: skip

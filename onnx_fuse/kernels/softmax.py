@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule import ByRule, around, block_of, row_items, team, vector
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
@@ -57,7 +57,7 @@ class Column(ByRule):
     def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch: a block for up to 32 columns."""
         inner = problem.inner
-        bx = min(32, pow2(inner))
+        bx = lanes(inner)
         by = min(1024 // bx, max(pow2(problem.length) // 4, 1))
         return (Launch(
             self.source, "softmax_column", (-(-inner // bx) * problem.outer, 1, 1),

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS, accumulator, pow2
+from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
 from onnx_fuse.cuda.pointwise import Code, emit
 from onnx_fuse.kernels.rule import BLOCK, vector
 from onnx_fuse.lower import elementwise
@@ -56,7 +56,7 @@ def pieces(outer: int, length: int, inner: int, vec: int) -> int:
     if inner == 1:
         least, blocks = BLOCK * vec * 4, outer
     else:
-        least, blocks = 32, outer * -(-inner // (min(32, pow2(-(-inner // vec))) * vec))
+        least, blocks = 32, outer * -(-inner // (lanes(-(-inner // vec)) * vec))
     splits = min(length // least, -(-_BLOCKS // max(1, blocks)))
     return length if splits < 2 else -(-length // (splits * vec)) * vec
 

@@ -51,7 +51,7 @@ def load(source: Model) -> ir.Model:
 
 
 def reread(data: bytes, weights: Weights) -> ir.Model:
-    """Read what `save.outlined` made of a loaded model, which was checked before."""
+    """Read a model of `save.serialized_without_weights`, which was checked before."""
     model = ir.serde.deserialize_model(onnx.ModelProto.FromString(data))
     model.functions.clear()  # our own bodies
     _map_external(model, None, weights)

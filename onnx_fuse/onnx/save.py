@@ -85,11 +85,11 @@ def to_proto(model: ir.Model, *, shapes: bool = True) -> onnx.ModelProto:
         return serialized(model)
 
 
-_OUTSIDE = 1 << 10  # bytes from which a weight of an outlined model stands outside its protobuf
+_OUTSIDE = 1 << 10  # bytes from which a weight is left out of the protobuf
 
 
-def stands_outside(tensor: ir.TensorProtocol | None) -> bool:
-    """Whether `outlined` leaves the initializer out: a large one of whole bytes."""
+def is_large_weight(tensor: ir.TensorProtocol | None) -> bool:
+    """Whether an initializer is left out of the protobuf: a large one of whole bytes."""
     return (
         tensor is not None
         and tensor.dtype != ir.DataType.STRING
@@ -98,11 +98,11 @@ def stands_outside(tensor: ir.TensorProtocol | None) -> bool:
     )
 
 
-def outlined(model: ir.Model) -> bytes:
-    """The model as a protobuf whose large weights are named, for a container to hold them."""
+def serialized_without_weights(model: ir.Model) -> bytes:
+    """The model as a protobuf that only names its large weights, which a container holds."""
     graph = model.graph
     held = {
-        n: v.const_value for n, v in graph.initializers.items() if stands_outside(v.const_value)
+        n: v.const_value for n, v in graph.initializers.items() if is_large_weight(v.const_value)
     }
     try:
         for name, tensor in held.items():

@@ -86,6 +86,39 @@ class PointwiseMany(AnyProblem):
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Runs of `n` elements side by side, in two outer dimensions: sizes, and strides of x and y."""
+
+    n: int
+    sizes: tuple[int, int]
+    x: tuple[int, int]
+    y: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CopyMany(AnyProblem):
+    """Elements of `itemsize` bytes that are copied from "0.t" to "1.t", for each piece t."""
+
+    op = "CopyMany"
+    itemsize: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """The trace of the pieces' open sizes."""
+        sizes = (n for p in self.pieces for n in (p.n, *p.sizes, *p.x, *p.y))
+        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
+
+    @property
+    def bytes(self) -> int:
+        """Each element read and written."""
+        return 2 * self.itemsize * sum(p.n * p.sizes[0] * p.sizes[1] for p in self.pieces)
+
+    def __str__(self) -> str:
+        return f"{self.op} of {len(self.pieces)}"
+
+
+@dataclass(frozen=True)
 class Several(AnyProblem):
     """`count` calls of one problem that share a launch of its `kernel` by `config`.
 

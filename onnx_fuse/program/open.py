@@ -17,22 +17,31 @@ import numpy as np
 
 from onnx_fuse.program.size import Size, Trace, expression, largest, least
 
+_PART = "part_"
+
 
 class Open:
     """An object that holds sizes of a trace, and what it is for other values of its symbols."""
 
-    def __init__(self, made: Any, trace: Trace) -> None:
+    def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
+        """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
         symbols = tuple(trace.values)
         # classes first: most programs are told apart by them
         guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
         given = ", ".join(symbols)
         writer = _Writer()
         result = writer.write(made)
+        more = ""
+        for name, value in (parts or {}).items():
+            inner = _Writer(writer.names)
+            text = inner.write(value)
+            body = "".join(f"    {line}\n" for line in inner.lines)
+            more += f"def {_PART}{name}({given}):\n{body}    return {text}\n"
         checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
         lines = "".join(f"    {line}\n" for line in writer.lines)
         source = (
             f"def holds({given}):\n{checks}    return True\n"
-            f"def make({given}):\n{lines}    return {result}\n"
+            f"def make({given}):\n{lines}    return {result}\n{more}"
         )
         self._set(symbols, guards, compile(source, "<open sizes>", "exec"), writer.names)
 
@@ -45,6 +54,9 @@ class Open:
         exec(code, names)  # text of our own making
         self._holds: Callable[..., bool] = names["holds"]
         self._make: Callable[..., Any] = names["make"]
+        self._parts: dict[str, Callable[..., Any]] = {
+            name.removeprefix(_PART): make for name, make in names.items() if name.startswith(_PART)
+        }
 
     def __getstate__(self) -> tuple[Any, ...]:
         """For pickle, with the compiled code: to compile it anew takes ten times as long."""
@@ -62,6 +74,11 @@ class Open:
         """The object with the numbers of these symbols, which `holds`."""
         return self._make(*(values[name] for name in self.symbols))
 
+    def part(self, name: str, values: Mapping[str, int]) -> Any:
+        """The part called so with the numbers of these symbols, None where there is none."""
+        make = self._parts.get(name)
+        return None if make is None else make(*(values[symbol] for symbol in self.symbols))
+
 
 def _new(kind: type, values: dict[str, Any]) -> Any:
     """An instance of a dataclass with these fields, unchecked."""
@@ -73,9 +90,9 @@ def _new(kind: type, values: dict[str, Any]) -> Any:
 class _Writer:
     """Python text that builds an object anew; what holds no size is used as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, Any] | None = None) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {}
+        self.names = {} if names is None else names
         self._sizes: dict[str, str] = {}
         self._objects: dict[int, tuple[Any, str | None]] = {}
 

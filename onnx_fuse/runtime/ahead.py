@@ -24,7 +24,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.lower.walk import Shapes
-from onnx_fuse.onnx.save import outlined
+from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.program.size import class_of
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.kept import Origin
@@ -208,7 +208,7 @@ class _Copy:
         if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
             return None
         parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
-        return cls(outlined(graph), parts)
+        return cls(serialized_without_weights(graph), parts)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:

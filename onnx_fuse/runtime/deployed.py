@@ -266,6 +266,10 @@ class _Open:
         """The program for these sizes."""
         return self._owner._checked(self._template.at(values), self._entry.at(values))
 
+    def part(self, name: str, values: Mapping[str, int]) -> Any:
+        """None: only a whole program is checked."""
+        return None
+
 
 def first_shapes(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """The shape of each input in the first program of a compiled file."""

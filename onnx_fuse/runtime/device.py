@@ -130,11 +130,6 @@ def wait_for_all() -> None:
     check(bindings().cuCtxSynchronize(), "waiting for the GPU")
 
 
-def free_memory() -> int:
-    """Bytes of the current GPU's memory that nobody holds."""
-    return int(check(bindings().cuMemGetInfo(), "free memory"))
-
-
 class Memory:
     """One device allocation; freed when the object goes."""
 

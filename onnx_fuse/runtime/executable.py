@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.hosts import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.memory import Arena, Constants
-from onnx_fuse.runtime.plan import Made, Source
+from onnx_fuse.runtime.plan import Made, Source, aligned
 from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
 from onnx_fuse.runtime.turns import Turns
@@ -73,7 +73,7 @@ class Prepared:
 
     owner: Executable
     instance: Instance
-    program: Program
+    made: Made
     placement: Placement
     feeds: Feeds
     copies: bool
@@ -245,7 +245,7 @@ class Executable:
                 instance.feed(adopted, stream)
                 instance.launch(stream)
                 room = instance.download(fetch, stream)
-            if instance.program.stages:
+            if instance.staged:
                 stream.wait(instance.describe())
                 return instance.arrays(fetch, room, self._later(instance).run())
         if direct is None:
@@ -270,7 +270,7 @@ class Executable:
 
     def _sent(self, instance: Instance, names: Sequence[str], stream: device.Stream) -> Pending:
         fetch = instance.fetching(names)
-        if instance.program.stages:
+        if instance.staged:
             room = instance.download(fetch, stream)
             stream.wait(instance.describe())
             values = instance.arrays(fetch, room, self._later(instance).run())
@@ -312,14 +312,12 @@ class Executable:
         targets = dict(places)
         for name, target in places.items():
             _check_place(name, target, instance.outputs[name])
-        made: dict[str, DeviceTensor] = {}
-        for name in names:
-            value = instance.outputs[name]
-            if isinstance(value, Tensor) and name not in places:
-                made[name] = self._memory(name, value)
-                large = not instance.settled or value.nbytes >= DIRECT_BYTES
-                if large and instance.tensor_of(name) is not None:
-                    targets[name] = made[name]
+        unplaced = {n: instance.outputs[n] for n in names if n not in places}
+        made = self._memories({n: v for n, v in unplaced.items() if isinstance(v, Tensor)})
+        for name, tensor in made.items():
+            large = not instance.settled or tensor.nbytes >= DIRECT_BYTES
+            if large and instance.tensor_of(name) is not None:
+                targets[name] = tensor
         if stream is not self.stream and made:  # which is the pool's
             self.stream.before(stream)
         placement = instance.placement(inputs, targets)
@@ -327,7 +325,7 @@ class Executable:
         instance.feed(feeds, stream)
         instance.launch(stream)
         later = {}
-        if instance.program.stages:
+        if instance.staged:
             later = self._later(instance).run(on_device=True)
         found: dict[str, Any] = {}
         for name in names:
@@ -345,9 +343,22 @@ class Executable:
                 result.ready = stream
         return found
 
-    def _memory(self, name: str, value: Tensor) -> DeviceTensor:
-        memory = self.pool.take(value.nbytes, f"output {name}")
-        return DeviceTensor(memory.address, value.shape, value.dtype, self.device_id, memory)
+    def _memories(self, values: Mapping[str, Tensor]) -> dict[str, DeviceTensor]:
+        """New memory for outputs: one piece for those of one shape, as a cache's, which the next
+        run lets go of together.
+        """
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name, value in values.items():
+            alike.setdefault((value.shape, value.dtype), []).append(name)
+        made: dict[str, DeviceTensor] = {}
+        for names in alike.values():
+            value = values[names[0]]
+            step = aligned(value.nbytes)
+            memory = self.pool.take(step * len(names), f"output {', '.join(names)}")
+            for i, name in enumerate(names):
+                address = memory.address + i * step
+                made[name] = DeviceTensor(address, value.shape, value.dtype, self.device_id, memory)
+        return {name: made[name] for name in values}
 
     def _placed(self, name: str, made: Any, target: DeviceTensor | None) -> Any:
         """An output that lowering knew or a later stage made, at `target` if there is one."""
@@ -416,7 +427,7 @@ class Executable:
         prepared: Prepared | None = binding.prepared
         if prepared is None or prepared.owner is not self or not prepared.instance.alive:
             return None
-        if prepared.instance.program is not prepared.program:
+        if prepared.instance.made is not prepared.made:
             return None  # it has become another shape's
         # what other libraries enqueue, and into which stream, only their tensors know
         return None if stream is None and binding.foreign else prepared
@@ -449,7 +460,7 @@ class Executable:
                 binding.prepared = Prepared(
                     self,
                     instance,
-                    instance.program,
+                    instance.made,
                     instance.now,
                     adopted,
                     not instance.all_in_place(inputs),
@@ -569,7 +580,7 @@ class Executable:
         return key, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
 
     def _lowered(self, feeds: Feeds) -> Made:
-        shapes = {name: (value.shape, value.dtype.name) for name, value in feeds.items()}
+        shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
         while True:
             values = {name: self._host_value(feeds[name]) for name in self._deciding}
             try:
@@ -605,7 +616,8 @@ class Executable:
         if self.on_lowered is not None:
             self.keep(self.on_lowered(self.model))
             self.on_lowered = None
-        for fallback in made.program.fallbacks:
+        # one of an open program has none, and may not have been made
+        for fallback in made.program.fallbacks if made.source is None else ():
             if fallback not in self._warned:
                 self._warned.add(fallback)
                 warnings.warn(f"runs on onnxruntime, with copies: {fallback}", stacklevel=5)
@@ -646,6 +658,12 @@ class Executable:
         self._retire()
         self.arena.release()
         self.pool.trim()
+
+
+@cache
+def _name_of(dtype: np.dtype) -> str:
+    """NumPy composes it at each call."""
+    return str(dtype.name)
 
 
 def _settled(result: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from onnx_fuse.container import GRAPH, WEIGHTS, Container
 from onnx_fuse.onnx.load import reread
-from onnx_fuse.onnx.save import stands_outside
+from onnx_fuse.onnx.save import is_large_weight
 from onnx_fuse.onnx.weights import PLACE, Place, read_places
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -47,7 +47,7 @@ def parts(model: ir.Model, *, beside: bool) -> Parts | None:
     stamps: dict[str, tuple[int, int]] = {}
     for name, value in graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or not stands_outside(tensor):
+        if tensor is None or not is_large_weight(tensor):
             continue
         place: Place | None = getattr(tensor, "meta", {}).get(PLACE) if beside else None
         if place is None:

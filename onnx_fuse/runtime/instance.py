@@ -17,15 +17,16 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.changes import workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.direct import Direct
 from onnx_fuse.runtime.hosts import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import Made, aligned
-from onnx_fuse.runtime.schedule import segments
+from onnx_fuse.runtime.schedule import segments, shareable
 from onnx_fuse.runtime.staging import Array, Pending, Room
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from onnx_fuse.runtime.executable import Executable
 
+GAP = 64 << 10
+"""Bytes between two arrays that one copy to the GPU takes along."""
 ALIGNED = 16
 """Bytes that an address must be a multiple of, to be read or written in place."""
 VARIANTS = 4
@@ -88,8 +91,11 @@ class Instance:
         inputs: Mapping[str, DeviceTensor] | None = None,
         outputs: Mapping[str, DeviceTensor] | None = None,
     ) -> None:
-        self.owner, self.plan = owner, made.plan
-        program = self.program = made.program
+        self.owner, self.made, self.plan = owner, made, made.plan
+        program = self.program
+        self.staged = bool(program.stages)
+        """Whether later stages run behind the calls."""
+        self._count = len(program.calls)
         self._say()
         # until here nothing needs the context, which another thread may still be making
         calls = (*program.setup, *program.calls)
@@ -126,6 +132,7 @@ class Instance:
         self.address |= {b: base + at for b, at in offsets.items()}
         self.address |= {b: base + total + at for b, at in self.plan.offsets.items()}
         self._workspaces = {i: base + total + at for i, at in self.plan.workspaces.items()}
+        self.address |= {workspace_key(i): at for i, at in self._workspaces.items()}
         self._staged = {b: base + at for b, at in offsets.items()}  # where copies go in and out
         self._apart: dict[int, device.Memory] = {}
         if not config.ARENA.value:
@@ -147,6 +154,12 @@ class Instance:
         self._left: deque[tuple[int, ...]] = deque(maxlen=4 * VARIANTS)
         launches = all(isinstance(p, Launches) for p in self._current.parts)
         self.whole_on_gpu = launches and not program.stages
+        self._stale = False  # whether the launches are still those of another shape
+
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        return self.made.program
 
     def become(
         self,
@@ -160,29 +173,48 @@ class Instance:
         """
         if made.plan is not self.plan or not self.whole_on_gpu or self._apart:
             return False
-        self.program = made.program
+        before, self.made = self.made, made
         self._say()
+        ends = made.ends
         self._constants |= self.owner.constants.place(
-            {b: self.program.constants[b] for b in self._constants}
+            {b: ends.constants[b] for b in self._constants}
         )
         self.address |= {b: constant.address for b, constant in self._constants.items()}
         self._set_tensors()
         self._set_up()
         self.runs = 0
-        self.now = self.placement(inputs, outputs)
-        self.address |= zip(self.movable, self.now.where, strict=True)
         del self._variants[:-1]
         (self._current,) = self._variants
-        self._current.where, self._current.captured = self.now.where, False
+        self._current.captured = False
         self._left.clear()
-        for part, segment in zip(self._current.parts, segments(self.program), strict=True):
+        parts, changes = self._current.parts, made.changes
+        if changes is not None and len(parts) == 1 and made.source is before.source:
+            (part,) = parts
+            assert isinstance(part, Launches)
+            if part.rewritable(changes):
+                self._stale = True  # until it is known where the run's inputs and outputs stand
+                return True
+        self._stale = False
+        self.now = self.placement(inputs, outputs)
+        self.address |= zip(self.movable, self.now.where, strict=True)
+        self._current.where = self.now.where
+        for part, segment in zip(parts, segments(self.program), strict=True):
             assert isinstance(part, Launches)
             part.become(segment)
         return True
 
+    def _renew(self) -> None:
+        """Write the launches for the present shape and placement."""
+        (part,), changes = self._current.parts, self.made.changes
+        assert isinstance(part, Launches)
+        assert changes is not None
+        pairs = zip(self.movable, self._current.where, self.now.where, strict=True)
+        part.rewrite(changes, [b for b, old, new in pairs if old != new])
+        self._current.where, self._stale = self.now.where, False
+
     def _set_tensors(self) -> None:
         """What comes in and goes out, as tensors of the present shape."""
-        program, own = self.program, set(self.movable)
+        program, own = self.made.ends, set(self.movable)
         self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
         self.outputs = dict(program.outputs)
         self._in_place = {
@@ -193,6 +225,7 @@ class Instance:
             (n, self._offsets[t.buffer] - first, t) for n, t in self.inputs if t.nbytes
         )
         self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
+        self._shareable: dict[str, tuple[str, ...]] | None = None
 
     def _place_constants(self, room: Mapping[int, int]) -> None:
         """What lowering knew, and room for what the calls of the setup make."""
@@ -216,20 +249,19 @@ class Instance:
 
     def _set_up(self) -> None:
         """Make what depends on nothing but sizes."""
-        for call in self.program.setup:
+        for call in self.made.ends.setup:
             pointers = self._pointers(-1, call)
             for launch in call.launches:
                 bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
         """What the variables for debugging ask for."""
-        program = self.program
         if config.DEBUG.value >= 1:
-            print(f"{len(program.calls)} calls; {self.plan}", file=sys.stderr)
+            print(f"{self._count} calls; {self.plan}", file=sys.stderr)
         if config.DEBUG.value >= 2:
-            print(program, file=sys.stderr)
+            print(self.program, file=sys.stderr)
         if config.DUMP.value:
-            dump(config.DUMP.value, self.owner.model, f"{program}\n{self.plan}\n")
+            dump(config.DUMP.value, self.owner.model, f"{self.program}\n{self.plan}\n")
 
     def _reserve(self, ends: int) -> device.Memory:
         try:
@@ -289,17 +321,24 @@ class Instance:
     def placement(
         self, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
     ) -> Placement:
-        """In place what can be: aligned addresses, and outputs that overlap nothing else bound."""
+        """In place what can be: aligned addresses, and outputs that overlap nothing else bound.
+
+        An output may stand exactly where an input does that nothing reads once it is written.
+        """
         if not inputs and not outputs:
             return self._home
         where = dict(zip(self.movable, self._home.where, strict=True))
-        used: list[tuple[int, int, str]] = []  # memory of the caller's: from, to, which output
+        taken: dict[str, tuple[int, int]] = {}  # memory of the caller's that inputs stand in
         for name, tensor in self.inputs:
             given = inputs.get(name)
             if given is not None and given.address % ALIGNED == 0:
                 where[tensor.buffer] = given.address
-                used.append((given.address, given.address + given.nbytes, ""))
-        used += [(t.address, t.address + t.nbytes, name) for name, t in outputs.items()]
+                taken[name] = given.address, given.address + given.nbytes
+        spans = {name: (t.address, t.address + t.nbytes) for name, t in outputs.items()}
+        if not set(taken.values()).isdisjoint(spans.values()):
+            self._share(taken, spans)
+        used = [(low, high, "") for low, high in taken.values()]
+        used += [(low, high, name) for name, (low, high) in spans.items()]
         copied = _overlapping(used)
         for name, target in outputs.items():
             own = self._in_place.get(name)
@@ -309,6 +348,17 @@ class Instance:
                 where[own.buffer] = target.address
         return Placement(tuple(where[b] for b in self.movable), frozenset(copied))
 
+    def _share(
+        self, taken: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Leave out of `taken` what an output of the same place may overwrite."""
+        if self._shareable is None:
+            self._shareable = shareable(self.program, self.plan.order)
+        for name, span in spans.items():
+            sources = (s for s in self._shareable.get(name, ()) if taken.get(s) == span)
+            if found := next(sources, None):
+                del taken[found]
+
     def place(self, placement: Placement) -> None:
         """Let the next run read and write there.
 
@@ -316,6 +366,10 @@ class Instance:
         those that were used the longest ago.
         """
         where = placement.where
+        if self._stale:  # a run writes them
+            self.now = placement
+            self.address |= zip(self.movable, where, strict=True)
+            return
         if placement is self.now or where == self.now.where:
             self.now = placement
             return
@@ -342,7 +396,7 @@ class Instance:
         parts = [
             HostCall(self, s)
             if s.host
-            else Launches(s, self.plan.order, self.owner.hw, self._pointers)
+            else Launches(s, self.plan.order, self.owner.hw, self._pointers, self.address)
             for s in segments(self.program)
         ]
         return Variant(self.now.where, parts)
@@ -350,8 +404,8 @@ class Instance:
     @property
     def direct(self) -> tuple[Direct, Placement] | None:
         """Host memory that its kernels read and write themselves, where all of it is small."""
-        if self._direct_of is not self.program:
-            self._direct_of, self._direct = self.program, None
+        if self._direct_of is not self.made:
+            self._direct_of, self._direct = self.made, None
             made = None
             if not self._apart:
                 made = Direct.of(self.program, dict(self.inputs), self._in_place)
@@ -382,7 +436,7 @@ class Instance:
 
     def feed(self, feeds: Mapping[str, Any], stream: device.Stream) -> None:
         """Copy to the inputs' homes what is not read in place."""
-        low = high = 0
+        spans: list[tuple[int, int]] = []  # of the inputs' memory that arrays fill
         room = views = None
         moves = []
         for name, at, tensor in self._fed:
@@ -393,12 +447,14 @@ class Instance:
                 continue
             if views is None:
                 room = self.owner.uploads.take(self._spans["input"][1])
-                views, low = room.arrays(self._fed, self._fed), at
+                views = room.arrays(self._fed, self._fed)
             views[name][...] = value
-            high = at + tensor.nbytes
+            near = bool(spans) and at - spans[-1][1] <= GAP
+            spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
         if room is not None:
             start = self.memory.address + self._spans["input"][0]
-            stream.upload(start + low, room.pinned.address + low, high - low)
+            for low, high in spans:
+                stream.upload(start + low, room.pinned.address + low, high - low)
             room.passed.record(stream)
         for move in moves:  # after the arrays' copy, which passes over their homes
             stream.move(*move)
@@ -412,6 +468,8 @@ class Instance:
     def launch(self, stream: device.Stream | None = None) -> None:
         """All between the feeds and the fetches; returns before it is done."""
         self.runs += 1
+        if self._stale:
+            self._renew()
         if self.settled and not self._current.captured:
             self.capture()
         stream = stream or self.owner.stream
@@ -420,6 +478,8 @@ class Instance:
 
     def capture(self) -> None:
         """Run as CUDA graphs from now on."""
+        if self._stale:
+            self._renew()
         if self._captures_at:
             self.runs = max(self.runs, self._captures_at)
             self._current.captured = True
@@ -542,7 +602,7 @@ class Instance:
 
     def describe(self) -> str:
         """A listing of what runs, for messages."""
-        return f"running a program of {len(self.program.calls)} calls"
+        return f"running a program of {self._count} calls"
 
 
 def _overlapping(used: list[tuple[int, int, str]]) -> set[str]:

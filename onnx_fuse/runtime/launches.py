@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from onnx_fuse import config
 from onnx_fuse.cuda.launch import Bound, Step, bind
@@ -13,7 +14,8 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.schedule import Order, Segment, along_rows
+from onnx_fuse.runtime.changes import Change, Spots, spots
+from onnx_fuse.runtime.schedule import Order, Segment, along_rows, copies
 
 Pointers = Callable[[int, Call], Mapping[str, int]]
 """(number of a call, call) -> the addresses of its operands by name, as they are now."""
@@ -26,13 +28,24 @@ class Launches:
     DeviceError, which names the call, where a launch is refused.
     """
 
-    def __init__(self, segment: Segment, order: Order, hw: Hardware, pointers: Pointers) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        order: Order,
+        hw: Hardware,
+        pointers: Pointers,
+        address: Mapping[int, int],
+    ) -> None:
+        """`address` has each buffer's, and that of a workspace by `workspace_key`."""
         self._segment, self._order, self._hw, self._pointers = segment, order, hw, pointers
+        self._address = address
         self._graph: device.Graph | None = None
         self._what = ""
         self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
         self._steps: list[Step] = []
         self._calls: list[int] = []  # of each step, the number of its call in the segment
+        self._idle: set[int] = set()  # steps that would copy what stands there already
+        self._nodes: dict[int, int] = {}  # of each step in the graph, its node's number
         call = segment.calls[0]
         try:
             for i, call in enumerate(segment.calls):
@@ -40,13 +53,64 @@ class Launches:
                 for launch in call.launches:
                     self._steps.append(bind(launch, addresses, hw))
                     self._calls.append(i)
+                    self._stands(len(self._steps) - 1, call, addresses)
         except DeviceError as error:
             raise DeviceError(f"{_label(call)}: {error}") from error
         self._users: dict[int, list[int]] | None = None
+        self._places: tuple[tuple[int, Spots], ...] = ()
+        self._rewritable: bool | None = None
+        self._held: dict[int, tuple[Spots, tuple[int, int, int], Sequence[Any]]] = {}
+        """Of the steps that hold other numbers than the segment's calls: what they hold."""
+
+    def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
+        """Launch the same calls with other numbers, as `become`, and where `moved` stand now."""
+        self._graph = None
+        if not self._places:
+            self._places = self._found(changes)
+        self._held = {
+            k: (places, grid, words)
+            for (k, places), (_, _, grid, words) in zip(self._places, changes, strict=True)
+        }
+        for k in self._held:
+            self._write(k)
+        if moved:
+            self._move(moved, self._held)
+
+    def _found(self, changes: Sequence[Change]) -> tuple[tuple[int, Spots], ...]:
+        """Of each change, its step and where addresses go."""
+        first, at = self._segment.first, {}
+        for k, i in enumerate(self._calls):
+            at[i + first, k - self._calls.index(i)] = k
+        calls = self._segment.calls
+        return tuple(
+            (at[i, j], spots(i, calls[i - first], calls[i - first].launches[j]))
+            for i, j, _, _ in changes
+        )
+
+    def _write(self, k: int) -> None:
+        """Give a step the numbers that it holds, with the addresses as they are now."""
+        places, grid, words = self._held[k]
+        values, address = list(words), self._address
+        for at, buffer in places.addresses:
+            base = address[buffer]
+            values[at] = base and base + values[at]
+        for at, buffer in places.maps:
+            base, (arg, offset) = address[buffer], values[at]
+            values[at] = arg, base and base + offset
+        step = self._steps[k]
+        assert isinstance(step, Bound)
+        step.rewrite(grid, values)
+
+    def rewritable(self, changes: Sequence[Change]) -> bool:
+        """Whether none of these calls but copies tensors whole, which may turn out to be idle."""
+        if self._rewritable is None:
+            first, calls = self._segment.first, self._segment.calls
+            self._rewritable = not any(copies(calls[i - first]) for i in {c[0] for c in changes})
+        return self._rewritable
 
     def become(self, segment: Segment) -> None:
         """Launch the same calls with other numbers: those of another shape."""
-        self._segment, self._graph = segment, None
+        self._segment, self._graph, self._held = segment, None, {}
         k = 0
         for i, call in enumerate(segment.calls):
             addresses = self._pointers(segment.first + i, call)
@@ -54,7 +118,16 @@ class Launches:
                 step = self._steps[k]
                 if not (isinstance(step, Bound) and step.become(launch, addresses)):
                     self._steps[k] = bind(launch, addresses, self._hw)
+                self._stands(k, call, addresses)
                 k += 1
+
+    def _stands(self, k: int, call: Call, addresses: Mapping[str, int]) -> bool:
+        """Note whether step `k` copies tensors to where they stand; whether that is new."""
+        pairs = copies(call)
+        idle = bool(pairs) and all(addresses[read] == addresses[write] for read, write in pairs)
+        changed = idle != (k in self._idle)
+        (self._idle.add if idle else self._idle.discard)(k)
+        return changed
 
     def launch(self, stream: device.Stream) -> None:
         """Enqueue all; returns before it is done."""
@@ -62,7 +135,8 @@ class Launches:
             stream.launch(self._graph, self._what)
             return
         for k in range(len(self._steps)):
-            self._enqueue(k, stream)
+            if k not in self._idle:
+                self._enqueue(k, stream)
 
     def _enqueue(self, k: int, stream: device.Stream) -> None:
         try:
@@ -76,6 +150,10 @@ class Launches:
 
     def move(self, buffers: Collection[int]) -> None:
         """Take the addresses of these buffers anew, for the launches from now on."""
+        self._move(buffers, ())
+
+    def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
+        """For the steps but those `written` already."""
         if self._users is None:
             users = defaultdict(list)
             for k, i in enumerate(self._calls):
@@ -83,20 +161,30 @@ class Launches:
                 for b in {t.buffer for _, t in (*call.reads, *call.writes)}:
                     users[b].append(k)
             self._users = dict(users)
-        for k in sorted({k for b in buffers for k in self._users.get(b, ())}):
-            i, step = self._calls[k], self._steps[k]
-            step.place(self._pointers(self._segment.first + i, self._segment.calls[i]))
+        touched = {k for b in buffers for k in self._users.get(b, ())}
+        for k in sorted(touched.difference(written)):
+            i, step, changed = self._calls[k], self._steps[k], False
+            call = self._segment.calls[i]
+            if k in self._held:
+                self._write(k)
+            else:
+                addresses = self._pointers(self._segment.first + i, call)
+                step.place(addresses)
+                changed = self._stands(k, call, addresses)
             if self._graph is None:
                 continue
-            if isinstance(step, Bound):
-                self._graph.update(k, step.arguments)
-            else:  # which nodes a library's call has made is not known: one by one again
+            if changed or not isinstance(step, Bound):
+                # it has no node, or one too many; which ones a library's call has is not known:
+                # one by one again
                 self._graph = None
+            elif k in self._nodes:
+                self._graph.update(self._nodes[k], step.arguments)
 
     def capture(self, stream: device.Stream) -> None:
         """From now on one graph: launching it takes the host half the time of a single launch."""
         if self._graph is not None or not self._steps:
             return
+        self._nodes = {}
         after: list[list[int]] = []
         last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
         of: dict[int, list[int]] = defaultdict(list)
@@ -106,10 +194,13 @@ class Launches:
             number = self._segment.first + i
             heads = [k for c in self._order.after[number] for k in last.get(c, ())]
             for k in of[i]:
+                if k in self._idle:
+                    continue
+                self._nodes[k] = len(after)
                 after.append(list(dict.fromkeys(heads)))
-                heads = [k]
+                heads = [self._nodes[k]]
             last[number] = heads
-        steps = [partial(self._enqueue, k, stream) for k in range(len(self._steps))]
+        steps = [partial(self._enqueue, k, stream) for k in self._nodes]
         self._what = f"a graph of {len(steps)} launches"
         if not self._aside():
             self._graph = stream.capture(steps)

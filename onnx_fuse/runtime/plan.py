@@ -9,10 +9,15 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from operator import le
+from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.runtime.schedule import Order, by_data, in_line
+
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.changes import Change
 
 ALIGN = 256
 SIDE_BY_SIDE = 64 << 20
@@ -137,6 +142,9 @@ class Source(Protocol):
 
     guards: tuple[str, ...]
 
+    def part(self, name: str, values: Mapping[str, int]) -> Any:
+        """What of the program `specialize.opened_program` calls so; None where it is not known."""
+
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether it serves these sizes."""
 
@@ -145,11 +153,15 @@ class Source(Protocol):
 
 
 class Made:
-    """A Program for one shape, its layout in memory, and the open program it comes from, if any."""
+    """A Program for one shape, its layout in memory, and the open program it comes from, if any.
+
+    One of an open program is made where it is asked for: a shape that takes over another's launches
+    needs its `ends` and `changes` alone.
+    """
 
     def __init__(
         self,
-        program: Program,
+        program: Program | None,
         plan: Plan,
         source: Source | None = None,
         room: Mapping[int, int] | None = None,
@@ -157,24 +169,42 @@ class Made:
     ) -> None:
         self.plan, self.source, self.room = plan, source, room or {}
         """`room`: bytes that `plan` leaves for a buffer, where they are more than it has."""
-        self._program: Program | None = program
+        self._program = program
         self._numbers = numbers
 
     @property
     def program(self) -> Program:
-        """The Program; evaluated anew where it was forgotten."""
+        """The Program; evaluated where it was forgotten, or not made yet."""
         if self._program is None:
             assert self.source is not None
             self._program = self.source.at(self._numbers or {})
         return self._program
 
-    def forget(self) -> None:
-        """Let go of a Program that can be evaluated again.
+    @cached_property
+    def ends(self) -> Program:
+        """Its inputs, outputs, constants and setup, perhaps without calls and buffers."""
+        found: Program | None = None
+        if self.source is not None and self._numbers is not None and self._program is None:
+            found = self.source.part("ends", self._numbers)
+        return self.program if found is None else found
 
-        That takes less than what Python's garbage collector takes for those of many shapes.
+    @cached_property
+    def changes(self) -> tuple[Change, ...] | None:
+        """The launches that other shapes of the open program have other arguments for."""
+        found: tuple[Change, ...] | None = None
+        if self.source is not None and self._numbers is not None:
+            found = self.source.part("changes", self._numbers)
+        return found
+
+    def forget(self) -> None:
+        """Let go of what can be evaluated again.
+
+        That takes less than what Python's garbage collector takes for the programs of many shapes.
         """
         if self.source is not None and self._numbers is not None:
             self._program = None
+            vars(self).pop("ends", None)
+            vars(self).pop("changes", None)
 
 
 class Kept:
@@ -188,6 +218,8 @@ class Kept:
         self._room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
         self._bytes = sum(self._room.values())
         self._workspaces = [call.workspace for call in whole.calls]
+        found = source.part("sizes", largest)
+        self._sizes: tuple[int, ...] | None = None if found is None else found[:-1]
         self.weights = {
             b.name: whole.constants[b.id]
             for b in whole.buffers
@@ -201,6 +233,11 @@ class Kept:
 
     def at(self, numbers: Mapping[str, int]) -> Made:
         """The Program for these sizes, and a layout that it fits."""
+        if self._sizes is not None:
+            *sizes, total = self.source.part("sizes", numbers)
+            large = self._bytes > LARGE and 2 * total < self._bytes
+            if not large and all(map(le, sizes, self._sizes)):
+                return Made(None, self._plan, self.source, self._room, numbers)
         program: Program = self.source.at(numbers)
         fits = all(b.nbytes <= self._room[b.id] for b in program.buffers)
         fits = fits and all(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.call import Call, Program, Tensor
 
 FEW_BLOCKS = 8
 """Of a call that leaves the multiprocessors to the one it runs beside."""
@@ -112,3 +112,65 @@ def along_rows(after: Sequence[Sequence[int]]) -> list[bool]:
             if behind[i] >= behind[k]:
                 behind[k], heir[k] = behind[i] + 1, i
     return [len(steps) == 1 and heir[steps[0]] == i for i, steps in enumerate(after)]
+
+
+def copies(call: Call) -> tuple[tuple[str, str], ...]:
+    """(read, write) of each tensor that a call does nothing but copy, to the same places of another
+    buffer; empty for a call that does more.
+    """
+    reads, writes = dict(call.reads), dict(call.writes)
+    if call.kernel.startswith("Copy x"):
+        pairs = tuple((f"0{name[1:]}", name) for name in writes)
+    elif call.expression is not None and call.kernel == "Copy" and len(reads) == len(writes) == 1:
+        pairs = tuple(zip(reads, writes, strict=True))
+    else:
+        return ()
+    for read, write in pairs:
+        x, y = reads.get(read), writes[write]
+        if x is None or _elements(x) != _elements(y):
+            return ()
+    return pairs
+
+
+def _elements(t: Tensor) -> tuple[object, ...]:
+    """What tells where in its buffer each element stands."""
+    steps = tuple((d, s) for d, s in zip(t.shape, t.strides, strict=True) if d != 1)
+    return t.dtype, t.offset, steps
+
+
+def shareable(program: Program, order: Order) -> dict[str, tuple[str, ...]]:
+    """Output -> the inputs in whose memory it may be written: nothing reads these afterwards."""
+    readers: dict[int, set[int]] = defaultdict(set)
+    writers: dict[int, set[int]] = defaultdict(set)
+    for i, call in enumerate(program.calls):
+        for _, tensor in call.reads:
+            readers[tensor.buffer].add(i)
+        for _, tensor in call.writes:
+            writers[tensor.buffer].add(i)
+    found: dict[str, tuple[str, ...]] = {}
+    for name, y in program.outputs:
+        if isinstance(y, Tensor) and not y.offset and y.dense:
+            found[name] = tuple(
+                source
+                for source, x in program.inputs
+                if (x.shape, x.dtype) == (y.shape, y.dtype) and readers[x.buffer]
+                if all(
+                    _may_overwrite(program.calls[w], x, y, readers[x.buffer] - {w}, order.before[w])
+                    for w in writers[y.buffer]
+                )
+            )
+    return {name: sources for name, sources in found.items() if sources}
+
+
+def _may_overwrite(writer: Call, x: Tensor, y: Tensor, others: set[int], before: int) -> bool:
+    """Whether a call that writes `y` may do so where `x` stands; `others` read that as well."""
+    reads, writes = dict(writer.reads), dict(writer.writes)
+    pairs = copies(writer)
+    if any(reads[r].buffer == x.buffer and writes[w].buffer == y.buffer for r, w in pairs):
+        return True  # it leaves what is there
+    mine = [t for t in reads.values() if t.buffer == x.buffer]
+    if mine:  # only where it writes each element that it reads
+        own = [(reads[r], writes[w]) for w, r in writer.inplace if reads[r].buffer == x.buffer]
+        if len(mine) > 1 or not any(r.offset == w.offset and w.buffer == y.buffer for r, w in own):
+            return False
+    return all(before >> r & 1 for r in others)

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from onnx_fuse.lower.walk import Shapes, lower
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.size import Trace
+from onnx_fuse.program.size import Size, Trace, expression
+from onnx_fuse.runtime.changes import changes
 from onnx_fuse.runtime.graphs import made_weights
 from onnx_fuse.runtime.kept import Key, Origin, Programs, folder_of
 from onnx_fuse.runtime.plan import Kept, Made, plan
@@ -66,6 +68,8 @@ class Specializer:
         self._writers: list[threading.Thread] = []
         self.lock = threading.RLock()
         """Held while the model is lowered, which changes it."""
+        self._inputs = {value.name for value in model.graph.inputs}
+        self._free: dict[tuple[tuple[str, int], ...], _Free] = {}
 
     def of(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> Made:
         """The Program for inputs of these (shape, dtype), by name, and its plan.
@@ -159,17 +163,17 @@ class Specializer:
 
     def key(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Key:
         """What programs for these shapes have in common."""
-        inputs = {v.name for v in self.model.graph.inputs}
         ranks = tuple(
-            sorted((n, len(shape), dtype) for n, (shape, dtype) in shapes.items() if n in inputs)
+            sorted([(n, len(s), dtype) for n, (s, dtype) in shapes.items() if n in self._inputs])
         )
         fixed = tuple(sorted((name, array.tobytes()) for name, array in values.items()))
         return self.symbols(shapes), ranks, fixed
 
     def _opened(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Made | None:
-        symbols, numbers = self.symbols(shapes), self.numbers(shapes)
+        symbols = self.symbols(shapes)
         if not symbols:
             return None
+        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
         key = self.key(shapes, values)
         kept = self._kept.setdefault(key, [])
         for i, entry in enumerate(kept):
@@ -210,7 +214,7 @@ class Specializer:
             program = self._lower(_changed(shapes, symbols, opened), values)
             if program.stages or program.fallbacks:
                 return None
-            return Kept(Open(program, trace), trace.largest())
+            return Kept(opened_program(program, trace), trace.largest())
         except (NeedsValues, OnnxFuseError):
             raise
         except (
@@ -224,8 +228,25 @@ class Specializer:
 
     def symbols(self, shapes: Shapes) -> Symbols:
         """The open dimensions; those of one name in the model share a symbol if they are equal."""
+        ranks = tuple([(name, len(shape)) for name, (shape, _) in shapes.items()])
+        if ranks not in self._free:
+            self._free[ranks] = self._open_dimensions(shapes)
+        free = self._free[ranks]
+        sizes = [shapes[name][0][axis] for name, axis, _ in free.dimensions]
+        equal = tuple([len({sizes[i] for i in group}) == 1 for group in free.groups])
+        if equal not in free.symbols:
+            symbols: list[tuple[str, int, str]] = []
+            numbers: dict[str, int] = {}
+            own = {i: f"group {g}" for g, same in enumerate(equal) if same for i in free.groups[g]}
+            for i, (name, axis, _) in enumerate(free.dimensions):
+                label = own.get(i, f"{name} {axis}")
+                symbols.append((name, axis, f"s{numbers.setdefault(label, len(numbers))}"))
+            free.symbols[equal] = tuple(symbols)
+        return free.symbols[equal]
+
+    def _open_dimensions(self, shapes: Shapes) -> _Free:
         found: list[tuple[str, int, str | None]] = []
-        sizes: dict[str, set[int]] = {}
+        groups: dict[str, list[int]] = {}
         resident = set((self.state or {}).values())
         for value in self.model.graph.inputs:
             name = value.name or ""
@@ -233,18 +254,23 @@ class Specializer:
                 continue
             shape = shapes[name][0]
             dims = list(value.shape) if value.shape is not None else [None] * len(shape)
-            for axis, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            for axis, (dim, _) in enumerate(zip(dims, shape, strict=True)):
                 if not isinstance(dim, int):
                     label = getattr(dim, "value", None)
-                    found.append((name, axis, label))
                     if label:
-                        sizes.setdefault(label, set()).add(size)
-        numbers: dict[str, int] = {}
-        symbols = []
-        for name, axis, label in found:
-            shared = label if label and len(sizes[label]) == 1 else f"{name} {axis}"
-            symbols.append((name, axis, f"s{numbers.setdefault(shared, len(numbers))}"))
-        return tuple(symbols)
+                        groups.setdefault(label, []).append(len(found))
+                    found.append((name, axis, label))
+        return _Free(tuple(found), tuple(map(tuple, groups.values())))
+
+
+@dataclass
+class _Free:
+    """The dimensions that a model leaves free: (input, axis, name), those of one name in groups."""
+
+    dimensions: tuple[tuple[str, int, str | None], ...]
+    groups: tuple[tuple[int, ...], ...]
+    symbols: dict[tuple[bool, ...], Symbols] = field(default_factory=dict)
+    """By which groups' sizes are equal."""
 
 
 @contextlib.contextmanager
@@ -259,6 +285,21 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def opened_program(program: Program, trace: Trace) -> Open:
+    """A program with the sizes of a trace, and what of it a new shape needs at least."""
+    sizes = [b.nbytes for b in program.buffers] + [call.workspace for call in program.calls]
+    parts = {
+        "ends": replace(program, calls=(), buffers=()),
+        "changes": changes(program),
+        # those that may become larger than their room, and the bytes of all buffers
+        "sizes": (
+            *{expression(s): s for s in sizes if isinstance(s, Size)}.values(),
+            sum(b.nbytes for b in program.buffers),
+        ),
+    }
+    return Open(program, trace, parts)
 
 
 def _changed(shapes: Shapes, symbols: Symbols, sizes: Mapping[str, Any]) -> Shapes:

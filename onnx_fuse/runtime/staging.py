@@ -61,9 +61,10 @@ class Uploads:
         """A room that nothing reads any more."""
         while self._rooms:
             room = self._rooms[0]  # whose upload began before the other's
-            if len(self._rooms) < 2 and not room.passed.passed():
-                break
-            room.passed.wait("uploading feeds")
+            if not room.passed.passed():
+                if len(self._rooms) < 2:
+                    break
+                room.passed.wait("uploading feeds")
             if len(room.pinned.array) >= nbytes:
                 self._rooms.rotate(-1)
                 return room

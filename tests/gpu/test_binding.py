@@ -166,6 +166,35 @@ def test_a_place_that_cannot_be_written_at_once_is_copied_to(where: str) -> None
             assert places.get(at, array).tobytes() == array.tobytes()
 
 
+CACHE = """agraph (float16[1,4,C,8] past, float16[1,4,1,8] new, int64[1,4,1,8] at)
+=> (float16[1,4,C,8] present, float16[1,4,1,C] scores) {
+    present = ScatterElements <axis = 2> (past, at, new)
+    turned = Transpose <perm = [0, 1, 3, 2]> (present)
+    scores = MatMul (new, turned)
+}"""
+
+
+def test_a_cache_grows_where_it_stands(counts: Counter[str]) -> None:
+    runner, shape = Executable(text_model(CACHE)), (1, 4, 32, 8)
+    places, binding = Places(runner, 1 << 16), runner.io_binding()
+    rng, cache = np.random.default_rng(4), np.zeros(shape, np.float16)
+    binding.bind_input("past", "cuda", 0, np.float16, shape, places.memory.address)
+    binding.bind_output("present", "cuda", 0, np.float16, shape, places.memory.address)
+    binding.bind_output("scores")
+    for position in range(8):
+        new = rng.standard_normal((1, 4, 1, 8)).astype(np.float16)
+        cache[:, :, position] = new[:, :, 0]
+        binding.bind_cpu_input("new", new)
+        binding.bind_cpu_input("at", np.full((1, 4, 1, 8), position))
+        counts.clear()
+        runner.run_with_iobinding(binding)
+        assert not counts["Stream.move"]
+        (scores,) = binding.copy_outputs_to_cpu()[1:]
+        want = new.astype(np.float64) @ cache.astype(np.float64).transpose(0, 1, 3, 2)
+        np.testing.assert_allclose(scores, want, rtol=2e-3, atol=2e-3)  # stored in float16
+        assert places.get(0, cache).tobytes() == cache.tobytes()
+
+
 class Handle:
     """A stream of another library."""
 

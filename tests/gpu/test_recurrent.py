@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from test_gradients import RECURRENT, Row, build, draw, row, session
+from gradient_loops import RECURRENT
+from gradient_rows import Row, row
+from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
 from onnx_fuse.kernels import Choice

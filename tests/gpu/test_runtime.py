@@ -11,11 +11,13 @@ import threading
 from math import erf, pi
 from pathlib import Path
 
+import lowering
 import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
 import test_lower
+import test_program_passes
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
@@ -47,10 +49,10 @@ def expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
     return np.tanh(feeds["x"] + feeds["b"])
 
 
-@pytest.mark.parametrize("name", test_lower.GRAPHS)
+@pytest.mark.parametrize("name", lowering.GRAPHS)
 @pytest.mark.filterwarnings("ignore:runs on onnxruntime")
 def test_graphs_of_the_lowering_tests(name: str) -> None:
-    text, feeds = test_lower.GRAPHS[name]
+    text, feeds = lowering.GRAPHS[name]
     model = text_model(text)
     want = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
     for got, array in zip(Executable(model).run(None, feeds), want, strict=True):
@@ -65,7 +67,7 @@ GRAD_PRODUCT = pytest.mark.launches("layernorm/grad.cu", "layernorm_dx", "PRODUC
 @pytest.mark.parametrize("k", [1, pytest.param(10, marks=GRAD_PRODUCT), 16, 17])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool) -> None:
-    text, given = test_lower.norm_grad_of_a_product(k, turned)
+    text, given = test_program_passes.norm_grad_of_a_product(k, turned)
     rng = np.random.default_rng(k)
     feeds = {n: rng.standard_normal(v.shape).astype(np.float32) for n, v in given.items()}
     wide = {name: array.astype(np.float64) for name, array in feeds.items()}
@@ -95,7 +97,7 @@ def test_a_norms_backward_makes_rows_of_dy_from_few_columns(k: int, turned: bool
 def test_a_norm_makes_a_product_of_few_columns(
     n: int, shape: tuple[int, int], dtype: str, turned: bool, also: str
 ) -> None:
-    text, feeds = test_lower.product_of_a_norm(n, turned, also, dtype=dtype, shape=shape)
+    text, feeds = test_program_passes.product_of_a_norm(n, turned, also, dtype=dtype, shape=shape)
     x, s, b, w, c = (feeds[name].astype(np.float64) for name in "xsbwc")
     d = x - x.mean(-1, keepdims=True)
     y = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * s + b
@@ -444,7 +446,7 @@ def test_an_update_of_many_tensors_is_one_launch() -> None:
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_a_norm_folded_into_the_weights(norm: str) -> None:
-    model, values = test_lower.norm_model(norm)
+    model, values = test_program_passes.norm_model(norm)
     gamma, w, c = (values[name].astype(np.float64) for name in ("gamma", "w", "c"))
     executable = Executable(model)
     for rows in (3, 130):
@@ -462,7 +464,9 @@ def test_a_norm_folded_into_the_weights(norm: str) -> None:
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 8), (1, 128), (4, 512), (2, 4096)])
 def test_a_norm_left_to_the_products_that_read_it(batch: int, rows: int) -> None:
-    model, feeds = test_lower.post_norm_model(test_lower.POST_NORM, rows=rows, batch=batch)
+    model, feeds = test_program_passes.post_norm_model(
+        test_program_passes.POST_NORM, rows=rows, batch=batch
+    )
     executable = Executable(model)
     (got,) = executable.run(None, feeds)
     kernels = [call.kernel for call in executable.instance(feeds).program.calls]
@@ -470,7 +474,7 @@ def test_a_norm_left_to_the_products_that_read_it(batch: int, rows: int) -> None
         assert kernels.count("LayerNormalization") == 1, "the output's"
     if executable.hw.cc == 90:  # elsewhere it depends on the cost models
         assert kernels.count("LayerNormalization") == 1, "the output's"
-    want = test_lower.post_norm_value(test_lower.weights_of(model) | feeds)
+    want = test_program_passes.post_norm_value(lowering.weights_of(model) | feeds)
     # float16 rounds weights, sums and the result, twice each: 1e-3 as in test_gemm
     assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
 
@@ -495,7 +499,7 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
     d = dz @ (wide["s"][:, None] * wide["w"]).T
     d = (d - d.mean(-1, keepdims=True) - xh * (d * xh).mean(-1, keepdims=True)) / std
     h = xh * wide["s"] + wide["b"]
-    text = test_lower.BLOCK_GRAD.replace("M,", f"{rows},").replace("ORDER", "dx, r")
+    text = test_program_passes.BLOCK_GRAD.replace("M,", f"{rows},").replace("ORDER", "dx, r")
     ways = []
     for more in ("", f", bfloat16[{rows},{inner}] dh, bfloat16[{rows},{width}] dx"):
         runner = Executable(text_model(text.replace("MORE", more).replace("NODE", "")))
@@ -524,7 +528,7 @@ def test_the_gradient_of_a_hidden_layer(rows: int, more: str) -> None:
     wide = {n: a.astype(np.float64) for n, a in feeds.items()}
     sigmoid = 1 / (1 + np.exp(-wide["z"]))
     dz = wide["dy"] @ wide["v"].T * sigmoid * (1 + wide["z"] * (1 - sigmoid))
-    runner = Executable(test_lower.hidden_gradient(rows, width, inner, more))
+    runner = Executable(test_program_passes.hidden_gradient(rows, width, inner, more))
     found, again = runner.run(None, feeds), runner.run(None, feeds)
     assert runner.programs()[0].calls[0].problem.attr("dact")
     wanted = (dz @ wide["w"].T, wide["x"].T @ dz, dz.sum(0))

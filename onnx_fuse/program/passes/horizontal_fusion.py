@@ -1,4 +1,4 @@
-"""Calls of one kind over other tensors become one launch: updates of weights, small reductions."""
+"""Calls of one kind over other tensors become one launch: updates, small reductions, copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from onnx_fuse.kernels import Choice, select
 from onnx_fuse.kernels.rows import fold_kind
 from onnx_fuse.kernels.several import shares_a_launch
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.moves import PointwiseMany, Several
+from onnx_fuse.program.moves import CopyMany, PointwiseMany, Several
+from onnx_fuse.program.passes import pieces
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import Hardware
@@ -52,7 +53,8 @@ def batch(
         run: list[int] = []
         for i in reversed(members):
             # `run` starts at its last member; earlier ones join as long as they may wait for it
-            if run and not _may_wait(calls, i, run[0]):
+            beside = run if pieces.piece(calls[i]) is not None else ()
+            if run and not _may_wait(calls, i, run[0], beside):
                 _place(calls, run, choice, depths, gone, placed)
                 run = []
             run.append(i)
@@ -77,6 +79,12 @@ def _place(
     if len(run) < 2:
         return
     members = list(reversed(run))
+    if pieces.kind(calls[run[0]]) is not None:
+        for k in range(0, len(members), pieces.TABLE):
+            part = [calls[i] for i in members[k : k + pieces.TABLE]]
+            placed[run[0]].append(pieces.together(part) if len(part) > 1 else part[0])
+        gone.update(run)
+        return
     large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
     last = max((depths[i] for i in large), default=0)
     early = [i for i in large if depths[i] < last]
@@ -96,6 +104,8 @@ def _kind(call: Call) -> object | None:
     """What calls of one launch have in common; None for a call that stands alone."""
     if call.expression is None:
         return _twin(call)
+    if (found := pieces.kind(call)) is not None:
+        return found
     if not prod(call.writes[0][1].shape) or call.expression.rows:
         return None
     tensors = [t for _, t in (*call.reads, *call.writes)]
@@ -108,7 +118,7 @@ def _kind(call: Call) -> object | None:
 
 def _twin(call: Call) -> object | None:
     """The problem of a small call, and which of its operands are there."""
-    if call.problem is None or isinstance(call.problem, Several | PointwiseMany):
+    if call.problem is None or isinstance(call.problem, Several | PointwiseMany | CopyMany):
         return None
     if sum(t.nbytes for _, t in call.reads) > MAX_WAIT:
         return None
@@ -129,10 +139,14 @@ def _single(tensor: Tensor) -> bool:
     return all(s == 0 or d == 1 for d, s in zip(tensor.shape, tensor.strides, strict=True))
 
 
-def _may_wait(calls: Sequence[Call], i: int, until: int) -> bool:
+def _may_wait(calls: Sequence[Call], i: int, until: int, beside: Collection[int]) -> bool:
+    """Whether call `i` may run where `until` stands, with copies `beside` it in one launch."""
     reads = {t.buffer for _, t in calls[i].reads}
     writes = {t.buffer for _, t in calls[i].writes}
-    for call in calls[i + 1 : until + 1]:
+    for j in range(i + 1, until + 1):
+        call = calls[j]
+        if j in beside and pieces.apart(calls[i], call):
+            continue
         if any(t.buffer in writes for _, t in (*call.reads, *call.writes)):
             return False
         if any(t.buffer in reads for _, t in call.writes):

@@ -17,7 +17,8 @@ from onnx_fuse.program.size import rough, wide_class_of
 def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem."""
     assert call.problem is not None
-    how = f"{choice.kernel.name} {choice.config}: {choice.why}, {choice.seconds * 1e6:.1f} us"
+    name = f"{choice.kernel.name} {choice.config}".removesuffix(" -")
+    how = f"{name}: {choice.why}, {choice.seconds * 1e6:.1f} us"
     return replace(
         call,
         launches=choice.launch(call.problem, hw),

@@ -1,0 +1,134 @@
+"""One row: each block's weights in registers before the launch before ends (gemm/vector.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.kernels.gemm_portable import aligned, epilogue_defines, type_defines
+from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    ld,
+    operand,
+)
+
+STEPS = 16
+"""Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
+
+
+class Vector:
+    """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
+
+    name = "vector"
+    source = "gemm/vector.cu"
+
+    def sources(self) -> tuple[str, ...]:
+        """The source file of the kernel."""
+        return (self.source,)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if problem.m != 1:
+            return f"for one row, not {problem.m}"
+        if hw.cc < 80:
+            return f"bf16 needs sm_80, this is {hw.arch}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"for 16-bit operands, not {problem.dtype}"
+        if problem.out not in ("float16", "bfloat16", "float32"):
+            return f"no {problem.out} result"
+        if problem.batch or problem.trans_a or problem.attr("planes"):
+            return "no batches, and x contiguous"
+        if problem.op == "LayerNormGemm" and not problem.attr("folded"):
+            return "gamma and beta must be folded into the weights"
+        if problem.op == "LayerNormGemm" and problem.attr("stats"):
+            return "it makes the statistics itself"
+        more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias")
+        if other := [name for name in more if problem.attr(name)]:
+            return f"its epilogue has no {', '.join(other)}"
+        if problem.attr("beta") and problem.attr("residual"):
+            return "the epilogue takes one extra operand"
+        if operand(problem) and problem.integer("c_cols", 1) != 1:
+            return "c is read as a dense row"
+        act = problem.text("act")
+        if act and act not in BY_KEY:
+            return f"no activation {act!r}"
+        if not aligned(problem) or (problem.k if problem.trans_b else problem.n) % 8:
+            return "rows of w are not of 16-byte pieces"
+        return None if self.configs(problem, hw) else f"k={problem.k} does not fit into registers"
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Warps a block, and columns a block or a warp."""
+        shapes = (
+            [("each", each, warps) for each in (1, 2) for warps in (4, 8)]
+            if problem.trans_b
+            else [("cols", cols, warps) for cols in (8, 16, 32, 64) for warps in (4, 8, 16)]
+        )
+        found = [Config.of(warps=warps, **{name: columns}) for name, columns, warps in shapes]
+        return [config for config in found if self.fits(problem, config)]
+
+    def _steps(self, k: int, trans_b: bool, warps: int, columns: int) -> int:
+        """Loads of a thread along k."""
+        return ceil(k / 256) if trans_b else ceil(k / (256 // columns * warps))
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Where all of k is in registers."""
+        columns = config.integer("each") or config.integer("cols")
+        steps = self._steps(problem.k, problem.trans_b, config.integer("warps"), columns)
+        return (columns if problem.trans_b else 1) * steps <= STEPS
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """What follows the wait; blocks that come up; the bytes of w, some of them read before."""
+        warps, each = config.integer("warps"), config.integer("each")
+        columns = each * warps if each else config.integer("cols")
+        blocks = ceil(problem.n / columns)
+        nbytes = problem.k * problem.n * ITEMSIZE[problem.dtype]
+        # fitted to timings on an H200 (2026-11): of large products alone, of a decoder's step else
+        stream = nbytes / ((0.85 if each else 0.55) * hw.bandwidth)
+        start = (1.2e-6 if problem.op == "Gemm" else 1.6e-6) + 3e-10 * min(blocks * warps, 4000)
+        if each:
+            shape = 3e-8 * warps + 3e-7 / each
+        else:
+            shape = 1.6e-6 / columns + (0.4e-6 if blocks < 24 else 0.0)
+        return start + shape + max(0.4 * stream, stream - 1.5e-6)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """No bytes: the kernel needs no workspace."""
+        return 0
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The one launch of the kernel."""
+        warps, each = config.integer("warps"), config.integer("each")
+        norm, columns = problem.op == "LayerNormGemm", each or config.integer("cols")
+        steps = self._steps(problem.k, problem.trans_b, warps, columns)
+        types, epilogue = type_defines(problem), epilogue_defines(problem)
+        if norm:
+            types["TV"] = "float"
+            epilogue |= {"EPI_LN": 1}
+            epilogue.pop("EPI_BIAS", None)  # it is in cv
+        defines = as_defines(
+            types, epilogue,
+            {"TRANS_B": problem.trans_b, "WARPS": warps, "STEPS": steps, "LN": norm,
+             "STATIC_B": bool(problem.attr("static_b"))},
+            {"EACH": each} if each else {"COLS": columns},
+            {"RMS": 1} if norm and problem.attr("rms") else {},
+        )  # fmt: skip
+        names = ("x", "wq", "r", "cs", "cv") if norm else ("a", "b", "c", "col0", "col1")
+        x, w, c, col0, col1 = names
+        args = (
+            Ptr(x), Ptr(w), Ptr("y"), Ptr("z"), Ptr(c), Num("i32", problem.n),
+            Num("i32", problem.k), Num("i64", ld(problem)[1]),
+            Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
+            Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
+            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
+            Num("f32", problem.number("act_alpha", 1.0)),
+        )  # fmt: skip
+        grid = (ceil(problem.n / (columns * warps if each else columns)), 1, 1)
+        return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), args, defines),)

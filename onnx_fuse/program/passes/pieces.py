@@ -1,0 +1,86 @@
+"""Copies of runs of elements, as those of a Concat, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.moves import CopyMany, Piece
+from onnx_fuse.program.passes.callgraph import nodes_of
+from onnx_fuse.program.problem import ITEMSIZE
+
+MOST = 2 << 20
+"""Bytes of a copy that may wait for others, where its size is no open one: what it reads must be
+kept that long."""
+TABLE = 256
+"""Copies that one launch makes."""
+
+
+def piece(call: Call) -> Piece | None:
+    """What a call copies, None where it does anything else or has more dimensions."""
+    expression = call.expression
+    if expression is None or expression.steps or expression.rows or expression.scalars:
+        return None
+    if len(call.reads) != 1 or len(call.writes) != 1:
+        return None
+    (_, x), (_, y) = call.reads[0], call.writes[0]
+    if x.dtype != y.dtype or x.shape != y.shape or x.wide or y.wide:
+        return None
+    if isinstance(y.nbytes, int) and not 0 < y.nbytes <= MOST:
+        return None
+    dims = [(d, s, t) for d, s, t in zip(y.shape, x.strides, y.strides, strict=True) if d != 1]
+    n = 1
+    outer: list[tuple[int, int, int]] = []
+    for d, s, t in reversed(dims):
+        if not outer and s == n and t == n:
+            n = n * d
+        elif outer and s == outer[-1][0] * outer[-1][1] and t == outer[-1][0] * outer[-1][2]:
+            outer[-1] = (outer[-1][0] * d, *outer[-1][1:])
+        else:
+            outer.append((d, s, t))
+    if len(outer) > 2 or n == 1:
+        return None
+    (d1, s1, t1), (d0, s0, t0) = (*outer, *[(1, 0, 0)] * (2 - len(outer)))
+    return Piece(n, (d0, d1), (s0, s1), (t0, t1))
+
+
+def kind(call: Call) -> object | None:
+    """What copies of one launch have in common; None for what is no such copy."""
+    return ("pieces", ITEMSIZE[call.writes[0][1].dtype]) if piece(call) is not None else None
+
+
+def apart(first: Call, second: Call) -> bool:
+    """Whether two copies may run side by side: they touch nothing in common that one writes."""
+    (_, x1), (_, y1) = first.reads[0], first.writes[0]
+    (_, x2), (_, y2) = second.reads[0], second.writes[0]
+    if x1.buffer == y2.buffer or x2.buffer == y1.buffer:
+        return False
+    if y1.buffer != y2.buffer:
+        return True
+    a, b = piece(first), piece(second)
+    assert a is not None
+    assert b is not None
+    if y2.offset < y1.offset:
+        (a, y1), (b, y2) = (b, y2), (a, y1)
+    if a.sizes[0] != 1 or b.sizes[0] != 1 or y1.offset + a.n > y2.offset:
+        return False
+    if a.sizes[1] == 1:
+        return True
+    return a.y[1] == b.y[1] and y2.offset + b.n <= y1.offset + a.y[1]
+
+
+def together(members: Sequence[Call]) -> Call:
+    """One call of all members; their operands are bound under "0.row" and "1.row"."""
+    pieces = tuple(found for call in members if (found := piece(call)) is not None)
+    problem = CopyMany(ITEMSIZE[members[0].writes[0][1].dtype], pieces)
+    reads: dict[str, Tensor] = {f"0.{i}": c.reads[0][1] for i, c in enumerate(members)}
+    writes: dict[str, Tensor] = {f"1.{i}": c.writes[0][1] for i, c in enumerate(members)}
+    return Call(
+        f"Copy x{len(members)}",
+        nodes_of(*members),
+        (),
+        tuple(reads.items()),
+        tuple(writes.items()),
+        bytes=problem.bytes,
+        problem=problem,
+    )

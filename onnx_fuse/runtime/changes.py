@@ -1,0 +1,93 @@
+"""What another shape of an open program changes: numbers, to be written where arguments stand.
+
+A launch whose grid or arguments hold open sizes is a Change. Its `words` stand for the arguments in
+the order of `cuda.arguments`, an offset in bytes for each address; which buffer's address is added
+to that is the same for every shape (`spots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.size import Size
+
+Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...]]
+"""(number of the call, of its launch, grid, words)."""
+
+
+class Spots(NamedTuple):
+    """Of a launch's words: (word, buffer) of each address, and of each TMA descriptor."""
+
+    addresses: tuple[tuple[int, int], ...]
+    maps: tuple[tuple[int, int], ...]
+
+
+def workspace_key(call: int) -> int:
+    """What stands for the workspace of a call among the buffers."""
+    return -1 - call
+
+
+def changes(program: Program) -> tuple[Change, ...] | None:
+    """The launches that hold open sizes; None where more of one changes than its arguments."""
+    found = []
+    for i, call in enumerate(program.calls):
+        for j, launch in enumerate(call.launches):
+            numbers = tuple(word for word, _ in words(i, call, launch))
+            if launch.product is not None:
+                if launch.product.trace is not None:
+                    return None
+                continue
+            fixed = (launch.block, launch.smem, launch.cluster, launch.sync)
+            if _is_open(fixed):
+                return None
+            if _is_open((launch.grid, numbers)):
+                if launch.sync:
+                    return None
+                found.append((i, j, launch.grid, numbers))
+    return tuple(found)
+
+
+def spots(i: int, call: Call, launch: Launch) -> Spots:
+    """Where the addresses of call `i` go."""
+    addresses: list[tuple[int, int]] = []
+    maps: list[tuple[int, int]] = []
+    for at, (word, buffer) in enumerate(words(i, call, launch)):
+        if buffer is not None:
+            (maps if isinstance(word, tuple) else addresses).append((at, buffer))
+    return Spots(tuple(addresses), tuple(maps))
+
+
+def words(i: int, call: Call, launch: Launch) -> Iterator[tuple[Any, int | None]]:
+    """Each word: a number, or an offset and the buffer it counts from; (map, offset) of a map."""
+    operands = dict((*call.reads, *call.writes))
+
+    def place(ptr: Ptr) -> tuple[Any, int | None]:
+        if ptr.name == "workspace" and call.workspace:
+            return ptr.offset, workspace_key(i)
+        tensor = operands.get(ptr.name)
+        if tensor is None:
+            return 0, None
+        return tensor.offset * ITEMSIZE[tensor.dtype] + ptr.offset, tensor.buffer
+
+    for arg in launch.args:
+        if isinstance(arg, Num):
+            yield arg.value, None
+        elif isinstance(arg, Ptr):
+            yield place(arg)
+        elif isinstance(arg, Table):
+            for word in arg.words:
+                yield place(word) if isinstance(word, Ptr) else (word, None)
+        else:
+            offset, buffer = place(arg.ptr)
+            yield (arg, offset), buffer
+
+
+def _is_open(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_is_open(part) for part in value)
+    if isinstance(value, TensorMap):
+        return _is_open((value.shape, value.strides, value.box))
+    return isinstance(value, Size)

@@ -1,0 +1,434 @@
+"""Graphs that become fused attention, for `fusion_cases`."""
+
+from __future__ import annotations
+
+import numpy as np
+from cases import (
+    ATT,
+    IN,
+    LIN,
+    PLAIN,
+    QKV,
+    SCALE,
+    SCORES,
+    FusionCase,
+    X,
+    scalar,
+)
+
+ATTENTION = (
+    # --- attention --------------------------------------------------------------------------------
+    FusionCase(
+        "attention_without_mask",
+        QKV,
+        SCORES + SCALE + "z = Mul (s, f)\n p = Softmax <axis = -1> (z)\n y = MatMul (p, v)",
+        ("Sdpa",),
+        **ATT,
+    ),
+    *(
+        FusionCase(
+            f"attention_by_einsum_{name}",
+            QKV
+            if name == "bhsd"
+            else f"{q}, {q.replace('S', 'T').replace(' q', ' k')}, "
+            f"{q.replace('S', 'T').replace(' q', ' v')}",
+            f's = Einsum <equation = "{scores}"> (q, k)\n'
+            + SCALE
+            + "z = Mul (s, f)\n p = Softmax <axis = -1> (z)\n"
+            + f'y = Einsum <equation = "{mix}"> (p, v)',
+            ("Sdpa",),
+            fed=("q", "k", "v"),
+            output=y,
+            gone=("Einsum",),
+            spares=(("empty", "onnxruntime's Einsum dies of a batch of none (1.32)"),),
+        )
+        for name, q, scores, mix, y in (
+            ("bhsd", "", "bhid, bhjd -> bhij", "bhij, bhjd -> bhid", ATT["output"]),
+            ("bshd", "float[B,S,4,8] q", "bihd,bjhd->bhij", "bhij,bjhd->bihd", "float[B,S,4,8] y"),
+        )
+    ),
+    FusionCase(
+        "product_by_einsum",
+        IN,
+        'n = LayerNormalization (x, g, b)\n m = Einsum <equation = "btk,kn->btn"> (n, w)\n'
+        "y = Add (m, c)",
+        ("LayerNormGemm",),
+    ),
+    FusionCase(
+        "attention_mask_and_guard",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES
+        + SCALE
+        + scalar("zero", 0.0)
+        + "z = Mul (s, f)\n zm = Add (z, mask)\n p = Softmax (zm)\n i = IsNaN (p)\n"
+        "pn = Where (i, zero, p)\n y = MatMul (pn, v)",
+        ("SdpaMaskNanGuard",),
+        **ATT,
+    ),
+    FusionCase(
+        "attention_mask_by_where",
+        f"{QKV}, bool[B,1,S,T] mask",
+        SCORES
+        + SCALE
+        + scalar("low", -3.4028235e38)
+        + "z = Div (s, f)\n zm = Where (mask, z, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaWhere",),
+        **ATT,
+    ),
+    FusionCase(
+        "attention_mask_before_the_scale",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES
+        + scalar("f", 0.25)
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        **ATT,
+    ),
+    FusionCase(
+        "attention_where_before_the_scale",
+        f"{QKV}, bool[B,1,S,T] mask",
+        SCORES
+        + SCALE
+        + scalar("low", -3.4028235e38)
+        + "zm = Where (mask, s, low)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaWhere",),
+        **ATT,
+    ),
+    FusionCase(
+        "attention_mask_before_a_scale_that_rounds",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES
+        + SCALE
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="a mask is added before the scores are scaled by 0.353553",
+        **ATT,
+    ),
+    FusionCase(
+        "attention_mask_enlarged_by_the_scale",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES
+        + scalar("f", 2.0)
+        + "zm = Add (s, mask)\n z = Mul (zm, f)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="a mask is added before the scores are scaled by 2",
+        **ATT,
+    ),
+    FusionCase(
+        "attention_scaled_operands",
+        "float[B,S,4,8] q, float[B,T,4,8] k, float[B,T,4,8] v",
+        scalar("f", 0.59460355) + "qt = Transpose <perm = [0,2,1,3]> (q)\n qs = Mul (qt, f)\n"
+        "kt = Transpose <perm = [0,2,3,1]> (k)\n ks = Mul (kt, f)\n s = MatMul (qs, ks)\n"
+        "p = Softmax (s)\n vt = Transpose <perm = [0,2,1,3]> (v)\n y = MatMul (p, vt)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_grouped_heads",
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "two = Constant <value = int64[1] {2}> ()\n one = Constant <value = int64[1] {1}> ()\n"
+        "b = Shape <start = 0, end = 1> (k)\n t = Shape <start = 2, end = 3> (k)\n"
+        "h = Constant <value = int64[1] {4}> ()\n d = Constant <value = int64[1] {8}> ()\n"
+        "five = Concat <axis = 0> (b, two, two, t, d)\n four = Concat <axis = 0> (b, h, t, d)\n"
+        "k5 = Unsqueeze (k, two)\n ke = Expand (k5, five)\n kr = Reshape (ke, four)\n"
+        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "kt = Transpose <perm = [0,1,3,2]> (kr)\n s = MatMul (q, kt)\n p = Softmax (s)\n"
+        "y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_grouped_heads_turned_in_the_batch",
+        "float[2,4,S,8] q, float[2,2,5,8] k, float[2,2,5,8] v",
+        "two = Constant <value = int64[1] {2}> ()\n"
+        "five = Constant <value = int64[5] {2,2,2,5,8}> ()\n"
+        "flat = Constant <value = int64[3] {-1,5,8}> ()\n"
+        "four = Constant <value = int64[4] {2,4,5,8}> ()\n"
+        "turned = Constant <value = int64[4] {2,4,8,5}> ()\n"
+        "k5 = Unsqueeze (k, two)\n ke = Expand (k5, five)\n kf = Reshape (ke, flat)\n"
+        "kt3 = Transpose <perm = [0,2,1]> (kf)\n kt = Reshape (kt3, turned)\n"
+        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "s = MatMul (q, kt)\n p = Softmax (s)\n y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[2,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_grouped_heads_turned_in_a_free_batch",
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "".join(
+            f"i{i} = Constant <value_ints = [{i}]> ()\n" for i in (-1, 0, 1, 2, 3, 4, 8)
+        ).replace("i-1", "less")
+        + "b = Shape <end = 1> (k)\n t = Shape <start = 2, end = 3> (k)\n"
+        "five = Concat <axis = 0> (b, i2, i2, t, i8)\n four = Concat <axis = 0> (b, i4, t, i8)\n"
+        "k5 = Unsqueeze (k, i2)\n ke = Expand (k5, five)\n kr = Reshape (ke, four)\n"
+        "v5 = Unsqueeze (v, i2)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "sizes = Shape (kr)\n lead = Slice (sizes, i0, i2)\n rows = Slice (sizes, i2, i3)\n"
+        "columns = Slice (sizes, i3, i4)\n flat = Concat <axis = 0> (less, rows, columns)\n"
+        "turned = Concat <axis = 0> (lead, columns, rows)\n kf = Reshape (kr, flat)\n"
+        "kt3 = Transpose <perm = [0,2,1]> (kf)\n kt = Reshape (kt3, turned)\n"
+        "s = MatMul (q, kt)\n p = Softmax (s)\n y = MatMul (p, vr)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+        spares=(("empty", "onnxruntime finds no -1 beside no elements"),),
+    ),
+    FusionCase(
+        "attention_one_key_head_for_all",
+        "float[B,4,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v",
+        SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_heads_known_at_run_time",
+        "float[B,H,S,8] q, float[B,G,T,8] k, float[B,G,T,8] v",
+        SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,H,S,8] y",
+    ),
+    FusionCase(
+        "attention_node",
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "y = Attention (q, k, v)",
+        ("GroupedSdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+        opset=23,
+    ),
+    *(
+        FusionCase(
+            f"attention_node_{name}_with_a_row_masked_whole",  # that row is zero
+            "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v",
+            "zero = Constant <value = int64 {0}> ()\n one = Constant <value = int64 {1}> ()\n"
+            "last = Constant <value = int64[1] {1}> ()\n at = Constant <value = int64[1] {0}> ()\n"
+            "s1 = Shape <start = 2, end = 3> (q)\n t1 = Shape <start = 2, end = 3> (k)\n"
+            "count = Squeeze (s1, at)\n row = Range (zero, count, one)\n"
+            "is_one = Equal (row, one)\n column = Unsqueeze (is_one, last)\n"
+            "size = Concat <axis = 0> (s1, t1)\n"
+            f"{pick}\n mask = Expand (picked, size)\n y = Attention (q, k, v, mask)",
+            ("SdpaMaskGuard",),
+            fed=("q", "k", "v"),
+            output="float[B,4,S,8] y",
+            opset=23,
+        )
+        for name, pick in (
+            ("bool", "picked = Not (column)"),
+            (
+                "float",
+                scalar("keep", 0.0)
+                + scalar("drop", -np.inf)
+                + "picked = Where (column, drop, keep)",
+            ),
+        )
+    ),
+    FusionCase(
+        "attention_node_causal_3d",
+        "float[B,S,32] q, float[B,S,32] k, float[B,S,32] v",
+        "y = Attention <q_num_heads = 4, kv_num_heads = 4, is_causal = 1> (q, k, v)",
+        ("SdpaCausal",),
+        fed=("q", "k", "v"),
+        output="float[B,S,32] y",
+        opset=23,
+    ),
+    *(
+        FusionCase(
+            f"attention_node_past_{name}_causal",
+            f"float[B,4,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,3,8] pk, "
+            f"float[B,2,3,8] pv, {name}[B,1,S,3] m0, {name}[B,1,S,S] m1",
+            "m = Concat <axis = -1> (m0, m1)\n"
+            "y, kk, vv = Attention <is_causal = 1> (q, k, v, m, pk, pv)",
+            ("GroupedSdpaMaskGuard",),
+            fed=("q", "k", "v", "pk", "pv", "m0", "m1"),
+            output="float[B,4,S,8] y",
+            opset=23,
+        )
+        for name in ("float", "bool")
+    ),
+    FusionCase(
+        "attention_where_then_mask",
+        f"{QKV}, float[B,1,S,T] mask, bool[S,T] keep",
+        SCORES
+        + scalar("low", -1e9)
+        + "w = Where (keep, s, low)\n zm = Add (w, mask)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaWhereMask",),
+        fed=("q", "k", "v", "mask", "keep"),
+        output=ATT["output"],
+    ),
+    FusionCase(
+        "attention_conditions_of_one_fill",
+        f"{QKV}, bool[B,1,S,T] mask, bool[S,T] drop",
+        SCORES
+        + scalar("low", -1e4)
+        + "n = Not (mask)\n w = Where (n, low, s)\n zm = Where (drop, low, w)\n"
+        "p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaWhere",),
+        fed=("q", "k", "v", "mask", "drop"),
+        output=ATT["output"],
+    ),
+    FusionCase(
+        "attention_mask_subtracted",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES + "zm = Sub (s, mask)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        **ATT,
+    ),
+    FusionCase(
+        "attention_three_masks",
+        f"{QKV}, float[B,1,S,T] mask, float[S,T] m2, float[B,1,1,T] m3",
+        SCORES + "z1 = Add (s, mask)\n z2 = Add (z1, m2)\n z3 = Add (z2, m3)\n"
+        "p = Softmax (z3)\n y = MatMul (p, v)",
+        reason="3 masks and conditions follow each other",
+        fed=("q", "k", "v", "mask", "m2", "m3"),
+        output=ATT["output"],
+    ),
+    FusionCase(
+        "attention_learned_temperature",
+        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t",
+        SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_temperature_fed",
+        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t",
+        SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="of any magnitude",
+        fed=("q", "k", "v", "t"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_temperature_by_key",
+        "float[B,4,S,8] q, float[B,4,5,8] k, float[B,4,5,8] v, float[4,1,5] t",
+        SCORES + "z = Mul (s, t)\n p = Softmax (z)\n y = MatMul (p, v)",
+        reason="which differs by key",
+        fed=("q", "k", "v"),
+        output="float[B,4,S,8] y",
+    ),
+    FusionCase(
+        "attention_values_first",  # v pᵀ
+        "float[B,2,8,S] q, float[B,2,8,T] k, float[B,2,6,T] v",
+        "qt = Transpose <perm = [0,1,3,2]> (q)\n s = MatMul (qt, k)\n"
+        + SCALE
+        + "z = Mul (s, f)\n p = Softmax (z)\n pt = Transpose <perm = [0,1,3,2]> (p)\n"
+        "y = MatMul (v, pt)",
+        ("Sdpa",),
+        fed=("q", "k", "v"),
+        output="float[B,2,6,S] y",
+    ),
+    FusionCase(
+        "attention_over_queries_stays",
+        "float[B,2,5,8] q, float[B,2,5,8] k, float[B,2,5,8] v",
+        SCORES + "p = Softmax <axis = 2> (s)\n y = MatMul (p, v)",
+        reason="the softmax is not over the keys",
+        fed=("q", "k", "v"),
+        output="float[B,2,5,8] y",
+    ),
+    *(
+        FusionCase(
+            f"attention_softcap_{name}",
+            f"{QKV}, float[B,1,S,T] mask",
+            SCORES
+            + SCALE
+            + scalar("cap", 3.0)
+            + "z = Mul (s, f)\n c = Div (z, cap)\n t = Tanh (c)\n u = Mul (t, cap)\n"
+            + f"{masked}\n p = Softmax (m)\n y = MatMul (p, v)",
+            (fused,),
+            reason=reason,
+            **ATT,
+        )
+        for name, masked, fused, reason in (
+            ("and_mask", "m = Add (u, mask)", "SdpaSoftcapMask", ""),
+            ("alone", "m = Identity (u)", "SdpaSoftcap", ""),
+        )
+    ),
+    FusionCase(
+        "attention_tanh_behind_a_mask",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES + "m = Add (s, mask)\n t = Tanh (m)\n p = Softmax (t)\n y = MatMul (p, v)",
+        reason="a Tanh behind a mask",
+        **ATT,
+    ),
+    FusionCase(
+        "attention_in_windows",
+        "float[B,3,2,4,8] q, float[B,3,2,5,8] k, float[B,3,2,5,6] v, float[2,4,5] bias",
+        "kt = Transpose <perm = [0,1,2,4,3]> (k)\n s = MatMul (q, kt)\n z = Add (s, bias)\n"
+        "p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMask",),
+        fed=("q", "k", "v"),
+        output="float[B,3,2,4,6] y",
+    ),
+    FusionCase(
+        "attention_in_shifted_windows",  # [B nW, H, S, T], with a mask of nW windows in between
+        "float[B,4,5,8] x, float[1,4,5,5] bias, float[3,1,5,5] shift",
+        "three = Constant <value = int64[4] {3,1,1,1}> ()\n x3 = Tile (x, three)\n"
+        "five = Constant <value = int64[5] {-1,3,4,5,5}> ()\n"
+        "four = Constant <value = int64[4] {-1,4,5,5}> ()\n"
+        "kt = Transpose <perm = [0,1,3,2]> (x3)\n s = MatMul (x3, kt)\n z = Add (s, bias)\n"
+        "w = Reshape (z, five)\n zero = Constant <value = int64[1] {0}> ()\n"
+        "m = Unsqueeze (shift, zero)\n wm = Add (w, m)\n zm = Reshape (wm, four)\n"
+        "p = Softmax (zm)\n y = MatMul (p, x3)",
+        ("SdpaMaskMask",),
+        output="float[N,4,5,8] y",
+    ),
+    *(
+        FusionCase(
+            f"attention_heads_in_the_batch{name}",
+            f"{q}, bool[B,1,5,5] keep",
+            f"{unfold}four = Constant <value = int64[4] {{-1,2,5,5}}> ()\n"
+            "three = Constant <value = int64[3] {-1,5,5}> ()\n"
+            "kt = Transpose <perm = [0,2,1]> (k)\n s = MatMul (q3, kt)\n"
+            + scalar("low", -3.4028235e38)
+            + "w = Reshape (s, four)\n z = Where (keep, w, low)\n p = Softmax (z)\n"
+            "p3 = Reshape (p, three)\n y = MatMul (p3, v3)",
+            ("SdpaWhere",),
+            fed=("q", "k4", "v", "keep"),
+            output="float[M,5,8] y",
+        )
+        for name, q, unfold in (
+            (
+                "_unfolded",
+                "float[B,2,5,8] q, float[B,2,5,8] k4, float[B,2,5,8] v",
+                "rows = Constant <value = int64[3] {-1,5,8}> ()\n q3 = Reshape (q, rows)\n"
+                "k = Reshape (k4, rows)\n v3 = Reshape (v, rows)\n",
+            ),
+        )
+    ),
+    FusionCase(
+        "attention_of_one_head",
+        "float[B,1,S,8] q, float[B,1,T,8] k, float[B,T,8] v, float[B,S,T] mask",
+        SCORES + "one = Constant <value = int64[1] {1}> ()\n w = Squeeze (s, one)\n"
+        "m = Add (w, mask)\n p = Softmax (m)\n p4 = Unsqueeze (p, one)\n"
+        "v4 = Unsqueeze (v, one)\n y = MatMul (p4, v4)",
+        ("SdpaMask",),
+        fed=("q", "k", "v", "mask"),
+        output="float[B,1,S,8] y",
+    ),
+    FusionCase(
+        "attention_weights_are_an_output",
+        QKV,
+        SCORES + "p = Softmax (s)\n y = MatMul (p, v)",
+        reason="are an output of the model",
+        fed=("q", "k", "v"),
+        output="float[B,H,S,8] y, float[B,H,S,T] p",
+    ),
+    FusionCase(
+        "attention_mild_where",
+        f"{QKV}, bool[B,1,S,T] mask",
+        SCORES
+        + scalar("low", -100.0)
+        + "zm = Where (mask, s, low)\n p = Softmax (zm)\n y = MatMul (p, v)",
+        ("SdpaWhere",),
+        **ATT,
+    ),
+    FusionCase(
+        "activation_outside_the_table",
+        f"{X}, {LIN}",
+        PLAIN + "y = Softsign (z)",
+        ("Gemm",),
+        reason="Softsign is none of the fused activations",
+    ),
+)

@@ -1,0 +1,604 @@
+"""Rows of operators for the tests of gradients: norms, convolutions, attention, losses."""
+
+from __future__ import annotations
+
+import numpy as np
+from gradient_rows import F32, apart, i64, rng, row, within
+
+NORM = [
+    *(
+        row(
+            f"LayerNormalization axis={axis}{' no bias' * (not bias)}",
+            f"y = LayerNormalization <axis = {axis}> (x, s{', b' if bias else ''})",
+            x=(2, 3, 4),
+            s=shape,
+            **({"b": shape} if bias else {}),
+        )
+        for axis, shape, bias in (
+            (-1, (4,), True),
+            (1, (3, 4), True),
+            (0, (2, 3, 4), True),
+            (-1, (4,), False),
+            (-2, (4,), True),
+        )
+    ),
+    row(
+        "LayerNormalization 3 outputs",
+        "y, m, r = LayerNormalization <axis = 1> (x, s, b)",
+        x=(3, 2, 4),
+        s=(2, 4),
+        b=(2, 4),
+        outputs=("y", "m", "r"),
+        dtype=F32,
+    ),
+    row(
+        "LayerNormalization mean alone",
+        "y, m = LayerNormalization (x, s, b)",
+        x=(3, 4),
+        s=(4,),
+        b=(4,),
+        outputs=("m",),
+        dtype=F32,
+    ),
+    row("RMSNormalization", "y = RMSNormalization (x, s)", x=(2, 3, 4), s=(4,)),
+    row(
+        "RMSNormalization axis 1",
+        "y = RMSNormalization <axis = 1, epsilon = 0.01> (x, s)",
+        x=(2, 3, 4),
+        s=(3, 4),
+    ),
+    row(
+        "InstanceNormalization",
+        "y = InstanceNormalization (x, s, b)",
+        x=(2, 3, 4, 5),
+        s=(3,),
+        b=(3,),
+        dtype=F32,
+    ),
+    row(
+        "GroupNormalization",
+        "y = GroupNormalization <num_groups = 2> (x, s, b)",
+        x=(2, 4, 3, 5),
+        s=(4,),
+        b=(4,),
+        dtype=F32,
+    ),
+    row(  # inference tells nothing of what follows: not even that Equal's answer is bool
+        "GroupNormalization, then the largest",
+        "n = GroupNormalization <num_groups = 2> (x, s, b)\n m = ReduceMax <keepdims = 0> (n)"
+        "\n y = LeakyRelu <alpha = 1.5> (m)",
+        x=(2, 4, 3, 5),
+        s=(4,),
+        b=(4,),
+        dtype=F32,
+    ),
+    row(
+        "BatchNormalization",
+        "y = BatchNormalization (x, s, b, m, v)",
+        x=(2, 3, 4),
+        s=(3,),
+        b=(3,),
+        m=(3,),
+        v=within(0.5, 2, 3),
+    ),
+    row(
+        "BatchNormalization 2-D",
+        "y = BatchNormalization (x, s, b, m, v)",
+        x=(5, 3),
+        s=(3,),
+        b=(3,),
+        m=(3,),
+        v=within(0.5, 2, 3),
+    ),
+    row(
+        "BatchNormalization training",
+        "y, rm, rv = BatchNormalization <training_mode = 1, momentum = 0.7> (x, s, b, m, v)",
+        x=(3, 2, 4, 2),
+        s=(2,),
+        b=(2,),
+        m=(2,),
+        v=within(0.5, 2, 2),
+        outputs=("y", "rm", "rv"),
+    ),
+    row(
+        "MeanVarianceNormalization", "y = MeanVarianceNormalization (x)", x=(2, 3, 4, 2), dtype=F32
+    ),
+    row(
+        "MeanVarianceNormalization axes",
+        "y = MeanVarianceNormalization <axes = [1]> (x)",
+        x=(2, 5),
+        dtype=F32,
+    ),
+    row(
+        "LRN",
+        "y = LRN <size = 3, alpha = 0.5, beta = 0.6, bias = 1.2> (x)",
+        x=(2, 5, 3, 2),
+        dtype=F32,
+    ),
+]
+
+CONV = (
+    [
+        row(
+            f"Conv {name}",
+            f"y = Conv <{attributes}> (x, w, b)",
+            x=x,
+            w=w,
+            b=w[:1],
+            dtype=F32,
+            static=("w",),
+        )
+        for name, attributes, x, w in (
+            ("plain", "group = 1", (2, 3, 5, 6), (4, 3, 3, 2)),
+            ("1x1", "group = 1", (2, 3, 4, 5), (4, 3, 1, 1)),
+            ("1x1 stride", "strides = [2, 2]", (2, 3, 5, 4), (4, 3, 1, 1)),
+            ("pads", "pads = [1, 0, 2, 1]", (2, 3, 5, 6), (4, 3, 3, 3)),
+            ("stride", "strides = [2, 3], pads = [1, 1, 1, 1]", (2, 3, 7, 9), (4, 3, 3, 3)),
+            ("stride, rows left over", "strides = [3, 2]", (1, 2, 8, 6), (2, 2, 3, 3)),
+            ("dilated", "dilations = [2, 1], strides = [1, 2]", (2, 2, 7, 6), (3, 2, 2, 3)),
+            ("group", "group = 2, pads = [1, 1, 1, 1]", (2, 4, 4, 5), (6, 2, 3, 3)),
+            (
+                "depthwise",
+                "group = 4, strides = [2, 2], pads = [1, 1, 1, 1]",
+                (2, 4, 6, 5),
+                (4, 1, 3, 3),
+            ),
+            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 8), (4, 3, 3)),
+            (
+                "3-D",
+                "strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]",
+                (1, 2, 3, 4, 3),
+                (2, 2, 2, 3, 2),
+            ),
+            ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 6, 5), (2, 2, 3, 4)),
+            ("same lower", 'auto_pad = "SAME_LOWER"', (1, 2, 5, 6), (2, 2, 4, 3)),
+            ("valid", 'auto_pad = "VALID"', (1, 2, 5, 6), (2, 2, 3, 3)),
+        )
+    ]
+    + [
+        row(
+            "Conv same upper run-time kernel",
+            'y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)',
+            x=(1, 2, 7, 6),
+            w=(2, 2, 3, 3),
+            dtype=F32,
+            static=("w",),
+        ),
+    ]
+    + [
+        row(
+            f"ConvTranspose {name}",
+            f"y = ConvTranspose <{attributes}> (x, w, b)",
+            x=x,
+            w=w,
+            dtype=F32,
+            b=(w[1] * groups,),
+            dynamic=dynamic,
+            static=("w",),
+        )
+        for name, attributes, x, w, groups, dynamic in (
+            ("plain", "group = 1", (2, 3, 4, 5), (3, 2, 3, 2), 1, True),
+            (
+                "stride",
+                "strides = [2, 3], pads = [1, 0, 1, 2]",
+                (2, 3, 4, 3),
+                (3, 2, 3, 4),
+                1,
+                True,
+            ),
+            (
+                "output_padding",
+                "strides = [2, 2], output_padding = [1, 1]",
+                (1, 3, 4, 3),
+                (3, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "group, dilated",
+                "group = 2, dilations = [2, 1]",
+                (2, 4, 3, 4),
+                (4, 3, 2, 3),
+                2,
+                True,
+            ),
+            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 4), (3, 2, 4), 1, True),
+            ("3-D", "strides = [1, 2, 1]", (1, 2, 3, 2, 2), (2, 2, 2, 3, 2), 1, True),
+            (
+                "same upper",
+                'auto_pad = "SAME_UPPER", strides = [2, 2]',
+                (1, 2, 3, 4),
+                (2, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "same lower",
+                'auto_pad = "SAME_LOWER", strides = [2, 2]',
+                (1, 2, 3, 4),
+                (2, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "output_shape",
+                "output_shape = [7, 9], strides = [2, 2]",
+                (1, 2, 3, 4),
+                (2, 2, 4, 4),
+                1,
+                (0, 1),
+            ),
+        )
+    ]
+)
+
+POOL = [
+    row(f"{op} {name}", f"y = {op} <{attributes}> (x)", x=x, dtype=F32)
+    for op in ("MaxPool", "AveragePool", "LpPool")
+    for x in (apart(2, 2, 7, 6),)
+    for name, attributes in (
+        ("tiles", "kernel_shape = [2, 2], strides = [2, 2]"),
+        ("overlap", "kernel_shape = [3, 2]"),
+        ("pads", "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0]"),
+        ("ceil", "kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1"),
+        (
+            "ceil, pads",
+            "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1",
+        ),
+        ("dilated", "kernel_shape = [2, 2], dilations = [2, 3]"),
+        ("same", 'kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER"'),
+        ("gaps", "kernel_shape = [1, 2], strides = [2, 3]"),
+    )
+] + [
+    row(
+        "MaxPool column-major",
+        "y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row(
+        "MaxPool 1-D",
+        "y = MaxPool <kernel_shape = [3], strides = [2]> (x)",
+        x=apart(2, 3, 9),
+        dtype=F32,
+    ),
+    row(
+        "MaxPool 3-D",
+        "y = MaxPool <kernel_shape = [2, 2, 2]> (x)",
+        x=apart(1, 2, 3, 4, 3),
+        dtype=F32,
+    ),
+    *(
+        row(
+            f"AveragePool count_include_pad {more}",
+            "y = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1], "
+            f"count_include_pad = 1{more}> (x)",
+            x=(2, 2, 6, 8),
+            dtype=F32,
+        )
+        for more in ("", ", ceil_mode = 1")
+    ),
+    row(
+        "AveragePool 1-D",
+        "y = AveragePool <kernel_shape = [3], pads = [1, 1]> (x)",
+        x=(2, 3, 7),
+        dtype=F32,
+    ),
+    row(
+        "AveragePool 3-D",
+        "y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)",
+        x=(1, 2, 4, 3, 5),
+        dtype=F32,
+    ),
+    row(
+        "LpPool p=3",
+        "y = LpPool <kernel_shape = [2, 2], p = 3> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row(
+        "LpPool p=1",
+        "y = LpPool <kernel_shape = [2, 2], p = 1> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row("GlobalAveragePool", "y = GlobalAveragePool (x)", x=(2, 3, 4, 5), dtype=F32),
+    row("GlobalMaxPool", "y = GlobalMaxPool (x)", x=apart(2, 3, 4, 5), dtype=F32),
+    *(
+        row(
+            f"GlobalLpPool p={p}",
+            f"y = GlobalLpPool <p = {p}> (x)",
+            x=apart(1, 2, 4, 5),
+            dtype=F32,
+            opset=21,
+        )
+        for p in (1, 2, 3)
+    ),
+]
+
+
+def resize(name, attributes, scales=None, sizes=None, x=(1, 2, 4, 5), **more):
+    inputs = {"s": np.array(scales, np.float32)} if scales else {"z": np.array(sizes, np.int64)}
+    call = "x, , s" if scales else "x, , , z"
+    body = f"y = Resize <{attributes}> ({call})"
+    return row(f"Resize {name}", body, x=x, dtype=F32, fixed=("s",), **inputs, **more)
+
+
+RESIZE = [
+    resize("nearest x2", 'mode = "nearest"', scales=[1, 1, 2, 2]),
+    resize(
+        "nearest asymmetric floor",
+        'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"',
+        scales=[1, 1, 2, 3],
+    ),
+    resize("nearest fractional", 'mode = "nearest"', scales=[1, 1, 1.5, 0.6]),
+    resize("nearest sizes", 'mode = "nearest"', sizes=[1, 2, 8, 7]),
+    resize(
+        "nearest ceil",
+        'nearest_mode = "ceil", coordinate_transformation_mode = "asymmetric"',
+        scales=[1, 1, 2, 2],
+    ),
+    resize("linear", 'mode = "linear"', scales=[1, 1, 2, 1.5]),
+    resize(
+        "linear sizes",
+        'mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel"',
+        sizes=[1, 2, 7, 3],
+    ),
+    resize(
+        "linear corners",
+        'mode = "linear", coordinate_transformation_mode = "align_corners"',
+        sizes=[1, 2, 7, 9],
+    ),
+    resize("linear axes", 'mode = "linear", axes = [2, 3]', scales=[2, 2]),
+    resize("linear 3-D", 'mode = "linear"', scales=[1, 1, 2, 1.5, 2], x=(1, 2, 2, 4, 3)),
+    resize("linear 1-D", 'mode = "linear"', scales=[1, 1, 2.5], x=(2, 3, 4)),
+    resize(
+        "linear antialias",
+        'mode = "linear", antialias = 1',
+        scales=[1, 1, 0.5, 0.6],
+        x=(1, 2, 6, 7),
+    ),
+    resize("cubic", 'mode = "cubic"', scales=[1, 1, 2, 1.5]),
+    resize(
+        "cubic sizes",
+        'mode = "cubic", cubic_coeff_a = -0.5, exclude_outside = 1',
+        sizes=[1, 2, 9, 3],
+    ),
+]
+
+
+def points(low, high, *shape):
+    """Grid points 0.15 to 0.35 of a pixel (of 6 by 8) away from the kinks of the sampling."""
+    size = np.array([8, 6])
+    whole = np.floor(rng(5).uniform(low, high, (*shape, 2)) * size)
+    return (2 * (whole + rng(6).uniform(0.15, 0.35, whole.shape)) + 1) / size - 1
+
+
+GRID = [
+    row(
+        f"GridSample {mode} {padding} {corners}",
+        f'y = GridSample <mode = "{mode}", padding_mode = "{padding}", '
+        f"align_corners = {corners}> (x, g)",
+        x=(2, 3, 6, 8),
+        g=points(-0.3, 1.2, 2, 3, 4) * (1 if not corners else np.array([8 / 7, 6 / 5])),
+        dtype=F32,
+    )
+    for mode in ("linear", "nearest")
+    for padding in ("zeros", "border")
+    for corners in (0, 1)
+]
+
+
+def mask(*shape):
+    allowed = rng(3).random(shape) > 0.3
+    allowed[..., 0] = True
+    return allowed
+
+
+Q, K, V = (2, 4, 3, 6), (2, 2, 5, 6), (2, 2, 5, 4)
+Q3, K3, V3 = (2, 3, 24), (2, 5, 12), (2, 5, 8)
+ATTENTION = [
+    row(
+        "Attention",
+        "y = Attention (q, k, v)",
+        q=(2, 2, 3, 4),
+        k=(2, 2, 5, 4),
+        v=(2, 2, 5, 6),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention GQA",
+        "y = Attention <scale = 0.3> (q, k, v)",
+        q=Q,
+        k=K,
+        v=V,
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention bool mask",
+        "y = Attention (q, k, v, m)",
+        q=Q,
+        k=K,
+        v=V,
+        m=mask(2, 1, 3, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention 2-D mask",
+        "y = Attention (q, k, v, m)",
+        q=Q,
+        k=K,
+        v=V,
+        m=mask(3, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention float mask",
+        "y = Attention (q, k, v, m)",
+        q=Q,
+        k=K,
+        v=V,
+        m=(1, 4, 3, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention causal",
+        "y = Attention <is_causal = 1> (q, k, v)",
+        q=(2, 4, 5, 6),
+        k=K,
+        v=V,
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention causal, float mask",
+        "y = Attention <is_causal = 1> (q, k, v, m)",
+        q=(2, 4, 5, 6),
+        k=K,
+        v=V,
+        m=(5, 5),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention 3-D",
+        "y = Attention <q_num_heads = 4, kv_num_heads = 2> (q, k, v)",
+        q=Q3,
+        k=K3,
+        v=V3,
+        dtype=F32,
+        dynamic=(0, 1),
+    ),
+    row(
+        "Attention 3-D causal, mask",
+        "y = Attention <q_num_heads = 4, kv_num_heads = 2, is_causal = 1> (q, k, v, m)",
+        q=(2, 5, 24),
+        k=K3,
+        v=V3,
+        m=mask(2, 1, 5, 5),
+        dtype=F32,
+        dynamic=(0, 1),
+    ),
+    row(
+        "Attention softcap",
+        "y = Attention <softcap = 2.0> (q, k, v)",
+        q=Q,
+        k=K,
+        v=V,
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "Attention past",
+        "y, pk, pv = Attention (q, k, v, , a, b)",
+        q=Q,
+        k=K,
+        v=V,
+        a=(2, 2, 3, 6),
+        b=(2, 2, 3, 4),
+        outputs=("y", "pk", "pv"),
+        dtype=F32,
+        dynamic=(0, 2),
+    ),
+    row(
+        "RotaryEmbedding 4-D",
+        "y = RotaryEmbedding (x, c, s, p)",
+        x=(2, 3, 4, 6),
+        c=(7, 3),
+        s=(7, 3),
+        p=rng().integers(0, 7, (2, 4)),
+        dtype=F32,
+    ),
+    row(
+        "RotaryEmbedding 3-D",
+        "y = RotaryEmbedding <num_heads = 3> (x, c, s)",
+        x=(2, 4, 18),
+        c=(2, 4, 3),
+        s=(2, 4, 3),
+        dtype=F32,
+    ),
+    row(
+        "RotaryEmbedding part, interleaved",
+        "y = RotaryEmbedding <interleaved = 1, rotary_embedding_dim = 4> (x, c, s)",
+        x=(2, 3, 4, 6),
+        c=(2, 4, 2),
+        s=(2, 4, 2),
+        dtype=F32,
+    ),
+]
+
+QUANTIZED = [
+    row(
+        f"DequantizeLinear {name}",
+        f"y = DequantizeLinear <axis = 1> (x, s{zero})",
+        x=rng().integers(-9, 9, (2, 3, 4)).astype(np.int8),
+        s=scale,
+        dtype=F32,
+        **({"z": np.full(scale, 2, np.int8)} if zero else {}),
+    )
+    for name, scale, zero in (("tensor", (), ""), ("axis", (3,), ", z"))
+]
+
+LABELS = np.array([[0, 3, 1], [2, -100, 3]])
+LOSS = [
+    row(
+        f"{op} {name}",
+        f"y = {op} <{attributes}> (x, t{', w' if weighted else ''})",
+        x=(2, 4, 3),
+        t=labels,
+        fixed=("w",),
+        **({"w": within(0.5, 2, 4)} if weighted else {}),
+    )
+    for op in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+    for name, attributes, labels, weighted in (
+        ("mean", 'reduction = "mean"', abs(LABELS) % 4, False),
+        ("sum", 'reduction = "sum"', abs(LABELS) % 4, False),
+        ("none", 'reduction = "none"', abs(LABELS) % 4, False),
+        ("ignore", "ignore_index = -100", LABELS, False),
+        ("weights", 'reduction = "mean"', abs(LABELS) % 4, True),
+        ("ignore, weights, sum", 'ignore_index = -100, reduction = "sum"', LABELS, True),
+        ("ignore, weights, none", 'ignore_index = -100, reduction = "none"', LABELS, True),
+    )
+] + [
+    row(
+        "SoftmaxCrossEntropyLoss 2-D",
+        "y = SoftmaxCrossEntropyLoss (x, t)",
+        x=(3, 5),
+        t=i64(0, 4, 2),
+    ),
+    row(
+        "SoftmaxCrossEntropyLoss log_prob",
+        "y, l = SoftmaxCrossEntropyLoss (x, t)",
+        x=(3, 5),
+        t=i64(0, 4, 2),
+        outputs=("y", "l"),
+    ),
+    row(
+        "SoftmaxCrossEntropyLoss int32",
+        "y = SoftmaxCrossEntropyLoss <ignore_index = 1> (x, t)",
+        x=(3, 5),
+        t=np.array([0, 1, 2], np.int32),
+    ),
+    row("Dropout inference", "y, m = Dropout (x)", x=(3, 4)),
+    row(
+        "Dropout off",
+        "y = Dropout (x, r, t)",
+        x=(3, 4),
+        r=np.array(0.4),
+        t=np.array(False),
+        fixed=("r",),
+    ),
+    row(
+        "Dropout nothing dropped",
+        "y = Dropout (x, r, t)",
+        x=(3, 4),
+        r=np.array(0.0),
+        t=np.array(True),
+        fixed=("r",),
+    ),
+]

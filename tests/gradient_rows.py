@@ -1,0 +1,482 @@
+"""Rows for the tests of gradients: elementwise, products, reductions, shapes, indices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+F64, F32 = np.float64, np.float32
+OPSET = 24
+
+
+@dataclass(frozen=True)
+class Row:
+    """`body` computes `outputs` from the inputs: shapes are drawn, float arrays taken as they are,
+    integer and bool arrays constant (inputs where `runtime` names them). `fixed` get no gradient;
+    `dynamic` lists the axes that may be dynamic, where not all; inputs in `static` have none.
+    """
+
+    name: str
+    body: str
+    inputs: dict
+    dtype: type = F64
+    outputs: tuple[str, ...] = ("y",)
+    fixed: tuple[str, ...] = ()
+    runtime: tuple[str, ...] = ()
+    dynamic: bool | tuple[int, ...] = True
+    static: tuple[str, ...] = ()
+    opset: int = OPSET
+
+
+OPTIONS = ("dtype", "outputs", "fixed", "runtime", "dynamic", "static", "opset")
+
+
+def row(name, body, **inputs):
+    options = {key: inputs.pop(key) for key in OPTIONS if key in inputs}
+    return Row(name, body, inputs, **options)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def within(low, high, *shape):
+    return rng(1).uniform(low, high, shape)
+
+
+def apart(*shape):
+    """Distinct numbers, 0.1 apart and 0.05 from multiples of 0.1, in random order: within a step
+    none reaches another, nor a kink.
+    """
+    size = int(np.prod(shape))
+    return (rng(2).permutation(size).reshape(shape) - size // 2 + 0.5) / 10
+
+
+def i64(*values):
+    return np.array(values, np.int64)
+
+
+def scalar(value):
+    return np.array(value)
+
+
+UNARY = [
+    row(name, f"y = {name} (x)", x=x if x is not None else (3, 4), dtype=dtype)
+    for dtype, names, x in (
+        (F64, "Abs Relu Identity", apart(4, 5)),
+        (F64, "Neg Exp Sin Cos Tanh Sigmoid Swish", None),
+        (F64, "Log Sqrt Reciprocal", within(0.3, 3, 3, 4)),
+        (F32, "Erf Atan Softplus Gelu Mish Sinh Cosh Asinh", None),
+        (
+            F32,
+            "LeakyRelu Softsign Elu Selu Celu HardSigmoid HardSwish ThresholdedRelu",
+            apart(4, 20),
+        ),
+        (F32, "Tan Asin Acos Atanh", within(-0.8, 0.8, 3, 4)),
+        (F32, "Acosh", within(1.5, 3, 3, 4)),
+    )
+    for name in names.split()
+] + [
+    row(call, f"y = {call} (x)", x=apart(4, 20), dtype=F32)
+    for call in (
+        "LeakyRelu <alpha = 0.3>",
+        "Elu <alpha = 0.7>",
+        "Celu <alpha = 0.7>",
+        "Selu <alpha = 1.5, gamma = 0.8>",
+        "ThresholdedRelu <alpha = 0.3>",
+        "HardSigmoid <alpha = 0.4, beta = 0.32>",
+        'Gelu <approximate = "tanh">',
+        "Swish <alpha = 1.7>",
+        "Shrink <lambd = 0.3, bias = 0.1>",
+    )
+]
+
+BINARY = [
+    row(f"{op} {what}", f"y = {op} (a, b)", a=a, b=b, dtype=F32 if op == "Mean" else F64)
+    for op in ("Add", "Sub", "Mul", "Div", "Max", "Min", "Mean", "Sum")
+    for what, a, b in (
+        ("same", (3, 4), within(0.5, 2, 3, 4)),
+        ("rows", (2, 3, 4), within(0.5, 2, 4)),
+        ("both ways", (2, 1, 4), within(0.5, 2, 3, 1)),
+        ("scalar", (2, 3), within(0.5, 2)),
+        ("larger right", (3,), within(0.5, 2, 2, 1, 1)),
+    )
+] + [
+    row("Mul square", "y = Mul (x, x)", x=(3, 4)),
+    row("Div by itself squared", "z = Mul (x, x)\n y = Div (x, z)", x=within(0.5, 2, 3)),
+    row("Max of 3", "y = Max (a, b, c)", a=apart(3, 4), b=apart(4) + 0.033, c=apart(3, 1) + 0.066),
+    row("Max ties", "t = Max (a, a)\n y = Mul (t, a)", a=(3, 4)),
+    row("Min of 1", "y = Min (a)", a=(3, 4)),
+    row("Sum of 3", "y = Sum (a, b, c)", a=(3, 4), b=(4,), c=(2, 1, 1)),
+    row("Mean of 3", "y = Mean (a, b, c)", a=(3, 4), b=(4,), c=(2, 1, 1), dtype=F32),
+    row("Pow", "y = Pow (a, b)", a=within(0.5, 2, 3, 4), b=(4,)),
+    *(
+        row(
+            f"Pow {e}",
+            f"e = Constant <value = double[1] {{{e}}}> ()\n y = Pow (x, e)",
+            x=within(0.5, 2, 3, 4),
+        )
+        for e in ("2.0", "3.0", "0.5", "-1.0", "1.7", "-0.5")
+    ),
+    row("Pow integer exponent", "y = Pow (x, e)", x=(3, 4), e=i64(2, 3, 1, 0), runtime=("e",)),
+    row("Mod fmod", "y = Mod <fmod = 1> (a, b)", a=apart(4, 5), b=scalar(0.73)),
+    row("PRelu", "y = PRelu (x, s)", x=apart(2, 3, 4), s=(3, 1), dtype=F32),
+    row("Where", "y = Where (c, a, b)", c=rng().random((3, 4)) > 0.5, a=(3, 4), b=(2, 1, 4)),
+    row(
+        "Where broadcast condition",
+        "y = Where (c, a, b)",
+        c=np.array([[True], [False]]),
+        a=(4,),
+        b=(),
+    ),
+    row("Clip", "y = Clip (x, l, h)", x=apart(4, 5), l=scalar(-0.4), h=scalar(0.6)),
+    row("Clip below", "y = Clip (x, l)", x=apart(4, 5), l=scalar(-0.4)),
+    row("Clip above", "y = Clip (x, , h)", x=apart(4, 5), h=scalar(0.6)),
+    row(
+        "Cast", "f = Cast <to = 11> (x)\n g = Mul (f, f)\n y = Cast <to = 1> (g)", x=(3,), dtype=F32
+    ),
+    row("CastLike", "y = CastLike (x, x)", x=(3,)),
+    row(
+        "fan-out and shared",
+        "a = Exp (x)\n b = Mul (a, x)\n c = Add (a, b)\n y = Mul (c, a)",
+        x=(3,),
+    ),
+]
+
+MATMUL = (
+    [
+        row(f"MatMul {a} {b}", "y = MatMul (a, b)", a=a, b=b)
+        for a, b in (
+            ((3, 4), (4, 5)),
+            ((2, 3, 4), (4, 5)),
+            ((2, 3, 4), (2, 4, 5)),
+            ((2, 1, 3, 4), (6, 4, 5)),
+            ((3, 4), (2, 4, 5)),
+            ((4,), (4, 5)),
+            ((3, 4), (4,)),
+            ((2, 3, 4), (4,)),
+            ((4,), (2, 4, 5)),
+            ((4,), (4,)),
+        )
+    ]
+    + [
+        row(
+            f"Gemm transA={ta} transB={tb} c={c}",
+            f"y = Gemm <transA = {ta}, transB = {tb}, alpha = 0.7, beta = 1.3> "
+            f"(a, b{', c' if c else ''})",
+            a=(4, 3) if ta else (3, 4),
+            b=(5, 4) if tb else (4, 5),
+            **({"c": c} if c else {}),
+        )
+        for ta, tb, c in (
+            (0, 0, (5,)),
+            (1, 0, (3, 1)),
+            (0, 1, (1, 5)),
+            (1, 1, (3, 5)),
+            (0, 0, None),
+        )
+    ]
+    + [
+        row(f"Einsum {equation}", f'y = Einsum <equation = "{equation}"> ({names})', **shapes)
+        for equation, names, shapes in (
+            ("bij,bjk->bik", "a, b", {"a": (2, 3, 4), "b": (2, 4, 5)}),
+            ("bhid,bhjd->bhij", "a, b", {"a": (2, 2, 3, 4), "b": (2, 2, 5, 4)}),
+            ("ij,jk", "a, b", {"a": (3, 4), "b": (4, 5)}),
+            ("ij->j", "a", {"a": (3, 4)}),
+            ("ij->ji", "a", {"a": (3, 4)}),
+            ("i,j,k->ijk", "a, b, c", {"a": (2,), "b": (3,), "c": (4,)}),
+            ("bi,bj->i", "a, b", {"a": (2, 3), "b": (2, 4)}),
+        )
+    ]
+)
+
+REDUCE = [
+    row(f"{op} {what}", f"y = {op} <{attributes}> (x{', axes' if axes else ''})", x=x, **axes)
+    for op in (
+        *(
+            "ReduceSum",
+            "ReduceMean",
+            "ReduceMax",
+            "ReduceMin",
+            "ReduceProd",
+            "ReduceL1",
+            "ReduceL2",
+        ),
+        *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
+    )
+    for x in (within(0.3, 2, 2, 3, 4) if op == "ReduceLogSum" else apart(2, 3, 4),)
+    for what, attributes, axes in (
+        ("axes", "keepdims = 1", {"axes": i64(0, 2)}),
+        ("last, dropped", "keepdims = 0", {"axes": i64(-1)}),
+        ("all", "keepdims = 0", {}),
+        ("nothing", "noop_with_empty_axes = 1", {"axes": np.zeros(0, np.int64)}),
+    )
+] + [
+    row(
+        "ReduceProd with zeros",
+        "y = ReduceProd (x, a)",
+        a=i64(1),
+        x=np.array([[0.0, 2, 3], [0, 0, 4], [1, 2, 3]]),
+    ),
+    row(
+        "ReduceSum run-time axes", "y = ReduceSum (x, a)", x=(2, 3, 4), a=i64(0, 2), runtime=("a",)
+    ),
+    row(
+        "ReduceMean run-time axes",
+        "y = ReduceMean <keepdims = 0> (x, a)",
+        x=(2, 3, 4),
+        a=i64(1),
+        runtime=("a",),
+    ),
+    row("Softmax", "y = Softmax (x)", x=(2, 3, 4)),
+    row("Softmax axis", "y = Softmax <axis = 1> (x)", x=(2, 3, 4)),
+    row("LogSoftmax axis", "y = LogSoftmax <axis = 0> (x)", x=(2, 3, 4)),
+    row("CumSum", "y = CumSum (x, a)", x=(2, 5), a=scalar(1)),
+    row("DFT", "y = DFT (x)", x=(2, 5, 2), dynamic=(0, 1)),
+    row("DFT inverse", "y = DFT <inverse = 1> (x, , a)", x=(3, 4, 2), a=scalar(0), dynamic=(0, 1)),
+    row("DFT real", "y = DFT (x, , a)", x=(2, 3, 4, 1), a=scalar(1), dynamic=(0, 1, 2)),
+    row(
+        "CumSum reverse exclusive",
+        "y = CumSum <reverse = 1, exclusive = 1> (x, a)",
+        x=(2, 5),
+        a=scalar(-1),
+    ),
+    row("LpNormalization", "y = LpNormalization (x)", x=(3, 4)),
+    row("LpNormalization p=1", "y = LpNormalization <p = 1, axis = 0> (x)", x=apart(3, 4)),
+]
+
+SHAPE = [
+    row("Reshape", "y = Reshape (x, s)", x=(2, 3, 4), s=i64(4, -1)),
+    row("Reshape run-time", "y = Reshape (x, s)", x=(2, 3, 4), s=i64(0, -1, 2), runtime=("s",)),
+    row("Flatten", "y = Flatten <axis = 2> (x)", x=(2, 3, 4)),
+    row("Squeeze", "y = Squeeze (x, a)", x=(2, 1, 4), a=i64(1)),
+    row("Squeeze all", "y = Squeeze (x)", x=(2, 1, 4, 1)),
+    row("Unsqueeze", "y = Unsqueeze (x, a)", x=(2, 4), a=i64(0, -1)),
+    row("Transpose", "y = Transpose <perm = [2, 0, 1]> (x)", x=(2, 3, 4)),
+    row("Transpose default", "y = Transpose (x)", x=(2, 3, 4)),
+    row("Trilu", "y = Trilu <upper = 0> (x)", x=(2, 4, 4)),
+    row("Trilu k", "y = Trilu (x, k)", x=(3, 4), k=scalar(1)),
+    row("Tile", "y = Tile (x, r)", x=(2, 3), r=i64(2, 1)),
+    row("Tile run-time", "y = Tile (x, r)", x=(2, 3), r=i64(2, 3), runtime=("r",)),
+    row("Expand", "y = Expand (x, s)", x=(3, 1), s=i64(2, 1, 4)),
+    row("Expand run-time", "y = Expand (x, s)", x=(3, 1), s=i64(2, 3, 4), runtime=("s",)),
+    row("Concat", "y = Concat <axis = 1> (a, b, c)", a=(2, 3), b=(2, 1), c=(2, 2)),
+    row("Concat negative axis", "y = Concat <axis = -2> (a, b)", a=(1, 3), b=(2, 3)),
+    row(
+        "Split",
+        "a, b = Split <axis = 1> (x, s)\n y = Mul (a, a)",
+        x=(2, 4),
+        s=i64(2, 2),
+        outputs=("y", "b"),
+    ),
+    row(
+        "Split, part unused",
+        "a, b, c = Split <axis = -1, num_outputs = 3> (x)\n y = Exp (b)",
+        x=(2, 7),
+    ),
+    row("Slice", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(1, -3), e=i64(3, 100), a=i64(0, 1)),
+    row("Slice no axes", "y = Slice (x, s, e)", x=(4, 5), s=i64(1, 0), e=i64(-1, 5)),
+    row("Slice whole", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(0), e=i64(2**63 - 1), a=i64(1)),
+    row(
+        "Slice run-time",
+        "y = Slice (x, s, e, a)",
+        x=(4, 5),
+        s=i64(-2),
+        e=i64(9),
+        a=i64(1),
+        runtime=("s", "e"),
+    ),
+    row(
+        "Slice empty",
+        "z = Slice (x, s, e, a)\n y = Concat <axis = 1> (z, x)",
+        x=(2, 5),
+        s=i64(7),
+        e=i64(9),
+        a=i64(1),
+    ),
+    row(
+        "Slice steps",
+        "y = Slice (x, s, e, a, t)",
+        x=(4, 7),
+        s=i64(1, -1),
+        e=i64(9, -9),
+        a=i64(1, 0),
+        t=i64(2, -1),
+    ),
+    row(
+        "Slice run-time steps",
+        "y = Slice (x, s, e, a, t)",
+        x=(4, 7),
+        s=i64(6),
+        e=i64(0),
+        a=i64(1),
+        t=i64(-2),
+        runtime=("t", "s"),
+    ),
+    row("Pad", "y = Pad (x, p)", x=(2, 3), p=i64(1, 0, 0, 2)),
+    row("Pad value axes", "y = Pad (x, p, v, a)", x=(2, 3), p=i64(1, 2), v=scalar(0.7), a=i64(-1)),
+    row("Pad crop", "y = Pad (x, p)", x=(4, 5), p=i64(-1, 2, 1, -2)),
+    *(
+        row(
+            f"Pad {mode}", f'y = Pad <mode = "{mode}"> (x, p)', x=(2, 4, 5), p=i64(0, 2, 1, 0, 1, 3)
+        )
+        for mode in ("reflect", "edge", "wrap")
+    ),
+    row(
+        "Pad reflect run-time",
+        'y = Pad <mode = "reflect"> (x, p)',
+        x=(4, 5),
+        p=i64(2, 1, 1, 3),
+        runtime=("p",),
+    ),
+    *(
+        row(
+            f"DepthToSpace {m}",
+            f'y = DepthToSpace <blocksize = 2, mode = "{m}"> (x)',
+            x=(2, 8, 2, 3),
+            dynamic=True if m == "DCR" else (0, 2, 3),
+        )
+        for m in ("DCR", "CRD")
+    ),
+    row("SpaceToDepth", "y = SpaceToDepth <blocksize = 2> (x)", x=(2, 3, 4, 2)),
+    row("Range", "y = Range (a, b, d)", a=scalar(0.3), b=scalar(2.35), d=scalar(0.5)),
+    row(
+        "ReverseSequence",
+        "y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)",
+        x=(3, 4, 2),
+        l=i64(1, 4, 2),
+    ),
+]
+
+INDEXING = [
+    row("Gather", "y = Gather (x, i)", x=(5, 3), i=np.array([[0, 4, 0], [1, 0, -1]])),
+    row(
+        "Gather run-time",
+        "y = Gather (x, i)",
+        x=(5, 3),
+        i=np.array([[0, 4], [0, -1]]),
+        runtime=("i",),
+    ),
+    row(
+        "Gather axis 1",
+        "y = Gather <axis = 1> (x, i)",
+        x=(2, 5, 3),
+        i=np.array([[0, 4, 0], [1, 0, 2]]),
+    ),
+    *(
+        row(
+            f"Gather int32 axis {axis}{when}",
+            f"y = Gather <axis = {axis}> (x, i)",
+            x=(2, 5, 3),
+            i=np.array([[0, 1, 0], [1, 0, -1]], np.int32),
+            runtime=("i",) if when else (),
+        )
+        for axis in (0, 1)
+        for when in ("", " run-time")
+    ),
+    row(
+        "GatherElements int32", "y = GatherElements (x, i)", x=(3, 2), i=np.int32([[0, 2], [0, 1]])
+    ),
+    row("Gather axis -1", "y = Gather <axis = -1> (x, i)", x=(2, 5), i=i64(3, 3, -2)),
+    *(
+        row(f"Gather scalar {i}", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=scalar(i))
+        for i in (0, 2, -1, -2)
+    ),
+    row("Gather one", "y = Gather <axis = -2> (x, i)", x=(2, 5, 3), i=i64(-4)),
+    row("Gather one of rank 2", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=np.array([[1]])),
+    row(
+        "Gather scalar run-time",
+        "y = Gather <axis = 1> (x, i)",
+        x=(2, 5),
+        i=scalar(3),
+        runtime=("i",),
+    ),
+    row(
+        "GatherElements",
+        "y = GatherElements <axis = 1> (x, i)",
+        x=(2, 5),
+        i=np.array([[0, 4, 0], [1, 0, -1]]),
+    ),
+    row(
+        "GatherND",
+        "y = GatherND (x, i)",
+        x=(3, 4, 2),
+        i=np.array([[[0, 1], [2, -1]], [[0, 1], [1, 1]]]),
+    ),
+    row(
+        "GatherND batch",
+        "y = GatherND <batch_dims = 1> (x, i)",
+        x=(2, 4, 3),
+        i=np.array([[[0], [3], [0]], [[1], [1], [2]]]),
+    ),
+    row(
+        "GatherND batch 2",
+        "y = GatherND <batch_dims = 2> (x, i)",
+        x=(2, 3, 4),
+        i=rng().integers(0, 4, (2, 3, 2, 1)),
+    ),
+    *(
+        row(
+            f"ScatterElements {r}",
+            f'y = ScatterElements <axis = 1, reduction = "{r}"> (x, i, u)',
+            x=apart(2, 5),
+            u=apart(2, 2) + 0.033,
+            i=np.array([[0, 4], [1, 3]]),
+        )
+        for r in ("none", "add", "mul", "max", "min")
+    ),
+    row(
+        "ScatterElements add twice",
+        'y = ScatterElements <reduction = "add"> (x, i, u)',
+        x=(4, 2),
+        u=(3, 2),
+        i=np.array([[0, 1], [0, 1], [2, 1]]),
+    ),
+    row(
+        "ScatterElements max twice",
+        'y = ScatterElements <reduction = "max"> (x, i, u)',
+        x=apart(4, 2),
+        u=apart(3, 2) + 0.033,
+        i=np.array([[0, 1], [0, 1], [2, 1]]),
+    ),
+    *(
+        row(
+            f"ScatterND {r}",
+            f'y = ScatterND <reduction = "{r}"> (x, i, u)',
+            x=apart(4, 3),
+            u=apart(2, 3) + 0.033,
+            i=np.array([[1], [3]]),
+        )
+        for r in ("none", "add", "mul", "max", "min")
+    ),
+    row(
+        "ScatterND add twice",
+        'y = ScatterND <reduction = "add"> (x, i, u)',
+        x=(4, 3),
+        u=(3, 3),
+        i=np.array([[1], [1], [-1]]),
+    ),
+    row("TopK", "y, i = TopK (x, k)", x=apart(3, 5), k=i64(2)),
+    row(
+        "TopK smallest axis 0",
+        "y, i = TopK <axis = 0, largest = 0> (x, k)",
+        x=apart(3, 5),
+        k=i64(2),
+    ),
+    row(
+        "OneHot",
+        "y = OneHot <axis = 1> (i, d, v)",
+        i=np.array([[0, 2], [1, -1]]),
+        d=i64(3),
+        v=(2,),
+        dtype=F32,
+    ),
+    row("Compress", "y = Compress <axis = 1> (x, c)", x=(2, 4), c=np.array([True, False, True])),
+    row(
+        "Compress flat",
+        "y = Compress (x, c)",
+        x=(2, 3),
+        c=np.array([True, False, True, False, True]),
+    ),
+]

@@ -1,0 +1,53 @@
+"""Arrays in a GPU's memory, for tests of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from onnx_fuse.cuda.launch import Step, bind
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.runtime import device
+
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32,
+         "float64": np.float64, "int32": np.int32}  # fmt: skip
+
+
+class Memory:
+    """Device copies of named arrays, read back by name."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        device.start()
+        self.stream = device.Stream()
+        self.arrays = dict(arrays)
+        self.buffers = {name: device.Memory(array.nbytes, name) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            self.stream.upload(self.buffers[name].address, array.ctypes.data, array.nbytes)
+        self.stream.wait("uploading")
+
+    def read(self, name: str) -> np.ndarray:
+        out = np.empty_like(self.arrays[name])
+        self.stream.download(out.ctypes.data, self.buffers[name].address, out.nbytes)
+        self.stream.wait("downloading")
+        return out
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        self.stream.upload(self.buffers[name].address, array.ctypes.data, array.nbytes)
+        self.stream.wait("uploading")
+
+    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[Step]:
+        self.buffers["workspace"] = device.Memory(kernel.workspace(problem, how, hw), "workspace")
+        pointers = {name: buffer.address for name, buffer in self.buffers.items()}
+        return [bind(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
+
+    def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
+        for call in self.bind(kernel, problem, how, hw):
+            call.enqueue(self.stream.handle)
+        self.stream.wait(f"{kernel.name} {how}")
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
