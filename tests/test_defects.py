@@ -321,7 +321,7 @@ def test_functions_that_double_are_written_out() -> None:
 
 def test_functions_that_double_without_end_are_refused() -> None:
     with pytest.raises(
-        ModelError, match=rf"function 'loc\.f\d+' becomes \d+ nodes: at most {MAX_NODES}"
+        ModelError, match=rf"function 'loc\.f\d+' becomes \d+ nodes, of which {MAX_NODES} "
     ):
         load(doubling(26))
 
