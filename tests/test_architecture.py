@@ -185,6 +185,17 @@ def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
     assert done.stdout.splitlines() == ["1", "heavy: []"]
 
 
+def test_programs_of_the_cache_do_without_lowering() -> None:
+    code = (
+        "import sys\n"
+        "from onnx_fuse import cache\n"
+        "from onnx_fuse.runtime import ahead, executable, specialize\n"
+        "print(sorted(m for m in sys.modules if m.startswith('onnx_fuse.lower')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]"]
+
+
 def test_sympy_comes_when_it_is_used_and_only_for_onnx_ir() -> None:
     code = (
         "import sys, onnx_fuse\n"

@@ -18,13 +18,12 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.lower.walk import Shapes, lower
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
@@ -33,6 +32,9 @@ from onnx_fuse.runtime.changes import changes
 from onnx_fuse.runtime.graphs import made_weights
 from onnx_fuse.runtime.kept import Key, Origin, Programs, folder_of
 from onnx_fuse.runtime.plan import Kept, Made, plan
+
+if TYPE_CHECKING:
+    from onnx_fuse.lower.walk import Shapes
 
 KEPT = 128
 """Open programs kept of one model; the least recently used goes first."""
@@ -151,6 +153,8 @@ class Specializer:
         return _changed(shapes, self.symbols(shapes), sizes)
 
     def _lower(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None) -> Program:
+        from onnx_fuse.lower.walk import lower  # which programs of the cache do without
+
         self.traced += 1
         return lower(
             self.model, shapes, self.hw, math=self.math, prefs=self.prefs, state=self.state,
