@@ -113,8 +113,8 @@ def test_a_tuning_record_sets_the_configuration(
     before = select(problem.op, problem, H200)
     assert before is not None
     assert before.why == "its rule"
-    record = tuning.record(before.kernel, Config.of(**how), 5.0, H200)
-    tuning.save([(problem.op, problem, record)], H200, tmp_path / "tuning")
+    record = tuning.record(problem, before.kernel, Config.of(**how), 5.0, H200)
+    tuning.save([(problem.op, problem, record)], H200, tmp_path / "tuning", candidates)
     after = select(problem.op, problem, H200)
     assert after is not None
     assert after.why == "tuning record"

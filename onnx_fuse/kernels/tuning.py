@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
-from onnx_fuse.program import problems
+from onnx_fuse.program import moves, problems
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Value
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def read(name: str) -> AnyProblem:
     op, _, text = name.partition(" | ")
     values = {k: _value(v) for k, v in _PAIR.findall(text)}
     rest = _PAIR.sub("", text).split()
-    known = {kind.op: kind for kind in vars(problems).values() if hasattr(kind, "op")}
+    kinds = (*vars(problems).values(), *vars(moves).values())
+    known = {kind.op: kind for kind in kinds if hasattr(kind, "op")}
     try:
         if op in known and rest == [op]:
             found: AnyProblem = known[op](**values)
