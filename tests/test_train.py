@@ -517,7 +517,7 @@ def test_a_step_that_onnxruntime_cannot_look_into_is_still_a_failed_check(monkey
 class Ahead(Portable):
     """The contract of a device that runs ahead: after a fault no step changes a state."""
 
-    ahead = 4
+    in_flight = 4
     sound = True
 
     def start(self, key: str, spec: Spec, feeds: Any) -> Any:
@@ -574,7 +574,7 @@ def late_losses(device: str, accumulate: int) -> None:
     with pytest.raises(CheckFailed, match="step 13: "):
         made[0].weights()
     made[0].step(bad)
-    for i in range(Cuda.ahead - 1):
+    for i in range(Cuda.in_flight - 1):
         made[0].step(batch(i))
     with pytest.raises(CheckFailed, match="step 13: "):
         made[0].step(batch())

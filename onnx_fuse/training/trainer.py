@@ -281,7 +281,7 @@ class Trainer:
         return run.loss
 
     def _finish_steps(self, in_flight: int = 0) -> None:
-        """Look at the steps under way, the oldest first, until `ahead` are left.
+        """Look at the steps under way, the oldest first, until `in_flight` are left.
 
         Raises CheckFailed for one that was bad: neither it nor those after it have changed a state.
         """
