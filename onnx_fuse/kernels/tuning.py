@@ -122,14 +122,19 @@ def _files(hw: Hardware) -> tuple[tuple[Path, int], ...]:
     return tuple((path, path.stat().st_mtime_ns) for path in paths if path.exists())
 
 
-def load(hw: Hardware) -> dict[str, Any]:
+def load(hw: Hardware) -> Mapping[str, Any]:
     """Key -> record for this GPU: the shipped ones, overridden by the user's own.
 
     Shipped ones are of the code beside them, to which a test holds them; the user's may be of that
     of another version, and say so under "own".
     """
+    return _merged(_files(hw))
+
+
+@cache
+def _merged(files: tuple[tuple[Path, int], ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for path, stamp in _files(hw):
+    for path, stamp in files:
         own = {"own": path.parent != SHIPPED}
         found = _read(path, stamp)
         merged |= {k: {**v, **own} for k, v in found.items() if isinstance(v, dict)}
