@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,34 @@ def test_every_tensor_may_have_memory_of_its_own(
     (y,) = runs.run(None, {"x": x})
     np.testing.assert_allclose(y, np.hstack([np.tanh(x), -x])[:, 6:10], atol=1e-6)
     assert gpu.counts["cuMemAlloc"] > 2
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_sessions_that_nobody_has_give_their_memory_back_first(
+    failing: int, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held:
+        """In a circle of references, as a session is."""
+
+        def __init__(self) -> None:
+            self.own = self
+
+    gc.collect()
+    nobodys, left = weakref.ref(Held()), [2] * failing
+
+    def take(nbytes: int) -> tuple[int, int]:
+        return (left.pop(), 0) if left else gpu._new(nbytes)
+
+    monkeypatch.setattr(gpu, "cuMemAlloc", take, raising=False)
+    if failing == 1:
+        assert device.Memory(64, "x").address
+    else:
+        monkeypatch.setattr(
+            gpu, "cuGetErrorName", lambda code: (0, b"CUDA_ERROR_OUT_OF_MEMORY"), raising=False
+        )
+        with pytest.raises(device.DeviceMemoryError, match="x: 64 bytes"):
+            device.Memory(64, "x")
+    assert nobodys() is None
 
 
 def test_the_run_of_capture_is_a_number() -> None:

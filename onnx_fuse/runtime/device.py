@@ -45,6 +45,22 @@ def check(result: Sequence[Any], what: str) -> Any:
     return result[1] if len(result) > 1 else None
 
 
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+def allocated(what: str, call: Callable[..., Sequence[Any]], *given: Any) -> Any:
+    """The value of a driver call that takes memory; raises DeviceMemoryError.
+
+    Sessions that nobody has are in circles of references: where memory is short, Python's garbage
+    collector gives theirs back first.
+    """
+    result = call(*given)
+    if int(result[0]) == _OUT_OF_MEMORY:
+        gc.collect()
+        result = call(*given)
+    return check(result, what)
+
+
 # faults of a kernel or of the GPU itself, which take the context along
 _FATAL = (
     *("ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "ASSERT"),
@@ -136,7 +152,8 @@ class Memory:
     def __init__(self, nbytes: int, what: str) -> None:
         self.nbytes = max(nbytes, 1)
         self._free: Callable[..., Any] = bindings().cuMemFree
-        self.address = int(check(bindings().cuMemAlloc(self.nbytes), f"{what}: {nbytes:,} bytes"))
+        taken = allocated(f"{what}: {nbytes:,} bytes", bindings().cuMemAlloc, self.nbytes)
+        self.address = int(taken)
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):
@@ -149,9 +166,8 @@ class Pinned:
 
     def __init__(self, nbytes: int) -> None:
         self._free: Callable[..., Any] = bindings().cuMemFreeHost
-        self.address = int(
-            check(bindings().cuMemAllocHost(max(nbytes, 1)), f"{nbytes:,} bytes of pinned memory")
-        )
+        what = f"{nbytes:,} bytes of pinned memory"
+        self.address = int(allocated(what, bindings().cuMemAllocHost, max(nbytes, 1)))
         raw = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.address)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.ctypeslib.as_array(raw)
 
@@ -182,7 +198,7 @@ class Pool:
             wanted.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
             wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             wanted.location.id = device_id
-            self._raw = check(driver.cuMemPoolCreate(wanted), "a memory pool")
+            self._raw = allocated("a memory pool", driver.cuMemPoolCreate, wanted)
             limit = driver.cuuint64_t(self.RELEASE)
             threshold = kinds.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             check(driver.cuMemPoolSetAttribute(self._raw, threshold, limit), "a memory pool")
@@ -194,8 +210,10 @@ class Pool:
         if self._dead:
             self._stream.catch_up()
             self._sweep()
-        raw = self._driver.cuMemAllocFromPoolAsync(max(nbytes, 1), self._raw, self._stream.raw)
-        return Pooled(self, max(nbytes, 1), int(check(raw, f"{what}: {nbytes:,} bytes")))
+        given = max(nbytes, 1), self._raw, self._stream.raw
+        said = f"{what}: {nbytes:,} bytes"
+        address = allocated(said, self._driver.cuMemAllocFromPoolAsync, *given)
+        return Pooled(self, max(nbytes, 1), int(address))
 
     def give(self, address: int, lent: bool) -> None:
         """Take back what dies: from any thread, at any time.
@@ -289,7 +307,7 @@ class Stream:
         driver = self._driver = bindings()
         if handle is None:
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            self.raw = check(driver.cuStreamCreate(int(flags)), "a CUDA stream")
+            self.raw = allocated("a CUDA stream", driver.cuStreamCreate, int(flags))
         else:
             self.raw = driver.CUstream(handle)
         self.handle = int(self.raw)

@@ -295,7 +295,7 @@ class Instance:
         for b in self.program.buffers:
             if b.kind in kinds and (b.id in self._offsets or b.kind in ("constant", "temp")):
                 memory = self._apart[b.id] = device.Memory(b.nbytes, b.name or "a temporary")
-                if b.kind == "constant" and b.nbytes:
+                if b.id in self.program.constants and b.nbytes:
                     self.owner.stream.move(memory.address, self.address[b.id], b.nbytes)
                 elif b.kind == "temp" and b.id in padded:
                     self.owner.stream.fill(memory.address, 0xFF, b.nbytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is there stays: later collections pass over it
+
+
+@pytest.fixture(autouse=True)
+def _memory_goes_back() -> Iterator[None]:
+    """Other processes test on the same GPU, and cannot collect this one's sessions."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

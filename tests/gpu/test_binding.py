@@ -85,7 +85,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for owner, names in (
         (device.Memory, ("__init__",)), (device.Pinned, ("__init__",)), (device.Pool, ("take",)),
-        (device.Stream, ("upload", "download", "move", "clear", "wait", "capture", "follow")),
+        (device.Stream, ("upload", "download", "move", "fill", "wait", "capture", "follow")),
         (device.Event, ("__init__", "wait", "record")), (device.Graph, ("update",)),
     ):  # fmt: skip
         for name in names:

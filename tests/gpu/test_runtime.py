@@ -24,7 +24,8 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from onnx_fuse import InferenceSession, bench, passes
 from onnx_fuse.cuda import pointwise
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.lower import elementwise, reduce
+from onnx_fuse.kernels import reduce as reduce_kernels
+from onnx_fuse.lower import elementwise
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import to_proto
@@ -330,7 +331,7 @@ RANDOM = """agraph () => (float[100000] u, float[100000] n, float[100000] f, int
 @pytest.mark.launches("reduce/sum_squares.cu", "sum_squares_total")
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])
 def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "ROWS", 8)  # several tables
+    monkeypatch.setattr(reduce_kernels, "ROWS", 8)  # several tables
     sizes, rng = [1, 7, 8192, 8193, 0, 100_003, 40, 65536, 3, 12, 20000], np.random.default_rng(2)
     kind = {"float": np.float32, "double": np.float64, "float16": np.float16}[dtype]
     feeds = {f"g{i}": (rng.standard_normal(n) / 16).astype(kind) for i, n in enumerate(sizes)}
