@@ -456,6 +456,14 @@ EXACT_CASES = (
         reason="its parameters are of float and float16",
     ),
     FusionCase(
+        "batch_norm_of_a_convolution_of_the_weight_with_itself",
+        f"float[B,6,S,T] x, float[6,6,3,3] w, {_BN}",
+        _VARIANCE + "z = Conv <pads = [1, 1, 1, 1]> (w, w)\n"
+        "n = BatchNormalization (z, g, b, m, var)\n y = Conv <pads = [1, 1, 1, 1]> (x, n)",
+        output="float[B,6,S,T] y",
+        reason="more than this reads the weight 'w'",
+    ),
+    FusionCase(
         "batch_norm_beside_a_tensor_named_as_the_bias",
         f"{_IMAGE}, float[6] w_bias, {_BN}",
         _VARIANCE + "z = Conv (x, w)\n n = BatchNormalization (z, g, b, m, var)\n"

@@ -18,6 +18,7 @@ from support import Cli
 
 from onnx_fuse import passes
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.functions import MAX_NODES
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, to_proto
@@ -535,3 +536,24 @@ def test_the_gradient_of_gather_takes_32_bit_indices() -> None:
         expected = np.zeros(shape, np.float32)
         expected[(4,) if axis == 0 else (slice(None), 4)] = 2
         np.testing.assert_array_equal(found["w.grad"], expected)
+
+
+def test_amounts_of_a_pad_in_two_dimensions_are_left_to_the_check() -> None:
+    """A Pad's amounts have one dimension; nothing may take others apart before that is said."""
+    text = """agraph (float[2,6,8] x, float[8] g, float[8] b, float[8,8] w) => (float[2,P,8] y)
+    { n = LayerNormalization (x, g, b) by = Constant <value = int64[1,6] {0, 0, 0, 0, 2, 0}> ()
+      p = Pad (n, by) y = MatMul (p, w) }"""
+    model = text_model(text)
+    passes.optimize(model)
+    assert "Pad" in {node.op_type for node in model.graph}
+
+
+def test_a_mask_shorter_than_its_keys_keeps_the_attention_node() -> None:
+    """What it does not reach is hidden, from opset 24 on; broadcast it would be seen."""
+    text = """agraph (float[2,4,5,8] q, float[2,4,5,8] k, float[2,4,5,8] v, bool[2,1,5,M] m)
+    => (float[2,4,5,8] y) { y = Attention (q, k, v, m) }"""
+    for size, stays in ((1, True), (3, True), (5, False)):
+        model = text_model(text.replace("M]", f"{size}]"))
+        report = passes.optimize(model)
+        assert ("Attention" in {node.op_type for node in model.graph}) == stays
+        assert any("shorter" in r.reason for r in report.not_fused) == stays

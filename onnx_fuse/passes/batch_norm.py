@@ -79,8 +79,8 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     parameters = [w, b, *norm.inputs[1:]]
     if w is None or not all(v is None or is_initializer(v) for v in parameters):
         return rw.refuse(FOLD_BATCH_NORM, nodes, "weights or statistics are no constants")
-    if len(users(w)) > 1:
-        return rw.refuse(FOLD_BATCH_NORM, nodes, f"other nodes read the weight '{w.name}'")
+    if len(w.uses()) > 1:  # one node may read it twice
+        return rw.refuse(FOLD_BATCH_NORM, nodes, f"more than this reads the weight '{w.name}'")
     types = {v.dtype for v in parameters if v is not None}
     if len(types) > 1 or not types <= {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
         names = " and ".join(sorted(t.name.lower() for t in types if t is not None))
@@ -91,7 +91,7 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         return rw.refuse(FOLD_BATCH_NORM, nodes, "the folded weights are not finite, or lost")
     weight, bias = folded
     w.const_value = ir.tensor(weight, name=w.name)
-    if b is not None and len(users(b)) == 1:
+    if b is not None and len(b.uses()) == 1:
         b.const_value = ir.tensor(bias, name=b.name)
         b.shape = ir.Shape(bias.shape)
     else:

@@ -128,7 +128,7 @@ def _pad(node: ir.Node, meaning: dict[str, Size]) -> None:
     """Enter what the symbols in the output's shape mean: sizes that nothing is added to stay."""
     y, given = node.outputs[0], _sizes(node.inputs[0], meaning)
     pads = const_array(node.inputs[1]) if len(node.inputs) in (2, 3) else None
-    if given is None or pads is None or pads.size != 2 * len(given) or y.is_graph_output():
+    if given is None or pads is None or pads.shape != (2 * len(given),) or y.is_graph_output():
         return
     by = [bool(pads[i] or pads[i + len(given)]) for i in range(len(given))]
     _enter(y, [None if padded else size for size, padded in zip(given, by, strict=True)], meaning)

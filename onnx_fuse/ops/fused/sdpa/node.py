@@ -29,7 +29,14 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     causal = attribute(node, "is_causal", 0) == 1
     softcap = attribute(node, "softcap", 0.0)
     used = [bool(o.uses()) or o.is_graph_output() for o in node.outputs]
+    # from opset 24 on, keys that the mask does not reach are hidden; to broadcast would show them
+    reach, keys, before = dim(mask, -1), dim(k, -2), 0 if past_k is None else dim(past_k, -2)
+    every = None if keys is None or before is None else keys + before
     problems = {
+        "its mask may be shorter than its keys": mask is not None
+        and reach is not None
+        and reach != every
+        and (every is not None or reach == 1),
         "it has a past of keys or of values alone": (past_k is None) != (past_v is None),
         "it has a padding-length input": lengths is not None,
         "it sees a sliding window": any(
