@@ -143,6 +143,7 @@ class Container:
             self._stamp = stamp(self._file.fileno())
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             self._places, sums = _members(self._file)
+        # zipfile raises NotImplementedError for archives of a kind that it does not read
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
             raise self.fault(f"no file of onnx-fuse compile, or a damaged one ({error})") from error
         except OSError as error:
