@@ -43,4 +43,4 @@ def lanes(n: int) -> int:
 
 def defines(**macros: object) -> tuple[tuple[str, str], ...]:
     """-D macros in a fixed order; False becomes 0."""
-    return tuple(sorted((k, str(int(v) if isinstance(v, bool) else v)) for k, v in macros.items()))
+    return as_defines(macros)

@@ -11,6 +11,7 @@ from math import ceil
 
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.kernels.gemm_portable import normed
+from onnx_fuse.kernels.rule import Unconditional
 from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr
 
 INSTALL = "pip install 'onnx-fuse[cublaslt]'"
@@ -47,7 +48,7 @@ def version() -> int | str:
     return int(library.cublasLtGetVersion())
 
 
-class CublasLt:
+class CublasLt(Unconditional):
     """cublasLtMatmul: alpha a b + beta c + bias, ReLU; the algorithm its heuristic puts first."""
 
     name = "cublaslt"
@@ -86,10 +87,6 @@ class CublasLt:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """One empty configuration, since the library chooses the algorithm."""
         return [Config()]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of its usual tiles, k split where they do not fill the chip."""

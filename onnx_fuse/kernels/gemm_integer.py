@@ -18,6 +18,7 @@ from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule import Unconditional
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 BYTES = ("int8", "uint8")
@@ -30,7 +31,7 @@ TILES = {
 """Tile of y -> warps along it, bytes of k a step, steps in shared memory."""
 
 
-class MmaInt8:
+class MmaInt8(Unconditional):
     """The candidate of quant/mma_s8_sm80.cu, by mma.sync m16n8k32."""
 
     name = "mma_s8"
@@ -51,10 +52,6 @@ class MmaInt8:
     def _blocks(self, problem: Problem, config: Config) -> tuple[int, int]:
         bm, bn = config.integers("tile")
         return ceil(problem.n / bn), ceil(problem.m / bm)
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Steps of 64 of k, those of small tiles bound by their copies; bytes."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.rule import Unconditional
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -159,7 +160,7 @@ SIMT_TILES: dict[int, dict[str, int]] = {
 }
 
 
-class Simt(_Portable):
+class Simt(Unconditional, _Portable):
     """gemm/simt.cu: IEEE products on the ordinary cores; serves every problem."""
 
     name = "simt"
@@ -176,10 +177,6 @@ class Simt(_Portable):
         """One config a tile size; 8-byte types keep to the smaller ones."""
         sizes = [64, 32] if ITEMSIZE[problem.dtype] == 8 else [128, 64, 32]
         return [Config.of(tile=size) for size in sizes]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Predicted seconds: waves of blocks at the rate of FMAs."""
@@ -325,7 +322,7 @@ MMA_TILES: dict[tuple[int, ...], float] = {
 }
 
 
-class Mma(_Portable):
+class Mma(Unconditional, _Portable):
     """gemm/mma_sm80.cu: mma.sync; 16-bit operands, tf32, or fp32 as split bf16."""
 
     name = "mma"
@@ -366,10 +363,6 @@ class Mma(_Portable):
         every = [Config.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)]
         fit = [how for how in every if self._smem(problem, how) <= hw.smem_per_block]
         return [how for how in fit if how.integer("stages") == 4 or how.having(stages=4) not in fit]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Tensor-core waves, at the tile's share of the full rate."""

@@ -19,6 +19,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.rule import Unconditional
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -31,7 +32,7 @@ def _row_bytes(problem: Problem) -> int:
     return bits // 8
 
 
-class FewRows:
+class FewRows(Unconditional):
     """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
 
     name = "mma"
@@ -69,10 +70,6 @@ class FewRows:
             for warps, tiles in ((8, 1), (4, 2), (16, 1), (4, 1), (8, 2))
             if not (warps == 16 and wide)  # it would spill
         ]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Bytes and instructions, which hide in part behind each other, or a warp's steps in turn.

@@ -15,7 +15,15 @@ BLOCK = 256
 """Threads of a block where nothing asks for more."""
 
 
-class ByRule:
+class Unconditional:
+    """A candidate each of whose configurations serves every problem that it supports."""
+
+    def fits(self, problem: Any, config: Config) -> bool:
+        """True: there is nothing to ask of a member of a class."""
+        return True
+
+
+class ByRule(Unconditional):
     """A candidate that runs by the rule of its `launch` where its configuration names nothing.
 
     `select` takes the first of an operator's that serves the problem. Further configurations name
@@ -33,10 +41,6 @@ class ByRule:
     def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
         """The rule's own."""
         return (Config.of(),)
-
-    def fits(self, problem: Any, config: Config) -> bool:
-        """A configuration serves every problem."""
-        return True
 
     def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
         """What the chip needs at least, and a launch."""

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.kernels.rule import Unconditional
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.problem import (
     FEW,
@@ -141,7 +142,7 @@ _TILES = {
 _FIELDS = ("mt", "tile", "warps", "split", "stages", "blocks")
 
 
-class Mma(_Attention):
+class Mma(Unconditional, _Attention):
     """sdpa/mma_sm80.cu: 16-bit floats on mma.sync."""
 
     name, source = "mma", "sdpa/mma_sm80.cu"
@@ -169,10 +170,6 @@ class Mma(_Attention):
         return [
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         p, rows, mt = problem, self.rows(config), config.integer("mt")
@@ -253,7 +250,7 @@ _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
 }  # fmt: skip
 
 
-class Wgmma:
+class Wgmma(Unconditional):
     """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
 
     name, source = "wgmma", "sdpa/wgmma_sm90.cu"
@@ -292,10 +289,6 @@ class Wgmma:
         if p.attr("keep") and MMA.mask(p) == 2:  # it takes a register more than a third leaves
             found = [c.having(blocks=min(c.integer("blocks"), 2)) for c in found]
         return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
@@ -368,7 +361,7 @@ class Wgmma:
         return (Launch(self.source, "sdpa_wgmma", grid, block, args, macros, self.smem(p, config)),)
 
 
-class Simt(_Attention):
+class Simt(Unconditional, _Attention):
     """sdpa/simt.cu: any float type and head size, IEEE products."""
 
     name, source = "simt", "sdpa/simt.cu"
@@ -384,10 +377,6 @@ class Simt(_Attention):
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         return (Config(),)
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.25
@@ -412,7 +401,7 @@ class Simt(_Attention):
         return {**_macros(p), "ACC": accumulator(p.dtype)}
 
 
-class OneQuery:
+class OneQuery(Unconditional):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
     name, source = "one_query", "sdpa/one_query.cu"
@@ -438,10 +427,6 @@ class OneQuery:
         ]
         # static shared memory
         return [c for c in found if self._parts(c) * (problem.k + 4) * 4 <= 48 << 10]
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Every configuration serves every problem."""
-        return True
 
     def _parts(self, config: Config) -> int:
         return config.integer("warps") * config.integer("cluster")
