@@ -12,7 +12,7 @@ from math import ceil
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import normed
-from onnx_fuse.kernels.rule import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr
 
 OPERANDS = tuple(map(Ptr, ("a", "b", "c", "y", "col1", "workspace")))
