@@ -114,6 +114,15 @@ FUSION_CASES = (
                 ("BatchNormalization",),
             ),
             (
+                "whose_shape_is_read",
+                "",
+                "size = Shape (m)\n r = Reshape (m, flat)\n"
+                "n = BatchNormalization (r, g, b, b, var)\n v = Reshape (n, size)\n y = HardSwish (v)",
+                ("GemmHardSwish",),
+                "float[B,T,6] y",
+                ("BatchNormalization", "HardSwish"),
+            ),
+            (
                 "read_twice_stays",
                 "",
                 "r = Reshape (m, flat)\n n = BatchNormalization (r, g, b, b, var)\n y = Add (n, r)",

@@ -17,6 +17,7 @@ from onnx_fuse.ops.rewrite import (
     copy_onto,
     is_initializer,
     made_by,
+    move_shape_readers,
     other,
     rank,
     row_axis,
@@ -106,6 +107,8 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     else:
         made = op.node(product.op_type, [x, w, b], attributes=kept)
     last = chain[-1 - len(views)].outputs[0]
+    for node in chain[: len(chain) - len(views)]:
+        move_shape_readers(node.outputs[0], made)
     y = copy_onto(op, views, last, typed(made, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
 
