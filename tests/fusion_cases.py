@@ -117,7 +117,8 @@ FUSION_CASES = (
                 "whose_shape_is_read",
                 "",
                 "size = Shape (m)\n r = Reshape (m, flat)\n"
-                "n = BatchNormalization (r, g, b, b, var)\n v = Reshape (n, size)\n y = HardSwish (v)",
+                "n = BatchNormalization (r, g, b, b, var)\n"
+                "v = Reshape (n, size)\n y = HardSwish (v)",
                 ("GemmHardSwish",),
                 "float[B,T,6] y",
                 ("BatchNormalization", "HardSwish"),
