@@ -23,8 +23,8 @@ from onnx_fuse.ops.rewrite import (
     dim,
     is_constant,
     is_float,
-    only_use,
-    other,
+    other_operand,
+    sole_consumer,
     typed,
 )
 
@@ -90,7 +90,8 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
         for axis, letter in enumerate(term):
             size = dim(value, axis)
             sizes[letter] = size if size not in (None, 1) else sizes.get(letter, size)
-    found = [_plan(*order, out) for order in (terms, terms[::-1])]
+    first, second = terms
+    found = [_plan(first, second, out), _plan(second, first, out)]
     plans = [p for p in found if p is not None and _fits(p, values, sizes)]
     if not plans:
         return False
@@ -123,8 +124,12 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
 def _bias(node: ir.Node, shape: list[int]) -> tuple[ir.Node, ir.Value] | None:
     """The Add that alone reads `node`, and its constant, where that has exactly this shape."""
     y = node.outputs[0]
-    add = only_use(y)
-    c = other(add, y) if add is not None and add.op_type == "Add" and not add.domain else None
+    add = sole_consumer(y)
+    c = (
+        other_operand(add, y)
+        if add is not None and add.op_type == "Add" and not add.domain
+        else None
+    )
     if add is None or c is None or not is_constant(c) or c.shape is None or [*c.shape] != shape:
         return None
     return add, c
