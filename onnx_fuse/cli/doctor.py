@@ -38,18 +38,17 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     found = {"python": platform.python_version(), "onnx-fuse": __version__}
     optional = [name for group in _OPTIONAL for name in group]
-    names = (*_PACKAGES, *optional)
-    found |= {name: installed.get(name, "not installed") for name in names}
+    listed = (*_PACKAGES, *optional)
+    found |= {name: installed.get(name, "not installed") for name in listed}
     printer.table("versions", ["package", "version"], [[k, v] for k, v in found.items()])
-    missing = [
-        {"packages": absent, "without": cost, "install": command}
-        for group, (cost, command) in _OPTIONAL.items()
-        if (absent := [name for name in group if name not in installed])
+    absent = [
+        (", ".join(name for name in group if name not in installed), *said)
+        for group, said in _OPTIONAL.items()
     ]
-    if missing:
+    absent = [row for row in absent if row[0]]
+    if absent:
         head = ["missing", "without it", "install, in a checkout"]
-        rows = [[", ".join(m["packages"]), m["without"], m["install"]] for m in missing]
-        printer.table("optional packages", head, rows, left=3)
+        printer.table("optional packages", head, absent, left=3)
     values = {
         v.name: int(v.value) if isinstance(v.value, bool) else v.value for v in config.VARIABLES
     }
@@ -64,7 +63,10 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     printer.text(f"cpu: {cpu}", *(f"cuda: {line}" for line in gpu))
     data = {
         "versions": found,
-        "missing": missing,
+        "missing": [
+            {"packages": names.split(", "), "without": cost, "install": command}
+            for names, cost, command in absent
+        ],
         "settings": {name: value for name, (value, _) in variables.items()},
         "cpu": cpu,
         "cuda": gpu,

@@ -122,8 +122,8 @@ class Slopes:
         """The worst of several directions; each moves a tensor by a normal sample of its size."""
         slopes = []
         for _ in range(_DIRECTIONS):
-            directions = {
-                name: self.rng.standard_normal(self.parameters[name].shape) * size
+            directions: dict[str, Array] = {
+                name: np.asarray(self.rng.standard_normal(self.parameters[name].shape) * size)
                 for name, size in zip(names, sizes, strict=True)
             }
             predicted = sum(float(np.vdot(self.gradients[n], d)) for n, d in directions.items())
