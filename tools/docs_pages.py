@@ -43,7 +43,7 @@ def api_page() -> str:
         text += [f"## {name}", "", " ".join((module.__doc__ or "").split("\n\n")[0].split()), ""]
         if name == "onnx_fuse":  # its names are those of other modules
             text += ["| name | described in |", "|---|---|"]
-            text += [f"| `{n}` | {_home(getattr(module, n))} |" for n in own]
+            text += [f"| `{n}` | {_home(n)} |" for n in own]
         else:
             for n in own:
                 text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
@@ -52,9 +52,15 @@ def api_page() -> str:
     return "\n".join(text)
 
 
-def _home(value: Any) -> str:
-    """The module that defines a public name, as text for a table."""
-    return f"`{getattr(value, '__module__', None) or value.__name__}`"
+def _home(name: str) -> str:
+    """A link to the module below that lists a name of the package, or that has this name."""
+    value = getattr(importlib.import_module("onnx_fuse"), name)
+    for module in map(importlib.import_module, public_modules()[1:]):
+        if value is module:
+            return f"[{module.__name__}](#{module.__name__.replace('.', '')})"
+        if getattr(module, name, None) is value and name in module.__all__:
+            return f"[{module.__name__}][{module.__name__}.{name}]"
+    raise ValueError(f"onnx_fuse.{name} is in no public module")
 
 
 def cli_page() -> str:
@@ -75,8 +81,8 @@ def cli_page() -> str:
             record = parameter.get_help_record(context)
             if record is None:  # an argument
                 record = (parameter.make_metavar(context), parameter.help or "")
-            option, help_text = (part.replace("|", "\\|") for part in record)
-            text.append(f"| `{option}` | {help_text} |")
+            option, help_text = record
+            text.append(f"| `{option}` | {help_text.replace('|', '&#124;')} |")
         examples = [e.removeprefix("\b\n") for e in (command.epilog or "").split("\n\n")[1:]]
         text += ["", "```text", *examples, "```", ""]
     return "\n".join(text)
