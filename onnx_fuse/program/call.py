@@ -371,7 +371,7 @@ class Program:
     setup: tuple[Call, ...] = ()
     """Calls that read nothing but constants: they run once, before the first run. What they write
     are buffers of kind constant that `constants` does not hold."""
-    in_line: bool = False
+    sequential: bool = False
     """Whether the calls run one after another, which keeps temporaries short-lived."""
 
     def __str__(self) -> str:

@@ -92,7 +92,10 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
             while count - low > 1:  # fewer may do
                 middle = (low + count) // 2
                 less = first(middle)
-                low, count, found = (low, middle, less) if less.after <= budget else (middle, count, found)
+                if less.after <= budget:
+                    count, found = middle, less
+                else:
+                    low = middle
             return found
         low = count
     best = min(tried, key=lambda found: (found.after, found.seconds))

@@ -89,6 +89,9 @@ class Portable:
             for name, value in zip((*scalars, *spec.outputs), found, strict=True)
         }
 
+    def recompute(self, key: str) -> None:
+        """Nothing: onnxruntime plans its memory itself."""
+
     def commit(self, spec: Spec) -> None:
         """Make what the last step wrote the current states."""
         for s in spec.states:

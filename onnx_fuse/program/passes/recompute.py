@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from onnx_fuse.program.call import Call, Program
-from onnx_fuse.program.passes.callgraph import elsewhere, moved
+from onnx_fuse.program.passes.callgraph import rename_buffer, rename_buffers
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ def recomputed(program: Program, turn: int, again: Collection[int]) -> Program:
             for buffer in dict.fromkeys(t.buffer for _, t in first.writes):
                 copies[buffer], fresh = fresh, fresh + 1
                 buffers[copies[buffer]] = replace(buffers[buffer], id=copies[buffer])
-            calls.append(replace(elsewhere(first, copies), why=f"run again: {first.why}"))
-        calls.append(replace(call, reads=tuple((n, moved(t, copies)) for n, t in call.reads)))
-    return replace(program, calls=tuple(calls), buffers=tuple(buffers.values()), in_line=True)
+            calls.append(replace(rename_buffers(first, copies), why=f"run again: {first.why}"))
+        calls.append(
+            replace(call, reads=tuple((n, rename_buffer(t, copies)) for n, t in call.reads))
+        )
+    return replace(program, calls=tuple(calls), buffers=tuple(buffers.values()), sequential=True)
