@@ -106,7 +106,7 @@ class CompilingCache(ProgramCache):
         program: Program = kept.source.at(kept.largest)
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
-            nvrtc.compile_all(launches, self.arch, workers=1, progress=False)
+            nvrtc.compile_all(launches, self.arch, workers=1)
         super().keep(key, kept)
 
 
