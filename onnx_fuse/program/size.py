@@ -404,8 +404,11 @@ def value(text: str, symbols: Mapping[str, int]) -> Any:
 # ---- helpers ------------------------------------------------------------------------------------
 
 
+_WHOLE = (int, Size, np.integer)
+
+
 def _whole(other: Any) -> bool:
-    return isinstance(other, int | Size | np.integer)
+    return isinstance(other, _WHOLE)
 
 
 def _terms(size: int | Size) -> dict[tuple[str, ...], int]:
