@@ -95,6 +95,11 @@ class Trace:
                 found[name] = last
         return found
 
+    @property
+    def narrow(self) -> dict[str, int]:
+        """The dimensions whose class, that of `class_of`, is a guard."""
+        return {name: self.values[name] for name in self.values if name in self._narrow}
+
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Inside, text is for people: reasons and messages, never macros or names."""
@@ -352,6 +357,22 @@ def rough(size: int, classes: Classes = class_of) -> int:
     if not isinstance(size, Size):
         return size
     return int(value(text_of(size.terms), size.trace.classed(size.terms, classes)))
+
+
+def coarse(size: int) -> int:
+    """What the size is where dimensions are the largest of their class: for limits by the way.
+
+    Only a dimension whose class is a guard already, and at most twice as large as its smallest
+    member, is taken so; the others stay open. A comparison then is one on those alone.
+    """
+    if not isinstance(size, Size):
+        return size
+    classes = {name: class_of(number) for name, number in size.trace.narrow.items()}
+    known = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
+    others = {name: Size(size.trace, (((name,), 1),), number)
+              for name, number in size.trace.values.items()}  # fmt: skip
+    code = compiled(text_of(size.terms))
+    return cast(int, eval(code, {"min": least, "max": largest}, {**others, **known}))
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ def moved(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
 
 def elsewhere(call: Call, same: Mapping[int, int]) -> Call:
     """The call on other buffers."""
+    if not any(t.buffer in same for _, t in (*call.reads, *call.writes)):
+        return call
     reads, writes = (
         tuple((n, moved(t, same)) for n, t in part) for part in (call.reads, call.writes)
     )
