@@ -51,7 +51,7 @@ PHASES = (
     ("plan", "onnx_fuse.runtime.plan", "plan"),
     ("specialize", "onnx_fuse.runtime.specialize", "Specializer.of"),
     ("instance", "onnx_fuse.runtime.instance", "Instance.__init__"),
-    ("become", "onnx_fuse.runtime.instance", "Instance.become"),
+    ("update", "onnx_fuse.runtime.instance", "Instance.update"),
     ("rewrite launches", "onnx_fuse.runtime.instance", "Instance._renew"),
     ("place", "onnx_fuse.runtime.instance", "Instance.placement"),
     ("place", "onnx_fuse.runtime.instance", "Instance.place"),

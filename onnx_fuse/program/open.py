@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.size import Size, Trace, expression, largest, least
+from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
 
 
 class Open:
@@ -71,7 +71,7 @@ def _compiled(text: str) -> CodeType:
 
 
 def _function(code: CodeType, name: str) -> Callable[..., Any]:
-    names: dict[str, Any] = {"min": least, "max": largest}  # which leave sizes open
+    names: dict[str, Any] = {"min": minimum, "max": maximum}  # which leave sizes open
     exec(code, names)
     found: Callable[..., Any] = names[name]
     return found

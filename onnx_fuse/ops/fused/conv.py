@@ -12,7 +12,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -23,18 +23,18 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
-    copy_onto,
+    consumer_views,
+    consumers,
     dim,
     is_constant,
     is_float,
-    made_by,
     move_shape_readers,
-    only_use,
-    other,
+    other_operand,
+    producer,
     rank,
+    replay_views,
+    sole_consumer,
     typed,
-    users,
-    views_above,
 )
 
 _ATTRIBUTES = ("kernel_shape", "strides", "pads", "dilations")
@@ -88,11 +88,11 @@ class _Behind:
 def _activation(z: ir.Value) -> _Behind | None:
     """The activation among the readers of `z`, which may have others, or of views of it."""
     # An activation is elementwise: it may as well run before a Reshape or Transpose.
-    views = views_above(z)
+    views = consumer_views(z)
     last = views[-1].outputs[0] if views else z
-    for node in users(last):
+    for node in consumers(last):
         if node.op_type == "PRelu" and not node.domain and not views:
-            slope = other(node, z)
+            slope = other_operand(node, z)
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
             return _Behind((), node, _PRELU, {}, (slope,))
@@ -104,8 +104,12 @@ def _activation(z: ir.Value) -> _Behind | None:
 
 def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     """The Add that alone reads `z`, and what it adds: a computed tensor of the same shape."""
-    add = only_use(z)
-    r = other(add, z) if add is not None and add.op_type == "Add" and not add.domain else None
+    add = sole_consumer(z)
+    r = (
+        other_operand(add, z)
+        if add is not None and add.op_type == "Add" and not add.domain
+        else None
+    )
     if (
         add is None
         or r is None
@@ -119,8 +123,8 @@ def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):
         return None
     # Of two convolutions the larger filter takes the sum: one of a single tap is a plain product.
-    rival = made_by(r, "Conv")
-    if rival is not None and only_use(r) is add and _taps(rival) > _taps(conv):
+    rival = producer(r, "Conv")
+    if rival is not None and sole_consumer(r) is add and _taps(rival) > _taps(conv):
         return None
     return add, r
 
@@ -130,7 +134,42 @@ def _taps(conv: ir.Node) -> int:
     return prod(dim(w, i) or 1 for i in range(2, rank(w) or 2))
 
 
+def _biased(rw: Rewriter, conv: ir.Node) -> ir.Node | None:
+    """Conv(x, w) + c, where c [1, M, 1, ...] is constant, as Conv(x, w, c); None if it is not that.
+
+    Exporters write the frozen BatchNormalization of detectors so, behind a scale for each filter.
+    """
+    w, z = conv.inputs[1], conv.outputs[0]
+    add = sole_consumer(z)
+    c = (
+        other_operand(add, z)
+        if add is not None and add.op_type == "Add" and not add.domain
+        else None
+    )
+    array = const_array(c) if is_constant(c) else None
+    size, filters = rank(w), dim(w, 0)
+    if add is None or c is None or array is None or size is None or filters is None:
+        return None
+    if len(conv.inputs) > 2 and conv.inputs[2] is not None:
+        return None
+    if array.shape not in ((filters, *[1] * (size - 2)), (1, filters, *[1] * (size - 2))):
+        return None
+    op = Builder()
+    bias = rw.initializer(f"{c.name} of {filters}", array.reshape(-1))
+    if rw.training:
+        bias = typed(op.Reshape(c, [-1]), c, [filters])
+    attributes = {name: a.value for name, a in conv.attributes.items()}
+    y = op.node("Conv", [conv.inputs[0], w, bias], attributes=attributes)
+    rw.replace(add, op, [add.outputs[0]], [y])
+    return y.producer()
+
+
 def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
+    biased = None if conv.domain else _biased(rw, conv)
+    return _with_what_follows(rw, biased or conv) or biased is not None
+
+
+def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     z = conv.outputs[0]
     x, w = conv.inputs[0], conv.inputs[1]
     if conv.domain or x is None or w is None:
@@ -144,7 +183,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         return False
     nodes = [conv, *([sum_of[0]] if sum_of else []), *([act.node] if act else [])]
     read_too = act is not None and (
-        len([n for n in users(total) if n.op_type != "Shape"]) > 1 or total.is_graph_output()
+        len([n for n in consumers(total) if n.op_type != "Shape"]) > 1 or total.is_graph_output()
     )
     if act is not None and read_too:
         if sum_of is None:
@@ -180,7 +219,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         at = act.node
         y = typed(y, total, total.shape)
         move_shape_readers(total, y)
-        y = copy_onto(op, act.views, total, y)
+        y = replay_views(op, act.views, total, y)
     return rw.replace(at, op, [at.outputs[0]], [y])
 
 
