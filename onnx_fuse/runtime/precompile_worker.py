@@ -123,7 +123,12 @@ def main() -> None:
     hw = dict(job["hardware"], flops=tuple((kind, rate) for kind, rate in job["hardware"]["flops"]))
     graph = graphs.opened(Container(job["graph"]), model)
     specializer = Specializer(
-        graph, Hardware(**hw), math=job["math"], prefs=job["prefs"], state=job["state"]
+        graph,
+        Hardware(**hw),
+        math=job["math"],
+        prefs=job["prefs"],
+        state=job["state"],
+        memory=job["memory"],
     )
     programs = CompilingCache(Path(job["folder"]), specializer.made, job["given"])
     programs.arch = specializer.hw.arch
