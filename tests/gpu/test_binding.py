@@ -84,8 +84,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     for owner, names in (
-        (device.Memory, ("__init__",)), (device.Pinned, ("__init__",)), (device.Pool, ("allocate",)),
-        (device.Stream, ("upload", "download", "move", "fill", "wait", "capture", "follow")),
+        (device.Memory, ("__init__",)), (device.Pinned, ("__init__",)),
+        (device.Pool, ("allocate",)),
+        (device.Stream, ("upload", "download", "move", "fill", "wait", "capture", "wait_event")),
         (device.Event, ("__init__", "wait", "record")), (device.Graph, ("update",)),
     ):  # fmt: skip
         for name in names:
