@@ -1,0 +1,23 @@
+"""Fused operators and imported graphs in PyTorch: functions, modules, and what swaps them in."""
+
+from __future__ import annotations
+
+from onnx_fuse.torch.functional import (
+    attention,
+    fused_layernorm_linear,
+    linear_activation,
+    linear_cross_entropy,
+    rms_norm_linear,
+)
+
+__all__ = [
+    "attention",
+    "fused_layernorm_linear",
+    "linear_activation",
+    "linear_cross_entropy",
+    "rms_norm_linear",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
