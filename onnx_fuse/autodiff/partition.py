@@ -109,34 +109,32 @@ def _kept(
             depends.update(node.outputs)
     needed = _ancestors(gradients)
     kept: dict[ir.Value, None] = {}
+    sizes: list[ir.Value] = []
     seen: set[ir.Value] = set()
-
-    def want(value: ir.Value | None) -> None:
-        if value is None or value in seen or value in depends:
-            return
-        seen.add(value)
-        node = value.producer()
-        if node is None or node.op_type == "Constant":
-            return
-        is_view = node.op_type in _VIEWS and not node.domain
-        if node.op_type in _SIZES and not node.domain and node.inputs[0] is not None:
-            source = node.inputs[0].producer()
-            if source is not None:
-                kept[value] = None
-                return
-        if node in first and not is_view:
-            kept[value] = None
-            return
-        for each in reads(node):
-            want(each)
-
+    todo = [v for v in gradients if v not in depends]
     for node in graph:
         if node in needed and any(v in depends for v in node.outputs):
-            for value in reads(node):
-                want(value)
-    for value in gradients:
-        want(value)
-    return list(kept)
+            todo += [v for v in reads(node) if v is not None and v not in depends]
+    while todo:
+        value = todo.pop()
+        node = value.producer()
+        if value in seen or node is None:
+            continue
+        seen.add(value)
+        standard = not node.domain
+        if node.op_type in _SIZES and standard:
+            sizes.append(value)
+        elif node in first and not (node.op_type in _VIEWS and standard):
+            if node.op_type != "Constant":
+                kept[value] = None
+        else:
+            todo += [v for v in reads(node) if v is not None]
+    for value in sizes:
+        measured = reads(value.producer())[0]
+        if measured.producer() is not None and measured not in kept:
+            kept[value] = None
+    order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
+    return sorted(kept, key=order.__getitem__)
 
 
 def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:

@@ -6,13 +6,14 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
 from onnx_fuse import passes, session
+from onnx_fuse.autodiff import Emitter
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES
@@ -23,21 +24,23 @@ Tensor = torch.Tensor
 ACTIVATIONS = tuple(BY_KEY)
 """The names that `activation` may have."""
 _ONNX = {kind: dtype for dtype, kind in DTYPES.items()}
-_OPSET = 21
 _ATTENTION_OPSET = 24
 
 
 class _Sketch:
     """A graph while it is built: `op` emits nodes, `input` adds an input."""
 
-    def __init__(self, dtype: str) -> None:
-        self.op, self.inputs = Builder(), list[ir.Value]()
+    def __init__(self, dtype: str, opset: int = CANONICAL_OPSET) -> None:
+        imports = {"": opset, FUSE: 1}
+        self._graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="function")
+        self._model = ir.Model(self._graph, ir_version=10)
+        self.op = Emitter(self._model)
         self.dtype = ir.DataType[dtype]
 
     def input(self, name: str, *shape: int | str, dtype: ir.DataType | None = None) -> ir.Value:
         kind = ir.TensorType(dtype or self.dtype)
-        self.inputs.append(ir.Value(name=name, type=kind, shape=ir.Shape(shape)))
-        return self.inputs[-1]
+        self._graph.inputs.append(ir.Value(name=name, type=kind, shape=ir.Shape(shape)))
+        return self._graph.inputs[-1]
 
     def weight(self) -> ir.Value:
         """torch's weight [N, K] as the product's operand [K, N]."""
@@ -48,17 +51,15 @@ class _Sketch:
         """The bias, or -0.0, which changes no sum."""
         if there:
             return self.input("bias", "N")
-        zero: ir.Value = self.op.constant(-0.0, self.dtype)
-        return self.op.Unsqueeze(zero, self.op.constant([0]))  # type: ignore[no-any-return]
+        zero: ir.Value = self.op.constant(np.full(1, -0.0, self.dtype.numpy()))
+        return zero
 
-    def graph(self, key: str, y: ir.Value, shape: list[int | str], opset: int = _OPSET) -> Graph:
+    def graph(self, key: str, y: ir.Value, *shape: int | str) -> Graph:
         """The finished graph, with `y` as its only output."""
-        y.name = "y"
-        y.shape = ir.Shape(shape)
-        y.dtype = y.dtype or self.dtype
-        imports = {"": opset, FUSE: 1}
-        inner = ir.Graph(self.inputs, [y], nodes=self.op.nodes, opset_imports=imports, name="f")
-        model = session.load(ir.Model(inner, ir_version=10))
+        y.name, y.shape = "y", ir.Shape(shape)
+        self._graph.extend(self.op.nodes)
+        self._graph.outputs.append(y)
+        model = session.load(self._model)
         passes.optimize(model, training=True)
         return Graph(key, model)
 
@@ -76,7 +77,7 @@ def _product_graph(
     if norm == "RMSNorm" and dtype == "DOUBLE":
         attributes["stash_type"] = int(ir.DataType.DOUBLE)
     y = sketch.op.node(str(name), [x, *scales, w, c], domain=FUSE, attributes=attributes)
-    return sketch.graph(key, y, ["M", "N"])
+    return sketch.graph(key, y, "M", "N")
 
 
 @cache
@@ -102,7 +103,7 @@ def _attention_graph(
     dtype: str, heads: str, groups: str, width: str, causal: str, scale: str, mask: str
 ) -> Graph:
     """`mask` is "", or its element type and axes such as "BOOL 11ST"."""
-    sketch = _Sketch(dtype)
+    sketch = _Sketch(dtype, _ATTENTION_OPSET)
     q = sketch.input("q", "B", int(heads), "S", int(width))
     k = sketch.input("k", "B", int(groups), "T", int(width))
     v = sketch.input("v", "B", int(groups), "T", "E")
@@ -114,7 +115,7 @@ def _attention_graph(
         inputs.append(sketch.input("mask", *shape, dtype=ir.DataType[kind]))
     y = sketch.op.Attention(*inputs, is_causal=int(causal), scale=float(scale))
     key = built("attention", dtype, heads, groups, width, causal, scale, mask)
-    return sketch.graph(key, y, ["B", int(heads), "S", "E"], _ATTENTION_OPSET)
+    return sketch.graph(key, y, "B", int(heads), "S", "E")
 
 
 @cache
@@ -127,23 +128,20 @@ def _linear_cross_entropy_graph(
     labels = sketch.input("target", "M", dtype=ir.DataType.INT64)
     op = sketch.op
     logits = op.node("Gemm", [x, w, c], domain=FUSE)
-    logits.dtype, logits.shape = sketch.dtype, ir.Shape(["M", "N"])
+    logits.shape = ir.Shape(["M", "N"])
     narrow = sketch.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     if narrow:  # sums of exponentials want more bits
         logits = op.Cast(logits, to=int(ir.DataType.FLOAT))
-        logits.dtype, logits.shape = ir.DataType.FLOAT, ir.Shape(["M", "N"])
     options = {
         "ignore_index": int(ignore_index),
         "label_smoothing": float(smoothing),
         "reduction": reduction,
     }
     loss = LOSSES["cross_entropy"].build(op, logits, labels, options)
-    loss.dtype = logits.dtype
     if narrow and wide == "0":
         loss = op.Cast(loss, to=int(sketch.dtype))
-        loss.dtype = sketch.dtype
     key = built("linear_cross_entropy", dtype, wide, ignore_index, smoothing, reduction, bias)
-    return sketch.graph(key, loss, ["M"] if reduction == "none" else [])
+    return sketch.graph(key, loss, *(["M"] if reduction == "none" else []))
 
 
 BUILDERS.update(
@@ -173,8 +171,8 @@ _LAYERNORM_LINEAR = Operator(
     "layernorm_linear",
     ("x", "weight", "bias?", "ln_weight", "ln_bias"),
     ("float eps", "str activation"),
-    ("mean", "rstd", "z"),
-    lambda x, weight, bias, ln_weight, ln_bias, eps, activation: _layernorm_linear_graph(
+    saves=3,
+    graph=lambda x, weight, bias, ln_weight, ln_bias, eps, activation: _layernorm_linear_graph(
         _dtype(x.dtype), repr(eps), activation, _flag(bias)
     ),
     flat=2,
@@ -184,8 +182,8 @@ _RMS_NORM_LINEAR = Operator(
     "rms_norm_linear",
     ("x", "weight", "bias?", "norm_weight"),
     ("float eps", "str activation"),
-    ("rstd", "z"),
-    lambda x, weight, bias, norm_weight, eps, activation: _rms_norm_linear_graph(
+    saves=2,
+    graph=lambda x, weight, bias, norm_weight, eps, activation: _rms_norm_linear_graph(
         _dtype(x.dtype), repr(eps), activation, _flag(bias)
     ),
     flat=2,
@@ -195,8 +193,8 @@ _LINEAR_ACTIVATION = Operator(
     "linear_activation",
     ("x", "weight", "bias?"),
     ("str activation",),
-    ("z",),
-    lambda x, weight, bias, activation: _linear_activation_graph(
+    saves=1,
+    graph=lambda x, weight, bias, activation: _linear_activation_graph(
         _dtype(x.dtype), activation, _flag(bias)
     ),
     flat=2,
@@ -206,8 +204,8 @@ _LINEAR_CROSS_ENTROPY = Operator(
     "linear_cross_entropy",
     ("x", "weight", "bias?", "target"),
     ("int ignore_index", "float label_smoothing", "str reduction", "bool wide"),
-    ("logits", "index", "weights", "count"),
-    lambda x, weight, bias, target, ignore_index, smoothing, reduction, wide: (
+    saves=6,
+    graph=lambda x, weight, bias, target, ignore_index, smoothing, reduction, wide: (
         _linear_cross_entropy_graph(
             _dtype(x.dtype), _flag(wide), str(ignore_index), repr(smoothing), reduction, _flag(bias)
         )
@@ -234,8 +232,8 @@ _ATTENTION = Operator(
     "attention",
     ("q", "k", "v", "mask?"),
     ("bool causal", "float scale"),
-    ("lse",),
-    _attention_of,
+    saves=2,
+    graph=_attention_of,
 ).define()
 
 
