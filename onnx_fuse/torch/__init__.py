@@ -9,9 +9,23 @@ from onnx_fuse.torch.functional import (
     linear_cross_entropy,
     rms_norm_linear,
 )
+from onnx_fuse.torch.fuse import Candidate, explain, fuse
+from onnx_fuse.torch.modules import (
+    FusedLayerNormLinear,
+    LinearActivation,
+    LinearCrossEntropy,
+    RMSNormLinear,
+)
 
 __all__ = [
+    "Candidate",
+    "FusedLayerNormLinear",
+    "LinearActivation",
+    "LinearCrossEntropy",
+    "RMSNormLinear",
     "attention",
+    "explain",
+    "fuse",
     "fused_layernorm_linear",
     "linear_activation",
     "linear_cross_entropy",

@@ -240,10 +240,15 @@ _ATTENTION = Operator(
 # ---- functions -------------------------------------------------------------------------------
 
 
-def _activation(name: str | None) -> str:
+def check_activation(name: str | None) -> str | None:
+    """The name. Raises UsageError where there is no such activation."""
     if name is not None and name not in BY_KEY:
         raise UsageError(f"there is no activation '{name}': choose one of {', '.join(BY_KEY)}")
-    return name or ""
+    return name
+
+
+def _activation(name: str | None) -> str:
+    return check_activation(name) or ""
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
