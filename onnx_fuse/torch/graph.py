@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnx_fuse.autodiff.partition import partition
+from onnx_fuse.autodiff import partition
 from onnx_fuse.errors import UsageError
 from onnx_fuse.torch.host import HostRunner
 
@@ -55,16 +55,20 @@ class Graph:
     """An ONNX graph in canonical form whose inputs are all that it computes with.
 
     `key` names it within this process. The graphs derived of it are kept as long as it is.
+    `fused` allows operators of ours in its backward that its forward does not have.
     """
 
-    def __init__(self, key: str, model: ir.Model) -> None:
-        self.key, self.model = key, model
+    def __init__(self, key: str, model: ir.Model, *, fused: bool = False) -> None:
+        self.key, self.model, self.fused = key, model, fused
         self.inputs = [End(v) for v in model.graph.inputs]
         self.outputs = [End(v) for v in model.graph.outputs]
         self.cuda: dict[int, Any] = {}
         """What runs it on each GPU, by its number."""
         self._made: dict[str, Graph] = {}
         self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        return self
 
     @cached_property
     def host(self) -> HostRunner:
@@ -85,7 +89,7 @@ class Graph:
                 )
             for axis, (size, wanted) in enumerate(zip(tensor.shape, end.sizes, strict=True)):
                 known = found.setdefault(wanted, size) if isinstance(wanted, str) else wanted
-                if known is not None and known is not size and known != size:
+                if type(known) is int and type(size) is int and known != size:  # while traced, not
                     raise ValueError(f"{end.name} has size {size} at axis {axis}, not {known}")
         return found
 
@@ -124,13 +128,16 @@ class Graph:
             if part not in self._made:
                 kind, _, mask = part.partition(":")
                 wrt = [e.name for e, bit in zip(self.inputs, mask, strict=True) if bit == "1"]
-                halves = partition(self.model, wrt, recompute=kind == "gradient")
+                whole = kind == "gradient"
+                halves = partition(
+                    self.model, wrt, fused=self.fused and not whole, recompute=whole
+                )
                 made = {"gradient": halves.backward}
                 if kind != "gradient":
                     made = {"forward": halves.forward, "backward": halves.backward}
                 for name, model in made.items():
                     key = f"{name}:{mask}"
-                    self._made[key] = Graph(f"{self.key}/{key}", model)
+                    self._made[key] = Graph(f"{self.key}/{key}", model, fused=self.fused)
             return self._made[part]
 
     @property
@@ -145,9 +152,8 @@ BUILDERS: dict[str, Callable[..., Graph]] = {}
 
 
 def enter(graph: Graph) -> Graph:
-    """Let `find` know a graph as long as somebody holds it."""
-    _ROOTS[graph.key] = graph
-    return graph
+    """Let `find` know a graph as long as somebody holds it; returns one of the same key, if any."""
+    return _ROOTS.setdefault(graph.key, graph)
 
 
 def built(name: str, *parts: object) -> str:

@@ -38,6 +38,11 @@ def fake(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def mask_of(tensors: Sequence[Tensor]) -> str:
+    """Which tensors ask for a gradient, as the names of derived graphs have it."""
+    return "".join("1" if t.requires_grad else "0" for t in tensors)
+
+
 def gradients(
     graph: Graph,
     wanted: Sequence[bool],
