@@ -12,7 +12,7 @@ from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.derive import is_float
+from onnx_fuse.ops.grad_helpers import is_float
 from onnx_fuse.passes.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
@@ -109,7 +109,7 @@ def _kept(
             depends.update(node.outputs)
     needed = _ancestors(gradients)
     kept: dict[ir.Value, None] = {}
-    sizes: list[ir.Value] = []
+    sizes: dict[ir.Value, ir.Value | None] = {}
     seen: set[ir.Value] = set()
     todo = [v for v in gradients if v not in depends]
     for node in graph:
@@ -117,21 +117,20 @@ def _kept(
             todo += [v for v in reads(node) if v is not None and v not in depends]
     while todo:
         value = todo.pop()
-        node = value.producer()
-        if value in seen or node is None:
+        maker = value.producer()
+        if value in seen or maker is None:
             continue
         seen.add(value)
-        standard = not node.domain
-        if node.op_type in _SIZES and standard:
-            sizes.append(value)
-        elif node in first and not (node.op_type in _VIEWS and standard):
-            if node.op_type != "Constant":
+        standard = not maker.domain
+        if maker.op_type in _SIZES and standard:
+            sizes[value] = maker.inputs[0]
+        elif maker in first and not (maker.op_type in _VIEWS and standard):
+            if maker.op_type != "Constant":
                 kept[value] = None
         else:
-            todo += [v for v in reads(node) if v is not None]
-    for value in sizes:
-        measured = reads(value.producer())[0]
-        if measured.producer() is not None and measured not in kept:
+            todo += [v for v in reads(maker) if v is not None]
+    for value, measured in sizes.items():
+        if measured is not None and measured.producer() is not None and measured not in kept:
             kept[value] = None
     order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
     return sorted(kept, key=order.__getitem__)

@@ -10,6 +10,7 @@ from onnx_fuse.torch.functional import (
     rms_norm_linear,
 )
 from onnx_fuse.torch.fuse import Candidate, explain, fuse
+from onnx_fuse.torch.imported import OnnxModule, from_onnx
 from onnx_fuse.torch.modules import (
     FusedLayerNormLinear,
     LinearActivation,
@@ -22,9 +23,11 @@ __all__ = [
     "FusedLayerNormLinear",
     "LinearActivation",
     "LinearCrossEntropy",
+    "OnnxModule",
     "RMSNormLinear",
     "attention",
     "explain",
+    "from_onnx",
     "fuse",
     "fused_layernorm_linear",
     "linear_activation",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from onnx_fuse import passes, session
 from onnx_fuse.autodiff import Emitter
@@ -20,7 +21,6 @@ from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.torch.graph import BUILDERS, DTYPES, Graph, built
 from onnx_fuse.torch.library import Operator
 
-Tensor = torch.Tensor
 ACTIVATIONS = tuple(BY_KEY)
 """The names that `activation` may have."""
 _ONNX = {kind: dtype for dtype, kind in DTYPES.items()}
@@ -113,7 +113,8 @@ def _attention_graph(
         sizes = {"1": 1, "H": int(heads)}
         shape = [sizes.get(a, a) for a in axes]
         inputs.append(sketch.input("mask", *shape, dtype=ir.DataType[kind]))
-    y = sketch.op.Attention(*inputs, is_causal=int(causal), scale=float(scale))
+    factor = float(scale) if scale else 1 / math.sqrt(int(width))
+    y = sketch.op.Attention(*inputs, is_causal=int(causal), scale=factor)
     key = built("attention", dtype, heads, groups, width, causal, scale, mask)
     return sketch.graph(key, y, "B", int(heads), "S", "E")
 
@@ -215,23 +216,22 @@ _LINEAR_CROSS_ENTROPY = Operator(
 
 
 def _attention_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Graph:
     what = ""
     if mask is not None:
         kind = ir.DataType.BOOL if mask.dtype == torch.bool else _ONNX[mask.dtype]
         axes = zip(mask.shape, "BHST", strict=True)
         what = f"{kind.name} {''.join('1' if size == 1 else axis for size, axis in axes)}"
-    return _attention_graph(
-        _dtype(q.dtype), str(q.shape[1]), str(k.shape[1]), str(q.shape[-1]), _flag(causal),
-        repr(scale), what,
-    )  # fmt: skip
+    heads, groups, width = (str(int(n)) for n in (q.shape[1], k.shape[1], q.shape[-1]))
+    factor = "" if scale is None else repr(float(scale))
+    return _attention_graph(_dtype(q.dtype), heads, groups, width, _flag(causal), factor, what)
 
 
 _ATTENTION = Operator(
     "attention",
     ("q", "k", "v", "mask?"),
-    ("bool causal", "float scale"),
+    ("bool causal", "float? scale"),
     saves=2,
     graph=_attention_of,
 ).define()
@@ -357,7 +357,7 @@ def attention(
         mask: Up to four axes that broadcast to [B, H, S, T]: bool, where False hides a key, or of
             q's type, which is added. A query that sees no key gets zeros.
         causal: Query i sees keys 0 to i alone.
-        scale: The default is 1 / √D.
+        scale: Any number but 0; the default is 1 / √D.
 
     Returns:
         [B, H, S, E] of q's type; in an autocast region of its type.
@@ -365,12 +365,13 @@ def attention(
     Raises:
         ValueError: Sizes or types do not fit each other.
     """
+    if scale == 0:
+        raise ValueError("a scale of 0 takes the mean of v: v.mean(2) does")
     if q.dim() != 4 or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(
             f"q {list(q.shape)} and k {list(k.shape)} are not [batch, heads, rows, width] with "
             "heads of q a multiple of those of k"
         )
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v, mask = _autocast(q, k, v, mask)  # type: ignore[assignment]
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from onnx_fuse.errors import CheckFailed
 from onnx_fuse.torch.functional import (
@@ -26,7 +26,6 @@ from onnx_fuse.torch.functional import (
     rms_norm_linear,
 )
 
-Tensor = torch.Tensor
 VARIANTS = 32
 """Ways to call a forward that are traced at most."""
 

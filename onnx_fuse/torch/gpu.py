@@ -24,7 +24,7 @@ from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import workspace_key
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.launches import Launches
-from onnx_fuse.runtime.plan import Made
+from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.schedule import segments
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -50,7 +50,11 @@ class Layout:
     """A Program of one shape, with the memory that all its launches share."""
 
     def __init__(
-        self, executable: Executable, made: Made, names: Sequence[str], where: torch.device
+        self,
+        executable: Executable,
+        made: PlannedProgram,
+        names: Sequence[str],
+        where: torch.device,
     ) -> None:
         program = self.program = made.program
         self.plan, self.hw = made.plan, executable.hw
@@ -96,7 +100,7 @@ class Layout:
         self.fixed |= {b: constant.address for b, constant in placed.items()}
         for b in constants:
             if b.id not in known:
-                memory = executable.pool.take(b.nbytes, b.name or "a constant")
+                memory = executable.pool.allocate(b.nbytes, b.name or "a constant")
                 self._held.append(memory)
                 self.fixed[b.id] = memory.address
         for call in program.setup:
@@ -152,7 +156,9 @@ class Steps:
         if old[0] != places[0]:
             plan = self._layout.plan
             moved += plan.offsets
-            moved += [t.buffer for i in plan.workspaces for _, t in self._layout.program.calls[i].writes]
+            moved += [
+                t.buffer for i in plan.workspaces for _, t in self._layout.program.calls[i].writes
+            ]
         for part in self._parts:
             part.move(moved)
 

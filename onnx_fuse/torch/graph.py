@@ -129,9 +129,7 @@ class Graph:
                 kind, _, mask = part.partition(":")
                 wrt = [e.name for e, bit in zip(self.inputs, mask, strict=True) if bit == "1"]
                 whole = kind == "gradient"
-                halves = partition(
-                    self.model, wrt, fused=self.fused and not whole, recompute=whole
-                )
+                halves = partition(self.model, wrt, fused=self.fused and not whole, recompute=whole)
                 made = {"gradient": halves.backward}
                 if kind != "gradient":
                     made = {"forward": halves.forward, "backward": halves.backward}

@@ -70,7 +70,10 @@ class HostRunner:
         if self._evaluator is not None:
             feeds = {end.name: t.numpy() for end, t in zip(inputs, tensors, strict=True)}
             found = self._evaluator.run([end.name for end in outputs], feeds)
-            return [torch.from_numpy(np.array(y)).to(e.dtype) for y, e in zip(found, outputs, strict=True)]
+            return [
+                torch.from_numpy(np.array(y)).to(e.dtype)
+                for y, e in zip(found, outputs, strict=True)
+            ]
         binding = self._session.io_binding()
         tensors = [t.float() if t.dtype in _NARROW else t for t in tensors]  # alive until the end
         for end, tensor in zip(inputs, tensors, strict=True):

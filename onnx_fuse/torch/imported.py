@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onnx_fuse import autodiff, passes, session
 from onnx_fuse.errors import UsageError
@@ -25,8 +25,6 @@ from onnx_fuse.torch.graph import Graph, enter
 from onnx_fuse.torch.library import mask_of, run_graph
 from onnx_fuse.training import shared
 from onnx_fuse.training.weights import is_selected, model_names
-
-Tensor = torch.Tensor
 
 
 class OnnxModule(nn.Module):

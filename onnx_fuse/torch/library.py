@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library
 from torch.utils import _pytree as tree
 
 from onnx_fuse.torch.graph import Graph, find
 
-Tensor = torch.Tensor
 LIBRARY = Library("onnx_fuse", "DEF")
 
 
@@ -61,7 +61,7 @@ def gradients(
     mask = "".join("1" if w and end.dtype.is_floating_point else "0" for w, end in pairs)
     again = torch.is_grad_enabled() or not forward
     derived = graph.derived(f"gradient:{mask}" if again else f"backward:{forward}")
-    known = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | kept
+    known = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | dict(kept)
     given = [dy for dy, end in zip(dys, graph.outputs, strict=True) if end.dtype.is_floating_point]
     symbols = graph.symbols(inputs)
     tensors = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.torch.functional import (
@@ -15,8 +14,6 @@ from onnx_fuse.torch.functional import (
     linear_cross_entropy,
     rms_norm_linear,
 )
-
-Tensor = torch.Tensor
 
 
 class LinearActivation(nn.Linear):
