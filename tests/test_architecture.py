@@ -33,6 +33,7 @@ LAYERS = (
     ("training",),
     ("nn",),
     ("validation",),
+    ("torch",),
     ("bench", "deploy", "report", "tune"),
     ("cli",),
     ("__main__",),

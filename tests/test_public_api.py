@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ PUBLIC = (
     *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "optim")),
     *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
     "onnx_fuse.validation",
+    *(("onnx_fuse.torch",) if find_spec("torch") else ()),
 )
 """Modules whose names users may rely on; all others are the package's own."""
 MODEL = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")
