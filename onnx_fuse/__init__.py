@@ -2,8 +2,8 @@
 
 `optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
 with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
-fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `backend` is the
-interface of onnx.backend.
+fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `nn` has eager
+tensors and modules, of which `capture` makes models. `backend` is the interface of onnx.backend.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from onnx_fuse import backend as backend
     from onnx_fuse import deploy as deploy
+    from onnx_fuse import nn as nn
     from onnx_fuse.api import gradient as gradient
     from onnx_fuse.api import load as load
     from onnx_fuse.api import optimize as optimize
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import ModelError as ModelError
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
+    from onnx_fuse.nn.graphs import capture as capture
     from onnx_fuse.session import InferenceSession as InferenceSession
     from onnx_fuse.training import optim as optim
     from onnx_fuse.training.trainer import Trainer as Trainer
@@ -43,6 +45,7 @@ _NAMES = {
     "OnnxFuseError": "errors",
     "Trainer": "training.trainer",
     "UsageError": "errors",
+    "capture": "nn.graphs",
     "check_gradients": "validation",
     "gradient": "api",
     "load": "api",
@@ -52,6 +55,7 @@ _NAMES = {
 _MODULES = {
     "backend": "backend",
     "deploy": "deploy",
+    "nn": "nn",
     "optim": "training.optim",
 }
 

@@ -173,6 +173,12 @@ def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
 
 def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
     """The outputs of a node that moves elements or computes with integers; None for any other."""
+    made = view(node, arrays)
+    return None if made is None else [np.asarray(made, order="C")]
+
+
+def view(node: ir.Node, arrays: Sequence[Array | None]) -> Array | None:
+    """The output that `exact` gives, which may share the memory of an input."""
     function = _EXACT.get(node.op_type) if not node.domain else None
     if function is None or not arrays or arrays[0] is None:
         return None
@@ -183,7 +189,7 @@ def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
             made = function(node, arrays)
     except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError):
         return None  # no valid node: onnxruntime says what is wrong with it
-    return None if made is None else [np.asarray(made)]
+    return None if made is None else np.asarray(made)
 
 
 _Exact = Callable[[ir.Node, Sequence[Any]], "Array | None"]
@@ -229,7 +235,7 @@ def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 @_exactly("Transpose")
 def _transpose(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     order = node.attributes.get_ints("perm")
-    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)), order="C")
+    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)))
 
 
 @_exactly("Squeeze")
@@ -294,7 +300,7 @@ def _size(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 def _expand(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     x, shape = arrays
     wide = np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))
-    return np.asarray(np.broadcast_to(x, wide), order="C")
+    return np.broadcast_to(x, wide)
 
 
 @_exactly("ConstantOfShape")
