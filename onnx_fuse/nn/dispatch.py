@@ -50,21 +50,25 @@ class Edge:
     """One run of an operation whose results require gradients.
 
     `targets` are what the gradients of `plan.wrt` go to: a leaf Tensor, or an earlier edge with the
-    number of its result. `ends` are the (shape, dtype) of the results where there are several.
+    number of its result; `stopped` are those of `plan.stops`, which get none. `ends` are the
+    (shape, dtype) of the results where there are several.
     """
 
-    __slots__ = ("ends", "number", "plan", "saved", "targets")
+    __slots__ = ("ends", "number", "plan", "saved", "stopped", "targets")
 
     def __init__(
         self, plan: Plan, inputs: Sequence[Any], arrays: Sequence[Array], results: Sequence[Array]
     ) -> None:
         self.plan, self.number = plan, next(_numbers)
         self.saved = [arrays[s] if s >= 0 else results[~s] for s in plan.sources]
-        self.targets = [
-            x if x._edge is None else (x._edge, x._index) for x in [inputs[i] for i in plan.wrt]
-        ]
+        self.targets = _targets(inputs, plan.wrt)
+        self.stopped = _targets(inputs, plan.stops) if plan.stops else ()
         count = plan.count
         self.ends = [(r.shape, r.dtype) for r in results[:count]] if count > 1 else None
+
+
+def _targets(inputs: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [x if x._edge is None else (x._edge, x._index) for x in [inputs[i] for i in places]]
 
 
 def apply(operation: Operation, inputs: Sequence[Input]) -> Any:
@@ -280,6 +284,7 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
     pending: dict[Edge, list[Array | None]] = {root: [None] * root.plan.count}
     pending[root][index] = dy
     leaves: dict[int, tuple[Any, Array]] = {}
+    stops: list[tuple[Any, str]] = []
     for edge in _in_order(root):
         dys = pending.pop(edge, None)
         if dys is None:
@@ -287,6 +292,9 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
         plan = edge.plan
         if plan.refusal:
             raise UsageError(plan.refusal)
+        stops += [(target, plan.reason) for target in edge.stopped]
+        if not plan.wrt:
+            continue
         given = [
             _zeros(edge, i) if dys[i] is None else dys[i]
             for i in range(plan.count)
@@ -302,6 +310,11 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
                 known = leaves.get(id(target))
                 total = dx if known is None else _sum(known[1], dx)
                 leaves[id(target)] = target, total
+    for target, reason in stops:
+        edges = _in_order(target[0]) if type(target) is tuple else []
+        ends = [t for edge in edges for t in (*edge.targets, *edge.stopped)] or [target]
+        if any(type(t) is not tuple and id(t) not in leaves for t in ends):
+            raise UsageError(reason)
     return list(leaves.values())
 
 
@@ -309,7 +322,8 @@ def _in_order(root: Edge) -> list[Edge]:
     """The edges that lead to `root`, the last run first."""
     found, todo = {root}, [root]
     while todo:
-        for target in todo.pop().targets:
+        edge = todo.pop()
+        for target in (*edge.targets, *edge.stopped):
             if type(target) is tuple and target[0] not in found:
                 found.add(target[0])
                 todo.append(target[0])

@@ -126,8 +126,10 @@ class Plan:
     `forward(arrays)` gives `count` results, and then what only the backward reads.
     """
 
-    __slots__ = ("_backward", "_gpu", "_name", "_reverse", "count", "floats", "forward", "gradient",
-                 "refusal", "sources", "wrt")  # fmt: skip
+    __slots__ = (
+        *("_backward", "_gpu", "_name", "_reverse", "count", "floats", "forward", "reason"),
+        *("refusal", "sources", "stops", "wrt"),
+    )
 
     def __init__(
         self,
@@ -149,7 +151,10 @@ class Plan:
         """What the backward reads: an input by its number among those present, or ~k for result k
         of the forward; the gradients of the floating-point results follow."""
         self.refusal = ""
-        """Why there is no gradient, or "" if there is one."""
+        """Why there is no backward, or "" if there is one."""
+        self.stops: list[int] = []
+        """Inputs that no gradient flows to, because of `reason`."""
+        self.reason = ""
         if operation.whole is not None:
             passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
         if needs and any(self.floats):
@@ -181,7 +186,11 @@ class Plan:
             if self.floats[i]:
                 dys[y] = ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
         graph.inputs.extend(v for v in dys.values() if v is not None)
-        grads = autodiff.backward(model, dys, wrt, fused=self._gpu is not None)
+        fused = self._gpu is not None
+        grads = autodiff.backward(model, dys, wrt, strict=False, fused=fused)
+        if len(grads) < len(wrt):
+            self._stopped(operation, ends, grads)
+            wrt = [x for x in wrt if x.name in grads]
         op = autodiff.Emitter(model)
         results = [op.node("Identity", [grads[str(x.name)]], outputs=[f"dx:{x.name}"]) for x in wrt]
         graph.extend(op.nodes)
@@ -204,6 +213,25 @@ class Plan:
         ends_of_both = [str(v.name) for v in results]
         self._reverse = cut(model, [*carried, *dy_names], ends_of_both)
         return cut(model, [str(n) for n in order], returned)
+
+
+    def _stopped(
+        self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
+    ) -> None:
+        """Note which inputs have no gradient, and why."""
+        self.stops = [i for i in self.wrt if f"x{i}" not in grads]
+        self.wrt = [i for i in self.wrt if i not in self.stops]
+        model = operation.model(ends)
+        named = {str(v.name): v for v in model.graph.inputs}
+        dys: dict[ir.Value, ir.Value | None] = {
+            y: ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
+            for i, y in enumerate(model.graph.outputs)
+            if self.floats[i]
+        }
+        try:
+            autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])
+        except ModelError as error:
+            self.reason = str(error)
 
 
 def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
