@@ -16,7 +16,7 @@ from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
 from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.onnx.save import save
 
-__all__ = ["Capture", "CaptureWarning", "Captured", "capture"]
+__all__ = ["Block", "Capture", "CaptureWarning", "capture"]
 
 
 class Captured:

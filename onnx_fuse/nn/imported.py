@@ -61,9 +61,8 @@ class ImportedModule(Module):
     def forward(self, *args: Any) -> Any:  # type: ignore[override]
         """The outputs (one Tensor, or a tuple) for `args`, Tensors in the order of the inputs."""
         if len(args) != len(self.inputs):
-            raise UsageError(
-                f"the graph has the inputs {', '.join(self.inputs)}: {len(args)} given"
-            )
+            wanted = ", ".join(self.inputs)
+            raise UsageError(f"the graph has the inputs {wanted}: {len(args)} were given")
         given = [a if isinstance(a, Tensor) else Tensor(a) for a in args]
         return apply(self._operation, [*given, *(vars(self)[n] for n in self._order)])
 

@@ -90,7 +90,7 @@ class LayerNorm(Module):
         self.bias = _filled(0.0, *self.normalized_shape) if elementwise_affine else None
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """The normalized `x`."""
+        """Return the normalized `x`."""
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -107,7 +107,7 @@ class RMSNorm(Module):
         self.weight = _filled(1.0, normalized_shape)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """The normalized `x`."""
+        """Return the normalized `x`."""
         return F.rms_norm(x, self.weight, self.eps)
 
 
@@ -185,7 +185,7 @@ class BatchNorm2d(Module):
         self.running_var = Tensor(np.ones(num_features, np.float32))
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """The normalized `x`."""
+        """Return the normalized `x`."""
         return F.batch_norm(
             x,
             self.running_mean,
@@ -264,10 +264,10 @@ class Dropout(Module):
 
 
 class Identity(Module):
-    """Its input."""
+    """A module that returns its input."""
 
     def forward(self, x: Any) -> Any:  # type: ignore[override]
-        """`x` itself."""
+        """Return `x` as it is."""
         return x
 
 
@@ -313,7 +313,7 @@ class ReLU(Module):
     """The larger of x and 0."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """relu of `x`."""
+        """Return relu of each element of `x`."""
         return x.relu()
 
 
@@ -328,15 +328,15 @@ class GELU(Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """gelu of `x`."""
+        """Return gelu of each element of `x`."""
         return F.gelu(x, self.approximate)
 
 
 class SiLU(Module):
-    """x · sigmoid(x)."""
+    """x · sigmoid(x) of each element."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """silu of `x`."""
+        """Return silu of each element of `x`."""
         return F.silu(x)
 
 
@@ -344,15 +344,15 @@ class Sigmoid(Module):
     """1 / (1 + exp(-x))."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """sigmoid of `x`."""
+        """Return sigmoid of each element of `x`."""
         return x.sigmoid()
 
 
 class Tanh(Module):
-    """The hyperbolic tangent."""
+    """The hyperbolic tangent of each element."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """tanh of `x`."""
+        """Return tanh of each element of `x`."""
         return x.tanh()
 
 
@@ -367,7 +367,7 @@ class Softmax(Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """softmax of `x`."""
+        """Return the softmax of `x`."""
         return x.softmax(self.dim)
 
 

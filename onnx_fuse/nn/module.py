@@ -278,11 +278,11 @@ class ModuleDict(Module):
         return sum(1 for _ in self.children())
 
     def keys(self) -> list[str]:
-        """The names."""
+        """The names of the modules."""
         return [name for name, _ in self.children()]
 
     def values(self) -> list[Any]:
-        """The modules."""
+        """The modules in their order."""
         return [module for _, module in self.children()]
 
     def items(self) -> list[tuple[str, Any]]:

@@ -214,7 +214,6 @@ class Plan:
         self._reverse = cut(model, [*carried, *dy_names], ends_of_both)
         return cut(model, [str(n) for n in order], returned)
 
-
     def _stopped(
         self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
     ) -> None:

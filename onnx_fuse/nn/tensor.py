@@ -247,7 +247,7 @@ class Tensor:
     # ---- types and places ----
 
     def to(self, to: DType) -> Tensor:
-        """The elements in another dtype, or on the device "cpu", "cuda" or "cuda:N"."""
+        """The elements in the dtype `to`, or on the device "cpu", "cuda" or "cuda:N"."""
         if isinstance(to, str) and to.partition(":")[0] in ("cpu", "cuda"):
             return self if to in (self.device, self.device.partition(":")[0]) else self._moved(to)
         dtype = dtype_of(np_name(to))
@@ -293,22 +293,26 @@ class Tensor:
 
     # ---- arithmetic ----
 
-    __add__ = _binary(operators.emitter("Add"), "Sum.")
+    __add__ = _binary(operators.emitter("Add"), "The sum with `other`.")
     __radd__ = __add__
-    __sub__ = _binary(operators.emitter("Sub"), "Difference.")
-    __rsub__ = _binary(operators.emitter("Sub"), "Difference.", swapped=True)
-    __mul__ = _binary(operators.emitter("Mul"), "Product.")
+    __sub__ = _binary(operators.emitter("Sub"), "The difference from `other`.")
+    __rsub__ = _binary(operators.emitter("Sub"), "The difference from `other`.", swapped=True)
+    __mul__ = _binary(operators.emitter("Mul"), "The product of each element with `other`'s.")
     __rmul__ = __mul__
-    __truediv__ = _binary(operators.divide, "Quotient; of integers in float32.")
+    __truediv__ = _binary(operators.divide, "The quotient by `other`, of integers in float32.")
     __rtruediv__ = _binary(operators.divide, "Quotient.", swapped=True)
     __floordiv__ = _binary(operators.floor_divide, "Quotient, rounded down.")
     __rfloordiv__ = _binary(operators.floor_divide, "Quotient, rounded down.", swapped=True)
     __mod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.")
     __rmod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.", swapped=True)
-    __pow__ = _binary(operators.emitter("Pow"), "Power.")
-    __rpow__ = _binary(operators.emitter("Pow"), "Power.", swapped=True)
-    __matmul__ = _binary(operators.emitter("MatMul"), "Matrix product.")
-    __rmatmul__ = _binary(operators.emitter("MatMul"), "Matrix product.", swapped=True)
+    __pow__ = _binary(operators.emitter("Pow"), "Each element to the power of `other`.")
+    __rpow__ = _binary(
+        operators.emitter("Pow"), "Each element to the power of `other`.", swapped=True
+    )
+    __matmul__ = _binary(operators.emitter("MatMul"), "The matrix product with `other`.")
+    __rmatmul__ = _binary(
+        operators.emitter("MatMul"), "The matrix product with `other`.", swapped=True
+    )
     __and__ = _binary(operators.logical("And", "BitwiseAnd"), "Logical or bitwise and.")
     __or__ = _binary(operators.logical("Or", "BitwiseOr"), "Logical or bitwise or.")
     __xor__ = _binary(operators.logical("Xor", "BitwiseXor"), "Logical or bitwise exclusive or.")
@@ -319,15 +323,15 @@ class Tensor:
     __eq__ = _binary(operators.emitter("Equal"), "Equal, for each element.")
     __ne__ = _binary(operators.not_equal, "Not equal, for each element.")
     __hash__ = object.__hash__
-    maximum = _binary(operators.emitter("Max"), "The larger of each pair of elements.")
-    minimum = _binary(operators.emitter("Min"), "The smaller of each pair of elements.")
+    maximum = _binary(operators.emitter("Max"), "The larger of each element and `other`'s.")
+    minimum = _binary(operators.emitter("Min"), "The smaller of each element and `other`'s.")
 
     def __invert__(self) -> Tensor:
         made: Tensor = operators.invert(self)
         return made
 
     __neg__ = _unary("Neg", "The elements with the other sign.")
-    __abs__ = _unary("Abs", "The absolute values.")
+    __abs__ = _unary("Abs", "The absolute value of each element.")
     neg = __neg__
     abs = __abs__
     add = __add__
@@ -337,19 +341,19 @@ class Tensor:
     pow = __pow__
     matmul = __matmul__
     exp = _unary("Exp", "e to the power of each element.")
-    log = _unary("Log", "The natural logarithm.")
-    sqrt = _unary("Sqrt", "The square root.")
-    sin = _unary("Sin", "The sine.")
-    cos = _unary("Cos", "The cosine.")
-    tanh = _unary("Tanh", "The hyperbolic tangent.")
+    log = _unary("Log", "The natural logarithm of each element.")
+    sqrt = _unary("Sqrt", "The square root of each element.")
+    sin = _unary("Sin", "The sine of each element.")
+    cos = _unary("Cos", "The cosine of each element.")
+    tanh = _unary("Tanh", "The hyperbolic tangent of each element.")
     sigmoid = _unary("Sigmoid", "1 / (1 + exp(-x)).")
     relu = _unary("Relu", "The larger of x and 0.")
-    erf = _unary("Erf", "The error function.")
+    erf = _unary("Erf", "The error function of each element.")
     floor = _unary("Floor", "The largest integer that is not larger.")
     ceil = _unary("Ceil", "The smallest integer that is not smaller.")
     round = _unary("Round", "The nearest integer, of two the even one.")
     sign = _unary("Sign", "-1, 0 or 1.")
-    reciprocal = _unary("Reciprocal", "1 / x.")
+    reciprocal = _unary("Reciprocal", "1 / x of each element.")
     isnan = _unary("IsNaN", "Whether each element is not a number.")
 
     def clamp(self, min: Number | None = None, max: Number | None = None) -> Tensor:
