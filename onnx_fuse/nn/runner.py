@@ -129,7 +129,7 @@ def _host_views(model: ir.Model, name: str) -> Run:
 
 
 @cache
-def _home(gpu: int) -> Any:
+def home(gpu: int) -> Any:
     """What owns the stream and the memory of all eager work on a GPU."""
     from onnx_fuse.runtime.executable import Executable
 
@@ -140,8 +140,8 @@ def _home(gpu: int) -> Any:
 def _on_gpu(model: ir.Model, gpu: int) -> Run:
     from onnx_fuse.runtime.executable import Executable
 
-    executable = Executable(model, device_id=gpu, home=_home(gpu))
-    executable.pool = _home(gpu).pool  # what one operator's tensors leave, the next one's take
+    executable = Executable(model, device_id=gpu, home=home(gpu))
+    executable.pool = home(gpu).pool  # what one operator's tensors leave, the next one's take
     inputs = [str(v.name) for v in model.graph.inputs]
     outputs = [str(v.name) for v in model.graph.outputs]
 
@@ -177,9 +177,9 @@ def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
     """A copy of a host array in the memory of a GPU."""
     from onnx_fuse.runtime.tensor import DeviceTensor
 
-    home, dense = _home(gpu), np.ascontiguousarray(array)
-    stream = home.stream
-    memory = home.pool.take(dense.nbytes, "a tensor")
+    owner, dense = home(gpu), np.ascontiguousarray(array)
+    stream = owner.stream
+    memory = owner.pool.allocate(dense.nbytes, "a tensor")
     if dense.nbytes:
         stream.upload(memory.address, dense.ctypes.data, dense.nbytes)
         stream.wait("a copy to the GPU")
@@ -191,4 +191,4 @@ def adopt(value: Any) -> Array:
     from onnx_fuse.runtime import tensor
 
     kind = getattr(value, "__dlpack_device__", lambda: (2, 0))()
-    return tensor.adopt(value, _home(int(kind[1])).stream.handle)
+    return tensor.adopt(value, home(int(kind[1])).stream.handle)
