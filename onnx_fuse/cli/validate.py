@@ -84,9 +84,10 @@ def validate(
         from onnx_fuse.validation.operator import operator_files
 
         with TemporaryDirectory(prefix="onnx-fuse-") as folder:
-            own, body = operator_files(str(model), parse_shapes(input_shapes), Path(folder))
+            shapes = parse_shapes(input_shapes)
+            own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
             validate(
-                own, body, False, grad, blame, device, precision, inputs, input_shapes, dim,
+                own, body, False, grad, blame, device, precision, inputs, None, dim,
                 rtol, atol, json, html, debug,
             )  # fmt: skip
         return
