@@ -98,13 +98,10 @@ def _sliced(x: Tensor, parts: list[Any]) -> tuple[Tensor, list[tuple[int, Any]]]
         else:
             raise UsageError(f"a Tensor has no index of type {type(part).__name__}")
         source += 1
-    if starts:
+    if starts or new:
         begin, end = np.array(starts, np.int64), np.array(ends, np.int64)
-        x = _slice(x, begin, end, axes=tuple(axes), steps=tuple(steps))
-    if drop:
-        x = op_call("Squeeze", [x, drop])
-    if new:
-        x = op_call("Unsqueeze", [x, new])
+        given = {"axes": tuple(axes), "steps": tuple(steps), "drop": tuple(drop), "new": tuple(new)}
+        x = _slice(x, begin, end, **given)
     return x, later
 
 
@@ -138,9 +135,22 @@ def _gathered(x: Tensor, where: list[tuple[int, Any]]) -> Tensor:
 
 @operation
 def _slice(
-    op: Any, x: Any, starts: Any, ends: Any, *, axes: tuple[int, ...], steps: tuple[int, ...]
+    op: Any,
+    x: Any,
+    starts: Any,
+    ends: Any,
+    *,
+    axes: tuple[int, ...],
+    steps: tuple[int, ...],
+    drop: tuple[int, ...],
+    new: tuple[int, ...],
 ) -> Any:
-    return op.Slice(x, starts, ends, op.constant(list(axes)), op.constant(list(steps)))
+    """Slices along `axes`, without the axes `drop`, and then with new ones at `new`."""
+    if axes:
+        x = op.Slice(x, starts, ends, op.constant(list(axes)), op.constant(list(steps)))
+    if drop:
+        x = op.Squeeze(x, op.constant(list(drop)))
+    return op.Unsqueeze(x, op.constant(list(new))) if new else x
 
 
 @operation

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.evaluate import view
+from onnx_fuse.onnx.evaluate import viewer
 
 Array: TypeAlias = Any
 """A NumPy array, or a DeviceTensor."""
@@ -94,33 +94,29 @@ def _operands(arrays: Sequence[Array]) -> str:
 
 def _host_views(model: ir.Model, name: str) -> Run:
     """The same by NumPy, whose results share the memory of what they are views of."""
-    nodes, inputs, outputs = list(model.graph), list(model.graph.inputs), list(model.graph.outputs)
-    fixed = {
-        n.outputs[0]: n.outputs[0].const_value.numpy()  # type: ignore[union-attr]
-        for n in nodes
-        if n.op_type == "Constant"
-    }
-    steps = [n for n in nodes if n.op_type != "Constant"]
-    if len(steps) == 1 and not fixed and list(steps[0].inputs) == inputs:
-        only = steps[0]
-
-        def one(arrays: Sequence[Array]) -> list[Array]:
-            found = view(only, arrays)
-            if found is None:
-                raise UsageError(f"{name}: {_operands(arrays)} do not fit each other")
-            return [found]
-
-        return one
+    slots: dict[ir.Value | None, int] = {None: 0}
+    for value in model.graph.inputs:
+        slots[value] = len(slots)
+    fixed: list[Array] = []
+    for node in (n for n in model.graph if n.op_type == "Constant"):
+        value = node.outputs[0]
+        assert value.const_value is not None
+        slots[value] = len(slots)
+        fixed.append(value.const_value.numpy())
+    steps = []
+    for node in (n for n in model.graph if n.op_type != "Constant"):
+        steps.append((viewer(node), [slots[v] for v in node.inputs]))
+        slots[node.outputs[0]] = len(slots)
+    results = [slots[v] for v in model.graph.outputs]
 
     def run(arrays: Sequence[Array]) -> list[Array]:
-        known = dict(zip(inputs, arrays, strict=False))
-        known.update(fixed)
-        for node in steps:
-            found = view(node, [None if v is None else known[v] for v in node.inputs])
-            if found is None:
-                raise UsageError(f"{name}: {_operands(arrays)} do not fit each other")
-            known[node.outputs[0]] = found
-        return [known[v] for v in outputs]
+        known = [None, *arrays, *fixed]
+        try:
+            for step, places in steps:
+                known.append(step([known[i] for i in places]))
+        except (ValueError, IndexError) as error:
+            raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
+        return [known[i] for i in results]
 
     return run
 
@@ -157,13 +153,15 @@ def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
     from onnx_fuse.runtime.tensor import DeviceTensor
 
     (node,) = model.graph
+    moved = viewer(node)
 
     def run(arrays: Sequence[Array]) -> list[Array]:
         x, *others = arrays
         standin = np.empty(x.shape, np.int8)  # whose pages nobody touches
-        found = view(node, [standin, *others])
-        if found is None:
-            raise UsageError(f"{name}: {_operands(arrays)} do not fit each other")
+        try:
+            found = moved([standin, *others])
+        except ValueError as error:
+            raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
         if node.op_type in ("Shape", "Size"):
             return [found]
         made = DeviceTensor(x.address, found.shape, x.dtype.name, gpu, x)

@@ -173,12 +173,6 @@ def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
 
 def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
     """The outputs of a node that moves elements or computes with integers; None for any other."""
-    made = view(node, arrays)
-    return None if made is None else [np.asarray(made, order="C")]
-
-
-def view(node: ir.Node, arrays: Sequence[Array | None]) -> Array | None:
-    """The output that `exact` gives, which may share the memory of an input."""
     function = _EXACT.get(node.op_type) if not node.domain else None
     if function is None or not arrays or arrays[0] is None:
         return None
@@ -189,7 +183,17 @@ def view(node: ir.Node, arrays: Sequence[Array | None]) -> Array | None:
             made = function(node, arrays)
     except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError):
         return None  # no valid node: onnxruntime says what is wrong with it
-    return None if made is None else np.asarray(made)
+    return None if made is None else [np.asarray(made, order="C")]
+
+
+def viewer(node: ir.Node) -> Callable[[Sequence[Array | None]], Array]:
+    """What `exact` does for a node that only moves elements, as a function of its inputs.
+
+    The result may share the memory of an input. The function raises ValueError or IndexError for
+    inputs that do not fit.
+    """
+    function = _EXACT[node.op_type]
+    return lambda arrays: np.asarray(function(node, arrays))
 
 
 _Exact = Callable[[ir.Node, Sequence[Any]], "Array | None"]

@@ -64,9 +64,7 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
             model.graph.opset_imports[FUSE] = 1
 
 
-def fused_function(
-    op_type: str, opset: int, overload: str = "", domain: str = FUSE
-) -> ir.Function:
+def fused_function(op_type: str, opset: int, overload: str = "", domain: str = FUSE) -> ir.Function:
     """The body of `LayerNormGemm`; that of `LayerNormGemm_mean_rstd` returns inner values too."""
     body = body_of(op_type, domain)
     if body is None:
