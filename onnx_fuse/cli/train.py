@@ -148,6 +148,14 @@ def train(
         ),
     ] = "fp32",
     device: Device = "cpu",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Keep a step within this much GPU memory, such as 6GiB, by computing results a "
+            "second time in the backward; min asks for the least possible.",
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
@@ -214,6 +222,7 @@ def train(
         seed=seed,
         precision=precision,
         device=device,
+        memory=memory,
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")
@@ -236,6 +245,8 @@ def train(
             every=every,
             watch=lambda h: watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs),
         )
+    if trainer.recompute:
+        printer.text(trainer.recompute)
     with written(output) as draft:
         trainer.save(draft)
         _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from onnx_fuse import progress
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import FUSE, base_name, carries_body, one_line
@@ -125,7 +126,9 @@ def optimize(
             infer_shapes(model)
             taken |= {region for node, region in before if node.graph is None}
         operators = {node.op_type for node in all_nodes(model.graph)}
-        for rule in (*RULES, *ADDED):
+        rules = (*RULES, *ADDED)
+        for i, rule in enumerate(rules):
+            progress.report("fusing", i, len(rules))
             if not wanted(rule.name, rule.level) or (training and not rule.training):
                 continue
             if operators.isdisjoint(rule.anchors):

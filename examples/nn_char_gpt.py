@@ -1,6 +1,6 @@
 """A GPT that learns to write text character by character, trained in one captured step.
 
-    python examples/char_gpt.py
+    python examples/nn_char_gpt.py
 
 The text is made here: sums such as "17+25=42;", whose answers the network has to work out.
 """

@@ -1,6 +1,6 @@
 """Fine-tune an imported ONNX file with a loss that is written in Python, and save it as ONNX.
 
-    python examples/custom_loss.py
+    python examples/nn_custom_loss.py
 
 The file is made here; any .onnx file will do. The loss pulls the answers of a class together and
 keeps others apart, which no loss by name does.

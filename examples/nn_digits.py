@@ -1,6 +1,6 @@
 """A perceptron that reads scikit-learn's handwritten digits, eagerly and captured.
 
-    python examples/digits.py
+    python examples/nn_digits.py
 
 The eager loop runs operator by operator. `capture` makes one graph of the whole training step
 (forward, backward and update), which is fused and replayed; the losses are the same.

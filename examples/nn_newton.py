@@ -1,6 +1,6 @@
 """A Python loop that depends on the data, with gradients through all of its steps.
 
-    python examples/newton.py
+    python examples/nn_newton.py
 
 Newton's method finds x with x³ = a in as many steps as it takes, and halves a step that overshoots.
 The gradient of the result by a is known: 1 / (3 x²).
