@@ -26,6 +26,7 @@ LAYERS = (
     ("program.passes",),
     ("lower",),
     ("runtime",),
+    ("plugins",),
     ("cache",),
     ("session",),
     ("api",),
