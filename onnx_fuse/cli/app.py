@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from onnx_fuse.cli import (
     inspect,
     optimize,
     run,
+    show,
     train,
     validate,
 )
@@ -96,6 +98,7 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
 
     `interrupted` tells whether a signal came; the caller then reports it.
     """
+    show.command_line.set(shlex.join(("onnx-fuse", *arguments)))
     try:
         code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()

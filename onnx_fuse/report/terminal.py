@@ -1,9 +1,8 @@
-"""Summaries of models and tables of results, in the terminal, as JSON and as HTML."""
+"""Summaries of models and tables of results, in the terminal."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -13,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onnx_fuse import files
 from onnx_fuse.errors import printable
+from onnx_fuse.report.page import Lines, Part, Table
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -90,6 +89,8 @@ class Printer:
     """The console of one command: it prints, and remembers, so that `--html` can write it too."""
 
     def __init__(self) -> None:
+        self.blocks: list[Part] = []
+        """All that was printed, in order."""
         from rich.console import Console
 
         class Unread(Console):
@@ -97,13 +98,18 @@ class Printer:
                 """The reader left: the work goes on, for the files that it writes."""
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self.begin_capture()
-                self.end_capture()  # drops what could not be written, which is recorded already
+                self.end_capture()  # drops what could not be written
 
         width = None if sys.stdout.isatty() else 120
-        self.console: Console = Unread(record=True, width=width, highlight=False, soft_wrap=False)
+        self.console: Console = Unread(width=width, highlight=False, soft_wrap=False)
 
     def text(self, *lines: str) -> None:
         """Print lines of text."""
+        last = self.blocks[-1] if self.blocks else None
+        if isinstance(last, Lines):
+            last.lines += lines
+        else:
+            self.blocks.append(Lines(list(lines)))
         for line in lines:
             self.console.print(printable(line), markup=False, soft_wrap=True)
 
@@ -111,23 +117,21 @@ class Printer:
         self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     ) -> None:
         """A table whose first `left` columns are left-aligned; an empty row draws a line."""
-        from rich.table import Table
+        from rich import table as tables
         from rich.text import Text
 
-        table = Table(title=Text(title), title_justify="left", title_style="bold")
+        cells = [list(row) for row in rows]
+        self.blocks.append(Table(title, list(header), cells, left))
+        table = tables.Table(title=Text(title), title_justify="left", title_style="bold")
         for i, name in enumerate(header):
             justify: Any = "left" if i < left else "right"
             table.add_column(Text(printable(name)), justify=justify, overflow="fold")
-        for row in rows:
+        for row in cells:
             if row:
                 table.add_row(*(Text(printable(cell)) for cell in row))
             else:
                 table.add_section()
         self.console.print(table)
-
-    def html(self, path: Path) -> None:
-        """Write all that was printed as one HTML page."""
-        write_whole(path, self.console.export_html())
 
 
 def models_rows(models: Sequence[Summary]) -> list[list[str]]:
@@ -240,30 +244,6 @@ def gradient_lines(check: GradientCheck) -> list[str]:
     )
     lines.extend(f"  note: {note}" for note in check.notes)
     return lines
-
-
-# ---- files -----------------------------------------------------------------------------------
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """`data` as strict JSON: infinities and NaN become strings."""
-    write_whole(path, json.dumps(_strict(data), indent=2, allow_nan=False) + "\n")
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(k): _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Raises ModelError if it cannot be written."""
-    with files.written(path) as draft:
-        draft.write_text(text, encoding="utf-8")
 
 
 def as_dict(model: Summary) -> dict[str, Any]:
