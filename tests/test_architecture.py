@@ -33,7 +33,7 @@ LAYERS = (
     ("training",),
     ("nn",),
     ("validation",),
-    ("bench", "deploy", "report", "tune"),
+    ("bench", "deploy", "profile", "report", "tune"),
     ("cli",),
     ("__main__",),
 )

@@ -184,7 +184,7 @@ def optimize(
             for path in draft.parent.iterdir():
                 path.unlink()
     _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
-    kernels = []
+    kernels, lowered = [], None
     if hardware is not None:
         on_gpu = graph.clone()
         passes.optimize(on_gpu, level=level, own_kernels=True)  # as a session on that GPU does
@@ -205,10 +205,13 @@ def optimize(
     }
 
     def sections() -> list[Section]:
-        from onnx_fuse.report import pages
+        from onnx_fuse.report import pages, timing
 
         facts = pages.call_facts(kernels)
-        return pages.optimized(loaded, graph, [before, after], found, checked, facts)
+        made = pages.optimized(loaded, graph, [before, after], found, checked, facts)
+        if lowered is None or hardware is None:
+            return made
+        return [*made, *timing.predicted(lowered, hardware)]
 
     show.write_reports(
         printer,

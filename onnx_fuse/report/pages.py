@@ -124,9 +124,12 @@ def check_sections(checked: Check) -> list[Section]:
         sections.append(
             Section(
                 "Errors along the graph",
-                [_errors_chart(along), _errors_table(along)],
+                [_errors_chart(along), _errors_table(along)]
+                if any(d.max_abs for d in along.values)
+                else [Lines([f"none of {len(along.values)} values differs"])],
                 "Each column is a value that both models compute, in the order of the graph; its "
-                "height is the largest difference as a share of what is allowed there.",
+                "height is the largest difference as a share of what is allowed there. Both ran as "
+                "they are written, on the inputs of the worst difference.",
             )
         )
         if along.outputs:

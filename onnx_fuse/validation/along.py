@@ -63,7 +63,6 @@ def errors_along(
     *,
     device: str = "cpu",
     precision: str = "fp32",
-    as_written: bool = True,
 ) -> Along:
     """Compare both models at every value whose name both have, on one set of inputs.
 
@@ -73,10 +72,10 @@ def errors_along(
         feeds: Arrays by input name.
         tolerance: What each value is compared with.
         device, precision: Where and how `fused` runs, as in `validate`.
-        as_written: Whether onnxruntime's own rewrites of the graphs are off.
 
-    A value that has another shape or type in the fused model, as where a fusion changed its layout,
-    is left out. Raises ModelError where onnxruntime refuses one of the models.
+    Both run as they are written: values that are asked for would keep onnxruntime from its own
+    rewrites. A value that has another shape or type in the fused model, as where a fusion changed
+    its layout, is left out. Raises ModelError where onnxruntime refuses one of the models.
     """
     reference, suspect = read(original), read(fused)
     makers = {v.name or "": label(n) for n in suspect.graph for v in n.outputs if v.name}
@@ -85,10 +84,10 @@ def errors_along(
     outputs = {v.name for v in suspect.graph.outputs}
     found = Along()
     with ort.faults("the comparison by value"):
-        oracle = ort.session(_showing(reference, names), as_written=as_written)
+        oracle = ort.session(_showing(reference, names), as_written=True)
         session: Any
         if device == "cpu":
-            session = ort.session(_showing(suspect, names), as_written=as_written)
+            session = ort.session(_showing(suspect, names), as_written=True)
         else:
             session = InferenceSession(
                 _showing(suspect, names), device=device, optimize=False, precision=precision

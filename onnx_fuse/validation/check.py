@@ -268,7 +268,6 @@ def check_outputs(
                 check.tolerance,
                 device=device,
                 precision=precision,
-                as_written=check.differences[number].level == AS_WRITTEN,
             )
         except ModelError as error:
             check.notes.append(f"no differences inside the graphs are shown: {error}")

@@ -21,6 +21,16 @@ function ticks(low, high, count, log) {
   return found;
 }
 
+// Round numbers of bytes: multiples of a power of two.
+function byteTicks(low, high) {
+  if (!(high > low)) return [low];
+  let step = 2 ** Math.floor(Math.log2((high - low) / 4));
+  if ((high - low) / step > 6) step *= 2;
+  const found = [];
+  for (let v = Math.ceil(low / step) * step; v <= high; v += step) found.push(v);
+  return found;
+}
+
 class Axis {
   // values: all that the axis must hold; from, to: pixels
   constructor(values, log, from, to, zero) {
@@ -41,7 +51,8 @@ class Axis {
     const f = this.log ? Math.log10 : (x) => x;
     return this.from + ((f(value) - f(this.low)) / (f(this.high) - f(this.low))) * (this.to - this.from);
   }
-  ticks(count) {
+  ticks(count, unit) {
+    if (unit === "B" && !this.log) return byteTicks(this.low, this.high);
     return ticks(this.low, this.high, count, this.log);
   }
   holds(value) {
@@ -88,7 +99,7 @@ VIEWS.chart = (figure, data) => {
     const y = new Axis(series.flatMap((s) => s.y).concat((data.lines || []).map((l) => l.y)),
       state.y, CHART_HEIGHT - 40, 12, data.y.zero);
     const parts = [];
-    for (const t of y.ticks(5)) {
+    for (const t of y.ticks(5, data.y.unit)) {
       parts.push(drawn("line", { class: "grid", x1: left, x2: width - 12, y1: y.at(t), y2: y.at(t) }));
       parts.push(drawn("text", { x: left - 8, y: y.at(t) + 4, "text-anchor": "end" },
         data.y.unit ? withUnit(t, data.y.unit) : short(t)));

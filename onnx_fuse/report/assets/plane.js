@@ -21,10 +21,11 @@ VIEWS.plane = (figure, data) => {
       make("li", {}, make("i", { style: `background:var(--s${(i % 5) + 1})` }), name))));
   }
   const tip = new Tip(figure);
-  const left = lanes ? 96 : 72;
+  const longest = lanes ? Math.max(...lanes.map((name) => name.length)) : 0;
   let width = 600;
   let cursor = -1;
   let y = null;
+  let left = 72;
 
   const across = (v) => left + ((v - low) / (high - low)) * (width - left - 8);
   const boxOf = ([x0, x1, y0, y1]) => {
@@ -35,15 +36,17 @@ VIEWS.plane = (figure, data) => {
 
   function draw() {
     width = figure.clientWidth || 600;
+    if (lanes) left = Math.min(16 + longest * 6.6, width * 0.38);
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const bottom = height - 40;
     y = lanes ? null : new Axis([0, data.y.high], false, bottom, 8, true);
     const parts = [];
     if (lanes) {
       lanes.forEach((name, i) => parts.push(drawn("text",
-        { x: left - 8, y: i * LANE + LANE / 2 + 4, "text-anchor": "end" }, name)));
+        { x: left - 8, y: i * LANE + LANE / 2 + 4, "text-anchor": "end" },
+        name.length * 6.6 > left ? `${name.slice(0, Math.floor(left / 7) - 2)}…` : name)));
     } else {
-      for (const t of byteTicks(data.y.high)) {
+      for (const t of y.ticks(5, data.y.unit)) {
         parts.push(drawn("line", { class: "grid", x1: left, x2: width - 8, y1: y.at(t), y2: y.at(t) }));
         parts.push(drawn("text", { x: left - 8, y: y.at(t) + 4, "text-anchor": "end" }, withUnit(t, data.y.unit)));
       }
@@ -137,13 +140,3 @@ VIEWS.plane = (figure, data) => {
   });
   keepDrawn(figure, draw);
 };
-
-// Round numbers of bytes: powers of two.
-function byteTicks(high) {
-  if (!(high > 0)) return [0];
-  let step = 2 ** Math.floor(Math.log2(high / 4));
-  if (high / step > 6) step *= 2;
-  const found = [];
-  for (let v = 0; v <= high; v += step) found.push(v);
-  return found;
-}
