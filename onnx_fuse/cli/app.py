@@ -15,6 +15,7 @@ import typer
 from onnx_fuse import __version__
 from onnx_fuse.cli import (
     bench,
+    compare,
     compile,
     doctor,
     gradient,
@@ -64,6 +65,7 @@ _add(run.run, run.EXAMPLES)
 _add(gradient.gradient, gradient.EXAMPLES)
 _add(train.train, train.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
+_add(compare.compare, compare.EXAMPLES)
 _add(inspect.inspect, inspect.EXAMPLES)
 _add(doctor.doctor, doctor.EXAMPLES)
 

@@ -134,7 +134,8 @@ VIEWS.chart = (figure, data) => {
       } else {
         parts.push(drawn("polyline", { points: at.map(([px, py]) => `${px.toFixed(1)},${py.toFixed(1)}`).join(" "),
           fill: "none", stroke: s.colour, "stroke-width": s.thin ? 1 : 1.75,
-          "stroke-opacity": s.thin ? 0.5 : 1, "stroke-linejoin": "round" }));
+          "stroke-opacity": s.thin ? 0.5 : 1, "stroke-linejoin": "round",
+          "stroke-dasharray": s.dashed ? "6 4" : "none" }));
       }
       place.push(...at.map(([px, py, k]) => [px, py, s, k]));
     }
