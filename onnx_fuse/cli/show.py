@@ -62,9 +62,10 @@ def page(
     """The page of a command about the model that `data` names."""
     from onnx_fuse.report.page import Page, Section
 
-    name = data.get("model") or data.get("input")
+    one = data.get("model") or data.get("input")
+    several = ", ".join(model["name"] for model in data.get("models", ()))
     return Page(
-        Path(str(name)).name if name else "onnx-fuse",
+        Path(str(one)).name if one else several or "onnx-fuse",
         command_line.get(),
         [*sections, Section("Terminal", printer.blocks, folded=bool(sections))],
         verdict,

@@ -145,7 +145,7 @@ def reads(node: ir.Node | tuple[str, ir.Value]) -> Iterable[ir.Value]:
         for graph in graphs:
             inner = list(ir.traversal.RecursiveGraphIterator(graph))
             found += [v for n in inner for v in n.inputs if v is not None]
-            found += graph.outputs
+            found.extend(graph.outputs)
     return found
 
 
@@ -194,7 +194,7 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
 
     Fusions keep the names of the values that they leave: what a node computes is whatever computed
     the values of its outputs' names, back to values that the graph after fusion has too. A node
-    whose outputs are new stands for what the nodes that read it stand for.
+    that has a new output stands also for what the nodes that read it stand for.
     """
     computed = {v.name: i for v, i in before.made.items()}
     stays = {v.name for v in after.made}
@@ -221,11 +221,12 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
     readers: dict[int, list[int]] = defaultdict(list)
     for a, b in after.edges:
         readers[a].append(b)
-    for i in reversed(range(len(after.nodes))):
-        if i not in found:
+    for i, node in reversed(list(enumerate(after.nodes))):
+        outputs = [] if isinstance(node, tuple) else node.outputs
+        if any(v.name not in computed and v.uses() for v in outputs):
             regions = [found[j] for j in readers[i] if j in found]
             if regions:
-                found[i] = set().union(*regions)
+                found[i] = found.get(i, set()).union(*regions)
     return found
 
 

@@ -154,7 +154,9 @@ def _part(part: Part, views: list[str]) -> str:
         return _table(part)
     number = len(views)
     data = json.dumps(strict(part.data), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    data = data.replace("<", "\\u003c")
+    if not data.isprintable():  # as in the text of the page
+        data = "".join(c if c.isprintable() else f"\\{printable(c)}" for c in data)
     views.append(f'<script type="application/json" id="data-{number}">{data}</script>')
     return (
         f'<figure class="view {part.kind}" data-kind="{part.kind}" data-source="data-{number}" '
