@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import FakeGpu
 from support import ENCODER, Cli
 
 from onnx_fuse import bench, passes, profile, session
@@ -234,6 +235,18 @@ def test_the_page_of_kernel_calls_has_bars_a_timeline_a_roofline_and_memory() ->
     bound = H200.rate("float16") * 2
     assert all(0 < y < bound for y in points["y"])
     assert arena.data["marks"][0]["x"] < len(program.calls)
+
+
+def test_a_run_on_the_gpu_is_profiled_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpu().use(monkeypatch)
+    model = session.load(text_model("g (float[N,4] x) => (float[N,4] y) { a = Exp(x) y = Neg(a) }"))
+    result = bench.run_once(model, {"x": np.ones((3, 4), np.float32)}, device="cuda", profile=True)
+    assert result.profile is not None
+    assert result.program is not None
+    assert [call for call, _ in result.profile.calls] == list(result.program.calls)
+    assert sum(runs for runs, _ in result.operators.values()) == len(result.program.calls)
+    assert "Kernels" in [section.title for section in timing.ran(result, model)]
+    assert any(event["ph"] == "X" for event in trace.of_profile(result.profile, result.program))
 
 
 def test_the_rectangles_of_the_arena_hold_all_that_is_alive() -> None:

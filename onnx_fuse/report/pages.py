@@ -106,6 +106,13 @@ def validated(
     return [*sections, Section("Graph", [graph.view(drawn)])]
 
 
+def inspected(models: Mapping[str, onnx_ir.Model]) -> list[Section]:
+    """The graphs of models by their names: two side by side, more one after another."""
+    drawn = [graph.Drawn(name, model) for name, model in models.items()]
+    parts = [graph.view(drawn)] if len(drawn) == 2 else [graph.view([d]) for d in drawn]
+    return [Section("Graph", parts)]
+
+
 # ---- checks ----------------------------------------------------------------------------------
 
 
@@ -164,11 +171,11 @@ def _errors_table(along: Along) -> Table:
         key=lambda item: (item[1].ok, -share(item[1].max_abs, item[1].limit)),
     )[:20]
     rows = [
-        [node, d.output, f"{d.max_abs:.3g}", f"{d.limit:.3g}", percent(d.max_abs, d.limit), d.where]
+        [node, percent(d.max_abs, d.limit), f"{d.max_abs:.3g}", f"{d.limit:.3g}", d.where]
         for node, d in worst
     ]
-    head = ["node", "value", "largest difference", "limit", "of limit", "where"]
-    return Table("the largest", head, rows, left=2)
+    head = ["node", "of limit", "largest difference", "limit", "where"]
+    return Table("the largest", head, rows)
 
 
 def _spread(spread: Spread) -> Iterable[Part]:

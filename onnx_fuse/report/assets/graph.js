@@ -138,7 +138,7 @@ class Board {
       pen.beginPath();
       const round = data.ops[data.nodes[i][0]] === "input" || data.ops[data.nodes[i][0]] === "output";
       pen.roundRect(x - wide / 2, y, wide, BOX, round ? BOX / 2 : 5);
-      pen.fillStyle = look.fill;
+      pen.fillStyle = readable ? look.fill : look.line; // from afar only the colour counts
       pen.fill();
       const marked = i === chosen || this.lit.has(i);
       pen.strokeStyle = marked ? ink.accent : look.line;
