@@ -20,7 +20,7 @@ _GAP = 26  # between boxes of one layer
 _NARROW = 10  # width of the room that a passing edge takes
 _ORDERINGS = 6
 _PLACINGS = 8
-_MOST_PLACEHOLDERS = 60_000  # with more of them, long edges are drawn straight
+_MOST_PLACEHOLDERS = 15_000  # with more of them, long edges are drawn straight
 _LONG = 24  # layers, then
 _STRAIGHT = 8.0  # how much more a bend within an edge counts than one at its ends
 

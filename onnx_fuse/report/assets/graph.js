@@ -2,6 +2,7 @@
 
 const BOX = 30;
 const READABLE = 0.5; // scale from which the boxes have names
+const FAR = 0.06; // scale below which an edge is a straight line
 
 class Board {
   constructor(view, data, index) {
@@ -114,6 +115,10 @@ class Board {
         if (this.reach[i][1] < top || this.reach[i][0] > bottom) return;
         if ((edge[0] === chosen || edge[1] === chosen) !== bright) return;
         pen.moveTo(edge[2], edge[3]);
+        if (this.scale < FAR) {
+          pen.lineTo(edge[edge.length - 2], edge[edge.length - 1]);
+          return;
+        }
         for (let j = 4; j < edge.length; j += 2) {
           const [x0, y0, x1, y1] = [edge[j - 2], edge[j - 1], edge[j], edge[j + 1]];
           if (x0 === x1 || !readable) pen.lineTo(x1, y1);
