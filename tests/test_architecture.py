@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 # Top to bottom; what shares a line may import each other. `__init__` only names things.
 LAYERS = (
     ("errors",),
-    ("config",),
-    ("files", "container"),
+    ("config", "progress"),
+    ("files", "container", "layout"),
     ("onnx",),
     ("program",),
     ("ops",),

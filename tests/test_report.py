@@ -22,7 +22,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.ops.rewrite import label
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.report import compare, graph, memory, page, pages, terminal, timing, trace, training
-from onnx_fuse.report.layout import HEIGHT, PITCH, layered
+from onnx_fuse.report.layered import HEIGHT, PITCH, layered
 from onnx_fuse.report.page import Lines, Page, Section, Table, View
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.validation.check import check_outputs, validate

@@ -21,17 +21,20 @@ from onnx_fuse.cli import (
     gradient,
     inspect,
     optimize,
+    progress,
     run,
     show,
     train,
     validate,
 )
 from onnx_fuse.errors import OnnxFuseError, printable
+from onnx_fuse.layout import wrap
 
 app = typer.Typer(
     name="onnx-fuse",
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain text: no name of an option is cut off in a narrow terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -54,7 +57,13 @@ def root(
 
 def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
     """Add a command, with examples at the end of its --help."""
-    app.command(epilog="\n\n".join(("Examples:", *examples)))(command)
+    lines = (f"\b\n{_folded(example)}" for example in examples)
+    app.command(epilog="\n\n".join(("Examples:", *lines)))(command)
+
+
+def _folded(example: str) -> str:
+    """The example in lines that fit a terminal, as the shell takes them."""
+    return " \\\n    ".join(wrap(example, 74))
 
 
 # In the order of --help.
@@ -102,7 +111,8 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
     """
     show.command_line.set(shlex.join(("onnx-fuse", *arguments)))
     try:
-        code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
+        with progress.shown():
+            code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130
     except (KeyboardInterrupt, typer.Abort):

@@ -46,6 +46,13 @@ def validate(
     grad: Annotated[
         bool, typer.Option("--grad", help="Also compare every gradient with central differences.")
     ] = False,
+    all_: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="With --grad, compare each tensor along directions of its own, not many at once.",
+        ),
+    ] = False,
     blame: Annotated[
         bool, typer.Option("--blame", help="Name the nodes that make a difference.")
     ] = False,
@@ -86,6 +93,8 @@ def validate(
         raise UsageError(
             f"--precision {precision} needs --device cuda, and does not go with --grad or --blame"
         )
+    if all_ and not grad:
+        raise UsageError("--all needs --grad: it says how gradients are compared")
     original = against or model
     candidate: Any = model
     source = files.load(read(original), str(original))
@@ -118,7 +127,9 @@ def validate(
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
-        found = checking.gradients(model, shapes=shapes, dims=dims, inputs=inputs, device=device)
+        found = checking.gradients(
+            model, shapes=shapes, dims=dims, inputs=inputs, device=device, every=all_
+        )
         data["gradients"] = found.to_dict()
         printer.text(*report.gradient_lines(found))
         if found.failed:

@@ -20,6 +20,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
+from onnx_fuse import progress
 from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
@@ -82,6 +83,7 @@ def read(source: Model) -> ir.Model:
                 weights = InContainer(container)
             else:
                 folder = Path(source).parent
+                progress.report(f"reading {Path(source).name}")
                 data, weights = parts(Path(source))
                 proto = _checked(_parse(data))
             _check_tensors(proto, folder, weights)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from onnx_fuse import progress
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import FUSE, base_name, one_line
@@ -120,7 +121,8 @@ def optimize(
             infer_shapes(model)
             taken |= {region for node, region in before if node.graph is None}
         operators = {node.op_type for node in all_nodes(model.graph)}
-        for rule in RULES:
+        for i, rule in enumerate(RULES):
+            progress.report("fusing", i, len(RULES))
             if not wanted(rule.name, rule.level) or (training and not rule.training):
                 continue
             if operators.isdisjoint(rule.anchors):

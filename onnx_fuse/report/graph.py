@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.build import const_array
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, base_name, body_of
 from onnx_fuse.ops.rewrite import label
-from onnx_fuse.report.layout import layered
+from onnx_fuse.report.layered import layered
 from onnx_fuse.report.page import View
 
 _LETTER = 7.3  # width of a letter of an operator's name
