@@ -11,6 +11,7 @@ from onnx_fuse.report.terminal import (
     gradient_lines,
     models_rows,
     progress,
+    share,
     summary,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "gradient_lines",
     "models_rows",
     "progress",
+    "share",
     "summary",
     "write_json",
     "write_whole",
