@@ -26,6 +26,7 @@ LAYERS = (
     ("program.passes",),
     ("lower",),
     ("runtime",),
+    ("plugins",),
     ("cache",),
     ("session",),
     ("api",),
@@ -33,7 +34,8 @@ LAYERS = (
     ("training",),
     ("nn",),
     ("validation",),
-    ("bench", "deploy", "report", "tune"),
+    ("torch",),
+    ("bench", "deploy", "profile", "report", "tune"),
     ("cli",),
     ("__main__",),
 )
