@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +25,61 @@ OPTIONAL = {
 
 
 def public_modules() -> list[str]:
-    """The modules that the test of the public interface lists."""
+    """The modules that the test of the public interface lists, those for PyTorch included."""
     tree = ast.parse((ROOT / "tests" / "test_public_api.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PUBLIC":
             code = compile(ast.Expression(node.value), "PUBLIC", "eval")
-            return list(eval(code, {}))
+            return list(eval(code, {"find_spec": bool}))
     raise ValueError("tests/test_public_api.py has no PUBLIC")
+
+
+def _public(module: str) -> tuple[str, list[str]]:
+    """The first paragraph of a module's docstring, and what its `__all__` lists.
+
+    The file is read where the list is written out in it: what it imports may not be installed.
+    """
+    path = ROOT / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            try:
+                names = ast.literal_eval(node.value)
+            except ValueError:  # made of tables
+                names = list(importlib.import_module(module).__all__)
+    about = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+    return about, [name for name in names if not name.startswith("__")]
 
 
 def api_page() -> str:
     """One section for each public module, with every name that its `__all__` lists."""
     text = ["# Python API", ""]
     text += ["Public is what a module below lists. All else belongs to the package.", ""]
-    for name in public_modules():
-        module = importlib.import_module(name)
-        own = [n for n in module.__all__ if not n.startswith("__")]
-        text += [f"## {name}", "", " ".join((module.__doc__ or "").split("\n\n")[0].split()), ""]
-        if name == "onnx_fuse":  # its names are those of other modules
+    found = {name: _public(name) for name in public_modules()}
+    for name, (about, own) in found.items():
+        text += [f"## {name}", "", about, ""]
+        if name == "onnx_fuse":  # most of its names are those of other modules
+            homes = {n: _home(n, found) for n in own}
             text += ["| name | described in |", "|---|---|"]
-            text += [f"| `{n}` | {_home(n)} |" for n in own]
-        else:
-            for n in own:
-                text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
-                text += ["      show_root_full_path: false", "      heading_level: 3", ""]
-        text.append("")
+            text += [f"| `{n}` | {home} |" for n, home in homes.items() if home]
+            text.append("")
+            own = [n for n, home in homes.items() if not home]
+        for n in own:
+            text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
+            text += ["      show_root_full_path: false", "      heading_level: 3", ""]
     return "\n".join(text)
 
 
-def _home(name: str) -> str:
-    """A link to the module below that lists a name of the package, or that has this name."""
-    value = getattr(importlib.import_module("onnx_fuse"), name)
-    for module in map(importlib.import_module, public_modules()[1:]):
-        if value is module:
-            return f"[{module.__name__}](#{module.__name__.replace('.', '')})"
-        if getattr(module, name, None) is value and name in module.__all__:
-            return f"[{module.__name__}][{module.__name__}.{name}]"
-    raise ValueError(f"onnx_fuse.{name} is in no public module")
+def _home(name: str, found: Mapping[str, tuple[str, list[str]]]) -> str:
+    """A link to the module that lists a name of the package, or has this name; "" for none."""
+    for module, (_, names) in found.items():
+        if module != "onnx_fuse" and name in names:
+            return f"[{module}][{module}.{name}]"
+        if module.endswith(f".{name}"):
+            return f"[{module}](#{module.replace('.', '')})"
+    return ""
 
 
 def cli_page() -> str:
