@@ -220,22 +220,6 @@ def check_lines(check: Check) -> list[str]:
     return lines
 
 
-@contextlib.contextmanager
-def bar(printer: Printer, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar of `steps` steps, each begun by a call with its name."""
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("{task.completed}/{task.total}"),
-        bars.BarColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("{task.description}"),
-    )
-    with bars.Progress(*columns, console=printer.console, transient=True) as shown:
-        task = shown.add_task("", total=steps, completed=-1)
-        yield lambda name: shown.update(task, advance=1, description=name)
-
-
 Watch: TypeAlias = "Callable[[int, int, float, Sequence[Mapping[str, float]]], None]"
 
 
