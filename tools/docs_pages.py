@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,9 +151,30 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return _WORKER.sub(f'src="{up}assets/iframe-worker/index.js"', output)
 
 
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of addresses that are not there, which knows no folder of its own."""
+    return _WORKER.sub('src="/assets/iframe-worker/index.js"', output_content)
+
+
 _NOT_RUN = re.compile(r"<!-- not run: .*? -->\n")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leave out the remarks for the test that runs the pages."""
-    return _NOT_RUN.sub("", markdown)
+_LINK = re.compile(r"\[([^\]\n]+)\]\((\.\./[^)\s]+)\)")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leave out the remarks for the test that runs the pages, and links out of docs/.
+
+    A link to a file of the checkout, such as an example, becomes its text and path.
+    """
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+
+    def inside(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        path = Path(os.path.normpath(folder / target.partition("#")[0]))
+        if path.is_relative_to(ROOT / "docs"):
+            return match[0]
+        name = path.relative_to(ROOT).as_posix()
+        return f"`{name}`" if text.strip("`") == name else f"{text} (`{name}`)"
+
+    return _LINK.sub(inside, _NOT_RUN.sub("", markdown))
