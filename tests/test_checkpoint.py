@@ -1,6 +1,7 @@
 """Checkpoints: runs killed at any moment go on to the same bits; damage is noticed."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -222,6 +223,7 @@ def tensors(**changes: Any) -> bytes:
 
 
 W = trainer().state()["w1"]
+HISTORY = dataclasses.asdict(fit.History(examples=37, batch_size=8))
 # what is forged or damaged -> (manifest's fields or text, tensors' bytes, what is said)
 FORGED: dict[str, tuple[Any, bytes | None, str]] = {
     "no JSON": ("{", None, "is damaged"),
@@ -257,28 +259,19 @@ FORGED: dict[str, tuple[Any, bytes | None, str]] = {
     "a tensor more": ({}, tensors(w9=W), "is of another model"),
     "history": ({"extra": {"fit": [1]}}, None, "its history lacks one of examples"),
     "losses": (
-        {"extra": {"fit": {"examples": 37, "batch_size": 8, "losses": ["1"], "epochs": []}}},
+        {"extra": {"fit": HISTORY | {"losses": ["1"]}}},
         None,
         "its history lacks a number",
     ),
     "epochs": (
-        {"extra": {"fit": {"examples": 37, "batch_size": 8, "losses": [], "epochs": [{}]}}},
+        {"extra": {"fit": HISTORY | {"epochs": [{}]}}},
         None,
         "its history lacks the epoch",
     ),
     "too few losses": (
-        {
-            "extra": {
-                "fit": {
-                    "examples": 37,
-                    "batch_size": 8,
-                    "losses": [],
-                    "epochs": [{"epoch": 1.0, "loss": 1.0}],
-                }
-            }
-        },
+        {"extra": {"fit": HISTORY | {"epochs": [{"epoch": 1.0, "step": 5.0, "loss": 1.0}]}}},
         None,
-        "its history lacks losses",
+        "its history lacks losses of its epochs",
     ),
 }
 

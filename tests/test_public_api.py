@@ -21,7 +21,8 @@ from onnx_fuse.onnx.build import text_model
 PUBLIC = (
     "onnx_fuse",
     *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
-    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "optim")),
+    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "history")),
+    "onnx_fuse.training.optim",
     *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
     "onnx_fuse.validation",
 )

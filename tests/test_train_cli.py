@@ -67,7 +67,7 @@ def test_digits_reach_97_percent(digits: Path) -> None:
         accuracy = float((logits.argmax(1) == test["labels"]).mean())
     assert accuracy >= 0.97
     history = json.loads((digits / "history.json").read_text())
-    assert len(history["losses"]) == len(history["rates"]) == 15 * 45
+    assert len(history["losses"]) == len(history["lr"]) == 15 * 45
     assert history["epochs"][-1]["accuracy"] == pytest.approx(accuracy)
     page = (digits / "curve.html").read_text()
     assert page.count("<polyline") == 3

@@ -181,6 +181,8 @@ def train(
             "--html": html,
         },
     )
+    from dataclasses import asdict
+
     from onnx_fuse import report
     from onnx_fuse.files import written
     from onnx_fuse.training import checkpoint as folders
@@ -248,8 +250,7 @@ def train(
         "weights": weights,
         "notes": trainer.notes,
     }
-    rates = [trainer.optimizer.rate(i // accumulate) for i in range(len(history.losses))]
-    found = {"losses": history.losses, "rates": rates, "epochs": history.epochs}
+    found = asdict(history)
     show.write_reports(printer, result | found, json, html)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
@@ -15,27 +16,15 @@ import numpy as np
 
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import checkpoint, data
-from onnx_fuse.training.loss import Loss
+from onnx_fuse.training import history as histories
+from onnx_fuse.training.history import History
+from onnx_fuse.training.loss import Run
 from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["History", "check", "curve", "evaluate", "fit", "start_or_resume", "steps_per_epoch"]
 
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped
-
-
-@dataclass
-class History:
-    """The course of a training run, which a resumed run continues."""
-
-    examples: int
-    """The number of examples in the training data."""
-    batch_size: int
-    """The number of examples in a batch."""
-    losses: list[float] = field(default_factory=list)
-    """The loss of each step, in order."""
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    """"epoch" (from 1) and mean "loss" of each epoch, and what `evaluate` gave for it."""
 
 
 def fit(
@@ -74,60 +63,53 @@ def fit(
     steps = steps_per_epoch(trainer, examples, batch_size)
     history = History(examples, batch_size)
     if "fit" in trainer.extra:
-        history = _history(trainer.extra["fit"])
+        history = histories.read(trainer.extra["fit"])
         if (history.examples, history.batch_size) != (examples, batch_size):
             raise UsageError(
                 f"the run to resume has {history.examples} examples in batches of "
                 f"{history.batch_size}, not {examples} in batches of {batch_size}"
             )
-        if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
-            raise DataError(f"{_DAMAGED} losses, or has more than its epochs have steps")
-    started: deque[float | Loss] = deque()
+    started: deque[Run] = deque()
+    clock = time.perf_counter()
     hold = checkpoint.locked(folder) if folder else contextlib.nullcontext()
 
     def note(under_way: int = 0) -> None:
+        nonlocal clock
         while len(started) > under_way:
-            history.losses.append(float(started.popleft()))
+            run = started.popleft()
+            history.losses.append(trainer.finish(run))
+            now = time.perf_counter()
+            history.lr.append(run.lr)
+            history.gradient_norms.append(run.norm)
+            history.examples_per_second.append(run.rows / max(now - clock, 1e-9))
+            clock = now
             watch(history)
 
     with hold:
         while (epoch := len(history.epochs)) < epochs:
-            start = len(history.losses) - epoch * steps
+            first = histories.steps_done(history)
             indices = data.order(examples, trainer.seed, epoch, shuffle=shuffle)
+            start = len(history.losses) - first
             for feeds in data.batches(arrays, indices[: steps * batch_size], batch_size, start):
-                started.append(trainer.step(feeds))
+                started.append(trainer.start(feeds))
                 # on a GPU the loss before this one is read while this step runs
-                note(0 if isinstance(started[-1], float) else 1)
+                note(min(trainer.in_flight, 1))
                 if folder and every and (len(history.losses) + len(started)) % every == 0:
                     note()
                     trainer.checkpoint(folder, fit=asdict(history))
             note()
-            record = {"epoch": epoch + 1.0, "loss": float(np.mean(history.losses[epoch * steps :]))}
+            done = float(len(history.losses))
+            mean = float(np.mean(history.losses[first:]))
+            record = {"epoch": epoch + 1.0, "step": done, "loss": mean}
             if validation is not None:
-                record |= evaluate(trainer, validation, batch_size)
+                found = evaluate(trainer, validation, batch_size)
+                record |= found
+                history.metrics.append({"step": done, "epoch": epoch + 1.0, **found})
             history.epochs.append(record)
             watch(history)
             if folder:
                 trainer.checkpoint(folder, fit=asdict(history))
     return history
-
-
-_DAMAGED = "the checkpoint is damaged: its history lacks"
-
-
-def _history(data: Any) -> History:
-    """The History that a checkpoint holds. Raises DataError for anything else."""
-    shapes = {"examples": int, "batch_size": int, "losses": list, "epochs": list}
-    if not isinstance(data, dict) or {k: type(v) for k, v in data.items()} != shapes:
-        raise DataError(f"{_DAMAGED} one of {', '.join(shapes)}")
-    numbers = [*data["losses"]]
-    for record in data["epochs"]:
-        if not isinstance(record, dict) or not {"epoch", "loss"} <= set(record):
-            raise DataError(f"{_DAMAGED} the epoch or the loss of a record")
-        numbers += record.values()
-    if any(type(x) is not float for x in numbers):
-        raise DataError(f"{_DAMAGED} a number where one should be")
-    return History(**data)
 
 
 def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:

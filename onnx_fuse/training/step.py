@@ -440,10 +440,16 @@ class _Step:
     def clip(
         self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], clip_norm: float | None
     ) -> Mapping[onnx_ir.Value, onnx_ir.Value]:
-        """Gradients scaled down so that the norm of all of them together is at most `clip_norm`."""
+        """Gradients scaled down so that the norm of all of them together is at most `clip_norm`.
+
+        An infinite bound leaves them as they are, and the norm is an output all the same.
+        """
         if clip_norm is None:
             return gradients
         total = self.squares(gradients) if self.total is None else self.total
+        if clip_norm == np.inf:
+            self.norm = typed(self.op.Sqrt(total), total, onnx_ir.Shape([]))
+            return gradients
         self.norm, factor = self.op.node(
             "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
         )

@@ -234,6 +234,11 @@ class Trainer:
         return int(first.shape[0])  # type: ignore[arg-type]
 
     @property
+    def in_flight(self) -> int:
+        """The number of steps that may be under way when the next one is asked for."""
+        return self._device.in_flight
+
+    @property
     def updates(self) -> int:
         """The number of updates so far: one for every `accumulate` steps."""
         return self.calls // self.accumulate
@@ -253,27 +258,36 @@ class Trainer:
             CheckFailed: The loss or a gradient is not finite. The states stay as they were, and
                 steps that were started since count as not made.
         """
+        run = self.start(feeds)
+        return Loss(run, self.finish) if self._device.in_flight else self.finish(run)
+
+    def start(self, feeds: Mapping[str, Any]) -> Run:
+        """Begin a step on the batch `feeds`, of which `finish` gives the loss; errors as `step`."""
         self._finish_steps(max(self._device.in_flight - 1, 0))
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self.evaluate(feeds)
+        rate = self.optimizer.rate(self.updates)
         arrays |= {
             name: value
             for name, value in (
-                (spec.lr, np.array(self.optimizer.rate(self.updates), np.float32)),
+                (spec.lr, np.array(rate, np.float32)),
                 (spec.step, np.array(self.updates + 1)),
                 (spec.rng, np.array((self.seed << 32) % 2**62 + self.calls)),
             )
             if name
         }
-        run = Run(self.calls, mode, spec, arrays, self._device.start(mode, spec, arrays))
+        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
+        result = self._device.start(mode, spec, arrays)
+        run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
-        return Loss(run, self._loss) if self._device.in_flight else self._loss(run)
+        return run
 
-    def _loss(self, run: Run) -> float:
+    def finish(self, run: Run) -> float:
+        """Wait for the step `run` that `start` began, and return its loss. Raises CheckFailed."""
         if run.loss is None and not run.fault:
             self._finish_steps(len(self._runs) - 1 - self._runs.index(run))
         if run.loss is None:
@@ -293,6 +307,7 @@ class Trainer:
             if all(np.isfinite(found[name]) for name in ends if name):
                 self._device.commit(spec)
                 run.loss, run.feeds = float(found[spec.loss]), {}
+                run.norm = float(found[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
             fault = self._blame(run.mode, spec, run.feeds, found)
