@@ -25,6 +25,7 @@ from onnx_fuse.onnx.save import save, to_proto
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.training import fit, optim
 from onnx_fuse.training.backends import Cuda, Portable
+from onnx_fuse.training.callbacks import Watch
 from onnx_fuse.training.loss import Loss
 from onnx_fuse.training.step import Spec, training_model
 from onnx_fuse.training.trainer import Trainer
@@ -620,7 +621,7 @@ def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_p
                 batch_size=8,
                 folder=folder,
                 every=2,
-                watch=lambda h, seen=seen: seen.append(len(h.losses)),
+                callbacks=[Watch(lambda h, seen=seen: seen.append(len(h.losses)))],
             )
         )
         assert sorted(set(seen)) == list(range(1, 11))

@@ -185,8 +185,8 @@ def train(
 
     from onnx_fuse import report
     from onnx_fuse.files import written
+    from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
-    from onnx_fuse.training import fit, optim
     from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
 
@@ -219,25 +219,23 @@ def train(
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")
-    examples = fit.check(trainer, arrays, batch_size)
-    steps = epochs * fit.steps_per_epoch(trainer, examples, batch_size)
-    span = steps // accumulate if schedule in ("linear", "cosine") else 0
+    source = sources.source(trainer, arrays, batch_size)
+    span = epochs * (source.steps or 0) // accumulate if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
         fit.start_or_resume(trainer, checkpoint, resume=resume)
     weights = sum(a.size for a in trainer.weights().values())
     printer.text(f"{model}: {weights:,} weights in {len(trainer.weights())} tensors train")
-    with report.progress(printer, steps, f"of {epochs}") as watch:
-        history = fit.fit(
-            trainer,
-            arrays,
-            epochs=epochs,
-            batch_size=batch_size,
-            validation=held_out,
-            folder=checkpoint,
-            every=every,
-            watch=lambda h: watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs),
-        )
+    history = fit.fit(
+        trainer,
+        source,
+        epochs=epochs,
+        batch_size=batch_size,
+        validation=held_out,
+        folder=checkpoint,
+        every=every,
+        callbacks=[callbacks.Progress(printer.console)],
+    )
     with written(output) as draft:
         trainer.save(draft)
         _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})

@@ -55,7 +55,7 @@ def read(data: Any) -> History:
         if not isinstance(record, dict):
             raise DataError(f"{_DAMAGED} a record")
         numbers += record.values()
-    if not all(_EPOCH <= set(record) for record in data["epochs"]):
+    if not all(set(record) >= _EPOCH for record in data["epochs"]):
         raise DataError(f"{_DAMAGED} the epoch, step or loss of a record")
     if any(type(x) is not float for x in numbers):
         raise DataError(f"{_DAMAGED} a number where one should be")

@@ -11,11 +11,11 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.onnx.build import bind_defaults, const_array
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
-from onnx_fuse.ops.loss import LOSSES, class_axis
+from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
@@ -24,7 +24,7 @@ from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.training import optim
 from onnx_fuse.training.weights import ancestors, is_selected, model_names
 
-__all__ = ["Mode", "Spec", "State", "training_model"]
+__all__ = ["Mode", "Spec", "State", "Target", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate"]
@@ -50,19 +50,44 @@ class State:
 
 
 @dataclass(frozen=True)
+class Target:
+    """An output of the model and the labels that a loss compares it with."""
+
+    logits: str
+    """The output that the loss is computed from."""
+    labels: str
+    """The input of labels."""
+    classes: int = 0
+    """The number of classes where labels are class numbers, otherwise 0."""
+    class_axis: int = 0
+    """The axis of `logits` that counts classes."""
+    ignored: int = -100
+    """The label that does not count."""
+
+    def check(self, labels: Array, first: int = 0) -> None:
+        """Raise DataError for one of `labels` that is neither a class nor the ignored label.
+
+        `first` is the number of the first row, for the message.
+        """
+        wrong = ((labels < 0) | (labels >= self.classes)) & (labels != self.ignored)
+        if wrong.any():
+            place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
+            found = labels[tuple(place)]
+            place[0] += first
+            raise DataError(
+                f"'{self.labels}' holds {found} at {place}: the model has the classes 0 to "
+                f"{self.classes - 1}"
+            )
+
+
+@dataclass(frozen=True)
 class Spec:
     """The meaning of a training graph's inputs and outputs; "" names one that it does not have."""
 
     feeds: tuple[onnx_ir.Value, ...]
     """The inputs that a caller feeds: the model's own, and the labels."""
-    labels: str
-    """The input of labels."""
-    classes: int
-    """The number of classes where labels are class numbers, otherwise 0."""
-    class_axis: int
-    """The axis of `logits` that counts classes."""
-    logits: str
-    """The output that the loss is computed from."""
+    targets: tuple[Target, ...]
+    """What the losses compare; none where the model computes its loss itself."""
     loss: str
     """The output of the loss, a scalar."""
     norm: str
@@ -290,11 +315,16 @@ class _Step:
         own = {v.name: v for v in self.outputs}
         logits = own.get(output) or self.graph.outputs[0]
         self.loss, self.labels = autodiff.attach_loss(self.model, loss, options, output=output)
-        self.classes, self.axis, self.logits = 0, 0, str(logits.name)
-        if loss in LOSSES and LOSSES[loss].classes and logits.shape is not None:
-            self.axis = class_axis(len(logits.shape), options)
-            count = logits.shape[self.axis]
-            self.classes = count if isinstance(count, int) else 0
+        self.targets: list[Target] = []
+        if self.labels is not None:
+            classes = axis = 0
+            if LOSSES[loss].classes and logits.shape is not None:
+                axis = class_axis(len(logits.shape), options)
+                count = logits.shape[axis]
+                classes = count if isinstance(count, int) else 0
+            ignored = ignored_label(options)
+            names = str(logits.name), str(self.labels.name)
+            self.targets.append(Target(*names, classes, axis, ignored))
         self.op = autodiff.Emitter(self.model)
 
     def weights(
@@ -489,10 +519,7 @@ class _Step:
         names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
         spec = Spec(
             feeds=tuple(feeds),
-            labels=str(self.labels.name) if self.labels is not None else "",
-            classes=self.classes,
-            class_axis=self.axis,
-            logits=self.logits,
+            targets=tuple(self.targets),
             loss=str(self.loss.name),
             norm=str(self.norm.name) if self.norm is not None else "",
             lr=names.get("lr", ""),

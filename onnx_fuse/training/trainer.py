@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir
@@ -19,34 +19,23 @@ from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import fix_shapes
-from onnx_fuse.ops.loss import ignored_label
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
-from onnx_fuse.training import checkpoint, data, optim, shared
+from onnx_fuse.training import checkpoint, data, fit, optim, shared
 from onnx_fuse.training.backends import Cuda, Portable
+from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
+from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.shared import Duplicate
+from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import is_selected, literal, model_names
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
 
 Array = np.ndarray[Any, Any]
-
-
-class Evaluation(NamedTuple):
-    """The result of `Trainer.evaluate` for one batch."""
-
-    loss: float
-    """The loss of the batch."""
-    outputs: dict[str, Array]
-    """The model's outputs by name."""
-    counted: int
-    """The number of labels other than ignore_index; 0 where labels are not classes."""
-    hits: int
-    """The number of those that the largest logit predicts."""
 
 
 class Trainer:
@@ -151,7 +140,6 @@ class Trainer:
         math = PRECISIONS[precision][1]
         self._whole = partial(_whole, math=math) if device == "cuda" else None
         self.seed, self.accumulate = seed, accumulate
-        self._ignored = ignored_label(loss_options or {})
         self._batch_unchecked: bool = free_batch
         self.calls = 0
         """The number of steps so far, each of one batch."""
@@ -316,6 +304,19 @@ class Trainer:
             self._device.resume_updates()
             raise CheckFailed(fault)
 
+    def fit(self, data: Data, **options: Any) -> History:
+        """Train over a data set: epochs, evaluations, callbacks and checkpoints.
+
+        Args:
+            data: Arrays by name, a data set with columns, or batches, as `training.fit.fit` says.
+            **options: epochs, batch_size, validation, evaluate_every, metrics, callbacks,
+                steps_per_epoch, shuffle, folder and every, of `training.fit.fit`.
+
+        Returns:
+            The losses, rates, gradient norms, speeds and evaluations of the run.
+        """
+        return fit.fit(self, data, **options)
+
     def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
         """Compute loss and outputs of a batch in inference mode; `feeds` are those of `step`."""
         self._finish_steps()
@@ -324,18 +325,20 @@ class Trainer:
         self._check_batch(spec, arrays)
         found = self._device.start("evaluate", spec, arrays)()
         counted = hits = 0
-        if spec.classes:
-            labels = arrays[spec.labels]
-            counts = labels != self._ignored
+        for target in [t for t in spec.targets if t.classes][:1]:
+            labels = arrays[target.labels]
+            counts = labels != target.ignored
             counted = int(counts.sum())
-            hits = int((counts & (found[spec.logits].argmax(spec.class_axis) == labels)).sum())
+            guesses = found[target.logits].argmax(target.class_axis)
+            hits = int((counts & (guesses == labels)).sum())
         outputs = {n: found[n] for n in spec.outputs}
         return Evaluation(float(found[spec.loss]), outputs, counted, hits)
 
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
         arrays = data.fit(feeds, spec.feeds)
-        if spec.classes:
-            self.check_labels(arrays[spec.labels])
+        for target in spec.targets:
+            if target.classes:
+                target.check(arrays[target.labels])
         return arrays
 
     def _check_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
@@ -366,22 +369,6 @@ class Trainer:
                 if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
                     raise ModelError(f"{head}: its output '{name}' changes")
 
-    def check_labels(self, labels: Array, first: int = 0) -> None:
-        """Raise DataError for one of `labels` that is neither a class nor ignore_index.
-
-        `first` is the number of the first row, for the message.
-        """
-        spec = self._specs["update"]
-        wrong = ((labels < 0) | (labels >= spec.classes)) & (labels != self._ignored)
-        if wrong.any():
-            place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
-            found = labels[tuple(place)]
-            place[0] += first
-            raise DataError(
-                f"'{spec.labels}' holds {found} at {place}: the model has the classes 0 to "
-                f"{spec.classes - 1}"
-            )
-
     def _blame(
         self, mode: Mode, spec: Spec, feeds: Mapping[str, Array], found: Mapping[str, Array]
     ) -> str:
@@ -406,6 +393,13 @@ class Trainer:
         """Copies of all tensors that outlive a step, by their names in the graph of the step."""
         self._finish_steps()
         return {s.name: self._device.array(s.name).copy() for s in self._specs["update"].states}
+
+    def set_weights(self, states: Mapping[str, Array]) -> None:
+        """Replace the weights and running statistics by those in `states`, which `state` gave."""
+        self._finish_steps()
+        for s in self._specs["update"].states:
+            if s.kind in ("parameter", "statistic"):
+                self._device.write(s.name, states[s.name])
 
     def weights(self) -> dict[str, Array]:
         """Trained weights and running statistics, under the model's own names and shapes."""
