@@ -507,7 +507,7 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
 
 def test_a_step_that_onnxruntime_cannot_look_into_is_still_a_failed_check(monkeypatch) -> None:
     """A graph in bfloat16, of which it runs little: its error is told behind the step's."""
-    found = "onnx_fuse.training.trainer._first_not_finite"
+    found = "onnx_fuse.training.fault._first_not_finite"
     monkeypatch.setattr(found, lambda *_: ort.InferenceSession(b"no model"))
     trainer = Trainer(text_model(OVERFLOWS), loss="mse")
     feeds = {"x": np.full((2, 3), 100, np.float32), "labels": np.zeros((2, 3), np.float32)}

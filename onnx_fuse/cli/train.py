@@ -187,6 +187,7 @@ def train(
     from onnx_fuse.files import written
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
+    from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
 
@@ -195,6 +196,7 @@ def train(
         raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
     if checkpoint is not None:
         context.with_resource(folders.locked(checkpoint))
+    check_device(precision, device)
     arrays, held_out = load(data), load(val) if val else None
     loss_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     trainer = Trainer(

@@ -44,6 +44,7 @@ def fit(
     shuffle: bool = True,
     folder: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    ema: bool = False,
 ) -> History:
     """Train until `epochs` epochs are done, counted from the beginning of the run.
 
@@ -65,6 +66,7 @@ def fit(
         shuffle: Draw a new order for each epoch, from the trainer's seed and the epoch's number.
         folder: Folder that gets a checkpoint after each epoch, and when a callback ends the run.
         every: Number of steps after which `folder` gets a checkpoint, too.
+        ema: Evaluate the running averages of the weights, which the trainer keeps.
 
     Raises:
         DataError: The data does not fit the model. For whole arrays this is found before the first
@@ -95,7 +97,7 @@ def fit(
         for callback in callbacks:
             callback.on_start(run)
             stack.callback(callback.on_end, run)
-        loop = _Loop(run, source, held_out, metrics, callbacks, folder)
+        loop = _Loop(run, source, held_out, metrics, callbacks, folder, ema)
         while len(run.history.epochs) < epochs and not run.stopped:
             loop.epoch(steps_per_epoch, evaluate_every, every)
         run.finished = True
@@ -128,10 +130,11 @@ class _Loop:
         metrics: Selection,
         callbacks: Sequence[Callback],
         folder: str | os.PathLike[str] | None,
+        ema: bool,
     ) -> None:
         self.run, self.trainer, self.history = run, run.trainer, run.history
         self.source, self.validation, self.metrics = source, validation, metrics
-        self.callbacks, self.folder = callbacks, folder
+        self.callbacks, self.folder, self.ema = callbacks, folder, ema
         self.started: deque[Run] = deque()
         self.clock = time.perf_counter()
 
@@ -208,7 +211,7 @@ class _Loop:
 
     def evaluate(self, epoch: float) -> None:
         assert self.validation is not None
-        found = evaluate(self.trainer, self.validation, 0, self.metrics)
+        found = evaluate(self.trainer, self.validation, 0, self.metrics, ema=self.ema)
         step = float(len(self.history.losses))
         self.history.metrics.append({"step": step, "epoch": epoch, **found})
         self.clock = time.perf_counter()
@@ -223,6 +226,8 @@ def evaluate(
     data: sources.Data,
     batch_size: int = 32,
     metrics: Selection = None,
+    *,
+    ema: bool = False,
 ) -> dict[str, float]:
     """Evaluate a whole data set in inference mode.
 
@@ -231,6 +236,7 @@ def evaluate(
         data: The data, in the forms that `fit` takes.
         batch_size: Number of examples in a batch, of data that has no batches of its own.
         metrics: The metrics, as `fit` takes them.
+        ema: Take the running averages of the weights.
 
     Returns:
         "validation_loss", the mean over examples, and each metric by its name.
@@ -243,7 +249,7 @@ def evaluate(
     total = rows = 0.0
     source = sources.source(trainer, data, batch_size, shuffle=False, again=False)
     for feeds in source.batches(0, 0, 0):
-        batch = trainer.evaluate(feeds)
+        batch = trainer.evaluate(feeds, ema=ema)
         size = len(next(iter(feeds.values())))
         total, rows = total + batch.loss * size, rows + size
         for metric in found:

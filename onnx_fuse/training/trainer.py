@@ -24,14 +24,16 @@ from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import checkpoint, data, fit, optim, shared
-from onnx_fuse.training.backends import Cuda, Portable
+from onnx_fuse.training.backends import Cuda, Portable, check_device
+from onnx_fuse.training.fault import fault_of
+from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.shared import Duplicate
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, training_model
-from onnx_fuse.training.weights import is_selected, literal, model_names
+from onnx_fuse.training.weights import literal, model_names
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
 
@@ -62,6 +64,8 @@ class Trainer:
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
             skips updates whose gradients overflow.
         loss_scale: The first scale of the loss in "fp16".
+        ema: The factor by which a running average of each weight decays at an update, such as
+            0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
         device: "cpu" trains on onnxruntime, "cuda" on this package's kernels.
         free_batch: Free a batch size that was exported fixed. The first batch proves that the
             results stay those of the original, row by row.
@@ -93,6 +97,7 @@ class Trainer:
         seed: int = 0,
         precision: str = "fp32",
         loss_scale: float = 65536.0,
+        ema: float | None = None,
         device: str = "cpu",
         free_batch: bool = False,
         level: int | None = None,
@@ -101,7 +106,7 @@ class Trainer:
         tie: bool = False,
         untie: bool = False,
     ) -> None:
-        _supported(precision, device)
+        check_device(precision, device)
         if device == "cuda":
             from onnx_fuse.runtime.device import begin
 
@@ -112,13 +117,15 @@ class Trainer:
             )
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
+        if ema is not None and not 0 <= ema < 1:
+            raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
         self._given = read(model)
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
         self._source, self._duplicates = self._resolve_sharing(
-            frozenset(trainable or ()), trainable, frozen
+            frozenset(trainable or ()), Choice(trainable, frozen, self.optimizer.groups)
         )
         self._sized = self._source
         if shapes or dims:
@@ -136,6 +143,7 @@ class Trainer:
             "level": _level(precision, device) if level is None else level,
             "precision": precision,
             "loss_scale": loss_scale,
+            "ema": ema,
         }
         math = PRECISIONS[precision][1]
         self._whole = partial(_whole, math=math) if device == "cuda" else None
@@ -156,7 +164,7 @@ class Trainer:
     # -- graphs --
 
     def _resolve_sharing(
-        self, named: Collection[str], trainable: Sequence[str] | None, frozen: Sequence[str]
+        self, named: Collection[str], choice: Choice
     ) -> tuple[onnx_ir.Model, list[Duplicate]]:
         """The model to train: Constant nodes that are weights lifted, copies tied or untied."""
         if self._untie:
@@ -177,7 +185,7 @@ class Trainer:
             ]
             return source, []
         for t in duplicates:
-            if is_selected(t.weight, trainable, frozen) != is_selected(t.copy, trainable, frozen):
+            if choice(t.weight) != choice(t.copy):
                 raise UsageError(f"'{t.weight}' and '{t.copy}' are tied: train both, or neither")
             self.notes.append(f"'{t.copy}' is tied to '{t.weight}'")
         shared.tie(source.graph, duplicates)
@@ -208,6 +216,15 @@ class Trainer:
     def schedule(self, rates: optim.Schedule) -> None:
         """Use other learning rates from now on; the graph stays, since they are no part of it."""
         self.optimizer = dataclasses.replace(self.optimizer, lr=rates)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update. One that is set stays until another is set."""
+        return self.optimizer.rate(self.updates)
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self.schedule(optim.Schedule(rate))
 
     # -- steps --
 
@@ -298,7 +315,9 @@ class Trainer:
                 run.norm = float(found[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
-            fault = self._blame(run.mode, spec, run.feeds, found)
+            arrays = {**run.feeds, **{x.name: self._device.array(x.name) for x in spec.states}}
+            fault = fault_of(spec, run.feeds, arrays, found, partial(self._build, run.mode))
+            fault = f"step {run.index + 1}: {fault}"
             for other in (run, *after):
                 other.fault, other.feeds = fault, {}
             self._device.resume_updates()
@@ -317,13 +336,23 @@ class Trainer:
         """
         return fit.fit(self, data, **options)
 
-    def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
-        """Compute loss and outputs of a batch in inference mode; `feeds` are those of `step`."""
+    def evaluate(self, feeds: Mapping[str, Any], *, ema: bool = False) -> Evaluation:
+        """Compute loss and outputs of a batch in inference mode.
+
+        Args:
+            feeds: The arrays that `step` takes.
+            ema: Take the running averages of the weights.
+
+        Raises:
+            DataError: The arrays do not fit the model.
+            UsageError: `ema` is True, but the Trainer keeps no averages.
+        """
         self._finish_steps()
-        spec = self.spec("evaluate")
+        mode: Mode = "average" if self._averages(ema) else "evaluate"
+        spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
         self._check_batch(spec, arrays)
-        found = self._device.start("evaluate", spec, arrays)()
+        found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
         for target in [t for t in spec.targets if t.classes][:1]:
             labels = arrays[target.labels]
@@ -333,6 +362,11 @@ class Trainer:
             hits = int((counts & (guesses == labels)).sum())
         outputs = {n: found[n] for n in spec.outputs}
         return Evaluation(float(found[spec.loss]), outputs, counted, hits)
+
+    def _averages(self, wanted: bool) -> bool:
+        if wanted and self._options["ema"] is None:
+            raise UsageError("the Trainer keeps no averages of the weights: give it ema=0.999")
+        return wanted
 
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
         arrays = data.fit(feeds, spec.feeds)
@@ -369,24 +403,6 @@ class Trainer:
                 if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
                     raise ModelError(f"{head}: its output '{name}' changes")
 
-    def _blame(
-        self, mode: Mode, spec: Spec, feeds: Mapping[str, Array], found: Mapping[str, Array]
-    ) -> str:
-        """The first value of a failed step that is not finite although what it came from is."""
-        head = f"step {self.calls + 1}: the loss is {float(found[spec.loss])}"
-        if np.isfinite(found[spec.loss]):
-            head = f"step {self.calls + 1}: the norm of the gradients is {float(found[spec.norm])}"
-        arrays = {**feeds, **{s.name: self._device.array(s.name) for s in spec.states}}
-        bad = {k for k, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()}
-        for name in (*feeds, *arrays):
-            if name in bad:
-                return f"{head}; '{name}' holds a value that is not finite"
-        try:
-            with ort.faults("looking for the first value that is not finite"):
-                return f"{head}; {_first_not_finite(self._build(mode)[0], arrays)}"
-        except ModelError as error:  # it lacks many operators in 16 bits; the step's fault counts
-            return f"{head}; {error}"
-
     # -- results --
 
     def state(self) -> dict[str, Array]:
@@ -398,23 +414,31 @@ class Trainer:
         """Replace the weights and running statistics by those in `states`, which `state` gave."""
         self._finish_steps()
         for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic"):
+            if s.kind in ("parameter", "statistic", "average"):
                 self._device.write(s.name, states[s.name])
 
-    def weights(self) -> dict[str, Array]:
-        """Trained weights and running statistics, under the model's own names and shapes."""
+    def weights(self, *, ema: bool = False) -> dict[str, Array]:
+        """Trained weights and running statistics, under the model's own names and shapes.
+
+        With `ema` the weights are their running averages. Raises UsageError where there are none.
+        """
         self._finish_steps()
+        averages = self._averages(ema)
         found: dict[str, Array] = {}
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
-                found |= params.unpack(s.value, self._device.array(s.name))
+                name = s.average if averages and s.average else s.name
+                found |= params.unpack(s.value, self._device.array(name))
         found |= {t.copy: t.of(found[t.weight]) for t in self._duplicates if t.weight in found}
         return {name: np.array(array, order="C") for name, array in found.items()}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as it was given, with the trained weights in place of its own."""
+    def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
+        """Write the model as it was given, with the trained weights in place of its own.
+
+        With `ema` these are their running averages. Raises UsageError where there are none.
+        """
         model = self._given.clone()
-        for name, array in self.weights().items():
+        for name, array in self.weights(ema=ema).items():
             set_parameter(model, name, array)
         tensors = (v.const_value for v in self._given.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
@@ -455,7 +479,12 @@ class Trainer:
 
     @classmethod
     def resume(
-        cls, folder: str | os.PathLike[str], model: Model, *, device: str = "cpu"
+        cls,
+        folder: str | os.PathLike[str],
+        model: Model,
+        *,
+        device: str = "cpu",
+        schedule: optim.Schedule | None = None,
     ) -> Trainer:
         """Make a Trainer that continues a run from its newest whole checkpoint.
 
@@ -463,6 +492,7 @@ class Trainer:
             folder: The folder that `checkpoint` was given.
             model: The model that the run was started with.
             device: "cpu" or "cuda"; it may differ from that of the run.
+            schedule: Learning rates from now on; the default is those of the run.
 
         Raises:
             DataError: There is no whole checkpoint, or it is of another model.
@@ -474,23 +504,27 @@ class Trainer:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)
+        if schedule is not None:
+            trainer.schedule(schedule)
         return trainer
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Continue from the newest whole checkpoint in `folder`, of a trainer with equal settings.
 
-        Raises DataError where there is no such checkpoint, where it is of another model, and where
-        a tensor has another dtype or shape; UsageError where settings differ. In these cases
-        nothing is restored.
+        The number of steps of the learning rate's schedule may differ, so that a run can go on for
+        longer than it was meant to. Raises DataError where there is no such checkpoint, where it is
+        of another model, and where a tensor has another dtype or shape; UsageError where settings
+        differ. In these cases nothing is restored.
         """
         self._finish_steps()
         tensors, manifest = checkpoint.read(folder)
-        stored = manifest["settings"]
-        for key, value in self._settings().items():
-            if stored.get(key) != value:
+        for key, (value, old) in _differences(self._settings(), manifest["settings"]).items():
+            if key != "optimizer.lr.steps":
+                advice = "give the same, or another folder"
+                if key.startswith("optimizer.lr."):
+                    advice += "; Trainer.resume takes another schedule"
                 raise UsageError(
-                    f"{folder}: the run was started with {key} {stored.get(key)}, not {value}: "
-                    "give the same, or another folder"
+                    f"{folder}: the run was started with {key} {old}, not {value}: {advice}"
                 )
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
@@ -530,6 +564,16 @@ class Trainer:
         return digest.hexdigest()
 
 
+def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """{field: (new, old)} of nested mappings, where the new value is another one."""
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        return {} if new == old else {name: (new, old)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in new:
+        found |= _differences(new[key], old.get(key), f"{name}.{key}" if name else key)
+    return found
+
+
 def _level(precision: str, device: str) -> int:
     """The default level of the fusions."""
     return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
@@ -542,52 +586,9 @@ def _whole(node: onnx_ir.Node, math: str) -> bool:
     return gradient_pays(node, math, Hardware.detect(0))
 
 
-def _supported(precision: str, device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"training runs on device 'cpu' or 'cuda', not on '{device}'")
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
-    if device == "cpu" and precision not in ("fp32", "fp16"):
-        raise UsageError(
-            f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
-            "matrix product; use precision 'fp32'"
-        )
-
-
 def _weight_names(spec: Spec) -> list[str]:
     kinds = ("parameter", "statistic")
     return [name for s in spec.states if s.kind in kinds for name in model_names(s.value)]
-
-
-def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
-    """Names the node that first makes a value that is not finite out of finite ones.
-
-    Nodes that make NaN or +inf come before those that make -inf, which masks do on purpose.
-    """
-    graph = model.graph
-    made = {v.name: n for n in graph for v in n.outputs if v.name and n.op_type != "Constant"}
-    graph.outputs.clear()
-    graph.outputs.extend(v for n in made.values() for v in n.outputs if v.name in made)
-    names = [str(v.name) for v in graph.outputs]
-    reads = {v.name for v in graph.inputs}
-    run = ort.session(model, as_written=True)
-    values = dict(feeds) | dict(zip(names, ort.run(run, _only(feeds, reads), names), strict=True))
-    suspects: list[tuple[bool, bool, int, str]] = []
-    for name in names:
-        value, node = values[name], made[name]
-        if value.dtype.kind != "f" or np.isfinite(value).all():
-            continue
-        sources = [values.get(str(v.name)) for v in node.inputs if v is not None]
-        clean_in = all(a is None or a.dtype.kind != "f" or np.isfinite(a).all() for a in sources)
-        masks = not (np.isnan(value) | np.isposinf(value)).any()
-        kind = "nan" if np.isnan(value).any() else "-inf" if masks else "inf"
-        label = f"'{name}', which the {node.op_type} node '{node.name}' made, is the first to be"
-        suspects.append((not clean_in, masks, len(suspects), f"{label} {kind}"))
-    return min(suspects)[-1] if suspects else "every value of the graph is finite on its own"
-
-
-def _only(feeds: Mapping[str, Array], names: set[str | None]) -> dict[str, Array]:
-    return {k: v for k, v in feeds.items() if k in names}
 
 
 def __dir__() -> list[str]:

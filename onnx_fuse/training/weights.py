@@ -1,19 +1,10 @@
-"""Select the weights that train: by globs over their names, and by what they reach."""
+"""Names of weights, and what reaches a value."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import onnx_ir
 
 from onnx_fuse.passes import params
-
-
-def is_selected(name: str, trainable: Sequence[str] | None, frozen: Sequence[str]) -> bool:
-    """Whether the globs `trainable` (None for all) and `frozen` let a weight train."""
-    wanted = trainable is None or any(fnmatchcase(name, pattern) for pattern in trainable)
-    return wanted and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
 def model_names(value: onnx_ir.Value) -> list[str]:
