@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
     from onnx_fuse.session import InferenceSession as InferenceSession
+    from onnx_fuse.training import callbacks as callbacks
+    from onnx_fuse.training import metrics as metrics
     from onnx_fuse.training import optim as optim
+    from onnx_fuse.training.adapters import Lora as Lora
     from onnx_fuse.training.trainer import Trainer as Trainer
     from onnx_fuse.validation import check_gradients as check_gradients
     from onnx_fuse.validation import validate as validate
@@ -39,6 +42,7 @@ _NAMES = {
     "DataError": "errors",
     "DeviceError": "errors",
     "InferenceSession": "session",
+    "Lora": "training.adapters",
     "ModelError": "errors",
     "OnnxFuseError": "errors",
     "Trainer": "training.trainer",
@@ -51,7 +55,9 @@ _NAMES = {
 }
 _MODULES = {
     "backend": "backend",
+    "callbacks": "training.callbacks",
     "deploy": "deploy",
+    "metrics": "training.metrics",
     "optim": "training.optim",
 }
 

@@ -21,9 +21,9 @@ from onnx_fuse.onnx.build import text_model
 PUBLIC = (
     "onnx_fuse",
     *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
-    *(f"onnx_fuse.training.{name}" for name in ("callbacks", "checkpoint", "data", "fit")),
+    *(f"onnx_fuse.training.{name}" for name in ("adapters", "callbacks", "data", "fit")),
     *(f"onnx_fuse.training.{name}" for name in ("history", "metrics", "optim", "sources")),
-    *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
+    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "step", "trainer")),
     "onnx_fuse.validation",
 )
 """Modules whose names users may rely on; all others are the package's own."""

@@ -23,7 +23,8 @@ from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
-from onnx_fuse.training import checkpoint, data, fit, optim, shared
+from onnx_fuse.training import adapters, checkpoint, data, fit, optim, shared
+from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.backends import Cuda, Portable, check_device
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.groups import Choice
@@ -73,6 +74,8 @@ class Trainer:
             and otherwise 0, which was measured to be 5 to 20 % faster.
         shapes, dims: Shapes by input and sizes by symbol, fixed in training but not in what
             `save` writes.
+        lora: Low-rank adapters, which train in place of the weights that they are beside, together
+            with what `trainable` matches. `save` writes the sum of both.
         tie: Train a weight that the file stores twice as one.
         untie: Give each place that reads a tensor of one repeated number a tensor of its own.
 
@@ -103,6 +106,7 @@ class Trainer:
         level: int | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
         dims: Mapping[str, int] | None = None,
+        lora: Lora | None = None,
         tie: bool = False,
         untie: bool = False,
     ) -> None:
@@ -127,6 +131,12 @@ class Trainer:
         self._source, self._duplicates = self._resolve_sharing(
             frozenset(trainable or ()), Choice(trainable, frozen, self.optimizer.groups)
         )
+        self._lora, self._adapters = lora, list[Adapter]()
+        self._trainable = None if trainable is None else list(trainable)
+        if lora is not None:
+            self._source, self._adapters = adapters.attach(self._source, lora, seed)
+            own = [literal(name) for each in self._adapters for name in (each.a, each.b)]
+            self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
         if shapes or dims:
             self._sized = self._source.clone()
@@ -192,7 +202,7 @@ class Trainer:
         return source, duplicates
 
     def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
-        options = dict(self._options)
+        options = self._options | {"trainable": self._trainable}
         if mode != "update":
             # The same states as in "update", whichever those came to be.
             names = _weight_names(self._specs["update"])
@@ -429,6 +439,11 @@ class Trainer:
             if s.kind in ("parameter", "statistic"):
                 name = s.average if averages and s.average else s.name
                 found |= params.unpack(s.value, self._device.array(name))
+        for adapter in self._adapters:
+            w = self._source.graph.initializers[adapter.weight].const_value
+            assert w is not None
+            a, b = found.pop(adapter.a), found.pop(adapter.b)
+            found[adapter.weight] = adapter.merged(w.numpy(), a, b)
         found |= {t.copy: t.of(found[t.weight]) for t in self._duplicates if t.weight in found}
         return {name: np.array(array, order="C") for name, array in found.items()}
 
@@ -442,6 +457,39 @@ class Trainer:
             set_parameter(model, name, array)
         tensors = (v.const_value for v in self._given.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
+
+    def save_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Write all that trains, unmerged, as a safetensors file: adapters and other weights.
+
+        `load_adapters` and `training.adapters.merge` read it. Raises UsageError without adapters.
+        """
+        adapters.write(path, self._unmerged(), self._adapters)
+
+    def load_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Continue from what `save_adapters` wrote to `path`, with a new optimizer.
+
+        Raises DataError for a file of another model or rank, and UsageError without adapters.
+        """
+        tensors, own = adapters.read_file(path)[0], self._unmerged()
+        if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in own.items()}:
+            raise DataError(
+                f"{os.fspath(path)}: its adapters have other names or shapes than those of the "
+                "Trainer: give the same model, rank, and globs"
+            )
+        for s in self._specs["update"].states:
+            if s.kind in ("parameter", "statistic"):
+                for name in filter(None, (s.name, s.average)):
+                    self._device.write(name, params.pack(s.value, tensors))
+
+    def _unmerged(self) -> dict[str, Array]:
+        if not self._adapters:
+            raise UsageError("the Trainer has no adapters: give it lora=Lora()")
+        self._finish_steps()
+        found: dict[str, Array] = {}
+        for s in self._specs["update"].states:
+            if s.kind in ("parameter", "statistic"):
+                found |= params.unpack(s.value, self._device.array(s.name).copy())
+        return found
 
     # -- checkpoints --
 
@@ -500,6 +548,8 @@ class Trainer:
         settings = dict(checkpoint.read(folder)[1]["settings"])
         try:
             optimizer = optim.from_json(settings.pop("optimizer"))
+            if "lora" in settings:
+                settings["lora"] = Lora(**settings["lora"])
             trainer = cls(model, optimizer=optimizer, device=device, **settings)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
@@ -548,6 +598,7 @@ class Trainer:
             "optimizer": optim.to_json(self.optimizer),
         }
         settings |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
+        settings |= {"lora": dataclasses.asdict(self._lora)} if self._lora else {}
         found: dict[str, Any] = json.loads(json.dumps(settings, default=np.ndarray.tolist))
         return found
 
