@@ -70,7 +70,7 @@ class Adapter:
     """Whether W is stored as [N, K]."""
 
     def merged(self, w: Array, a: Array, b: Array) -> Array:
-        """W + scale · A·B in the type of W, worked out in float64."""
+        """The sum of `w` and scale · `a`·`b` in the type of `w`, worked out in float64."""
         change = self.scale * (a.astype(np.float64) @ b.astype(np.float64))
         wide = w.astype(np.float64) + (change.T if self.transposed else change)
         return np.ascontiguousarray(wide.astype(w.dtype))
