@@ -25,7 +25,7 @@ from onnx_fuse.files import written
 from onnx_fuse.onnx.common import MAP_TYPE
 from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.runtime import graphs
-from onnx_fuse.runtime.kept import Origin, code, prune
+from onnx_fuse.runtime.program_cache import Origin, code_digest, prune
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,7 +39,7 @@ class Entry:
     ) -> None:
         """`before` is the file's stamp from before its digest was taken."""
         self._model, self._before = model, before
-        key = repr((digest, sorted(options.items()), code()))
+        key = repr((digest, sorted(options.items()), code_digest()))
         name = hashlib.sha256(key.encode()).hexdigest()
         self._path = config.CACHE_DIR.value / "graphs" / f"{name}.graph"
 
@@ -60,7 +60,7 @@ class Entry:
 
     def _origin(self, manifest: Mapping[str, Any]) -> Origin:
         known = manifest["files"][GRAPH], sorted(manifest["external"].items())
-        names = frozenset(graphs.made_names(manifest))
+        names = frozenset(graphs.derived_names(manifest))
         return Origin(repr((self._path.name, known)), self._path, self._model, names)
 
     def _unchanged(self) -> bool:

@@ -31,7 +31,7 @@ from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.encoding import FORMAT, encode, template
-from onnx_fuse.runtime.plan import Made, Source
+from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer, Symbols
 
 __all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
@@ -180,7 +180,7 @@ class _Served:
     `own` their symbols.
     """
 
-    source: Source
+    source: OpenProgram
     symbols: Symbols
     sizes: list[dict[str, int]]
     ends: dict[str, list[str]]
@@ -345,7 +345,7 @@ def _closed(graph: ir.Model, given: Shapes, free: Free) -> Closed:
     return found
 
 
-def _lowered(programs: Specializer, shapes: WalkShapes) -> Made:
+def _lowered(programs: Specializer, shapes: WalkShapes) -> PlannedProgram:
     """The program for one set of shapes. Raises ModelError for what a file cannot hold."""
     try:
         made = programs.of(shapes)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from onnx_fuse.onnx.common import Model
     from onnx_fuse.runtime.executable import Executable
-    from onnx_fuse.runtime.kept import Origin
+    from onnx_fuse.runtime.program_cache import Origin
 
 __all__ = ["InferenceSession"]
 

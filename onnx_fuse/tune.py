@@ -54,7 +54,7 @@ OPS |= {
 """Operators that are tuned by name: the graph whose fusion, or gradient, has them."""
 
 
-def ends_of(op: str, m: int, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def io_shapes(op: str, m: int, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of x and y of one of OPS at [M,K,N].
 
     x is [M,K] and y [M,N], or as x where there is no weight; the sums of Reduce are [M]. A Conv has
@@ -84,12 +84,12 @@ class Tuned:
 
 
 def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
-    """The program of one of OPS at [M,K,N], as `ends_of` says, with weights w [K,N], c [N].
+    """The program of one of OPS at [M,K,N], as `io_shapes` says, with weights w [K,N], c [N].
 
     MatMulNBits has 4-bit weights q in blocks of 32, with a scale each.
     """
     m, k, n = shape
-    of_x, of_y = ends_of(op, m, k, n)
+    of_x, of_y = io_shapes(op, m, k, n)
     dtype, math = PRECISIONS[precision]
     element = "float" if dtype == "float32" else dtype
     text = (
@@ -145,7 +145,7 @@ def tune(
         if time.monotonic() > until:
             return
         assert call.problem is not None
-        choices = likely(call.problem, hw, top)
+        choices = shortlist(call.problem, hw, top)
         if len(choices) < 2:  # nothing to choose
             continue
         watch(str(call.problem))
@@ -154,7 +154,7 @@ def tune(
         yield result
 
 
-def likely(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Choice]:
+def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Choice]:
     """The present choice, then `top` configurations of each candidate, best predicted first.
 
     Those predicted to take more than twice the least are left out.

@@ -57,7 +57,7 @@ class FakeGpu:
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         """Run what comes on this."""
-        lowered, become, at = specialize.Specializer.of, Bound.become, Open.at
+        lowered, update, at = specialize.Specializer.of, Bound.update, Open.at
         renew = instance.Instance._renew
 
         def told(program: Program) -> None:
@@ -76,7 +76,7 @@ class FakeGpu:
             return found
 
         def became(bound: Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
-            done = become(bound, launch, pointers)
+            done = update(bound, launch, pointers)
             bound._kernel = id(launch) if done else bound._kernel
             return done
 
@@ -97,7 +97,7 @@ class FakeGpu:
         monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch, progress=True: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
         monkeypatch.setattr(Open, "at", evaluated)
-        monkeypatch.setattr(Bound, "become", became)
+        monkeypatch.setattr(Bound, "update", became)
         monkeypatch.setattr(instance.Instance, "_renew", renewed)
         monkeypatch.setattr(
             arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")

@@ -189,7 +189,7 @@ def test_programs_of_the_cache_do_without_lowering() -> None:
     code = (
         "import sys\n"
         "from onnx_fuse import cache\n"
-        "from onnx_fuse.runtime import ahead, executable, specialize\n"
+        "from onnx_fuse.runtime import precompile, executable, specialize\n"
         "print(sorted(m for m in sys.modules if m.startswith('onnx_fuse.lower')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -25,7 +25,7 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Hardware
-from onnx_fuse.runtime import device, graphs, kept
+from onnx_fuse.runtime import device, graphs, program_cache
 from onnx_fuse.runtime.executable import Executable
 
 H200 = CHIPS["H200"]
@@ -209,7 +209,7 @@ def test_the_longest_unused_entries_go(gpu: Path, monkeypatch: pytest.MonkeyPatc
     for i in range(4):
         (folder / f"{i}.graph").write_bytes(bytes(400_000))
         os.utime(folder / f"{i}.graph", (i, i))
-    kept.prune(1 << 20)
+    program_cache.prune(1 << 20)
     assert [p.name for p in entries(gpu)] == ["2.graph", "3.graph"]
 
 

@@ -20,7 +20,7 @@ from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused.norm import canonical_norm
-from onnx_fuse.ops.rewrite import through_row_views, users
+from onnx_fuse.ops.rewrite import consumers, through_row_views
 from onnx_fuse.passes import params
 
 # Relative to the largest value of the output. float32 reassociation over these K stays
@@ -263,7 +263,7 @@ def test_packed_weights_remember_their_origin() -> None:
     assert weight is not None
     record = json.loads(weight.metadata_props["onnx_fuse.packed"])
     assert [p["name"] for p in record["parts"]] == ["w", "w1", "w2"]
-    assert not users(model.graph.initializers["w"]) if "w" in model.graph.initializers else True
+    assert not consumers(model.graph.initializers["w"]) if "w" in model.graph.initializers else True
 
 
 def test_tied_weights_stay_tied_in_training() -> None:

@@ -257,12 +257,12 @@ def test_a_gate_is_in_the_epilogue_of_the_kernel_for_the_product(
     m, n, k = shape
     problem = Problem.of("Gemm", m=m, n=n, k=k, act="silu", bias=True, gate=True, **BF16)
     for hw, name in ((H200, kernel), (A100, "mma")):
-        choice = select("Gemm", problem.having(static_b=True), hw)
+        choice = select("Gemm", problem.replace(static_b=True), hw)
         assert choice is not None
         assert choice.kernel.name == name
     # TMA stores 64 columns of y, so tiles are 128 columns of the product or 256
     assert {how.integers("tile")[1] for how in Wgmma().configs(problem, H200)} == {128, 256}
-    apart = problem.having(gate=False)
+    apart = problem.replace(gate=False)
     assert problem.bytes == apart.bytes - m * n  # half of the columns, of two bytes each
 
 
@@ -276,7 +276,7 @@ def test_no_kernel_serves_a_gate_with_what_its_epilogue_has_no_room_for(wrong: d
     problem = Problem.of("Gemm", m=64, n=512, k=256, act="silu", gate=True, **BF16)
     for hw in (A100, H200, B200):
         assert select("Gemm", problem, hw) is not None
-        assert select("Gemm", problem.having(**wrong), hw) is None
+        assert select("Gemm", problem.replace(**wrong), hw) is None
 
 
 def test_there_is_always_a_last_legal_gemm() -> None:
@@ -333,7 +333,7 @@ def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(
     assert getattr(select("Gemm", problem, H200), "kernel", None) is not None
 
     monkeypatch.setattr(cublaslt, "version", lambda: 130100)
-    for of in (problem, norm, problem.having(act="relu", beta=2.0), problem.having(batch=(8,))):
+    for of in (problem, norm, problem.replace(act="relu", beta=2.0), problem.replace(batch=(8,))):
         choice = select(of.op, of, H200)
         assert choice is not None
         assert choice.kernel.name.endswith("cublaslt")
@@ -354,7 +354,7 @@ def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(
     code = tuning.code_of(problem, kernel, how, H200)
     monkeypatch.setattr(cublaslt, "version", lambda: 130200)
     assert tuning.code_of(problem, kernel, how, H200) != code  # records are of one version
-    bf16 = problem.having(dtype="bfloat16", m=8192)
+    bf16 = problem.replace(dtype="bfloat16", m=8192)
     assert getattr(select("Gemm", bf16, H200), "kernel", None).name == "wgmma"
 
 
@@ -376,7 +376,7 @@ def test_cublaslt_refuses_what_it_would_do_otherwise(
     monkeypatch: pytest.MonkeyPatch, attrs: dict[str, object], reason: str
 ) -> None:
     monkeypatch.setattr(cublaslt, "version", lambda: 130100)
-    problem = Problem.of("Gemm", m=64, n=64, k=64).having(**attrs)  # type: ignore[arg-type]
+    problem = Problem.of("Gemm", m=64, n=64, k=64).replace(**attrs)  # type: ignore[arg-type]
     assert re.search(reason, cublaslt.CublasLt().supports(problem, H200) or "")
 
 

@@ -15,7 +15,7 @@ from math_cases import H200, cases
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.kernels import candidates, sdpa, select
-from onnx_fuse.kernels.rule import team, vector
+from onnx_fuse.kernels.rule_based import access_width, team_size
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
@@ -143,12 +143,12 @@ def test_passes(shape, axes, expected):
 @pytest.mark.parametrize("length", [1, 33, 4096, 300001, 10**7])
 @pytest.mark.parametrize("inner", [1, 6, 768])
 def test_pieces_cover_the_length_in_whole_vectors(outer, length, inner):
-    vec = vector(length if inner == 1 else inner, "float16")
+    vec = access_width(length if inner == 1 else inner, "float16")
     chunk = pieces(outer, length, inner, vec)
     splits = -(-length // chunk)
     assert (splits - 1) * chunk < length <= splits * chunk
     assert splits == 1 or inner > 1 or chunk % vec == 0
-    assert team(outer, chunk, vec) & (team(outer, chunk, vec) - 1) == 0
+    assert team_size(outer, chunk, vec) & (team_size(outer, chunk, vec) - 1) == 0
 
 
 def softmax_launch(problem: Softmax) -> Launch:
@@ -287,11 +287,11 @@ def test_every_attention_configuration_compiles_without_spills():
         ("SdpaGrad", 128, 104, {"mask": (), "softcap": 2.0}),
     )
     problems = [
-        attention(op, width, "bfloat16", mask=mask, causal=causal).having(n=keys)
+        attention(op, width, "bfloat16", mask=mask, causal=causal).replace(n=keys)
         for op, width, mask, keys in rows
         for causal in (False, True)
     ]
-    problems += [attention(op, w, "float16", **more).having(n=n) for op, w, n, more in steps]
+    problems += [attention(op, w, "float16", **more).replace(n=n) for op, w, n, more in steps]
     launches = {}
     for problem in problems:
         for kernel in (sdpa.Mma(), sdpa.Wgmma()):
@@ -317,14 +317,14 @@ def test_every_attention_configuration_compiles_without_spills():
     ],
 )
 def test_attention_by_tma_says_why_not(more, reason):
-    problem = attention("Sdpa", 64, "float16").having(**more)
+    problem = attention("Sdpa", 64, "float16").replace(**more)
     assert reason in str(sdpa.Wgmma().supports(problem, H200))
     assert sdpa.Wgmma().supports(attention("Sdpa", 64, "float16"), CHIPS["A100"])
 
 
 def test_attention_takes_the_hopper_kernel_where_it_was_faster():
     for batch, tokens, width in ((32, 128, 64), (8, 128, 64), (8, 512, 64), (4, 2048, 128)):
-        problem = attention("Sdpa", width, "float16").having(batch=(batch, 12), m=tokens, n=tokens)
+        problem = attention("Sdpa", width, "float16").replace(batch=(batch, 12), m=tokens, n=tokens)
         assert select("Sdpa", problem, H200).kernel.name == "wgmma"
 
 

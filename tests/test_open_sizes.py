@@ -29,16 +29,16 @@ from onnx_fuse.program.size import (
     Size,
     Trace,
     broadcast,
-    class_of,
-    largest,
-    least,
-    rough,
+    maximum,
+    minimum,
+    size_class,
+    upper_bound,
     value,
-    wide_class_of,
+    wide_size_class,
 )
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.changes import spots, words
-from onnx_fuse.runtime.plan import Made
+from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer
 
 H200 = CHIPS["H200"]
@@ -53,7 +53,7 @@ FORMULAS: dict[str, Callable[[int, int], object]] = {
     "rounded up": lambda b, t: -(-b * t // 128) * 128,
     "ceil": lambda b, t: math.ceil(b * t / 64),
     "shift": lambda b, t: (t << 3) + (b >> 1),
-    "least": lambda b, t: least(b * 64, t) + largest(b, t - 100),
+    "least": lambda b, t: minimum(b * 64, t) + maximum(b, t - 100),
     "negative": lambda b, t: -t + abs(b - t),
     "prod": lambda b, t: math.prod((b, t, 4)),
     "total": lambda b, t: sum((b, t, 4)),
@@ -92,7 +92,7 @@ DECISIONS: dict[str, Callable[[int, int], object]] = {
     "sorted": lambda b, t: sorted((t, b, 64)) == [b, 64, t],
     "bits": lambda b, t: t.bit_length(),
     "broadcast": lambda b, t: broadcast((b, 1, t), (1, t)),
-    "class": lambda b, t: rough(b * t),
+    "class": lambda b, t: upper_bound(b * t),
 }
 
 
@@ -123,19 +123,19 @@ def test_the_class_of_a_size() -> None:
     """Classes cover all sizes, without gaps; a large one is at most an eighth long."""
     size, seen = 1, []
     while size < 5000:
-        first, last = class_of(size)
+        first, last = size_class(size)
         assert first == size
-        assert all(class_of(n) == (first, last) for n in (first, (first + last) // 2, last))
+        assert all(size_class(n) == (first, last) for n in (first, (first + last) // 2, last))
         seen.append((first, last))
         size = last + 1
     assert seen[:6] == [(1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (129, 192)]
     assert all(last - first < max(64, last / 4) for first, last in seen)
     trace = Trace()
     b, t = trace.symbol("b", 3), trace.symbol("t", 130)
-    assert rough(b * t * 768) == 16 * 192 * 768
+    assert upper_bound(b * t * 768) == 16 * 192 * 768
     assert set(trace.guards) == {"2 <= b <= 16", "129 <= t <= 192"}
     p = trace.symbol("p", 300)
-    assert rough(p + t, wide_class_of) == 1024 + 192  # the narrow class that t has already
+    assert upper_bound(p + t, wide_size_class) == 1024 + 192  # the narrow class that t has already
     assert "257 <= p <= 1024" in trace.guards
 
 
@@ -205,11 +205,11 @@ def test_shared_rows_of_a_weights_gradient_are_no_guard() -> None:
         problem = Problem.of(
             "Gemm", m=768, n=768, k=k, dtype="bfloat16", trans_a=True, lda=768, ldb=768, align=16
         )
-        for config in kernel.configs(problem.rough(), H200):
-            if kernel.fits(problem.rough(), config):
+        for config in kernel.configs(problem.upper_bound(), H200):
+            if kernel.fits(problem.upper_bound(), config):
                 kernel.launch(problem, config, H200)
                 tried += 1
-        assert set(trace.guards) == {f"{class_of(rows)[0]} <= k <= {class_of(rows)[1]}"}
+        assert set(trace.guards) == {f"{size_class(rows)[0]} <= k <= {size_class(rows)[1]}"}
     assert tried
 
 
@@ -368,7 +368,7 @@ def test_a_forgotten_program_is_evaluated_again() -> None:
     made.forget()
     assert made.program is not before
     assert repr(made.program) == text
-    closed = Made(before, made.plan)
+    closed = PlannedProgram(before, made.plan)
     closed.forget()  # nothing could make it again
     assert closed.program is before
 
@@ -395,7 +395,7 @@ def test_a_growing_cache_keeps_one_layout() -> None:
     graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
     specializer = Specializer(graph, H200, math=precision)
 
-    def at(past: int) -> Made:
+    def at(past: int) -> PlannedProgram:
         numbers = {"s69": past, "s89": past, "s53": past + 1}  # the others: one token of one text
         shapes = {}
         for v in graph.graph.inputs:

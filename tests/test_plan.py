@@ -11,7 +11,7 @@ from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.program.problem import CHIPS, Launch
 from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
-from onnx_fuse.runtime.schedule import along_rows, by_data, in_line, segments, shareable
+from onnx_fuse.runtime.schedule import aliasable, by_dependency, overlappable, segments, sequential
 
 H200 = CHIPS["H200"]
 
@@ -114,10 +114,10 @@ def test_calls_follow_what_the_data_asks_for_and_no_more() -> None:
     # 1 and 2 read what 0 wrote; 3 reads both; 4 overwrites what 1 read; 5 is on its own
     steps = [([0], [1]), ([1], [2]), ([1], [3]), ([2, 3], [4]), ([0], [1]), ([0], [5])]
     p = program(steps, dict.fromkeys(range(6), 10))
-    order = by_data(p)
+    order = by_dependency(p)
     assert order.after == ((), (0,), (0,), (2, 1), (2, 1), ())
     assert order.before[3] == order.before[4] == bits({0, 1, 2})
-    line = in_line(p)
+    line = sequential(p)
     assert line.after == ((), (0,), (1,), (2,), (3,), (4,))
     assert line.before[5] == bits({0, 1, 2, 3, 4})
 
@@ -128,15 +128,15 @@ def test_a_graph_begins_at_one_call_and_those_of_many_blocks() -> None:
         launches = (Launch("", "k", (blocks, 1, 1), (32, 1, 1), ()),)
         p = program(steps, dict.fromkeys(range(4), 10))
         calls = tuple(Call(**{**vars(call), "launches": launches}) for call in p.calls)
-        assert by_data(Program(calls, p.buffers, p.inputs, p.outputs, {})).after == after
+        assert by_dependency(Program(calls, p.buffers, p.inputs, p.outputs, {})).after == after
 
 
 def test_the_longest_row_alone_is_launched_early() -> None:
     # 0 1 3 5 6 is the row; 2 ends, 4 follows 3 too, 6 follows several
     after = [[], [0], [0], [1], [3], [3], [5, 4]]
-    assert along_rows(after) == [False, True, False, True, False, True, False]
+    assert overlappable(after) == [False, True, False, True, False, True, False]
     longer = [[], [0], [0], [2], [3]]  # the second of two followers has more behind it
-    assert along_rows(longer) == [False, False, True, True, True]
+    assert overlappable(longer) == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -149,7 +149,7 @@ def test_what_may_run_side_by_side_does_not_overlap(seed: int) -> None:
         for _, t in (*call.reads, *call.writes):
             if t.buffer in layout.offsets:
                 users.setdefault(t.buffer, set()).add(i)
-    before = by_data(p).before
+    before = by_dependency(p).before
     assert layout.order.before == before
     for a in users:
         for b in users:
@@ -165,7 +165,7 @@ def test_where_that_takes_much_memory_calls_run_in_line(monkeypatch: pytest.Monk
     free = plan(p)
     monkeypatch.setattr(module, "SIDE_BY_SIDE", free.arena - 1)
     line = plan(p)
-    assert line.order == in_line(p) != free.order
+    assert line.order == sequential(p) != free.order
     assert line.arena < free.arena
 
 
@@ -184,4 +184,4 @@ def test_an_output_may_overwrite_an_input_that_nothing_reads_later(
     shapes = {"past": ((1, 4, 32, 8), "float16"), "new": ((1, 4, 1, 8), "float16"),
               "at": ((1, 4, 1, 8), "int64")}  # fmt: skip
     p = lower(text_model(CACHED.replace("WHICH", which)), shapes, H200)
-    assert shareable(p, plan(p).order) == found
+    assert aliasable(p, plan(p).order) == found

@@ -13,7 +13,7 @@ from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import MODULES, candidates, select, site, tuning
 from onnx_fuse.kernels.costs import pays, seconds
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import passes
@@ -89,7 +89,7 @@ def test_each_operator_has_candidates(op: str) -> None:
     """Where a rule chooses, the last one's default configuration is the rule's own."""
     kernels = candidates(op)
     assert kernels
-    rules = [isinstance(kernel, ByRule) for kernel in kernels]
+    rules = [isinstance(kernel, RuleBased) for kernel in kernels]
     assert all(rules) or not any(rules)
     assert len({kernel.name for kernel in kernels}) == len(kernels)
 

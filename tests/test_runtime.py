@@ -350,7 +350,7 @@ def test_outputs_that_are_kept_go_back_when_nobody_has_them(gpu: FakeGpu) -> Non
 def test_nothing_is_given_back_into_a_graph_that_is_captured(gpu: FakeGpu) -> None:
     stream = device.Stream()
     pool = device.Pool(stream, 0)
-    memory = [pool.take(8, "some"), pool.take(8, "more")]
+    memory = [pool.allocate(8, "some"), pool.allocate(8, "more")]
 
     def step() -> None:
         memory.pop()
@@ -454,7 +454,7 @@ def test_which_ends_may_stand_in_host_memory(
         for got, want in zip(runs.run(None, feeds), runs.run(["y", "z"], feeds), strict=True):
             assert got.tobytes() == want.tobytes()
     [instance] = runs._on_cuda().instances()
-    assert (instance.direct is not None) == stands
+    assert (instance.zero_copy is not None) == stands
 
 
 def test_an_output_that_lowering_knew_is_written_at_each_run(gpu: FakeGpu) -> None:

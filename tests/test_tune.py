@@ -141,7 +141,7 @@ def test_shipped_records_are_of_the_sources_beside_them() -> None:
         f"{path.name}: {name}"
         for path in [tuning.SHIPPED / "NVIDIA_H200.json"]
         for name, entry in json.loads(path.read_text()).items()
-        if not tuning.live(name, entry, H200, candidates(name.partition(" | ")[0]))
+        if not tuning.is_current(name, entry, H200, candidates(name.partition(" | ")[0]))
     ]
     assert not dead, "measure again, or delete what select cannot use any more"
 

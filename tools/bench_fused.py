@@ -38,7 +38,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem
 from onnx_fuse.session import load
-from onnx_fuse.tune import TOLERANCE, calls_of, likely, tune
+from onnx_fuse.tune import TOLERANCE, calls_of, shortlist, tune
 
 BF16 = {"dtype": "bfloat16"}
 LARGE = ((8192, 4096, 4096), (8192, 1024, 4096))  # where fp32 products are compared
@@ -88,7 +88,7 @@ class Bench:
 
     def tune(self, problem: Problem, sets: list[Any]) -> None:
         """Ship the fastest of the likely choices as this GPU's record, if its results agree."""
-        choices = likely(problem, self.hw)
+        choices = shortlist(problem, self.hw)
         calls = (call for choice in choices for call in choice.launch(problem, self.hw))
         nvrtc.compile_all(calls, self.hw.arch, workers=14)
         arms: dict[str, Any] = {}
@@ -268,8 +268,8 @@ class Bench:
         arms = {"cublas": lambda i: ops[i].baseline()}
         fold = self.fold(ops, k, n)
         for way, folded in (("folded", True), ("unfolded", False)):
-            forward = self.ours(fwd.having(folded=folded), ops, f"forward, {way}")
-            backward = self.ours(bwd.having(folded=folded), ops, f"backward, {way}")
+            forward = self.ours(fwd.replace(folded=folded), ops, f"forward, {way}")
+            backward = self.ours(bwd.replace(folded=folded), ops, f"backward, {way}")
             if forward is None or backward is None:
                 continue
             calls = [fold, forward, backward] if folded else [forward, backward]

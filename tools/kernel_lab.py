@@ -281,7 +281,7 @@ class Runner:
         """Output -> relative error (None: not legal for this case); raises on a broken promise."""
         import torch as t
 
-        problem = self.problem.having(m=case.m, k=case.k, n=case.n)
+        problem = self.problem.replace(m=case.m, k=case.k, n=case.n)
         if self.kernel.supports(problem, self.hw):
             return None
         if self.config not in self.kernel.configs(problem, self.hw):
@@ -511,7 +511,7 @@ def main() -> None:
         batch=(args.batch,) if args.batch else (), **attrs,
     )  # fmt: skip
     shapes = [tuple(map(int, s.split(","))) for s in args.shape or []] or list(SHAPES)
-    problems = [base.having(m=m, k=k, n=n) for m, k, n in shapes]
+    problems = [base.replace(m=m, k=k, n=n) for m, k, n in shapes]
     kernels = [c for c in candidates(args.op) if not args.kernel or c.name in args.kernel]
     timed: list[dict[str, Any]] = []
     for problem in problems:
@@ -529,7 +529,7 @@ def main() -> None:
         seen = set()
         for kernel in kernels:
             for case in CASES:
-                problem = base.having(m=case.m, k=case.k, n=case.n)
+                problem = base.replace(m=case.m, k=case.k, n=case.n)
                 if kernel.supports(problem, hw):
                     continue
                 for how in kernel.configs(problem, hw):
@@ -542,7 +542,7 @@ def main() -> None:
         call
         for job in [*timed, *checks]
         for call in by_name[job["kernel"]].launch(
-            job["problem"].having(m=job["case"].m, k=job["case"].k, n=job["case"].n)
+            job["problem"].replace(m=job["case"].m, k=job["case"].k, n=job["case"].n)
             if "case" in job
             else job["problem"],
             job["config"],

@@ -15,7 +15,7 @@ from onnx_fuse.onnx.common import FUSE, one_line
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.types import element_type
 from onnx_fuse.ops.cells import Written, activations
-from onnx_fuse.ops.derive import fail, is_float, text
+from onnx_fuse.ops.grad_helpers import fail, is_float, text
 from onnx_fuse.ops.recurrent import GATES
 
 Whole: TypeAlias = Callable[[ir.Node], bool]

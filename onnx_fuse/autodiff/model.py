@@ -15,7 +15,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.common import DEFAULT, Model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.derive import is_float
+from onnx_fuse.ops.grad_helpers import is_float
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rewrite import CONSTANT, rank
 from onnx_fuse.passes.canonicalize import canonicalize

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.derive import fail, is_float, size_of, zeros_like
+from onnx_fuse.ops.grad_helpers import fail, is_float, size_of, zeros_like
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 """`walk._walk`: the gradients of values of a graph, appended to it."""

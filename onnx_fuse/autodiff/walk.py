@@ -16,7 +16,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import NoGrad, OpDef, lookup
-from onnx_fuse.ops.derive import fail, is_float, unbroadcast, zeros_like
+from onnx_fuse.ops.grad_helpers import fail, is_float, unbroadcast, zeros_like
 from onnx_fuse.ops.recurrent import GATES, steps_kind
 from onnx_fuse.passes.leaf_norm import without_rows
 

@@ -60,7 +60,7 @@ class _Parser:
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def take(self, wanted: str) -> None:
+    def expect(self, wanted: str) -> None:
         if self.peek() != wanted:
             raise _Unclear
         self.at += 1
@@ -71,7 +71,7 @@ class _Parser:
             return chosen
         self.at += 1
         first = self.ternary()
-        self.take(":")
+        self.expect(":")
         second = self.ternary()
         if chosen is None:
             return first if first == second else None
@@ -111,7 +111,7 @@ class _Parser:
         if token == "(":
             self.at += 1
             inner = self.ternary()
-            self.take(")")
+            self.expect(")")
             return inner
         self.at += 1
         if number := _NUMBER.fullmatch(token):
@@ -121,7 +121,7 @@ class _Parser:
         if token == "sizeof" and self.peek() == "(":
             size = _SIZES.get(self.tokens[self.at + 1])
             self.at += 2
-            self.take(")")
+            self.expect(")")
             return size
         if not _NAME.fullmatch(token):
             raise _Unclear

@@ -135,7 +135,7 @@ class Bound:
         """Take other addresses for what is enqueued from now on."""
         self._arguments.place(self._pointers(pointers))
 
-    def become(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
+    def update(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
         """Be another launch of the same kernel; False where it is of another."""
         old = self.launch
         if (old.source, old.entry, old.defines, old.smem, old.sync) != (

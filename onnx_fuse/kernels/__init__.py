@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
-    **dict.fromkeys(("Several", "PointwiseMany", "CopyMany"), "several"),
+    **dict.fromkeys(("Several", "PointwiseMany", "CopyMany"), "batched"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),
@@ -139,7 +139,8 @@ def select(
     """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
 
     A problem with open sizes is served by what suits the largest of its class. Where no cost model
-    compares the candidates (`rule.ByRule`), the first that serves the problem does, by its rule.
+    compares the candidates (`rule_based.RuleBased`), the first that serves the problem is chosen
+    and runs by its rule.
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
     trace = problem.trace
@@ -166,28 +167,28 @@ def _select(
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
-        if isinstance(kernel, ByRule):
+        if isinstance(kernel, RuleBased):
             return _by_rule(kernel, problem, hw, "forced")
-        return _first_that_fits(problem, _by_cost((kernel,), problem.rough(), hw, "forced"))
+        return _first_that_fits(problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"))
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
-    if isinstance(legal[0], ByRule) and not (records and tuning.has(op, hw)):
+    if isinstance(legal[0], RuleBased) and not (records and tuning.has(op, hw)):
         return _by_rule(legal[0], problem, hw, "its rule")
-    largest = problem.rough()
+    largest = problem.upper_bound()
     if records and (record := tuning.lookup(op, largest, hw, legal)):
         kernel, best, seconds = record
         if kernel.fits(problem, best):
             return Choice(kernel, best, seconds, "tuning record")
-    if isinstance(legal[0], ByRule):
+    if isinstance(legal[0], RuleBased):
         return _by_rule(legal[0], problem, hw, "its rule")
     return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"))
 
 
-def _by_rule(kernel: ByRule, problem: AnyProblem, hw: Hardware, why: str) -> Choice:
+def _by_rule(kernel: RuleBased, problem: AnyProblem, hw: Hardware, why: str) -> Choice:
     """The kernel by its own rule, which looks at open sizes themselves and not at their class."""
     how = Config.of()
-    return Choice(kernel, how, kernel.cost(problem.told(), how, hw), why)
+    return Choice(kernel, how, kernel.cost(problem.concrete(), how, hw), why)
 
 
 def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice]) -> Choice | None:
@@ -203,7 +204,7 @@ def refusal(kernel: Kernel, problem: AnyProblem, hw: Hardware) -> str | None:
     """What `supports` says: the sizes named in it are no decision, those compared are."""
     if problem.trace is None:
         return kernel.supports(problem, hw)
-    with problem.trace.telling():
+    with problem.trace.formatting():
         return kernel.supports(problem, hw)
 
 
@@ -244,7 +245,7 @@ def site(call: Call, hw: Hardware) -> Site:
         if kernel.name not in refused and kernel.name != choice.kernel.name
     ]
     op, why = problem.op, choice.why
-    if isinstance(choice.kernel, ByRule):  # its neighbours are for other problems, not refused
+    if isinstance(choice.kernel, RuleBased):  # its neighbours are for other problems, not refused
         refused = {}
         op = call.kernel if op in call.kernel else f"{call.kernel} ({op})"
         why += f"; also {', '.join(kernel.name for kernel in others)}" if others else ""

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule, tail_macros, vector
+from onnx_fuse.kernels.rule_based import RuleBased, access_width, tail_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
 
 
-class Apply(ByRule):
+class Apply(RuleBased):
     """layernorm/channel.cu. Operands: x scale bias mean variance e1 e2 e3 y."""
 
     source = "layernorm/channel.cu"
 
     def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a vector a thread."""
-        vec = vector(problem.inner, problem.dtype)
+        vec = access_width(problem.inner, problem.dtype)
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
         numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1))
         return (Launch(
@@ -32,7 +32,7 @@ class Apply(ByRule):
         ),)  # fmt: skip
 
 
-class Running(ByRule):
+class Running(RuleBased):
     """layernorm/channel.cu. Operands: old_mean old_variance mean variance new_mean new_variance."""
 
     source = "layernorm/channel.cu"
@@ -50,7 +50,7 @@ class Running(ByRule):
         ),)  # fmt: skip
 
 
-class Grad(ByRule):
+class Grad(RuleBased):
     """layernorm/channel_grad.cu. Operands: x dy scale mean variance part dscale dbias sums dx."""
 
     source = "layernorm/channel_grad.cu"
@@ -58,7 +58,7 @@ class Grad(ByRule):
     def launch(self, problem: ChannelGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch of the stage."""
         batch, channels, inner = problem.batch, problem.channels, problem.inner
-        columns, vec = by_columns(problem), vector(inner, problem.dtype)
+        columns, vec = by_columns(problem), access_width(inner, problem.dtype)
         epsilon = Num("f32", problem.epsilon)
         macros = defines(
             T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
@@ -101,7 +101,7 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     if by_columns(problem):
         tiles, length, least = -(-channels * inner // 32), problem.batch, 32
     else:
-        length = problem.batch * inner // vector(inner, problem.dtype)
+        length = problem.batch * inner // access_width(inner, problem.dtype)
         tiles, least = channels, 1024
     splits = max(1, min(length // least, -(-_BLOCKS // tiles)))
     chunk = -(-length // splits)

@@ -11,7 +11,7 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule, tail_macros, window_macros
+from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Conv
@@ -42,7 +42,7 @@ def _sizes(problem: Conv) -> tuple[Num, ...]:
     return tuple(Num("i32", n) for n in numbers)
 
 
-class Direct(ByRule):
+class Direct(RuleBased):
     """conv/direct.cu: an element of y a thread."""
 
     name = "direct"
@@ -65,7 +65,7 @@ class Direct(ByRule):
         ),)  # fmt: skip
 
 
-class _Tiled(ByRule):
+class _Tiled(RuleBased):
     """Implicit products of tiles, with the weights packed before and parts of k summed after.
 
     Configurations: `bm` filters a tile, `split` parts of the sum.

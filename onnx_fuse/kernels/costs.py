@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from onnx_fuse.kernels import forced, refusals, select
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Hardware
 
 
@@ -27,8 +27,8 @@ def seconds(
     choice = select(problem.op, problem, hw, prefs, records=records)
     if choice is None:
         return inf
-    if isinstance(choice.kernel, ByRule) and problem.trace is not None:
-        return choice.kernel.cost(problem.rough(), choice.config, hw)
+    if isinstance(choice.kernel, RuleBased) and problem.trace is not None:
+        return choice.kernel.cost(problem.upper_bound(), choice.config, hw)
     return choice.seconds
 
 

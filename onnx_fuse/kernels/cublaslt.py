@@ -11,7 +11,7 @@ from math import ceil
 
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.kernels.gemm_portable import normed
-from onnx_fuse.kernels.rule import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr
 
 INSTALL = "pip install 'onnx-fuse[cublaslt]'"

@@ -25,7 +25,7 @@ from onnx_fuse.program.problem import (
     ld,
     operand,
 )
-from onnx_fuse.program.size import rough
+from onnx_fuse.program.size import upper_bound
 
 BK = 64
 
@@ -114,7 +114,7 @@ class Cluster:
         room = config.integer("room")
         limit = (hw.smem_per_block + 1024) // room - 1024
         # of open sizes those of the largest of the class: a CTA may have fewer steps than stages
-        steps = rough(self._steps(problem, config))
+        steps = upper_bound(self._steps(problem, config))
         most = min(steps, limit // (config.integer("bn") * BK * 2))
         down = range(most, 0, -1)
         return next((s for s in down if self._smem(problem, config, s) <= limit), 0)
@@ -217,7 +217,7 @@ class Cluster:
             types, epilogue,
             {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
              "BN": bn, "SPLIT": split, "SHARE": share, "STAGES": stages, "N_STEP": step_n,
-             "RING": rough(self._steps(problem, config)) > stages, "STATIC_B": early},
+             "RING": upper_bound(self._steps(problem, config)) > stages, "STATIC_B": early},
             {"STATS": 1} if stats else {}, {"RMS": 1} if problem.attr("rms") and stats else {},
         )  # fmt: skip
         size = ITEMSIZE[problem.dtype]
@@ -278,7 +278,7 @@ class NormCluster(Cluster):
             return "the weights are folded: gamma and beta are not given"
         if problem.attr("stats"):
             return "it makes the statistics itself"
-        return super().supports(problem.having(folded=True), hw)
+        return super().supports(problem.replace(folded=True), hw)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The product, which waits for all of a, and what a thread rewrites of it."""

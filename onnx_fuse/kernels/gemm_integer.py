@@ -18,7 +18,7 @@ from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 BYTES = ("int8", "uint8")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
-from onnx_fuse.kernels.rule import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -362,7 +362,9 @@ class Mma(Unconditional, _Portable):
         """Tiles with as many stages as fit."""
         every = [Config.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)]
         fit = [how for how in every if self._smem(problem, how) <= hw.smem_per_block]
-        return [how for how in fit if how.integer("stages") == 4 or how.having(stages=4) not in fit]
+        return [
+            how for how in fit if how.integer("stages") == 4 or how.replace(stages=4) not in fit
+        ]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Tensor-core waves, at the tile's share of the full rate."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
 
@@ -26,7 +26,7 @@ def _dims(dims: tuple[int, ...]) -> tuple[Num, ...]:
     return tuple(Num("i64", d) for d in (*dims, *(1,) * (MAX_TUPLE - len(dims))))
 
 
-class _Tuples(ByRule):
+class _Tuples(RuleBased):
     """Kernels of tuples of at most so many indices."""
 
     def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
@@ -35,7 +35,7 @@ class _Tuples(ByRule):
         return f"index tuples of {q}" if q > MAX_TUPLE else None
 
 
-class Elements(ByRule):
+class Elements(RuleBased):
     """indexing/gather.cu. Operands: x index y."""
 
     source = "indexing/gather.cu"
@@ -78,7 +78,7 @@ def _scatter_defines(problem: ScatterElements | ScatterND) -> tuple[tuple[str, s
     )
 
 
-class Lines(ByRule):
+class Lines(RuleBased):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"

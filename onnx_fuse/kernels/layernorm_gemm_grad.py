@@ -106,7 +106,7 @@ class TwoGemms:
 
         def best(gemms: Mapping[str, Problem]) -> list[Config]:
             every = [
-                (how.having(kernel=name), self._cost(gemm, how.having(kernel=name), hw))
+                (how.replace(kernel=name), self._cost(gemm, how.replace(kernel=name), hw))
                 for name, gemm in gemms.items()
                 if self.for_dx[name].supports(gemm, hw) is None
                 for how in self.for_dx[name].configs(gemm, hw)
@@ -184,11 +184,14 @@ class TwoGemms:
             m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0), planes=planes
         )
         arena = Arena()
-        xh, dz = arena.take(size * m * k), arena.take(size * m * n) if act or planes else Ptr("dy")
-        dc, wq, cs, cv = arena.take(4 * n), Ptr("wq"), Ptr("cs"), Ptr("cv")
+        xh, dz = (
+            arena.allocate(size * m * k),
+            arena.allocate(size * m * n) if act or planes else Ptr("dy"),
+        )
+        dc, wq, cs, cv = arena.allocate(4 * n), Ptr("wq"), Ptr("cs"), Ptr("cv")
         if not problem.attr("folded"):
-            wq, cs, cv = arena.take(size * k * n), arena.take(4 * n), arena.take(4 * n)
-        c1, c2 = arena.take(4 * m), arena.take(4 * m)
+            wq, cs, cv = arena.allocate(size * k * n), arena.allocate(4 * n), arena.allocate(4 * n)
+        c1, c2 = arena.allocate(4 * m), arena.allocate(4 * m)
         if own:
             rows = self.inner.row_tiles(gemm_dx, how_dx)
         # partial sums of the fold, of dbias, of a split k: one after the other
@@ -200,7 +203,7 @@ class TwoGemms:
             self.for_dx[how_dx.text("kernel")].workspace(gemm_dx, how_dx, hw),
             self.inner.workspace(gemm_dw, how_dw, hw),
         )
-        part, dots_part = arena.take(scratch), arena.take(8 * tiles * k)
+        part, dots_part = arena.allocate(scratch), arena.allocate(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
         folds: tuple[Launch, ...] = (

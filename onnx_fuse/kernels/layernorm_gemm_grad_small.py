@@ -22,7 +22,7 @@ class Arena:
 
     size: int = 0
 
-    def take(self, size: int) -> Ptr:
+    def allocate(self, size: int) -> Ptr:
         """A place of `size` bytes, 256-byte aligned."""
         place = Ptr("workspace", self.size)
         self.size += ceil(size / 256) * 256
@@ -177,9 +177,9 @@ class FewRows:
         of_g, of_dw = tiles.blocks_of(problem)
         row_parts, column_parts = splits * ceil(k / tiles.ak), splits * ceil(m / tiles.am)
         arena = Arena()
-        dz = arena.take(ITEMSIZE[problem.dtype] * m * n) if act else Ptr("dy")
-        g, rows = arena.take(4 * splits * m * k), arena.take(8 * row_parts * m)
-        columns = arena.take(8 * column_parts * k)
+        dz = arena.allocate(ITEMSIZE[problem.dtype] * m * n) if act else Ptr("dy")
+        g, rows = arena.allocate(4 * splits * m * k), arena.allocate(8 * row_parts * m)
+        columns = arena.allocate(8 * column_parts * k)
         defines = as_defines(
             tiles.defines(),
             {"T": C_TYPES[problem.dtype]},

@@ -25,7 +25,7 @@ class LeafFma(Fma):
         whole = [how for how in super().configs(problem, hw) if how.integer("split") == 1]
         most = 8 if hw.cc >= 90 else 0
         return [
-            how.having(join=parts if (parts := self._parts(problem, how)[0]) <= most else 0)
+            how.replace(join=parts if (parts := self._parts(problem, how)[0]) <= most else 0)
             for how in whole
         ]
 

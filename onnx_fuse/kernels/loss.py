@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule, around, block_of, team, vector
+from onnx_fuse.kernels.rule_based import (
+    RuleBased,
+    access_width,
+    block_of,
+    team_size,
+    thread_choices,
+)
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import CrossEntropy
 
@@ -14,7 +20,7 @@ _MOST = 512  # threads a row
 _NONE_IGNORED = -(2**62)
 
 
-class Rows(ByRule):
+class Rows(RuleBased):
     """loss/cross_entropy.cu. Operands: x target weight loss rows log_prob slope dx."""
 
     name = "row"
@@ -24,15 +30,15 @@ class Rows(ByRule):
         """Half or twice the threads a row too."""
         if problem.inner != 1 or problem.stage == "total":
             return (Config.of(),)
-        return [how for how in around(self._team(problem, Config.of())[1])
+        return [how for how in thread_choices(self._team(problem, Config.of())[1])
                 if how.integer("team") <= _MOST]  # fmt: skip
 
     def _team(self, problem: CrossEntropy, config: Config) -> tuple[int, int]:
         """Elements an access and threads a row."""
         if problem.inner != 1:
             return 1, 1
-        vec = vector(problem.classes, problem.dtype)
-        rule = min(_MOST, team(problem.rows, problem.classes, vec))
+        vec = access_width(problem.classes, problem.dtype)
+        rule = min(_MOST, team_size(problem.rows, problem.classes, vec))
         return vec, config.integer("team") or rule
 
     def launch(self, problem: CrossEntropy, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -19,7 +19,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 FLOATS = ("float16", "bfloat16", "float32")

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import (
-    ByRule,
-    around,
+from onnx_fuse.kernels.rule_based import (
+    RuleBased,
+    access_width,
     block_of,
     row_items,
     tail_macros,
-    team,
-    vector,
+    team_size,
+    thread_choices,
     whole_sectors,
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
@@ -35,7 +35,7 @@ def _unheld(columns: int, held: int, dtype: str) -> str | None:
 def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
     """Elements an access, threads a row (`threads`, if not 0) and accesses a thread."""
     length, dtype = problem.length, problem.dtype
-    vec = min(vector(length, dtype), vector(length, problem.param))
+    vec = min(access_width(length, dtype), access_width(length, problem.param))
     if not threads:
         each = vec * (2 if ITEMSIZE[dtype] == 2 else 4)
         threads = min(1024, max(32, pow2(-(-length // each))))
@@ -50,7 +50,7 @@ def grad_parts(problem: NormGrad) -> int:
     return min(-(-rows // min(8, max(1, rows // 256))), _GRAD_THREADS // grad_shape(problem)[1])
 
 
-class Row(ByRule):
+class Row(RuleBased):
     """layernorm/row.cu. Operands: x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
 
     name = "row"
@@ -63,7 +63,7 @@ class Row(ByRule):
 
     def configs(self, problem: Norm, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""
-        return [how for how in around(self._shape(problem, Config.of())[1])
+        return [how for how in thread_choices(self._shape(problem, Config.of())[1])
                 if self.fits(problem, how)]  # fmt: skip
 
     def cost(self, problem: Norm, config: Config, hw: Hardware) -> float:
@@ -79,10 +79,12 @@ class Row(ByRule):
     def _shape(self, problem: Norm, config: Config) -> tuple[int, int, int]:
         """Elements an access, threads a row, accesses that a thread keeps."""
         length, x = problem.length, problem.dtype
-        vec = min(vector(length, x), vector(problem.inner, x) if problem.affine == 2 else 16)
+        vec = min(
+            access_width(length, x), access_width(problem.inner, x) if problem.affine == 2 else 16
+        )
         if problem.affine == 1:
-            vec = min(vec, vector(length, problem.param))
-        threads = config.integer("team") or team(problem.rows, length, vec)
+            vec = min(vec, access_width(length, problem.param))
+        threads = config.integer("team") or team_size(problem.rows, length, vec)
         return vec, threads, row_items(length, vec, threads, _KEPT)
 
     def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
@@ -108,7 +110,7 @@ class Row(ByRule):
         ),)  # fmt: skip
 
 
-class _Grad(ByRule):
+class _Grad(RuleBased):
     """A candidate of layernorm/grad.cu."""
 
     name = "row"
@@ -135,7 +137,9 @@ class GradRow(_Grad):
 
     def configs(self, problem: NormGrad, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""
-        return [how for how in around(grad_shape(problem)[1], 32) if self.fits(problem, how)]
+        return [
+            how for how in thread_choices(grad_shape(problem)[1], 32) if self.fits(problem, how)
+        ]
 
     def cost(self, problem: NormGrad, config: Config, hw: Hardware) -> float:
         """Each row reads the matrix that makes dy of few columns again."""

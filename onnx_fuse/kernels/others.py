@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule, window_macros
+from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.moves import (
     DeformColumns,
     Determinant,
@@ -24,7 +24,7 @@ def _blocks(size: int, each: int) -> tuple[int, int, int]:
     return (-(-size // each), 1, 1)
 
 
-class Philox(ByRule):
+class Philox(RuleBased):
     """random/philox.cu. Operands: state x y."""
 
     source = "random/philox.cu"
@@ -43,7 +43,7 @@ class Philox(ByRule):
         return (Launch(self.source, "philox_fill", grid, (256, 1, 1), args, macros),)
 
 
-class Bins(ByRule):
+class Bins(RuleBased):
     """regions/roi_align.cu. Operands: x rois index y."""
 
     source = "regions/roi_align.cu"
@@ -64,7 +64,7 @@ class Bins(ByRule):
         ),)  # fmt: skip
 
 
-class MovedTaps(ByRule):
+class OffsetTaps(RuleBased):
     """regions/deform_columns.cu. Operands: x offset mask columns."""
 
     source = "regions/deform_columns.cu"
@@ -82,7 +82,7 @@ class MovedTaps(ByRule):
         ),)  # fmt: skip
 
 
-class Suppression(ByRule):
+class Suppression(RuleBased):
     """regions/nms.cu. Operands: boxes scores most iou least left chosen found."""
 
     source = "regions/nms.cu"
@@ -97,7 +97,7 @@ class Suppression(ByRule):
         ),)  # fmt: skip
 
 
-class Elimination(ByRule):
+class Elimination(RuleBased):
     """linalg/det.cu. Operands: x work y."""
 
     source = "linalg/det.cu"
@@ -111,7 +111,7 @@ class Elimination(ByRule):
         ),)  # fmt: skip
 
 
-class Counts(ByRule):
+class Counts(RuleBased):
     """text/tfidf.cu. Operands: x pool entry weight y."""
 
     source = "text/tfidf.cu"
@@ -126,7 +126,7 @@ class Counts(ByRule):
         ),)  # fmt: skip
 
 
-class LeastAndLargest(ByRule):
+class MinMax(RuleBased):
     """quant/range.cu. Operands: x scale zero."""
 
     source = "quant/range.cu"
@@ -155,9 +155,9 @@ class LeastAndLargest(ByRule):
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Random": (Philox(),),
     "RoiAlign": (Bins(),),
-    "DeformColumns": (MovedTaps(),),
+    "DeformColumns": (OffsetTaps(),),
     "NmsChosen": (Suppression(),),
     "Determinant": (Elimination(),),
     "NGrams": (Counts(),),
-    "Range": (LeastAndLargest(),),
+    "Range": (MinMax(),),
 }

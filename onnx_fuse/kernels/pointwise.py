@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.pointwise import launch_of, launch_transpose
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.problem import Config, Hardware, Launch
 
@@ -20,7 +20,7 @@ def _transposed(problem: Pointwise) -> Launch | None:
     return launch_transpose(problem.reads[0], problem.writes[0])
 
 
-class Tiles(ByRule):
+class Tiles(RuleBased):
     """A candidate of indexing/transpose.cu."""
 
     name = "tiles"
@@ -37,7 +37,7 @@ class Tiles(ByRule):
         return (found,)
 
 
-class Generated(ByRule):
+class Generated(RuleBased):
     """A kernel whose text is the expression; sizes and strides are its arguments."""
 
     name = "generated"

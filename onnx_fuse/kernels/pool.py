@@ -7,7 +7,7 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule, window_macros
+from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
 
@@ -18,7 +18,7 @@ def _blocks(size: int, threads: int = 256) -> tuple[int, int, int]:
     return (-(-size // threads), 1, 1)
 
 
-class Windows(ByRule):
+class Windows(RuleBased):
     """pool/pool.cu. Operands: x y indices."""
 
     source = "pool/pool.cu"
@@ -39,7 +39,7 @@ class Windows(ByRule):
         ),)  # fmt: skip
 
 
-class Channels(ByRule):
+class Channels(RuleBased):
     """pool/lrn.cu. Operands: x y."""
 
     source = "pool/lrn.cu"
@@ -55,7 +55,7 @@ class Channels(ByRule):
         ),)  # fmt: skip
 
 
-class Taps(ByRule):
+class Taps(RuleBased):
     """pool/resample.cu. Operands: x source weight y."""
 
     source = "pool/resample.cu"
@@ -73,7 +73,7 @@ class Taps(ByRule):
         ),)  # fmt: skip
 
 
-class Points(ByRule):
+class Points(RuleBased):
     """pool/grid_sample.cu. Operands: x grid y."""
 
     source = "pool/grid_sample.cu"
@@ -91,7 +91,7 @@ class Points(ByRule):
         ),)  # fmt: skip
 
 
-class Columns(ByRule):
+class Columns(RuleBased):
     """pool/col2im.cu. Operands: x y."""
 
     source = "pool/col2im.cu"

@@ -7,7 +7,7 @@ from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import Recurrence
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 
@@ -45,7 +45,7 @@ def _geometry(problem: Recurrence, hw: Hardware) -> tuple[dict[str, Any], int, i
     return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
 
 
-class Steps(ByRule):
+class Steps(RuleBased):
     """recurrent/steps.cu and recurrent/steps_grad.cu.
 
     Operands: z rt rn bn h0 c0 lengths y h c; of the gradient z z2 before r rn c0 lengths dy dh_T

@@ -10,7 +10,14 @@ from itertools import accumulate
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import BLOCK, ByRule, around, block_of, team, vector
+from onnx_fuse.kernels.rule_based import (
+    BLOCK,
+    RuleBased,
+    access_width,
+    block_of,
+    team_size,
+    thread_choices,
+)
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, Table
 from onnx_fuse.program.problems import Reduce, SumSquares
 
@@ -35,10 +42,10 @@ def _vec(problem: Reduce) -> int:
     """The number of elements of one access."""
     if problem.from_state or problem.short:
         return 1
-    return vector(problem.length if problem.inner == 1 else problem.inner, problem.dtype)
+    return access_width(problem.length if problem.inner == 1 else problem.inner, problem.dtype)
 
 
-class Row(ByRule):
+class Row(RuleBased):
     """reduce/reduce.cu, along the last axis. Operands: x y y2."""
 
     name = "row"
@@ -50,12 +57,14 @@ class Row(ByRule):
 
     def configs(self, problem: Reduce, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""
-        return around(team(problem.outer * problem.splits, problem.chunk, _vec(problem)))
+        return thread_choices(
+            team_size(problem.outer * problem.splits, problem.chunk, _vec(problem))
+        )
 
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         rows = problem.outer * problem.splits
-        threads = config.integer("team") or team(rows, problem.chunk, _vec(problem))
+        threads = config.integer("team") or team_size(rows, problem.chunk, _vec(problem))
         block = block_of(threads)
         numbers = (problem.outer, problem.length, problem.chunk, problem.splits, problem.count)
         return (Launch(
@@ -65,7 +74,7 @@ class Row(ByRule):
         ),)  # fmt: skip
 
 
-class Column(ByRule):
+class Column(RuleBased):
     """reduce/reduce.cu, along another axis. Operands: x y y2."""
 
     name = "column"
@@ -89,7 +98,7 @@ class Column(ByRule):
         ),)  # fmt: skip
 
 
-class Squares(ByRule):
+class Squares(RuleBased):
     """reduce/sum_squares.cu: a launch for every 1024 tensors, and one that adds their sums up.
 
     Operands: x.0, x.1, ... y.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import CumulativeSum, SortedRows, TopK
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 
@@ -16,7 +16,7 @@ TOPK_MAX = 2048
 """The largest k of scan/topk.cu where a row is longer than 4096; others are sorted whole."""
 
 
-class Cumulative(ByRule):
+class Cumulative(RuleBased):
     """scan/cumsum.cu. Operands: x y."""
 
     source = "scan/cumsum.cu"
@@ -45,7 +45,7 @@ class Cumulative(ByRule):
         ),)  # fmt: skip
 
 
-class InBlock(ByRule):
+class InBlock(RuleBased):
     """scan/topk.cu: a block a row. Operands: x values indices."""
 
     name = "block"
@@ -116,7 +116,7 @@ def _sorting(
     return launches, at, room
 
 
-class WholeRows(ByRule):
+class WholeRows(RuleBased):
     """scan/sort.cu: rows are sorted whole. Operands: x values indices."""
 
     name = "sort"
@@ -144,7 +144,7 @@ class WholeRows(ByRule):
         return (*sort, take)
 
 
-class Order(ByRule):
+class Order(RuleBased):
     """scan/sort.cu. Operands: x indices."""
 
     name = "sort"

@@ -2,7 +2,7 @@
 
 The Problem: m queries, n keys, k head size, batch (B, H); attrs `dv` value head size, `group` query
 heads a key head, `causal`, `guard` (1: rows all -inf give 0, 2: weights that are NaN are 0),
-`floor` (float16: what an added -65504 stands for, see `passes.beyond`; none: itself),
+`floor` (float16: what an added -65504 stands for, see `passes.fp16_range`; none: itself),
 `scale`, `softcap` (0: none), strides `q_strides`, `k_strides`, `v_strides` (batch, head, row) and
 `mask`, `mask2` (batch, head, row, column; empty: none); `keep`, `keep2`: that one selects, and what
 it drops becomes `fill`, `fill2`; `y_strides`, `dy_strides` where those are not [B, H, S, D] in
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
-from onnx_fuse.kernels.rule import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.problem import (
     FEW,
@@ -287,7 +287,7 @@ class Wgmma(Unconditional):
             if fewest <= p.n <= most
         ]
         if p.attr("keep") and MMA.mask(p) == 2:  # it takes a register more than a third leaves
-            found = [c.having(blocks=min(c.integer("blocks"), 2)) for c in found]
+            found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]
         return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:

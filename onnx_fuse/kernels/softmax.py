@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule import ByRule, around, block_of, row_items, team, vector
+from onnx_fuse.kernels.rule_based import (
+    RuleBased,
+    access_width,
+    block_of,
+    row_items,
+    team_size,
+    thread_choices,
+)
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Softmax
 
@@ -18,7 +25,7 @@ def _macros(problem: Softmax) -> dict[str, object]:
     return {"T": C_TYPES[dtype], "ACC": accumulator(dtype), "LOG": problem.log}
 
 
-class Row(ByRule):
+class Row(RuleBased):
     """softmax/row.cu. Operands: x y."""
 
     name = "row"
@@ -30,14 +37,14 @@ class Row(ByRule):
 
     def configs(self, problem: Softmax, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""
-        vec = vector(problem.length, problem.dtype)
-        return around(team(problem.outer, problem.length, vec))
+        vec = access_width(problem.length, problem.dtype)
+        return thread_choices(team_size(problem.outer, problem.length, vec))
 
     def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         outer, length = problem.outer, problem.length
-        vec = vector(length, problem.dtype)
-        threads = config.integer("team") or team(outer, length, vec)
+        vec = access_width(length, problem.dtype)
+        threads = config.integer("team") or team_size(outer, length, vec)
         items = row_items(length, vec, threads, _KEPT)
         threads = threads if items else 512  # a row read again: more rows at once hide its latency
         block = block_of(threads)
@@ -48,7 +55,7 @@ class Row(ByRule):
         ),)  # fmt: skip
 
 
-class Column(ByRule):
+class Column(RuleBased):
     """softmax/column.cu. Operands: x y."""
 
     name = "column"

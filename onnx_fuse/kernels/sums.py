@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
-from onnx_fuse.kernels.rule import ByRule
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 
-class Slope(ByRule):
+class Slope(RuleBased):
     """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
 
     source = "pointwise/act_grad.cu"
@@ -28,7 +28,7 @@ class Slope(ByRule):
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
 
 
-class Parts(ByRule):
+class Parts(RuleBased):
     """norm/sum_parts.cu. Operands: part out0."""
 
     source = "norm/sum_parts.cu"
@@ -38,7 +38,7 @@ class Parts(ByRule):
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 
-class Columns(ByRule):
+class Columns(RuleBased):
     """norm/fold.cu. Operands: w gamma beta c low wq cs cv, of several folds with their number."""
 
     source = "norm/fold.cu"

@@ -30,7 +30,7 @@ SHIPPED = Path(__file__).parent / "records"
 IGNORED = {"epsilon", "act_alpha", "align", "bias_dtype", "c_rows", "c_cols", "static_b"}
 
 
-def bare(problem: AnyProblem) -> AnyProblem:
+def canonical(problem: AnyProblem) -> AnyProblem:
     """The problem without what does not matter to its time or is the default."""
     if not isinstance(problem, Problem):
         same = dict.fromkeys(IGNORED & problem.fields().keys(), 0.0)
@@ -52,7 +52,7 @@ def bare(problem: AnyProblem) -> AnyProblem:
 
 def key(op: str, problem: AnyProblem) -> str:
     """The record's key."""
-    return f"{op} | {bare(problem)}"
+    return f"{op} | {canonical(problem)}"
 
 
 def _file_name(hw: Hardware) -> str:
@@ -94,9 +94,9 @@ def _value(text: str) -> Value:
 
 def code_of(problem: AnyProblem, kernel: Kernel, how: Config, hw: Hardware) -> str:
     """Digest of all code that the kernel runs for the problem as its key has it."""
-    problem, text = bare(problem), ""
+    problem, text = canonical(problem), ""
     if isinstance(problem, Problem) and problem.attr("unaligned"):
-        problem = problem.having(align=2)
+        problem = problem.replace(align=2)
     for launch in kernel.launch(problem, how, hw):
         if launch.product is not None:
             text += f"cuBLASLt {cublaslt.version()}\n"
@@ -192,7 +192,9 @@ def record(
     }
 
 
-def live(name: str, entry: Mapping[str, Any], hw: Hardware, kernels: Sequence[Kernel]) -> bool:
+def is_current(
+    name: str, entry: Mapping[str, Any], hw: Hardware, kernels: Sequence[Kernel]
+) -> bool:
     """Whether one of `kernels` is the record's, its code unchanged.
 
     Where the key cannot be read, `lookup` is left to see that.
@@ -223,7 +225,7 @@ def save(
     merged = {
         name: entry
         for name, entry in before.items()
-        if live(name, entry, hw, candidates(name.partition(" | ")[0]))
+        if is_current(name, entry, hw, candidates(name.partition(" | ")[0]))
     }
     merged |= {key(op, problem): entry for op, problem, entry in records}
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:

@@ -352,7 +352,7 @@ class Values:
         if isinstance(problem, Problem):
             weights = reads.get("b", reads.get("wq"))
             if weights is not None and self._lasting(weights):
-                problem = problem.having(static_b=True)
+                problem = problem.replace(static_b=True)
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
             if not any(t.size for t in writes.values()):
                 return None

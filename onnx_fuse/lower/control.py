@@ -9,14 +9,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.lower.context import Slot
-from onnx_fuse.lower.known import Known
+from onnx_fuse.lower.host_values import HostValues
 from onnx_fuse.program.call import NeedsValues
 
 MAX_UNROLL = 1024
 """Passes of a Loop or Scan that are written out at most."""
 
 
-class Control(Known):
+class Control(HostValues):
     """Control flow, in terms of the walk over nodes that `lower.Lowerer` makes."""
 
     later: list[ir.Node]

@@ -86,11 +86,11 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
     if OPS[node.op_type].norm:
         problem = norm_problem(ctx, node, n, how)
         if x.dtype in ("float16", "bfloat16"):
-            problem = problem.having(folded=True)
+            problem = problem.replace(folded=True)
     else:
         m, math = prod(x.shape[:-1]), ctx.math
         problem = Problem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
-    problem = problem.rough()
+    problem = problem.upper_bound()
     plain = tuple(pair for pair in problem.attrs if pair[0] not in attrs)
     seconds = []
     for asked in (problem, replace(problem, attrs=plain)):

@@ -9,7 +9,7 @@ from onnx_fuse.lower.linear import alignment, matrix
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering
 from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.size import rough
+from onnx_fuse.program.size import upper_bound
 
 
 def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -33,7 +33,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     if both is None or alone is None:
         return "no kernel serves it"
     # the body's other passes over W and G, its sums and its product of one row
-    passes = 6 * ctx.hw.launch_seconds + 24 * rough(m * n) / ctx.hw.bandwidth
+    passes = 6 * ctx.hw.launch_seconds + 24 * upper_bound(m * n) / ctx.hw.bandwidth
     if both.seconds > alone.seconds + passes:
         return "another product is faster by more than the passes cost"
     reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}

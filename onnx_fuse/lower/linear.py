@@ -298,12 +298,12 @@ def norm_product(
     how = {"bias": True, "trans_b": right.trans, "align": alignment(right.tensor)}
     problem = norm_problem(ctx, node, n, {**how, **attrs})
     if "z" in exposed:
-        problem = problem.having(save_z=True)
+        problem = problem.replace(save_z=True)
     if select("LayerNormGemm", problem, ctx.hw) is None:
         return f"no kernel serves {problem}"
     beta = None if rms else ctx.view(node, 2)
     folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
-    made = problem.having(folded=True, align=16)
+    made = problem.replace(folded=True, align=16)
     reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
         reads["beta"] = ctx.contiguous(beta)
@@ -340,11 +340,11 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
         return False
     keys = ("act", "act_alpha", "rms")
     how = {key: problem.attr(key) for key in keys if problem.attr(key)}
-    problem = problem.rough()
+    problem = problem.upper_bound()
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **how))
     apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
-    shared = [select(p.op, p.having(folded=True), ctx.hw, ctx.prefs) for p in pair]
+    shared = [select(p.op, p.replace(folded=True), ctx.hw, ctx.prefs) for p in pair]
     if None in apart or None in shared:
         return False
     seconds = [sum(c.seconds for c in choices if c) for choices in (apart, shared)]
@@ -397,7 +397,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         return "its products and passes apart are faster"
     reads = {key: row if key == "c" else ctx.dense(node, i) for i, key in enumerate(names)}
     if (made := ctx.folds.get(_places(reads))) is not None:
-        problem, reads = problem.having(folded=True), reads | made
+        problem, reads = problem.replace(folded=True), reads | made
     shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
     if rms:
         del shapes["dbeta"]
@@ -445,7 +445,7 @@ def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
 
 def _apart_seconds(problem: Problem, hw: Hardware) -> float:
     """The op's body: two products, passes over [m, n], [m, k] and [k, n], some fifteen launches."""
-    problem = problem.rough()
+    problem = problem.upper_bound()
     m, n, k = problem.m, problem.n, problem.k
     both = (
         Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, math=problem.math),

@@ -36,7 +36,7 @@ def product(
     )  # fmt: skip
     fixed = [packed[name] for name in ("q", "scale", "zero") if name in packed]
     if all(ctx.known(t) is not None for t in fixed):
-        problem = problem.having(static_b=True)
+        problem = problem.replace(static_b=True)
     return ctx.select(node, problem, {"a": a, **packed}, {"y": y})
 
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
 from onnx_fuse.cuda.pointwise import Code, emit
-from onnx_fuse.kernels.rule import BLOCK, vector
+from onnx_fuse.kernels.rule_based import BLOCK, access_width
 from onnx_fuse.lower import elementwise
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
@@ -81,7 +81,7 @@ def reduction(
     source, from_state = x, False
     while todo:
         outer, length, inner = todo.pop(0)
-        vec = 1 if from_state else vector(length if inner == 1 else inner, x.dtype)
+        vec = 1 if from_state else access_width(length if inner == 1 else inner, x.dtype)
         chunk = length if from_state and length <= 256 else pieces(outer, length, inner, vec)
         short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
         chunk = length if short else chunk

@@ -159,7 +159,7 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
     y = _output(ctx, node, 0, shape, q.dtype)
     problem = _problem(ctx, node, "Sdpa", q, k, v, masks, y=y)
     if "mask" in reads:
-        problem = problem.having(causal=False)
+        problem = problem.replace(causal=False)
     return ctx.select(node, problem, reads, {"y": y})
 
 

@@ -190,7 +190,8 @@ class Lowerer(Control):
             if (
                 all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
                 and all(b.kind == "temp" and b.id not in keep and writes[b.id] == 1 for b in made)
-                and sum(sizes.rough(b.nbytes, sizes.wide_class_of) for b in made) <= SETUP_LIMIT
+                and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in made)
+                <= SETUP_LIMIT
                 and not (call.host or call.workspace)
                 and not any(launch.sync for launch in call.launches)
             ):

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import const_array
-from onnx_fuse.ops.derive import (
+from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
     Values,

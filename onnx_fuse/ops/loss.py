@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.derive import (
+from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,

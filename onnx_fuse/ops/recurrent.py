@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ops.derive import (
+from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,

@@ -201,20 +201,20 @@ def label(node: ir.Node) -> str:
     return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
 
 
-def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+def producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     """The node that computes `value`, when it is one of ONNX's `op_types`."""
     node = value.producer() if value is not None else None
     return node if node and not node.domain and node.op_type in op_types else None
 
 
-def users(value: ir.Value) -> list[ir.Node]:
+def consumers(value: ir.Value) -> list[ir.Node]:
     """The nodes that read `value`, each once, in the order they were added."""
     return list(dict.fromkeys(node for node, _ in value.uses()))
 
 
-def only_use(value: ir.Value) -> ir.Node | None:
+def sole_consumer(value: ir.Value) -> ir.Node | None:
     """The single node that reads `value`, if there is one and the graph does not return it."""
-    nodes = users(value)
+    nodes = consumers(value)
     return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
 
 
@@ -236,7 +236,7 @@ def depends_on(value: ir.Value | None, source: ir.Value) -> bool:
 
 def scalar(value: ir.Value | None) -> float | None:
     """The number a value holds, when it is a constant with one element."""
-    if value is None or (value.const_value is None and made_by(value, "Constant") is None):
+    if value is None or (value.const_value is None and producer(value, "Constant") is None):
         return None
     if value.shape is not None and any(d != 1 for d in value.shape):
         return None
@@ -259,7 +259,7 @@ def number(node: ir.Node, index: int) -> float | None:
     return held if fits else None
 
 
-def adds_nothing(value: ir.Value | None) -> bool:
+def is_additive_identity(value: ir.Value | None) -> bool:
     """Whether `value` is the one number that an addition of floats never shows: -0.0."""
     held = scalar(value)
     return held == 0 and bool(np.signbit(held))
@@ -301,7 +301,7 @@ def attribute(node: ir.Node, name: str, default: object = None) -> object:
     return default if found is None or found.is_ref() else found.value
 
 
-def other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+def other_operand(node: ir.Node, value: ir.Value) -> ir.Value | None:
     """The other operand of a two-input node."""
     a, b = node.inputs[0], node.inputs[1]
     return b if a is value else a if b is value else None
@@ -455,7 +455,7 @@ def _pads_rows(node: ir.Node, axis: int) -> bool:
 _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 
 
-def views_above(value: ir.Value) -> list[ir.Node]:
+def consumer_views(value: ir.Value) -> list[ir.Node]:
     """The views that follow `value` one by one, each the only reader of what is before it.
 
     They move elements and change none: what is elementwise may as well run before them.
@@ -463,7 +463,7 @@ def views_above(value: ir.Value) -> list[ir.Node]:
     views: list[ir.Node] = []
     while not value.is_graph_output():
         # Shape nodes will do with any value of that shape
-        readers = [n for n in users(value) if n.op_type != "Shape"]
+        readers = [n for n in consumers(value) if n.op_type != "Shape"]
         if len(readers) != 1 or readers[0].domain or readers[0].op_type not in _MOVES:
             break
         if readers[0].inputs[0] is not value:
@@ -473,7 +473,7 @@ def views_above(value: ir.Value) -> list[ir.Node]:
     return views
 
 
-def copy_onto(
+def replay_views(
     op: Builder, views: Sequence[ir.Node], old: ir.Value | None, new: ir.Value
 ) -> ir.Value:
     """The same views as over `old`, over `new`, a value of its shape."""
@@ -494,7 +494,7 @@ def copy_onto(
 
 def move_shape_readers(old: ir.Value | None, new: ir.Value) -> None:
     """Shape nodes that read `old` read `new`, of the same shape, so that `old` may die."""
-    for reader in users(old) if old is not None else ():
+    for reader in consumers(old) if old is not None else ():
         if reader.op_type == "Shape":
             reader.replace_input_with(0, new)
 
@@ -514,7 +514,7 @@ _READ = ("", FUSE, "com.microsoft")
 
 
 @contextlib.contextmanager
-def bodies_apart(graph: ir.Graph) -> Iterator[None]:
+def isolated_subgraphs(graph: ir.Graph) -> Iterator[None]:
     """While it lasts no rule can see across the edge of a body.
 
     A value that a body takes from outside has no producer in there and no reader of the outside,

@@ -14,7 +14,7 @@ from onnx_fuse.onnx.common import FUSE, base_name, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rewrite import Rewriter, Rule, bodies_apart, nodes_in_order
+from onnx_fuse.ops.rewrite import Rewriter, Rule, isolated_subgraphs, nodes_in_order
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
 from onnx_fuse.passes.canonicalize import MISFITS, canonicalize, clean, shape_of_source, tidy_layout
 from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
@@ -126,7 +126,7 @@ def optimize(
             if operators.isdisjoint(rule.anchors):
                 continue
             before = regions(model)
-            with bodies_apart(model.graph):
+            with isolated_subgraphs(model.graph):
                 nodes = nodes_in_order(model.graph, rule.anchors)
                 changed = [_applied(rule, rw, node) for node in nodes]
             if any(changed):

@@ -14,14 +14,14 @@ from onnx_fuse.onnx.build import Builder, const_array, unique_name
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
-    copy_onto,
+    consumers,
     is_initializer,
-    made_by,
-    other,
+    other_operand,
+    producer,
     rank,
+    replay_views,
     row_axis,
     typed,
-    users,
 )
 
 FOLD_BATCH_NORM = "FoldBatchNorm"
@@ -37,16 +37,16 @@ def fold_batch_norm(rw: Rewriter) -> int:
 def _climbed(norm: ir.Node) -> tuple[ir.Node, ir.Node | None, list[ir.Node]] | None:
     """The product whose channels these are, the Add of its bias, and the views upward."""
     value, axis, views = norm.inputs[0], 1, list[ir.Node]()
-    while (view := made_by(value, *_VIEWS)) is not None and len(views) < _MOST:
+    while (view := producer(value, *_VIEWS)) is not None and len(views) < _MOST:
         below = row_axis(view, axis)
         if below is None:
             return None
         value, axis = view.inputs[0], below
         views.insert(0, view)
-    product, add = made_by(value, *_PRODUCTS), made_by(value, "Add")
+    product, add = producer(value, *_PRODUCTS), producer(value, "Add")
     if add is not None:
         column = next((i for i in (0, 1) if rank(add.inputs[i]) == 1), None)
-        product = None if column is None else made_by(add.inputs[1 - column], "MatMul")
+        product = None if column is None else producer(add.inputs[1 - column], "MatMul")
     if product is None or value is None:
         return None
     last = axis == (rank(value) or 0) - 1 and rank(product.inputs[1]) == 2
@@ -69,13 +69,13 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         return False
     nodes = [product, norm]
     chain = [product, *([add] if add is not None else []), *views]
-    alone = [[n for n in users(v.outputs[0]) if n.op_type != "Shape"] for v in chain]
+    alone = [[n for n in consumers(v.outputs[0]) if n.op_type != "Shape"] for v in chain]
     if any(v.outputs[0].is_graph_output() for v in chain) or any(len(n) > 1 for n in alone):
         return rw.refuse(FOLD_BATCH_NORM, nodes, "other nodes read what it normalizes")
     x, w, *rest = product.inputs
     b = rest[0] if rest else None
     if add is not None:
-        b = other(add, product.outputs[0])
+        b = other_operand(add, product.outputs[0])
     parameters = [w, b, *norm.inputs[1:]]
     if w is None or not all(v is None or is_initializer(v) for v in parameters):
         return rw.refuse(FOLD_BATCH_NORM, nodes, "weights or statistics are no constants")
@@ -106,7 +106,7 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     else:
         made = op.node(product.op_type, [x, w, b], attributes=kept)
     last = chain[-1 - len(views)].outputs[0]
-    y = copy_onto(op, views, last, typed(made, w, last.shape))
+    y = replay_views(op, views, last, typed(made, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
 
 

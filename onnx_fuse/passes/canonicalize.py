@@ -17,13 +17,13 @@ from onnx_fuse.ops.rewrite import (
     CONSTANT,
     Rewriter,
     attribute,
-    bodies_apart,
+    consumers,
     is_float,
+    isolated_subgraphs,
     number,
-    users,
 )
 from onnx_fuse.passes.fold import fold_constants
-from onnx_fuse.passes.sizes import measure_reshapes
+from onnx_fuse.passes.sizes import infer_reshapes
 
 _PURE = ("", FUSE, "com.microsoft", "ai.onnx.ml")
 
@@ -62,7 +62,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
 
     for _ in range(_ROUNDS):  # shapes known after one round make more of them constants
         infer_shapes(model)
-        changed = measure_reshapes(model)
+        changed = infer_reshapes(model)
         _lift_constants(model)
         changed = fold_constants(model, wanted) or changed
         _lift_constants(model)
@@ -126,7 +126,7 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
 
     rules = [getattr(common, f"{name}_rule") for name in names]
     try:
-        with bodies_apart(model.graph):
+        with isolated_subgraphs(model.graph):
             return int(RewriteRuleSet(rules).apply_to_model(model))
     except MISFITS as error:
         # its rules believe that operands have the ranks which the operators ask for
@@ -181,7 +181,9 @@ def _drop_no_ops(model: ir.Model) -> None:
             for i in range(first, last + 1):
                 if _is_neutral(node, i, neutral):
                     kept = node.inputs[1 - i]
-        elif node.op_type == "Dropout" and not (len(node.outputs) > 1 and users(node.outputs[1])):
+        elif node.op_type == "Dropout" and not (
+            len(node.outputs) > 1 and consumers(node.outputs[1])
+        ):
             mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else None
             off = len(node.inputs) < 3 or node.inputs[2] is None
             if off or (mode is not None and not mode.any()):

@@ -23,14 +23,14 @@ from onnx_fuse.ops.fused.layerscale import WIDE, scale_of
 from onnx_fuse.ops.rewrite import (
     Refusal,
     attribute,
+    consumers,
     is_constant,
     is_float,
     label,
-    made_by,
-    other,
+    other_operand,
+    producer,
     rank,
     scalar,
-    users,
 )
 
 
@@ -114,7 +114,7 @@ def _readers(value: ir.Value) -> list[ir.Node]:
     found: dict[ir.Node, None] = {}
     seen, todo = {value}, deque([value])
     while todo and len(seen) + len(found) < _MAX_SEEN:
-        for node in users(todo.popleft()):
+        for node in consumers(todo.popleft()):
             if node.op_type in _VIEWS and not node.domain:
                 fresh = [v for v in node.outputs if v not in seen]
                 seen.update(fresh)
@@ -191,7 +191,7 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
             f"{beside}"  # fmt: skip
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
         return "its product is with a computed tensor, not with a weight"
-    views = dict.fromkeys(n.op_type for n in users(node.outputs[0]) if n.op_type in _VIEWS)
+    views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
     if views:
         return f"what stands between it and the product ({', '.join(views)}) mixes its rows"
     return f"{_names(products)} cannot take it over, and others read it too"
@@ -215,7 +215,7 @@ def _batch_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "it reads an input of the model: there is no convolution to fold it into"
     if not _is_product(source) or source.domain:
         return f"it follows {_names([source])}, not a Conv or Gemm that it could be folded into"
-    if len(users(source.outputs[0])) > 1 or source.outputs[0].is_graph_output():
+    if len(consumers(source.outputs[0])) > 1 or source.outputs[0].is_graph_output():
         return f"the {name(source)} before it has other readers"
     if not all(map(is_constant, (*source.inputs[1:], *node.inputs[1:]))):
         return f"its parameters, or the weight of the {name(source)} before it, are computed"
@@ -262,7 +262,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
             return f"{gate}; --level 2 makes them part of the product ({GATED})"
         return f"{gate} behind the product that makes both, which others read too"
     direct = x.producer() if x is not None else None
-    if x is not None and (len(users(x)) > 1 or x.is_graph_output()):
+    if x is not None and (len(consumers(x)) > 1 or x.is_graph_output()):
         return f"what it reads, of {_names([source])}, has other readers"
     if direct is not source and direct is not None:
         return f"a {direct.op_type} stands between it and {_names([source])}"
@@ -275,8 +275,8 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
 
 def _gates(node: ir.Node, source: ir.Node) -> bool:
     """Whether it is multiplied with another part of the product that makes what it reads."""
-    readers = [n for n in users(node.outputs[0]) if n.op_type == "Mul" and not n.domain]
-    return any(_source(other(n, node.outputs[0])) is source for n in readers)
+    readers = [n for n in consumers(node.outputs[0]) if n.op_type == "Mul" and not n.domain]
+    return any(_source(other_operand(n, node.outputs[0])) is source for n in readers)
 
 
 def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
@@ -347,8 +347,8 @@ def _is_variance(node: ir.Node) -> bool:
     """Whether it is the root of a mean and an epsilon."""
     if node.op_type == "Pow" and scalar(node.inputs[1]) not in (0.5, -0.5):
         return False
-    add = made_by(node.inputs[0], "Add")
-    return add is not None and any(made_by(v, "ReduceMean") is not None for v in add.inputs)
+    add = producer(node.inputs[0], "Add")
+    return add is not None and any(producer(v, "ReduceMean") is not None for v in add.inputs)
 
 
 def _is_residual(node: ir.Node) -> bool:

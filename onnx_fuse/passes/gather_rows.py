@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array, unique_name
 from onnx_fuse.onnx.evaluate import exact
-from onnx_fuse.ops.rewrite import attribute, dim, users
+from onnx_fuse.ops.rewrite import attribute, consumers, dim
 
 GATHER_ROWS = "GatherRows"
 """Name of the rewrite in reports and for --fuse and --skip."""
@@ -107,7 +107,7 @@ def _chains(last: ir.Node, places: dict[ir.Node, int]) -> Iterator[tuple[ir.Valu
         if next_node is None or not _moves(next_node):
             return
         made = next_node.outputs[0]
-        if made.is_graph_output() or not set(users(made)) <= inside:
+        if made.is_graph_output() or not set(consumers(made)) <= inside:
             return
         chain.append(next_node)
         inside.add(next_node)

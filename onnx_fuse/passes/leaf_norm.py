@@ -13,8 +13,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.derive import emit
-from onnx_fuse.ops.rewrite import attribute, dim, ints, made_by, only_use, rank, users
+from onnx_fuse.ops.grad_helpers import emit
+from onnx_fuse.ops.rewrite import attribute, consumers, dim, ints, producer, rank, sole_consumer
 
 MIN_ROWS = 16
 """Rows from which a product costs more than a pass over the weights."""
@@ -36,7 +36,7 @@ def without_rows(
             found = {name: after if value is before else value for name, value in found.items()}
         dt = rows.inputs[0]
         assert dt is not None
-        readers = users(dt)
+        readers = consumers(dt)
         graph.insert_before(next(n for n in graph if n in readers), op.nodes)
         op.nodes = []
         graph.remove([n for n in (node, rows, product, total) if n is not None], safe=True)
@@ -48,10 +48,10 @@ def _parts(node: ir.Node, results: set[ir.Value]) -> tuple[ir.Node, ir.Node, ir.
     if node.op_type != "LayerNormGrad" or node.domain != FUSE:
         return None
     dy, x, gamma, mean, rstd = node.inputs
-    norm, rows = made_by(mean, "LayerNormalization"), made_by(dy, "Gemm")
+    norm, rows = producer(mean, "LayerNormalization"), producer(dy, "Gemm")
     if x is None or dy is None or norm is None or rows is None or rank(x) != 2:
         return None
-    if node.outputs[0].uses() or {node.outputs[0], dy} & results or only_use(dy) is not node:
+    if node.outputs[0].uses() or {node.outputs[0], dy} & results or sole_consumer(dy) is not node:
         return None
     if norm.inputs[:2] != (x, gamma) or list(norm.outputs[1:]) != [mean, rstd]:
         return None
@@ -60,7 +60,7 @@ def _parts(node: ir.Node, results: set[ir.Value]) -> tuple[ir.Node, ir.Node, ir.
         return None
     if not _plain(rows) or attribute(rows, "transA", 0):
         return None
-    readers, operands = users(dt), {norm.outputs[0], dt}
+    readers, operands = consumers(dt), {norm.outputs[0], dt}
     product = next((n for n in readers if _plain(n) and set(n.inputs[:2]) == operands), None)
     if product is None or not attribute(product, "transA", 0) or attribute(product, "transB", 0):
         return None
@@ -72,7 +72,7 @@ def _emit(
 ) -> list[ir.Value]:
     """dW, dgamma, dbeta, dc; W and its gradient are [N, K], or ("Turned") [K, N]."""
     _, x, gamma, mean, rstd = node.inputs
-    norm = made_by(mean, "LayerNormalization")
+    norm = producer(mean, "LayerNormalization")
     assert norm is not None
     (dt, w), beta = rows.inputs[:2], norm.inputs[2]
     turned = product.inputs[0] is norm.outputs[0]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.save import inline
-from onnx_fuse.passes.beyond import Beyond, beyond, narrowed, set_floor
+from onnx_fuse.passes.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
 from onnx_fuse.program.problem import PRECISIONS
 
 F32 = ir.DataType.FLOAT
@@ -64,7 +64,9 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
                 wide[maker] = None
                 keep((*maker.outputs, *maker.inputs))
 
-    far = beyond(graph, training=masters) if dtype == ir.DataType.FLOAT16 else Beyond()
+    far = (
+        find_out_of_range(graph, training=masters) if dtype == ir.DataType.FLOAT16 else OutOfRange()
+    )
     wide |= far.nodes
     keep(far.values, sources=False)
     for node in far.nodes:

@@ -25,7 +25,7 @@ _LONGEST = 64
 """Entries of a shape, and symbols of a size, that are followed; what is longer is not known."""
 
 
-def measure_reshapes(model: ir.Model) -> bool:
+def infer_reshapes(model: ir.Model) -> bool:
     """Give what Reshape nodes answer, and all that has the same symbols, the sizes it must have.
 
     The symbols of the model's own inputs and outputs keep their names. A Reshape or Expand to the

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.size import Size, largest, least, number
+from onnx_fuse.program.size import Size, maximum, minimum, number
 
 INT64 = 7  # onnx.TensorProto.INT64
 Arrays = Sequence["np.ndarray | None"]
@@ -166,12 +166,12 @@ RULES: dict[str, Callable[[Arrays, Attributes], np.ndarray | None]] = {
     "Identity": lambda arrays, attributes: arrays[0],
     "Less": _elementwise(lambda a, b: a < b, bool),
     "LessOrEqual": _elementwise(lambda a, b: a <= b, bool),
-    "Max": lambda arrays, attributes: _pairwise(largest, arrays),
-    "Min": lambda arrays, attributes: _pairwise(least, arrays),
+    "Max": lambda arrays, attributes: _pairwise(maximum, arrays),
+    "Min": lambda arrays, attributes: _pairwise(minimum, arrays),
     "Mul": _elementwise(lambda a, b: a * b),
     "Neg": _elementwise(lambda a: -a),
-    "ReduceMax": _reduce(lambda values: _fold(largest, values)),
-    "ReduceMin": _reduce(lambda values: _fold(least, values)),
+    "ReduceMax": _reduce(lambda values: _fold(maximum, values)),
+    "ReduceMin": _reduce(lambda values: _fold(minimum, values)),
     "ReduceProd": _reduce(prod),
     "ReduceSum": _reduce(sum),
     "Reshape": _reshape,

@@ -119,7 +119,7 @@ class CopyMany(AnyProblem):
 
 
 @dataclass(frozen=True)
-class Several(AnyProblem):
+class BatchedCalls(AnyProblem):
     """`count` calls of one problem that share a launch of its `kernel` by `config`.
 
     The operand `name` of call i is "name.i", of those that are `bound`.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.size import Size, Trace, expression, largest, least
+from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
 
 _PART = "part_"
 
@@ -50,7 +50,7 @@ class Open:
     ) -> None:
         self.symbols, self.guards, self._code, self._used = symbols, guards, code, used
         names = used | {"new": _new, "array": np.array, "int64": np.int64}
-        names |= {"min": least, "max": largest}  # which leave sizes open
+        names |= {"min": minimum, "max": maximum}  # which leave sizes open
         exec(code, names)  # text of our own making
         self._holds: Callable[..., bool] = names["holds"]
         self._make: Callable[..., Any] = names["make"]

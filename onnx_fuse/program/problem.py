@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_fuse.program.size import Classes, Size, Trace, class_of, rough, wide_class_of
+from onnx_fuse.program.size import Classes, Size, Trace, size_class, upper_bound, wide_size_class
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
@@ -105,8 +105,8 @@ def _with(value: Any, number: Callable[[Any], int]) -> Any:
     return value
 
 
-def _rough(value: Any, classes: Classes) -> Any:
-    return _with(value, lambda size: rough(size, classes))
+def _upper_bound(value: Any, classes: Classes) -> Any:
+    return _with(value, lambda size: upper_bound(size, classes))
 
 
 def _told(value: Any) -> Any:
@@ -139,12 +139,12 @@ class AnyProblem:
         size = next(_sizes(tuple(self.fields().values())), None)
         return None if size is None else size.trace
 
-    def rough(self: P) -> P:
+    def upper_bound(self: P) -> P:
         """This problem at the largest sizes of its class: what its choices are made for."""
-        changed = {k: _rough(v, class_of) for k, v in self.fields().items() if _open(v)}
+        changed = {k: _upper_bound(v, size_class) for k, v in self.fields().items() if _open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
-    def told(self: P) -> P:
+    def concrete(self: P) -> P:
         """This problem with the numbers of its open sizes: for people to read, for no decision."""
         changed = {k: _told(v) for k, v in self.fields().items() if _open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
@@ -169,7 +169,7 @@ class AnyProblem:
         """The result that a `Tail` may be applied to, "" where none may."""
         return ""
 
-    def tailed(self: P, tail: Tail) -> P:
+    def with_tail(self: P, tail: Tail) -> P:
         """This problem with a tail to what it stores."""
         return replace(self, tail=tail)  # type: ignore[type-var]
 
@@ -220,21 +220,21 @@ class Problem(_Attrs, AnyProblem):
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return cls(op, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
 
-    def having(self, **values: Value) -> Problem:
+    def replace(self, **values: Value) -> Problem:
         """This problem with some fields or attrs replaced."""
         own = {f.name for f in fields(self)}
         attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
 
-    def rough(self) -> Problem:
+    def upper_bound(self) -> Problem:
         """This problem at the largest sizes of its class: what its choices are made for."""
         own = self.fields()
         # of a cache that grows by a token a run; a block walks over all its keys anyway
-        few = self.op == "Sdpa" and rough(self.m) <= FEW
+        few = self.op == "Sdpa" and upper_bound(self.m) <= FEW
         wide = ("n", "attrs") if few else ()
         changed: dict[str, Any] = {
-            name: _rough(value, wide_class_of if name in wide else class_of)
+            name: _upper_bound(value, wide_size_class if name in wide else size_class)
             for name, value in own.items()
             if _open(value)
         }
@@ -303,7 +303,7 @@ class Config(_Attrs):
         """Make a configuration from keywords."""
         return cls(_pairs(attrs))
 
-    def having(self, **attrs: Value) -> Config:
+    def replace(self, **attrs: Value) -> Config:
         """This config with some scalars replaced."""
         return Config(_pairs(dict(self.attrs) | attrs))
 

@@ -23,10 +23,10 @@ Polynomial = tuple[tuple[tuple[str, ...], int], ...]
 """Sum of terms: (atoms, coefficient), sorted by atoms. An atom is a symbol or the text of an
 integer quotient, remainder, least or largest of polynomials."""
 CLASSES = (16, 32, 64)
-"""Sizes up to the last of these are of the class of the next one; above, see `class_of`."""
+"""Sizes up to the last of these are of the class of the next one; above, see `size_class`."""
 
 
-def class_of(size: int) -> tuple[int, int]:
+def size_class(size: int) -> tuple[int, int]:
     """The smallest and the largest size of the class of `size`, for which choices are the same.
 
     Up to 64: 1 to 16, 17 to 32, 33 to 64; then steps of an eighth of the next power of two, but at
@@ -44,8 +44,8 @@ def class_of(size: int) -> tuple[int, int]:
     return last - step + 1, last
 
 
-def wide_class_of(size: int) -> tuple[int, int]:
-    """As `class_of`, in steps of four: 2 to 64, 65 to 256, 257 to 1024 and so on."""
+def wide_size_class(size: int) -> tuple[int, int]:
+    """As `size_class`, in steps of four: 2 to 64, 65 to 256, 257 to 1024 and so on."""
     if size <= 1:
         return size, size
     first, last = 2, 64
@@ -77,7 +77,7 @@ class Trace:
         self.values[name] = value
         return cast(int, Size(self, (((name,), 1),), value))
 
-    def classed(self, terms: Polynomial, classes: Classes) -> dict[str, int]:
+    def class_bound(self, terms: Polynomial, classes: Classes) -> dict[str, int]:
         """The largest size of the class of each dimension in a polynomial; the classes are kept.
 
         A dimension whose narrow class is kept already is taken by that.
@@ -86,9 +86,9 @@ class Trace:
         text = text_of(terms)
         for name, number in self.values.items():
             if re.search(rf"\b{name}\b", text):
-                if classes is class_of or name in self._narrow:
+                if classes is size_class or name in self._narrow:
                     self._narrow.add(name)
-                    first, last = class_of(number)
+                    first, last = size_class(number)
                 else:
                     first, last = classes(number)
                 self.guard(f"{first} <= {name} <= {last}")
@@ -96,7 +96,7 @@ class Trace:
         return found
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def formatting(self) -> Iterator[None]:
         """Inside, text is for people: reasons and messages, never macros or names."""
         self.told += 1
         try:
@@ -107,7 +107,7 @@ class Trace:
     def largest(self) -> dict[str, int]:
         """The largest size of each dimension's class, as far as the choices so far say."""
         return {
-            name: (class_of if name in self._narrow else wide_class_of)(number)[1]
+            name: (size_class if name in self._narrow else wide_size_class)(number)[1]
             for name, number in self.values.items()
         }
 
@@ -344,14 +344,14 @@ def hint(size: int) -> int:
     return size.value if isinstance(size, Size) else size
 
 
-def rough(size: int, classes: Classes = class_of) -> int:
+def upper_bound(size: int, classes: Classes = size_class) -> int:
     """What the size is where each open dimension is the largest of its class: for estimates.
 
     Guarded are the classes of the dimensions alone.
     """
     if not isinstance(size, Size):
         return size
-    return int(value(text_of(size.terms), size.trace.classed(size.terms, classes)))
+    return int(value(text_of(size.terms), size.trace.class_bound(size.terms, classes)))
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -368,12 +368,12 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def least(a: int, b: int) -> int:
+def minimum(a: int, b: int) -> int:
     """min(a, b), without a guard on which of them it is."""
     return _either(a, b, "min", min)
 
 
-def largest(a: int, b: int) -> int:
+def maximum(a: int, b: int) -> int:
     """max(a, b), without a guard on which of them it is."""
     return _either(a, b, "max", max)
 

@@ -19,7 +19,7 @@ from onnx_fuse.program.call import Program
 from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime.encoding import FORMAT, Modules, Template, decode
-from onnx_fuse.runtime.plan import Kept, Made, plan
+from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
 from onnx_fuse.runtime.tensor import Argument, dtype_of
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
@@ -52,8 +52,8 @@ class Deployed:
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
-        self._read: dict[str, Made] = {}  # of one shape
-        self._open: dict[str, Kept | _Open] = {}
+        self._read: dict[str, PlannedProgram] = {}  # of one shape
+        self._open: dict[str, PlannedOpenProgram | _Open] = {}
         self._given: set[str] = set()
 
     def _fault(self, what: str) -> ModelError:
@@ -110,7 +110,7 @@ class Deployed:
         """The program for inputs of these shapes. Raises UsageError where the file has none."""
         return self.made(shapes, hw).program
 
-    def made(self, shapes: Shapes, hw: Hardware) -> Made:
+    def made(self, shapes: Shapes, hw: Hardware) -> PlannedProgram:
         """As `program`, with its layout in memory."""
         target = self.target(hw)
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
@@ -134,28 +134,30 @@ class Deployed:
             f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
         )
 
-    def _closed(self, entry: _Entry, arch: str) -> Made:
+    def _closed(self, entry: _Entry, arch: str) -> PlannedProgram:
         if entry.member not in self._read:
             self._give(arch)
             data = self.container.json(entry.member)
             program = decode(data, self._modules, self.container.tensor)
             program = self._checked(program, entry.shapes)
-            self._read[entry.member] = Made(program, plan(program))
+            self._read[entry.member] = PlannedProgram(program, plan(program))
         return self._read[entry.member]
 
-    def _at(self, entry: _Entry, numbers: Mapping[str, int], arch: str) -> Made:
+    def _at(self, entry: _Entry, numbers: Mapping[str, int], arch: str) -> PlannedProgram:
         assert entry.open is not None
         if entry.member not in self._open:
             self._give(arch)
             text = str(self.container.member(entry.member), "utf-8")
             template = Template(text, entry.formulas, self._modules, self.container.tensor)
             source = _Open(self, entry, template)
-            self._open[entry.member] = Kept(source, entry.largest) if entry.largest else source
+            self._open[entry.member] = (
+                PlannedOpenProgram(source, entry.largest) if entry.largest else source
+            )
         found = self._open[entry.member]
-        if isinstance(found, Kept):
+        if isinstance(found, PlannedOpenProgram):
             return found.at(numbers)
         program = found.at(numbers)
-        return Made(program, plan(program), found, None, numbers)
+        return PlannedProgram(program, plan(program), found, None, numbers)
 
     def _listing(self, target: str) -> str:
         """The first of the shapes that can be run."""

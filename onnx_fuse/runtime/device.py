@@ -203,7 +203,7 @@ class Pool:
             threshold = kinds.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             check(driver.cuMemPoolSetAttribute(self._raw, threshold, limit), "a memory pool")
 
-    def take(self, nbytes: int, what: str) -> Memory:
+    def allocate(self, nbytes: int, what: str) -> Memory:
         """`nbytes` for what is enqueued from now on. Raises DeviceMemoryError."""
         if self._raw is None:
             return Memory(nbytes, what)
@@ -215,7 +215,7 @@ class Pool:
         address = allocated(said, self._driver.cuMemAllocFromPoolAsync, *given)
         return Pooled(self, max(nbytes, 1), int(address))
 
-    def give(self, address: int, lent: bool) -> None:
+    def free(self, address: int, lent: bool) -> None:
         """Take back what dies: from any thread, at any time.
 
         `lent`: other libraries have used it, in streams that are not known.
@@ -264,7 +264,7 @@ class Pooled(Memory):
         self._pool, self.nbytes, self.address = pool, nbytes, address
 
     def __del__(self) -> None:
-        self._pool.give(self.address, self.lent)
+        self._pool.free(self.address, self.lent)
 
 
 class Event:
@@ -286,7 +286,7 @@ class Event:
 
     def before(self, other: Stream) -> None:
         """What `other` is given from now on begins after this point."""
-        other.follow(self)
+        other.wait_event(self)
 
     def wait(self, what: str) -> None:
         """Until the stream has come this far; a kernel's fault surfaces here."""
@@ -338,7 +338,7 @@ class Stream:
         """Until everything enqueued is done; a kernel's fault surfaces here."""
         check(self._driver.cuStreamSynchronize(self.raw), what)
 
-    def follow(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """What is enqueued from now on begins after `event`, wherever that was recorded."""
         check(self._driver.cuStreamWaitEvent(self.raw, event.raw, 0), "the order of two streams")
 
@@ -347,13 +347,13 @@ class Stream:
         if other.handle != self.handle:
             event = Event()
             event.record(self)
-            other.follow(event)
+            other.wait_event(event)
 
     def catch_up(self) -> None:
         """Begin after what was enqueued elsewhere."""
         if self.behind is not None:
             event, self.behind = self.behind, None
-            self.follow(event)
+            self.wait_event(event)
 
     def timed(self, enqueue: Callable[[], None], repeats: int = 20) -> float:
         """Seconds that one `enqueue` takes on the GPU, by events around `repeats` of them."""

@@ -25,20 +25,20 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.hosts import Stages
+from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.memory import Arena, Constants
-from onnx_fuse.runtime.plan import Made, Source, aligned
+from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
 from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
+from onnx_fuse.runtime.streams import StreamOrder
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
-from onnx_fuse.runtime.turns import Turns
 from onnx_fuse.runtime.weights import Weights
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnx_fuse.runtime.ahead import Ahead
-    from onnx_fuse.runtime.kept import Origin
+    from onnx_fuse.runtime.precompile import Precompiler
+    from onnx_fuse.runtime.program_cache import Origin
     from onnx_fuse.runtime.specialize import Specializer
 
 INSTANCES = 64
@@ -55,7 +55,7 @@ Feeds = Mapping[str, Any]
 class Shape:
     """What is kept of a set of shapes: its Program, and its Instance while that has memory."""
 
-    made: Made
+    made: PlannedProgram
     instance: Instance | None = None
 
     @property
@@ -73,7 +73,7 @@ class Prepared:
 
     owner: Executable
     instance: Instance
-    made: Made
+    made: PlannedProgram
     placement: Placement
     feeds: Feeds
     copies: bool
@@ -121,7 +121,9 @@ class Executable:
         """Told of the graph once it is first lowered, what that made of weights included; says
         later where it is kept."""
         self._deciding: list[str] = []  # feeds whose values decide about shapes
-        self._once: dict[Source | None, Shape] = {}  # shapes that have come once, by their source
+        self._once: dict[
+            OpenProgram | None, Shape
+        ] = {}  # shapes that have come once, by their source
 
     @cached_property
     def specializer(self) -> Specializer:
@@ -132,16 +134,16 @@ class Executable:
         return Specializer(self.model, self.hw, math=self.math, prefs=self.prefs, state=self.state)
 
     @cached_property
-    def _ahead(self) -> Ahead | None:
+    def _ahead(self) -> Precompiler | None:
         """What has programs made before they are asked for; None where nothing does."""
-        from onnx_fuse.runtime.ahead import Ahead
+        from onnx_fuse.runtime.precompile import Precompiler
 
         made = isinstance(self.model, Deployed) or config.CACHE_MB.value <= 0
-        return None if made else Ahead(self.specializer)
+        return None if made else Precompiler(self.specializer)
 
     def keep(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache, and take them from there, once it is known by what name."""
-        self.specializer.keep_as(origin)
+        self.specializer.cache_as(origin)
 
     @property
     def stream(self) -> device.Stream:
@@ -151,7 +153,7 @@ class Executable:
                 if self._stream is None:
                     device.start(self.device_id)
                     stream = device.Stream() if self._home is None else self._home.stream
-                    self._turns = Turns(stream)
+                    self._turns = StreamOrder(stream)
                     self._stream = stream
         return self._stream
 
@@ -229,8 +231,8 @@ class Executable:
                 stream.wait(instance.describe())
                 return [_settled(found[name]) for name in kept]
             fetch = instance.fetching(names)
-            if instance.settled and instance.direct is not None:
-                direct, placement = instance.direct
+            if instance.runs_as_graph and instance.zero_copy is not None:
+                direct, placement = instance.zero_copy
                 if not direct.fill(adopted):
                     direct = None
             if direct is not None:
@@ -276,7 +278,7 @@ class Executable:
             values = instance.arrays(fetch, room, self._later(instance).run())
             return Pending(names, lambda: None, lambda: values)
         pending = instance.send(fetch, stream)
-        self.downloads.follow(pending)
+        self.downloads.limit_pending(pending)
         return pending
 
     def _later(self, instance: Instance) -> Stages:
@@ -315,7 +317,7 @@ class Executable:
         unplaced = {n: instance.outputs[n] for n in names if n not in places}
         made = self._memories({n: v for n, v in unplaced.items() if isinstance(v, Tensor)})
         for name, tensor in made.items():
-            large = not instance.settled or tensor.nbytes >= DIRECT_BYTES
+            large = not instance.runs_as_graph or tensor.nbytes >= DIRECT_BYTES
             if large and instance.tensor_of(name) is not None:
                 targets[name] = tensor
         if stream is not self.stream and made:  # which is the pool's
@@ -354,7 +356,7 @@ class Executable:
         for names in alike.values():
             value = values[names[0]]
             step = aligned(value.nbytes)
-            memory = self.pool.take(step * len(names), f"output {', '.join(names)}")
+            memory = self.pool.allocate(step * len(names), f"output {', '.join(names)}")
             for i, name in enumerate(names):
                 address = memory.address + i * step
                 made[name] = DeviceTensor(address, value.shape, value.dtype, self.device_id, memory)
@@ -418,7 +420,7 @@ class Executable:
                 binding.late = None
             else:
                 binding.late = instance.send(prepared.fetch, stream)
-                self.downloads.follow(binding.late)
+                self.downloads.limit_pending(binding.late)
             self._turns.leave(stream)
         binding.results = prepared.results if prepared.fetch is None else dict(prepared.results)
 
@@ -540,14 +542,14 @@ class Executable:
         if other is None or other.instance is None:
             return
         self.stream.catch_up()
-        if other.instance.become(shape.made, inputs, outputs):
+        if other.instance.update(shape.made, inputs, outputs):
             shape.instance, other.instance = other.instance, None
             other.made.forget()
             self._once[source] = shape
 
     def _instance(
         self,
-        made: Made,
+        made: PlannedProgram,
         inputs: Mapping[str, DeviceTensor],
         outputs: Mapping[str, DeviceTensor],
     ) -> Instance:
@@ -579,7 +581,7 @@ class Executable:
             return key
         return key, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
 
-    def _lowered(self, feeds: Feeds) -> Made:
+    def _lowered(self, feeds: Feeds) -> PlannedProgram:
         shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
         while True:
             values = {name: self._host_value(feeds[name]) for name in self._deciding}
@@ -609,7 +611,7 @@ class Executable:
         self,
         shapes: Mapping[str, tuple[tuple[int, ...], str]],
         values: Mapping[str, np.ndarray] | None = None,
-    ) -> Made:
+    ) -> PlannedProgram:
         if isinstance(self.model, Deployed):
             return self.model.made(shapes, self.hw)
         made = self.specializer.of({**self._resident(), **shapes}, values)

@@ -91,7 +91,7 @@ def opened(container: Container, model: Path | None) -> ir.Model:
     return found
 
 
-def made_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:
+def derived_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:
     """What lowering has made of weights so far, by the names that programs have for it."""
     for name, (_, arrays) in list(model.graph.meta.get("folded", {}).items()):
         for key, array in arrays.items():
@@ -100,8 +100,8 @@ def made_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:
         yield name, array
 
 
-def made_names(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """The names, as of `made_weights`, of what a container with this manifest holds."""
+def derived_names(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """The names, as of `derived_weights`, of what a container with this manifest holds."""
     for name, _, arrays in manifest["folded"]:
         yield from (f"{name} {key}" for key in arrays)
     for name, _, _ in manifest["packed"]:

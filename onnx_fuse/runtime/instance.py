@@ -22,13 +22,13 @@ from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import workspace_key
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.direct import Direct
-from onnx_fuse.runtime.hosts import HostCall, Stages
+from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
-from onnx_fuse.runtime.plan import Made, aligned
-from onnx_fuse.runtime.schedule import segments, shareable
+from onnx_fuse.runtime.plan import PlannedProgram, aligned
+from onnx_fuse.runtime.schedule import aliasable, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -87,7 +87,7 @@ class Instance:
     def __init__(
         self,
         owner: Executable,
-        made: Made,
+        made: PlannedProgram,
         inputs: Mapping[str, DeviceTensor] | None = None,
         outputs: Mapping[str, DeviceTensor] | None = None,
     ) -> None:
@@ -161,9 +161,9 @@ class Instance:
         """What runs."""
         return self.made.program
 
-    def become(
+    def update(
         self,
-        made: Made,
+        made: PlannedProgram,
         inputs: Mapping[str, DeviceTensor],
         outputs: Mapping[str, DeviceTensor],
     ) -> bool:
@@ -200,7 +200,7 @@ class Instance:
         self._current.where = self.now.where
         for part, segment in zip(parts, segments(self.program), strict=True):
             assert isinstance(part, Launches)
-            part.become(segment)
+            part.update(segment)
         return True
 
     def _renew(self) -> None:
@@ -240,7 +240,7 @@ class Instance:
             (b.id, aligned(room.get(b.id, b.nbytes))) for b in kept if b.id not in program.constants
         ]
         self._made_once = (
-            self.owner.pool.take(sum(n for _, n in made), "constants") if made else None
+            self.owner.pool.allocate(sum(n for _, n in made), "constants") if made else None
         )
         at = self._made_once.address if self._made_once is not None else 0
         for buffer, nbytes in made:
@@ -353,7 +353,7 @@ class Instance:
     ) -> None:
         """Leave out of `taken` what an output of the same place may overwrite."""
         if self._shareable is None:
-            self._shareable = shareable(self.program, self.plan.order)
+            self._shareable = aliasable(self.program, self.plan.order)
         for name, span in spans.items():
             sources = (s for s in self._shareable.get(name, ()) if taken.get(s) == span)
             if found := next(sources, None):
@@ -402,22 +402,22 @@ class Instance:
         return Variant(self.now.where, parts)
 
     @property
-    def direct(self) -> tuple[Direct, Placement] | None:
+    def zero_copy(self) -> tuple[ZeroCopy, Placement] | None:
         """Host memory that its kernels read and write themselves, where all of it is small."""
         if self._direct_of is not self.made:
             self._direct_of, self._direct = self.made, None
             made = None
             if not self._apart:
-                made = Direct.of(self.program, dict(self.inputs), self._in_place)
+                made = ZeroCopy.of(self.program, dict(self.inputs), self._in_place)
             if made is not None:
                 self._direct = made, self.placement(*made.places(self.owner.device_id))
         return self._direct
 
     _direct_of: object = None  # the program that it was found for
-    _direct: tuple[Direct, Placement] | None = None
+    _direct: tuple[ZeroCopy, Placement] | None = None
 
     @property
-    def settled(self) -> bool:
+    def runs_as_graph(self) -> bool:
         """Whether it runs as a graph: other addresses then take as long as a small copy."""
         return self.runs >= self._captures_at > 0
 
@@ -446,7 +446,7 @@ class Instance:
                     moves.append((self._staged[tensor.buffer], value.address, tensor.nbytes))
                 continue
             if views is None:
-                room = self.owner.uploads.take(self._spans["input"][1])
+                room = self.owner.uploads.acquire(self._spans["input"][1])
                 views = room.arrays(self._fed, self._fed)
             views[name][...] = value
             near = bool(spans) and at - spans[-1][1] <= GAP
@@ -470,7 +470,7 @@ class Instance:
         self.runs += 1
         if self._stale:
             self._renew()
-        if self.settled and not self._current.captured:
+        if self.runs_as_graph and not self._current.captured:
             self.capture()
         stream = stream or self.owner.stream
         for part in self._current.parts:
@@ -531,7 +531,7 @@ class Instance:
         """Start copying outputs that stand at home to the host."""
         if not fetch.nbytes:
             return None
-        room = self.owner.downloads.take(fetch.nbytes)
+        room = self.owner.downloads.acquire(fetch.nbytes)
         for tensor in fetch.apart:
             home = self._apart[tensor.buffer].address
             stream.move(self._staged[tensor.buffer], home, tensor.nbytes)
@@ -545,7 +545,7 @@ class Instance:
         if room is None:
             return self.copies(fetch, {}, later)
         found = self.copies(fetch, room.arrays(fetch, fetch.arriving), later)
-        self.owner.downloads.give(room)
+        self.owner.downloads.release(room)
         return found
 
     def copies(

@@ -15,7 +15,7 @@ from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import Change, Spots, spots
-from onnx_fuse.runtime.schedule import Order, Segment, along_rows, copies
+from onnx_fuse.runtime.schedule import Order, Segment, copies, overlappable
 
 Pointers = Callable[[int, Call], Mapping[str, int]]
 """(number of a call, call) -> the addresses of its operands by name, as they are now."""
@@ -63,7 +63,7 @@ class Launches:
         """Of the steps that hold other numbers than the segment's calls: what they hold."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Launch the same calls with other numbers, as `become`, and where `moved` stand now."""
+        """Launch the same calls with other numbers, as `update`, and where `moved` stand now."""
         self._graph = None
         if not self._places:
             self._places = self._found(changes)
@@ -108,7 +108,7 @@ class Launches:
             self._rewritable = not any(copies(calls[i - first]) for i in {c[0] for c in changes})
         return self._rewritable
 
-    def become(self, segment: Segment) -> None:
+    def update(self, segment: Segment) -> None:
         """Launch the same calls with other numbers: those of another shape."""
         self._segment, self._graph, self._held = segment, None, {}
         k = 0
@@ -116,7 +116,7 @@ class Launches:
             addresses = self._pointers(segment.first + i, call)
             for launch in call.launches:
                 step = self._steps[k]
-                if not (isinstance(step, Bound) and step.become(launch, addresses)):
+                if not (isinstance(step, Bound) and step.update(launch, addresses)):
                     self._steps[k] = bind(launch, addresses, self._hw)
                 self._stands(k, call, addresses)
                 k += 1
@@ -206,7 +206,7 @@ class Launches:
             self._graph = stream.capture(steps)
             return
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
-        early = along_rows(after) if waits else [False] * len(after)
+        early = overlappable(after) if waits else [False] * len(after)
         before = [step.early for step in self._steps]
         for step in self._steps:
             step.early = False  # the graph's edges say it

@@ -41,7 +41,7 @@ class Arena:
             self.block = None
             wanted = max(nbytes, min(2 * held, DOUBLES), 5 * held // 4)
             wanted = -(-wanted // (2 << 20)) * (2 << 20)
-            self.block = self._pool.take(wanted, "the arena")
+            self.block = self._pool.allocate(wanted, "the arena")
         return self.block
 
     def release(self) -> None:
@@ -78,7 +78,7 @@ class Constants:
         if not new:
             return found
         total = sum(aligned(len(content)) for content, _ in new.values())
-        block = self._pool.take(total, f"{len(new)} constants")
+        block = self._pool.allocate(total, f"{len(new)} constants")
         at, pieces = block.address, []
         for key, (content, numbers) in new.items():
             made = self._kept[key] = Constant(block, at, len(content))

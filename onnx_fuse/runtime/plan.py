@@ -14,7 +14,7 @@ from operator import le
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.runtime.schedule import Order, by_data, in_line
+from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.changes import Change
@@ -60,10 +60,10 @@ class Plan:
 def plan(program: Program) -> Plan:
     """The layout under the order of the data, or in line where that takes much memory."""
     if len(program.calls) <= MOST_CALLS:
-        free = _layout(program, by_data(program))
+        free = _layout(program, by_dependency(program))
         if free.arena <= SIDE_BY_SIDE:
             return free
-    return _layout(program, in_line(program))
+    return _layout(program, sequential(program))
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
     return not others and not any(t.buffer == x.buffer for _, t in call.writes)
 
 
-class Source(Protocol):
+class OpenProgram(Protocol):
     """A program over open sizes; `guards` are expressions that are true where it serves."""
 
     guards: tuple[str, ...]
@@ -152,7 +152,7 @@ class Source(Protocol):
         """The Program for these sizes."""
 
 
-class Made:
+class PlannedProgram:
     """A Program for one shape, its layout in memory, and the open program it comes from, if any.
 
     One of an open program is made where it is asked for: a shape that takes over another's launches
@@ -163,7 +163,7 @@ class Made:
         self,
         program: Program | None,
         plan: Plan,
-        source: Source | None = None,
+        source: OpenProgram | None = None,
         room: Mapping[int, int] | None = None,
         numbers: Mapping[str, int] | None = None,
     ) -> None:
@@ -207,10 +207,10 @@ class Made:
             vars(self).pop("changes", None)
 
 
-class Kept:
+class PlannedOpenProgram:
     """An open program, and the layout for the largest shape of its class."""
 
-    def __init__(self, source: Source, largest: Mapping[str, int]) -> None:
+    def __init__(self, source: OpenProgram, largest: Mapping[str, int]) -> None:
         self.source, self.largest = source, largest
         # a layout for these sizes is one for smaller ones, whether or not the guards hold there
         whole: Program = source.at(largest)
@@ -231,13 +231,13 @@ class Kept:
         )
         """The model's own weights that it reads."""
 
-    def at(self, numbers: Mapping[str, int]) -> Made:
+    def at(self, numbers: Mapping[str, int]) -> PlannedProgram:
         """The Program for these sizes, and a layout that it fits."""
         if self._sizes is not None:
             *sizes, total = self.source.part("sizes", numbers)
             large = self._bytes > LARGE and 2 * total < self._bytes
             if not large and all(map(le, sizes, self._sizes)):
-                return Made(None, self._plan, self.source, self._room, numbers)
+                return PlannedProgram(None, self._plan, self.source, self._room, numbers)
         program: Program = self.source.at(numbers)
         fits = all(b.nbytes <= self._room[b.id] for b in program.buffers)
         fits = fits and all(
@@ -245,5 +245,5 @@ class Kept:
         )
         large = self._bytes > LARGE and 2 * sum(b.nbytes for b in program.buffers) < self._bytes
         if fits and not large:
-            return Made(program, self._plan, self.source, self._room, numbers)
-        return Made(program, plan(program), self.source, None, numbers)
+            return PlannedProgram(program, self._plan, self.source, self._room, numbers)
+        return PlannedProgram(program, plan(program), self.source, None, numbers)

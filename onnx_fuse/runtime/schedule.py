@@ -72,7 +72,7 @@ def _order(wanted: Iterable[Iterable[int]]) -> Order:
     return Order(tuple(after), tuple(before))
 
 
-def by_data(program: Program) -> Order:
+def by_dependency(program: Program) -> Order:
     """A call follows who wrote what it reads or writes, and who read what it writes.
 
     One of few blocks that could be the first follows the first: it has the time, and a CUDA graph
@@ -95,12 +95,12 @@ def by_data(program: Program) -> Order:
     return _order(wanted)
 
 
-def in_line(program: Program) -> Order:
+def sequential(program: Program) -> Order:
     """Each call follows the one before."""
     return _order([i - 1] if i else [] for i in range(len(program.calls)))
 
 
-def along_rows(after: Sequence[Sequence[int]]) -> list[bool]:
+def overlappable(after: Sequence[Sequence[int]]) -> list[bool]:
     """Which of the steps that follow `after[i]` may be launched before the end of these.
 
     One that follows a single step, of whose followers it has the most steps behind it: another
@@ -138,7 +138,7 @@ def _elements(t: Tensor) -> tuple[object, ...]:
     return t.dtype, t.offset, steps
 
 
-def shareable(program: Program, order: Order) -> dict[str, tuple[str, ...]]:
+def aliasable(program: Program, order: Order) -> dict[str, tuple[str, ...]]:
     """Output -> the inputs in whose memory it may be written: nothing reads these afterwards."""
     readers: dict[int, set[int]] = defaultdict(set)
     writers: dict[int, set[int]] = defaultdict(set)

@@ -29,9 +29,9 @@ from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import Size, Trace, expression
 from onnx_fuse.runtime.changes import changes
-from onnx_fuse.runtime.graphs import made_weights
-from onnx_fuse.runtime.kept import Key, Origin, Programs, folder_of
-from onnx_fuse.runtime.plan import Kept, Made, plan
+from onnx_fuse.runtime.graphs import derived_weights
+from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
+from onnx_fuse.runtime.program_cache import Key, Origin, ProgramCache, folder_of
 
 if TYPE_CHECKING:
     from onnx_fuse.lower.walk import Shapes
@@ -62,18 +62,18 @@ class Specializer:
         """Lowerings so far."""
         self.origin: Future[Origin | None] | None = None
         """Where the graph is kept, once that is known; None where it will not be."""
-        self.programs: Programs | None = None
+        self.programs: ProgramCache | None = None
         """Those in the cache, once it is known by which name."""
-        self._kept: dict[Key, list[Kept]] = {}
+        self._kept: dict[Key, list[PlannedOpenProgram]] = {}
         # what the cache does not have yet, and how long it took
-        self._unwritten: list[tuple[Key, Kept, float]] = []
+        self._unwritten: list[tuple[Key, PlannedOpenProgram, float]] = []
         self._writers: list[threading.Thread] = []
         self.lock = threading.RLock()
         """Held while the model is lowered, which changes it."""
         self._inputs = {value.name for value in model.graph.inputs}
         self._free: dict[tuple[tuple[str, int], ...], _Free] = {}
 
-    def of(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> Made:
+    def of(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> PlannedProgram:
         """The Program for inputs of these (shape, dtype), by name, and its plan.
 
         `values` are inputs known at lowering. Raises what `lower` raises.
@@ -83,9 +83,9 @@ class Specializer:
             if found is not None:
                 return found
             program = self._lower(shapes, values)
-            return Made(program, plan(program))
+            return PlannedProgram(program, plan(program))
 
-    def keep_as(self, origin: Future[Origin | None]) -> None:
+    def cache_as(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache under the name of what the model was made of, if it gets one.
 
         Those there are looked for from then on, and what takes long to lower is written there.
@@ -96,20 +96,20 @@ class Specializer:
         def named(done: Future[Origin | None]) -> None:
             known, specializer = done.result(), own()
             if known is not None and specializer is not None:
-                specializer.keep_under(known.digest, known.made)
+                specializer.cache_under(known.digest, known.made)
 
         origin.add_done_callback(named)
 
-    def keep_under(self, digest: str, made: Collection[str] = ()) -> Path:
+    def cache_under(self, digest: str, made: Collection[str] = ()) -> Path:
         """Keep programs in the cache's folder of a graph with this digest.
 
         The weights in `made` are there for whoever opens the graph. The folder is returned.
         """
         folder = folder_of(digest, self.hw, self.math, self.prefs, self.state)
-        self.keep_in(Programs(folder, self.made, made))
+        self.cache_in(ProgramCache(folder, self.made, made))
         return folder
 
-    def keep_in(self, programs: Programs) -> None:
+    def cache_in(self, programs: ProgramCache) -> None:
         """Keep programs there."""
         with self.lock:
             self.programs = programs
@@ -117,7 +117,7 @@ class Specializer:
 
     def made(self, name: str) -> np.ndarray | None:
         """A weight that lowering made in this process, or an earlier one in the cached graph."""
-        return dict(made_weights(self.model)).get(name)
+        return dict(derived_weights(self.model)).get(name)
 
     def _write(self) -> None:
         """Write what is not in the cache yet, in a thread of its own."""
@@ -173,7 +173,7 @@ class Specializer:
         fixed = tuple(sorted((name, array.tobytes()) for name, array in values.items()))
         return self.symbols(shapes), ranks, fixed
 
-    def _opened(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Made | None:
+    def _opened(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> PlannedProgram | None:
         symbols = self.symbols(shapes)
         if not symbols:
             return None
@@ -199,7 +199,7 @@ class Specializer:
         del kept[KEPT:]
         return found.at(numbers)
 
-    def _serves(self, kept: Kept) -> bool:
+    def _serves(self, kept: PlannedOpenProgram) -> bool:
         """Whether the model has the weights that a program of the cache reads."""
         given = self.model.graph.initializers
         return all(name in given for name in kept.needs)
@@ -210,7 +210,7 @@ class Specializer:
         values: Mapping[str, np.ndarray],
         symbols: Symbols,
         numbers: Mapping[str, int],
-    ) -> Kept | None:
+    ) -> PlannedOpenProgram | None:
         """Lower over open sizes; None where each shape is lowered by itself."""
         trace = Trace()
         opened = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
@@ -218,7 +218,7 @@ class Specializer:
             program = self._lower(_changed(shapes, symbols, opened), values)
             if program.stages or program.fallbacks:
                 return None
-            return Kept(opened_program(program, trace), trace.largest())
+            return PlannedOpenProgram(opened_program(program, trace), trace.largest())
         except (NeedsValues, OnnxFuseError):
             raise
         except (

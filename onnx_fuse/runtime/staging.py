@@ -57,7 +57,7 @@ class Uploads:
     def __init__(self) -> None:
         self._rooms: deque[Room] = deque()
 
-    def take(self, nbytes: int) -> Room:
+    def acquire(self, nbytes: int) -> Room:
         """A room that nothing reads any more."""
         while self._rooms:
             room = self._rooms[0]  # whose upload began before the other's
@@ -80,7 +80,7 @@ class Downloads:
         self._free: deque[Room] = deque()
         self._sent: deque[Pending] = deque()
 
-    def take(self, nbytes: int) -> Room:
+    def acquire(self, nbytes: int) -> Room:
         """A room of at least so many bytes."""
         try:
             room = self._free.popleft()
@@ -88,11 +88,11 @@ class Downloads:
             return _room(nbytes)
         return room if len(room.pinned.array) >= nbytes else _room(nbytes)
 
-    def give(self, room: Room) -> None:
+    def release(self, room: Room) -> None:
         """Take back a room whose outputs have been read."""
         self._free.append(room)
 
-    def follow(self, pending: Pending) -> None:
+    def limit_pending(self, pending: Pending) -> None:
         """Bound the runs that are under way unasked."""
         self._sent = deque(p for p in self._sent if not p.done)
         while len(self._sent) >= SENT:

@@ -50,7 +50,7 @@ class DeviceTensor:
         """What makes it, while that may be under way: whoever reads it comes after."""
         self.device_id, self._owner = device_id, owner
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what makes it. Raises DeviceError where a kernel failed."""
         if self.ready is not None:
             device.start(self.device_id)
@@ -71,7 +71,7 @@ class DeviceTensor:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.dtype.name == "bfloat16":
             raise AttributeError("the CUDA array interface has no bfloat16: use __dlpack__")
-        self.settle()
+        self.wait()
         self._lend()
         return {
             "shape": self.shape,
@@ -95,7 +95,7 @@ class DeviceTensor:
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy in host memory."""
         device.start(self.device_id)
-        self.settle()
+        self.wait()
         array = np.empty(self.shape, self.dtype)
         if array.nbytes:
             driver = device.bindings()

@@ -249,11 +249,11 @@ class _Step:
         """A new state in the shape of parameter `w`."""
         assert w.dtype is not None
         assert w.shape is not None
-        return self.kept(
+        return self.add_state(
             f"{w.name}.{name}", kind, np.full(w.shape.numpy(), initial, w.dtype.numpy())
         )
 
-    def kept(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
+    def add_state(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
         """Add a state, and return the input that reads it."""
         dtype = onnx_ir.DataType.from_numpy(initial.dtype)
         value = self.input(name, dtype, initial.shape)
@@ -421,7 +421,7 @@ class _Step:
         A step whose gradients overflow changes no weight, and halves the scale; GROWTH steps in a
         row without one double it.
         """
-        self.loss_scale = self.kept("loss_scale", "scaler", np.array(initial, np.float32))
+        self.loss_scale = self.add_state("loss_scale", "scaler", np.array(initial, np.float32))
 
     def check(
         self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
@@ -433,8 +433,8 @@ class _Step:
         if self.loss_scale is None:
             return gradients
         op, scale = self.op, self.loss_scale
-        good = self.kept("loss_scale.good_steps", "scaler", np.array(0))
-        made = self.kept("loss_scale.updates", "scaler", np.array(0))
+        good = self.add_state("loss_scale.good_steps", "scaler", np.array(0))
+        made = self.add_state("loss_scale.updates", "scaler", np.array(0))
         one = op.constant(np.array(1))
         self.scalars["step"] = typed(op.Add(made, one), made, onnx_ir.Shape([]))
         self.total = total = self.squares(gradients)
@@ -552,7 +552,7 @@ class _Step:
     def average(self, w: onnx_ir.Value) -> onnx_ir.Value:
         """A new state that is the running average of a parameter, and begins as what it is."""
         initial = next(array for value, _, array in self.states if value is w)
-        self.averages[w] = self.kept(_average(w), "average", initial)
+        self.averages[w] = self.add_state(_average(w), "average", initial)
         return self.averages[w]
 
     def finish(self) -> tuple[onnx_ir.Model, Spec]:

@@ -17,7 +17,7 @@ from onnx_fuse import InferenceSession, deploy
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.problem import CHIPS, Hardware
-from onnx_fuse.runtime.kept import Programs
+from onnx_fuse.runtime.program_cache import ProgramCache
 
 SIZES = [(1, 5), (2, 16)]
 
@@ -129,7 +129,7 @@ def test_programs_from_the_cache_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(Programs, "seconds", 0.0)
+    monkeypatch.setattr(ProgramCache, "seconds", 0.0)
     found = []
     for again in (False, True):
         session = InferenceSession(ENCODER, device="cuda", precision="fp16")

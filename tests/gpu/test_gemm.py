@@ -232,7 +232,7 @@ GATED = [
     if m * k < 1 << 18 or dtype == "bfloat16"
 ]
 GATED += [
-    p.having(folded=True, static_b=True, rms=p.dtype == "bfloat16")
+    p.replace(folded=True, static_b=True, rms=p.dtype == "bfloat16")
     for p in GATED
     if p.op == "LayerNormGemm" and p.dtype != "float32"
 ]
@@ -288,13 +288,15 @@ NORMS += [
     Problem.of("LayerNormGemm", m=24, k=101, n=77, dtype="bfloat16", bias=True, trans_b=trans)
     for trans in (False, True)  # rows of weights that are not 16-byte aligned
 ]
-NORMS += [p.having(folded=True, static_b=True) for p in NORMS if p.dtype != "float32"]
+NORMS += [p.replace(folded=True, static_b=True) for p in NORMS if p.dtype != "float32"]
 NORMS += [
     Problem.of("LayerNormGemm", m=m, k=136, n=264, dtype="bfloat16", bias=True, **attrs)
     for m in (200, 4500)  # a tile a block, and more
     for attrs in ({"folded": True}, {"folded": True, "rms": True}, {"rms": True})
 ]
-NORMS += [p.having(out_dtype="float32") for p in NORMS if p.dtype == "float16" and p.attr("folded")]
+NORMS += [
+    p.replace(out_dtype="float32") for p in NORMS if p.dtype == "float16" and p.attr("folded")
+]
 
 
 NORMS += [  # one row

@@ -676,7 +676,7 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
     program = tune.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
     launch = Skinny.launch
     monkeypatch.setattr(  # a kernel that does another thing
-        Skinny, "launch", lambda self, p, how, hw: launch(self, p.having(act="relu"), how, hw)
+        Skinny, "launch", lambda self, p, how, hw: launch(self, p.replace(act="relu"), how, hw)
     )
     (found,) = tune.tune(tune.calls_of(program), hw, top=3)
     assert found.refused

@@ -21,16 +21,16 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
+    consumers,
     is_constant,
     is_float,
-    made_by,
     number,
-    only_use,
-    other,
+    other_operand,
+    producer,
     rank,
     scalar,
+    sole_consumer,
     typed,
-    users,
 )
 
 
@@ -365,9 +365,9 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
                 else:
                     kept = dict(form.attributes)
                     y = op.node(form.op_type, [x], domain=form.domain, attributes=kept)
-                producer = top.producer()
-                assert producer is not None
-                return rw.replace(producer, op, [top], [y])
+                maker = top.producer()
+                assert maker is not None
+                return rw.replace(maker, op, [top], [y])
     return rw.refuse("Activation", [node], near) if near else False
 
 
@@ -386,7 +386,7 @@ def _tops(t: ir.Value) -> list[ir.Value]:
     queue = [(t, 0)]
     while queue:
         value, depth = queue.pop(0)
-        for node in users(value):
+        for node in consumers(value):
             wanted = not node.domain and node.op_type in ("Add", "Mul", "Div")
             if wanted and depth < 5 and len(found) < 64:
                 found.append(node.outputs[0])
@@ -428,10 +428,10 @@ def _one_slope(rw: Rewriter, node: ir.Node) -> bool:
 
 def _older(rw: Rewriter, node: ir.Node) -> bool:
     """HardSwish and Mish as their ONNX functions, which graphs of older opsets have instead."""
-    s, y = node.outputs[0], only_use(node.outputs[0])
+    s, y = node.outputs[0], sole_consumer(node.outputs[0])
     x = node.inputs[0]
     if node.op_type == "Tanh":
-        inner = made_by(x, "Softplus")
+        inner = producer(x, "Softplus")
         x, name = (inner.inputs[0] if inner is not None else None), "Mish"
     else:
         sixth = float(np.float32(1 / 6))
@@ -439,7 +439,7 @@ def _older(rw: Rewriter, node: ir.Node) -> bool:
         name = "HardSwish" if given == [sixth, 0.5] else ""
     if y is None or y.op_type != "Mul" or y.domain or node.domain or not name or x is None:
         return False
-    if other(y, s) is not x:
+    if other_operand(y, s) is not x:
         return False
     op = Builder()
     return rw.replace(y, op, [y.outputs[0]], [op.node(name, [x])])

@@ -23,18 +23,18 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
-    copy_onto,
+    consumer_views,
+    consumers,
     dim,
     is_constant,
     is_float,
-    made_by,
     move_shape_readers,
-    only_use,
-    other,
+    other_operand,
+    producer,
     rank,
+    replay_views,
+    sole_consumer,
     typed,
-    users,
-    views_above,
 )
 
 _ATTRIBUTES = ("kernel_shape", "strides", "pads", "dilations")
@@ -88,11 +88,11 @@ class _Behind:
 def _activation(z: ir.Value) -> _Behind | None:
     """The activation among the readers of `z`, which may have others, or of views of it."""
     # An activation is elementwise: it may as well run before a Reshape or Transpose.
-    views = views_above(z)
+    views = consumer_views(z)
     last = views[-1].outputs[0] if views else z
-    for node in users(last):
+    for node in consumers(last):
         if node.op_type == "PRelu" and not node.domain and not views:
-            slope = other(node, z)
+            slope = other_operand(node, z)
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
             return _Behind((), node, _PRELU, {}, (slope,))
@@ -104,8 +104,12 @@ def _activation(z: ir.Value) -> _Behind | None:
 
 def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     """The Add that alone reads `z`, and what it adds: a computed tensor of the same shape."""
-    add = only_use(z)
-    r = other(add, z) if add is not None and add.op_type == "Add" and not add.domain else None
+    add = sole_consumer(z)
+    r = (
+        other_operand(add, z)
+        if add is not None and add.op_type == "Add" and not add.domain
+        else None
+    )
     if (
         add is None
         or r is None
@@ -119,8 +123,8 @@ def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):
         return None
     # Of two convolutions the larger filter takes the sum: one of a single tap is a plain product.
-    rival = made_by(r, "Conv")
-    if rival is not None and only_use(r) is add and _taps(rival) > _taps(conv):
+    rival = producer(r, "Conv")
+    if rival is not None and sole_consumer(r) is add and _taps(rival) > _taps(conv):
         return None
     return add, r
 
@@ -144,7 +148,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         return False
     nodes = [conv, *([sum_of[0]] if sum_of else []), *([act.node] if act else [])]
     read_too = act is not None and (
-        len([n for n in users(total) if n.op_type != "Shape"]) > 1 or total.is_graph_output()
+        len([n for n in consumers(total) if n.op_type != "Shape"]) > 1 or total.is_graph_output()
     )
     if act is not None and read_too:
         if sum_of is None:
@@ -180,7 +184,7 @@ def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
         at = act.node
         y = typed(y, total, total.shape)
         move_shape_readers(total, y)
-        y = copy_onto(op, act.views, total, y)
+        y = replay_views(op, act.views, total, y)
     return rw.replace(at, op, [at.outputs[0]], [y])
 
 

@@ -29,15 +29,15 @@ from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
-    adds_nothing,
     attribute,
+    consumers,
     dim,
     ints,
+    is_additive_identity,
     is_initializer,
-    only_use,
     rank,
+    sole_consumer,
     typed,
-    users,
 )
 
 NAME = "GatedGemm"
@@ -213,7 +213,7 @@ def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
 def _read_by(*expected: tuple[ir.Value, set[ir.Node]]) -> bool:
     """Whether each value is read by these nodes alone, and is no output of the graph."""
     return all(
-        set(users(value)) == nodes and not value.is_graph_output() for value, nodes in expected
+        set(consumers(value)) == nodes and not value.is_graph_output() for value, nodes in expected
     )
 
 
@@ -253,10 +253,10 @@ def _of_two_products(
     widths = {dim(first.w, 1), dim(second.w, 0 if turned else 1)}
     if len(widths) > 1 or None in widths:
         return _refused(rw, nodes, "its two products differ in width")
-    if only_use(gate.outputs[0]) is not node or only_use(let) is not node:
+    if sole_consumer(gate.outputs[0]) is not node or sole_consumer(let) is not node:
         return _refused(rw, nodes, "one of its two products is read elsewhere too")
     for w, c in ((first.w, first.c), (second.w, second.c)):
-        row_of = c is None or adds_nothing(c) or (is_initializer(c) and rank(c) == 1)
+        row_of = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         if not row_of or (c is not None and rank(c) == 1 and dim(c, 0) not in widths):
             return _refused(rw, nodes, "the bias is not one number a column")
         if packed_many(w) or (c is not None and packed_many(c)):
@@ -279,7 +279,7 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
     prefix, head = parts[0].prefix, parts[0].head
     if prefix and any(
         (norm := canonical_norm(peer)) is not None and (norm.x, *norm.affine) == head
-        for peer in users(head[0])
+        for peer in consumers(head[0])
     ):
         # as a product by itself it gives the others the rows that it normalises
         return rw.refuse(NAME, unit.nodes, "its norm is read elsewhere too")
@@ -316,7 +316,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
     row, y = ACTIVATIONS[name.activation], node.outputs[0]
     *head, w, c = node.inputs
     shape = None if y.shape is None else [*y.shape[:-1], columns]
-    if not name.norm and adds_nothing(c):
+    if not name.norm and is_additive_identity(c):
         both = op.MatMul(*head, w)
     else:
         plain = str(FusedName.make("Gemm", norm=name.norm))

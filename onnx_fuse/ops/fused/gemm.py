@@ -36,22 +36,22 @@ from onnx_fuse.ops.rewrite import (
     PACKED,
     Rewriter,
     Rule,
-    adds_nothing,
     attribute,
-    copy_onto,
+    consumer_views,
+    consumers,
     dim,
+    is_additive_identity,
     is_constant,
     is_float,
     is_initializer,
     label,
     move_shape_readers,
-    only_use,
-    other,
+    other_operand,
     rank,
+    replay_views,
+    sole_consumer,
     through_row_views,
     typed,
-    users,
-    views_above,
 )
 
 
@@ -149,10 +149,10 @@ def _product(rw: Rewriter, node: ir.Node) -> _Site | None:
 
 def _with_bias(rw: Rewriter, site: _Site) -> _Site:
     """Take in an Add whose other operand is a bias: scalar, per column (N) or per row (M)."""
-    add = only_use(site.output)
+    add = sole_consumer(site.output)
     if site.c is not None or add is None or add.op_type != "Add" or add.domain:
         return site
-    c, size = other(add, site.output), rank(site.output)
+    c, size = other_operand(add, site.output), rank(site.output)
     width = dim(site.output, -1)
     if c is None or size is None or width is None or (rank(c) or 0) > size:
         return site
@@ -168,17 +168,17 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
 
 def _only_reader(value: ir.Value) -> ir.Node | None:
     """The one node that reads the numbers of `value`: Shape nodes will do with any like it."""
-    readers = [n for n in users(value) if n.op_type != "Shape"]
+    readers = [n for n in consumers(value) if n.op_type != "Shape"]
     return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
 
 
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
-    after = views_above(site.output)
+    after = consumer_views(site.output)
     z = after[-1].outputs[0] if after else site.output
-    near = [n for n in users(z) if activation_of(n)]
+    near = [n for n in consumers(z) if activation_of(n)]
     if not near:
-        unfused = [n for n in users(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
+        unfused = [n for n in consumers(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
             known = ", ".join(ACTIVATIONS)
             reason = f"{unfused[0].op_type} is none of the fused activations ({known})"
@@ -230,7 +230,7 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
     fill, reason = padded.fill_of(site.w, site.c)
     if site.c is not None and (rank(site.c) or 0) > (rank(norm.x) or 0):
         reason = "the product's bias has more axes than the norm"
-    reason = reason or padded.why_not(norm.node, site.x, site.views)
+    reason = reason or padded.refusal(norm.node, site.x, site.views)
     if rw.training:
         reason = "what the added rows become is trained"
     if reason:
@@ -271,7 +271,7 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     if site.norm is not None:
         norm = site.norm
         views = () if site.moved else site.views
-        x, prefix = copy_onto(op, views, norm.node.outputs[0], norm.x), norm.kind
+        x, prefix = replay_views(op, views, norm.node.outputs[0], norm.x), norm.kind
         inputs, attributes = list(norm.affine), {**norm.attributes, **attributes}
     w = site.w
     if site.transposed:
@@ -283,12 +283,12 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
     if site.moved:
         shape = ir.Shape([*(x.shape or ())[:-1], dim(w, 1)])
-        y = padded.moved_behind(op, site.x, site.views, typed(y, x, shape), site.fill)
+        y = padded.replay_padded_views(op, site.x, site.views, typed(y, x, shape), site.fill)
     before = site.output if not site.after else site.after[0].inputs[0]
     for view in site.after:
         move_shape_readers(before, y)
         before = view.outputs[0]
-        y = copy_onto(op, [view], view.inputs[0], typed(y, site.output))
+        y = replay_views(op, [view], view.inputs[0], typed(y, site.output))
     if site.activation is not None:
         move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
     return rw.replace(site.nodes[-1], op, [site.output], [y])
@@ -347,12 +347,12 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
             return False
         same = all(a is b for a, b in zip(theirs[2], parts[2], strict=True))
         w, c = theirs[3:]
-        column = c is None or adds_nothing(c) or (is_initializer(c) and rank(c) == 1)
+        column = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         eps = {k: v.value for k, v in peer.attributes.items() if k in norms}
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
         return same and is_initializer(w) and rank(w) == 2 and column and full and eps == norms
 
-    family = _worth_merging([n for n in users(parts[2][0]) if mergeable(n)])
+    family = _worth_merging([n for n in consumers(parts[2][0]) if mergeable(n)])
     if len(family) < 2 or node is not family[0] or len({n.inputs[-2] for n in family}) == 1:
         return False
     weights, biases, widths = [], [], []
@@ -367,7 +367,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
         widths.append(dim(w, 1) or 0)
     if len(set(weights)) < len(weights) or 0 in widths:
         return False
-    biased = [c is not None and not adds_nothing(c) for c in biases]
+    biased = [c is not None and not is_additive_identity(c) for c in biases]
     if rw.training and any(biased) and not all(biased):
         # The zeros that stand for an absent bias would be trained, and could not be saved.
         return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
@@ -418,10 +418,10 @@ def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
     outputs = {n.outputs[0] for n in family}
 
     def gates(node: ir.Node) -> bool:
-        reader = only_use(node.outputs[0])
+        reader = sole_consumer(node.outputs[0])
         if reader is None or reader.op_type != "Mul":
             return False
-        return other(reader, node.outputs[0]) in outputs
+        return other_operand(reader, node.outputs[0]) in outputs
 
     act = {n: (product_parts(n) or ("", ""))[1] for n in family}
     if len({(act[n], *((k, v.value) for k, v in n.attributes.items())) for n in family}) == 1:
@@ -442,7 +442,7 @@ def merged_bias(
     stem: str,
 ) -> ir.Value:
     """The biases end to end; absent ones are zeros."""
-    if all(c is None or adds_nothing(c) for c in biases):
+    if all(c is None or is_additive_identity(c) for c in biases):
         return rw.zeros(like)
     parts = [
         c if c is not None and rank(c) == 1 else rw.zeros(like, n)
@@ -461,9 +461,9 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
     read by fused Gemms alone is recomputed in each (no byte more) and is gone before this rule.
     """
     norm = canonical_norm(node)
-    if norm is None or (not users(node.outputs[0]) and not node.outputs[0].is_graph_output()):
+    if norm is None or (not consumers(node.outputs[0]) and not node.outputs[0].is_graph_output()):
         return False
-    for peer in users(norm.x):
+    for peer in consumers(norm.x):
         name = FusedName.of(peer.op_type)
         plain = name.family == "Gemm" and not (name.place or name.grad or name.exposed)
         if peer.domain != FUSE or not plain or name.norm != norm.kind:
@@ -482,7 +482,7 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
             domain=FUSE,
             **{k: v.value for k, v in peer.attributes.items()},
         )
-        readers = len(users(node.outputs[0])) + node.outputs[0].is_graph_output()
+        readers = len(consumers(node.outputs[0])) + node.outputs[0].is_graph_output()
         rw.notes.append(
             f"{label(node)}: kept as a second output of {label(peer)} for {readers} other "
             "reader(s); recomputing it would read its input once more"

@@ -23,10 +23,10 @@ from onnx_fuse.ops.rewrite import (
     dim,
     ints,
     is_float,
-    made_by,
-    only_use,
-    other,
+    other_operand,
+    producer,
     rank,
+    sole_consumer,
 )
 
 _BODY = """  first = Constant <value_ints: ints = [0]> ()
@@ -84,7 +84,7 @@ register(*(_define(a) for a in (None, *ACTIVATIONS.values())))
 def _written_out(rw: Rewriter, node: ir.Node) -> bool:
     """InstanceNormalization of [N, groups, rest], and back, times a scale and plus a bias."""
     x3, ones, zeros = node.inputs[:3]
-    split, back = made_by(x3, "Reshape"), only_use(node.outputs[0])
+    split, back = producer(x3, "Reshape"), sole_consumer(node.outputs[0])
     x, groups, channels = split.inputs[0] if split else None, dim(x3, 1), None
     if x is None or split is None or not groups or node.domain:
         return False
@@ -150,7 +150,7 @@ def _build(
     attributes: dict[str, object],
 ) -> bool:
     """The op in the place of `z`, or of the activation that alone reads it."""
-    reader = only_use(z)
+    reader = sole_consumer(z)
     found = activation_of(reader) if reader is not None else None
     at = reader if found is not None and reader is not None else z.producer()
     assert at is not None
@@ -181,7 +181,7 @@ def _same(x: ir.Value, y: ir.Value | None, axis: int) -> bool:
 def _restores(back: ir.Node, x: ir.Value) -> bool:
     """Whether a Reshape answers in the shape of `x`."""
     y = back.outputs[0]
-    measured = made_by(back.inputs[1], "Shape")
+    measured = producer(back.inputs[1], "Shape")
     if measured is not None and not measured.attributes and measured.inputs[0] is x:
         return True
     return rank(y) == rank(x) and all(_same(x, y, i) for i in range(rank(x) or 0))
@@ -189,8 +189,8 @@ def _restores(back: ir.Node, x: ir.Value) -> bool:
 
 def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value, ir.Value] | None:
     """(result, operand) when the only use of `value` is a Mul or Add by a vector of channels."""
-    node = only_use(value)
-    operand = other(node, value) if node is not None and node.op_type == op_type else None
+    node = sole_consumer(value)
+    operand = other_operand(node, value) if node is not None and node.op_type == op_type else None
     if node is None or node.domain or operand is None or operand is value:
         return None
     size, full = rank(operand), rank(value)

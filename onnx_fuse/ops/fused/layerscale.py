@@ -20,10 +20,10 @@ from onnx_fuse.ops.rewrite import (
     attribute,
     is_constant,
     label,
-    only_use,
-    other,
+    other_operand,
     rank,
     row_axis,
+    sole_consumer,
 )
 
 NAME, NAME_16 = "LayerScale", "LayerScale16"
@@ -37,7 +37,7 @@ def scale_of(node: ir.Node) -> tuple[ir.Value, np.ndarray, int] | None:
     if node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
         return None
     g = next((v for v in node.inputs if is_constant(v)), None)
-    x = other(node, g) if g is not None else None
+    x = other_operand(node, g) if g is not None else None
     if g is None or x is None or is_constant(x) or x.dtype != g.dtype:
         return None
     found = _along(g, rank(x))
@@ -61,14 +61,14 @@ def product_below(value: ir.Value, axis: int) -> tuple[ir.Node, ir.Node | None] 
     bias: ir.Node | None = None
     for _ in range(_STEPS):
         node = value.producer()
-        if node is None or node.domain or only_use(value) is None:
+        if node is None or node.domain or sole_consumer(value) is None:
             return None
         if node.op_type in ("MatMul", "Gemm", "Conv"):
             columns = 1 if node.op_type == "Conv" else (rank(value) or 0) - 1
             return (node, bias) if axis == columns else None
         if node.op_type == "Add":
             c = next((v for v in node.inputs if is_constant(v)), None)
-            x = other(node, c) if c is not None else None
+            x = other_operand(node, c) if c is not None else None
             along = _along(c, rank(value)) if c is not None else None
             if bias is not None or x is None or along is None or along[1] != axis:
                 return None

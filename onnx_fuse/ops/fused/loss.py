@@ -5,11 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, depends_on, made_by, rank, users
+from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, consumers, depends_on, producer, rank
 
 
 def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:
-    softmax = made_by(log.inputs[0], "Softmax")
+    softmax = producer(log.inputs[0], "Softmax")
     if softmax is None or log.domain:
         return False
     reason = "where Softmax rounds to 0 its Log is -inf, and LogSoftmax is not"
@@ -17,7 +17,7 @@ def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:
 
 
 def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
-    log_softmax = made_by(nll.inputs[0], "LogSoftmax")
+    log_softmax = producer(nll.inputs[0], "LogSoftmax")
     if log_softmax is None or nll.domain:
         return False
     log_p = log_softmax.outputs[0]
@@ -29,7 +29,7 @@ def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
         )
     kept = {name: value.value for name, value in nll.attributes.items()}
     op = Builder()
-    shared = len(users(log_p)) > 1 or log_p.is_graph_output()
+    shared = len(consumers(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
     if shared and any(depends_on(v, log_p) for v in nll.inputs[1:]):
         reason = "its labels or weights are worked out from the probabilities"

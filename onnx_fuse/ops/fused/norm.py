@@ -22,17 +22,17 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
+    consumers,
     dim,
     ints,
     is_constant,
     is_float,
-    made_by,
     number,
-    only_use,
-    other,
+    other_operand,
+    producer,
     rank,
     scalar,
-    users,
+    sole_consumer,
 )
 
 EPSILON = "epsilon: float = 1e-05"
@@ -156,7 +156,7 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         y = op.RMSNormalization(x, scale, domain=FUSE, epsilon=epsilon, stash_type=stash)
         return rw.replace(node, op, [node.outputs[0]], [y])
     changed = False
-    while len(node.outputs) > 1 and not users(node.outputs[-1]):
+    while len(node.outputs) > 1 and not consumers(node.outputs[-1]):
         if node.outputs[-1].is_graph_output():
             break
         node.resize_outputs(len(node.outputs) - 1)
@@ -186,19 +186,19 @@ class _Reader:
     def number(self, node: ir.Node, index: int) -> float | None:
         return scalar(node.inputs[index]) if self.loose else number(node, index)
 
-    def bare(self, value: ir.Value | None) -> ir.Value | None:
+    def without_casts(self, value: ir.Value | None) -> ir.Value | None:
         """`value`, if loose before any casts between float types."""
         ways = ("Cast", "Identity") if self.loose else ("Identity",)
-        while (node := made_by(value, *ways)) is not None and is_float(node.inputs[0]):
+        while (node := producer(value, *ways)) is not None and is_float(node.inputs[0]):
             value = node.inputs[0]
         return value
 
     def same(self, a: ir.Value | None, b: ir.Value | None) -> bool:
         """Whether these are one value, or one value cast to one type."""
-        a, b = self.bare(a), self.bare(b)
+        a, b = self.without_casts(a), self.without_casts(b)
         if a is b:
             return a is not None
-        casts = [made_by(v, "Cast") for v in (a, b)]
+        casts = [producer(v, "Cast") for v in (a, b)]
         first, second = casts
         if first is None or second is None or first.inputs[0] is not second.inputs[0]:
             return False
@@ -206,8 +206,8 @@ class _Reader:
 
     def mean(self, value: ir.Value | None) -> ir.Value | None:
         """What `value` is the last-axis mean of."""
-        value = self.bare(value)
-        divided = made_by(value, "Div")
+        value = self.without_casts(value)
+        divided = producer(value, "Div")
         if divided is None:
             return self._reduced(value, "ReduceMean")
         x = self._reduced(divided.inputs[0], "ReduceSum")
@@ -215,11 +215,11 @@ class _Reader:
 
     def _reduced(self, value: ir.Value | None, op_type: str) -> ir.Value | None:
         """What `value` is a reduction of, over the last axis, which is kept or put back."""
-        node, kept = made_by(value, op_type), 1
-        view = made_by(value, "Reshape", "Unsqueeze")
+        node, kept = producer(value, op_type), 1
+        view = producer(value, "Reshape", "Unsqueeze")
         if view is not None and value is not None and value.shape and view.inputs[0] is not None:
             rows = view.inputs[0].shape
-            node, kept = made_by(view.inputs[0], op_type), 0
+            node, kept = producer(view.inputs[0], op_type), 0
             if rows is None or (*rows, 1) != tuple(value.shape) or None in map(_named, rows):
                 return None
         if node is None or attribute(node, "keepdims", 1) != kept or len(node.inputs) < 2:
@@ -230,7 +230,7 @@ class _Reader:
 
     def square(self, value: ir.Value | None) -> ir.Value | None:
         """What `value` is the square of."""
-        node = made_by(self.bare(value), "Mul", "Pow")
+        node = producer(self.without_casts(value), "Mul", "Pow")
         if node is None:
             return None
         a, b = node.inputs[0], node.inputs[1]
@@ -239,7 +239,7 @@ class _Reader:
 
     def centred(self, value: ir.Value | None) -> ir.Value | None:
         """The x of x - mean(x)."""
-        sub = made_by(self.bare(value), "Sub")
+        sub = producer(self.without_casts(value), "Sub")
         if sub is None or not self.same(self.mean(sub.inputs[1]), sub.inputs[0]):
             return None
         return sub.inputs[0]
@@ -248,7 +248,7 @@ class _Reader:
         """The norm whose sqrt(mean(d²) + epsilon) this Sqrt or Pow is."""
         if node.op_type == "Pow" and self.number(node, 1) not in (0.5, -0.5):
             return None
-        add = made_by(node.inputs[0], "Add")
+        add = producer(node.inputs[0], "Add")
         at = next((i for i in (1, 0) if self.number(add, i) is not None), None) if add else None
         epsilon = self.number(add, at) if add is not None and at is not None else None
         if add is None or at is None or epsilon is None:
@@ -276,7 +276,7 @@ class _Reader:
         values = [(root, inverse)]
         while values:
             value, inverted = values.pop()
-            for user in users(value):
+            for user in consumers(value):
                 a, b = (user.inputs[0], user.inputs[1]) if len(user.inputs) == 2 else (None, None)
                 match "" if user.domain else user.op_type:
                     case "Cast" | "Identity" if self.loose or user.op_type == "Identity":
@@ -288,7 +288,7 @@ class _Reader:
                             return user.outputs[0]
                         if self.number(user, 0) == 1.0:
                             values.append((user.outputs[0], True))
-                    case "Mul" if inverted and is_deviation(other(user, value)):
+                    case "Mul" if inverted and is_deviation(other_operand(user, value)):
                         return user.outputs[0]
         return None
 
@@ -331,10 +331,10 @@ def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
 
 def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value, ir.Value] | None:
     """(result, operand) when the only use of `value` is a Mul or Add by a vector of the row."""
-    node = only_use(value)
+    node = sole_consumer(value)
     if node is None or node.domain or node.op_type != op_type:
         return None
-    operand = other(node, value)
+    operand = other_operand(node, value)
     if operand is None or rank(operand) != 1 or not is_constant(operand):
         return None
     return (node.outputs[0], operand) if width is not None and dim(operand, 0) == width else None
@@ -362,7 +362,7 @@ def _build(rw: Rewriter, node: ir.Node, found: _Found) -> bool:
         return rw.refuse(found.name, [node], "the number of its columns is not known")
     if reason := _computes(found):
         return rw.refuse(found.name, [node], reason)
-    last, back, before = found.n, only_use(found.n), made_by(x, "Cast")
+    last, back, before = found.n, sole_consumer(found.n), producer(x, "Cast")
     source = before.inputs[0] if before is not None else None
     if back is not None and back.op_type == "Cast" and source is not None:
         narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -390,9 +390,9 @@ def _build(rw: Rewriter, node: ir.Node, found: _Found) -> bool:
         y = op.RMSNormalization(
             x, weight, domain=FUSE, epsilon=found.epsilon, stash_type=int(stash)
         )
-    producer = last.producer()
-    assert producer is not None
-    return rw.replace(producer, op, [last], [y])
+    maker = last.producer()
+    assert maker is not None
+    return rw.replace(maker, op, [last], [y])
 
 
 # ---- fusion ----------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def _build(rw: Rewriter, node: ir.Node, found: _Found) -> bool:
 def _skip(rw: Rewriter, node: ir.Node) -> bool:
     """Residual add + norm, where no Gemm has taken the norm over."""
     norm = canonical_norm(node)
-    add = made_by(norm.x, "Add") if norm else None
+    add = producer(norm.x, "Add") if norm else None
     if norm is None or add is None or len(node.outputs) > 1:
         return False
     a, b = add.inputs[0], add.inputs[1]

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.rewrite import attribute, dim, ints, rank, row_axis, typed, users
+from onnx_fuse.ops.rewrite import attribute, consumers, dim, ints, rank, row_axis, typed
 
 Fill = np.ndarray | None
 """What each column of an added row is; None where that is 0."""
@@ -35,7 +35,7 @@ def fill_of(w: ir.Value, c: ir.Value | None) -> tuple[Fill, str]:
     return (row if row.any() else None), ""
 
 
-def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
+def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     """Why the products of `x`, which `views` make of what `node` norms, stay behind the Pad; or "".
 
     Bytes are compared, in columns a row, with r rows behind the Pad for each before it. A product
@@ -43,9 +43,9 @@ def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     the moves N + r N.
     """
     between = [node.outputs[0], *(v for n in views for v in n.outputs)]
-    shapes = [n for v in between for n in users(v) if n.op_type == "Shape"]
-    products = [n for n in users(x) if n not in shapes]
-    others = [n for v in between for n in users(v) if n not in (*views, *shapes, *products)]
+    shapes = [n for v in between for n in consumers(v) if n.op_type == "Shape"]
+    products = [n for n in consumers(x) if n not in shapes]
+    others = [n for v in between for n in consumers(v) if n not in (*views, *shapes, *products)]
     if others or any(v.is_graph_output() for v in (*between, *(n.outputs[0] for n in shapes))):
         return "others read the norm, or what is between, so that it would not save a pass"
     if not all(_width(n, x) for n in products):
@@ -77,7 +77,7 @@ def why_not(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     return ""
 
 
-def moved_behind(
+def replay_padded_views(
     op: Builder, x: ir.Value, views: Sequence[ir.Node], y: ir.Value, fill: Fill
 ) -> ir.Value:
     """The `views` over `y`, the product of what they are over; rows that they add are `fill`.
@@ -112,7 +112,7 @@ def moved_behind(
 
 def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
     """Shape nodes of `old` are worked out from `new`, which differs from it along `axis` alone."""
-    for reader in [n for n in users(old) if n.op_type == "Shape"] if old is not None else ():
+    for reader in [n for n in consumers(old) if n.op_type == "Shape"] if old is not None else ():
         sizes = [op.Shape(new, end=axis), op.constant([dim(old, axis)])]
         after = [op.Shape(new, start=axis + 1)] if axis + 1 < (rank(old) or 0) else []
         told = op.Concat(*sizes, *after, axis=0)

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, Context
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
-from onnx_fuse.program.passes.cse import drop_unread, share
+from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
-from onnx_fuse.program.passes.few_columns import FEW_COLUMNS
 from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
+from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
 from onnx_fuse.program.passes.select import select_kernels
@@ -25,9 +25,9 @@ def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: Context
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
-    ("dead calls", lambda calls, keep, _: drop_unread(calls, keep)),
-    ("cse", lambda calls, keep, _: share(calls, keep)),
-    ("dead calls", lambda calls, keep, _: drop_unread(calls, keep)),
+    ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
+    ("cse", lambda calls, keep, _: eliminate_common(calls, keep)),
+    ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEFORE_CHAINS),
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),

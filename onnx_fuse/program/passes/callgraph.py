@@ -38,15 +38,15 @@ def steps_of(call: Call) -> list[str]:
     return [step.name for step in call.expression.steps] if call.expression is not None else []
 
 
-def moved(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
+def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
     """The tensor in the buffer that stands for its own."""
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
 
 
-def elsewhere(call: Call, same: Mapping[int, int]) -> Call:
+def rename_buffers(call: Call, same: Mapping[int, int]) -> Call:
     """The call on other buffers."""
     reads, writes = (
-        tuple((n, moved(t, same)) for n, t in part) for part in (call.reads, call.writes)
+        tuple((n, rename_buffer(t, same)) for n, t in part) for part in (call.reads, call.writes)
     )
     return replace(call, reads=reads, writes=writes)
 
@@ -71,14 +71,14 @@ class Calls:
         """What stands at each place."""
         self.readers, self.writers = uses(calls)
 
-    def made_for(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:
+    def sole_producer(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:
         """The call, and its place, that alone writes what call `i` alone reads, once, and what
         nothing keeps.
         """
         alone = self.readers[tensor.buffer] == [i] and tensor.buffer not in self.keep
-        return self.maker(tensor) if alone else None
+        return self.producer(tensor) if alone else None
 
-    def maker(self, tensor: Tensor) -> tuple[int, Call] | None:
+    def producer(self, tensor: Tensor) -> tuple[int, Call] | None:
         """The one call that writes it, and its place."""
         writers = self.writers[tensor.buffer]
         now = self.now[writers[0]] if len(writers) == 1 else ()
@@ -105,7 +105,7 @@ class Calls:
         """Whether the problems after a rewrite cost less than those before it."""
         return pays(before, after, self.hw, self.prefs)
 
-    def take(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
+    def fuse(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
         """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.
 
         False, and nothing done, where no kernel serves a problem that differs.

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.passes.callgraph import moved
+from onnx_fuse.program.passes.callgraph import rename_buffer
 
 
-def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     """Without the calls whose results nothing reads."""
     live, kept = set(keep), []
     for call in reversed(calls):
@@ -20,7 +20,7 @@ def drop_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     return kept[::-1]
 
 
-def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     """Equal calls on equal operands run once."""
     writers: dict[int, int] = defaultdict(int)
     for call in calls:
@@ -30,7 +30,7 @@ def share(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     same: dict[int, int] = {}
     kept = []
     for old in calls:
-        call = replace(old, reads=tuple((n, moved(t, same)) for n, t in old.reads))
+        call = replace(old, reads=tuple((n, rename_buffer(t, same)) for n, t in old.reads))
         own = [t.buffer for _, t in call.writes]
         pure = all(writers[b] == 1 and b not in keep for b in own)
         # a buffer that is written again later reads differently then

@@ -13,7 +13,14 @@ from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.passes.callgraph import LARGE, Calls, elsewhere, moved, steps_of, whole
+from onnx_fuse.program.passes.callgraph import (
+    LARGE,
+    Calls,
+    rename_buffer,
+    rename_buffers,
+    steps_of,
+    whole,
+)
 from onnx_fuse.program.passes.pointwise_fusion import pointwise
 from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
 from onnx_fuse.program.problems import Norm, SlopeProduct
@@ -56,7 +63,7 @@ def add(calls: Calls, i: int, call: Call) -> None:
     reads, total = dict(call.reads), dict(call.writes).get("sum", call.writes[0][1])
     first, second = (reads["x"], reads["residual"]) if norm else reads.values()
     for y, r in ((first, second), (second, first)):
-        found = _product(calls.made_for(i, y), BARE, ("Gemm", "MatMulNBits"))
+        found = _product(calls.sole_producer(i, y), BARE, ("Gemm", "MatMulNBits"))
         if found is None or not y.dense or r.offset or y.size != total.size:
             continue
         at, product, problem = found
@@ -71,11 +78,11 @@ def add(calls: Calls, i: int, call: Call) -> None:
             r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
         made = replace(
             product,
-            problem=problem.having(**{"bias" if bias else "residual": True}),
+            problem=problem.replace(**{"bias" if bias else "residual": True}),
             reads=(*product.reads, (_BIAS[problem.op] if bias else "c", r)),
             writes=(("y", total),),
         )
-        if calls.take(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
+        if calls.fuse(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
             return
 
 
@@ -88,7 +95,7 @@ def scale(calls: Calls, i: int, call: Call) -> None:
         return
     (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
     for z, g in ((first, second), (second, first)):
-        found = _product(calls.made_for(i, z), (*_SUMS, "layernorm", "scale"))
+        found = _product(calls.sole_producer(i, z), (*_SUMS, "layernorm", "scale"))
         if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
             continue
         at, product, problem = found
@@ -101,8 +108,8 @@ def scale(calls: Calls, i: int, call: Call) -> None:
             continue
         g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
         reads = (*product.reads, ("col0", g))
-        wanted = replace(product, problem=problem.having(scale=True), reads=reads)
-        if calls.take(at, i, replace(wanted, writes=(("y", y),))):
+        wanted = replace(product, problem=problem.replace(scale=True), reads=reads)
+        if calls.fuse(at, i, replace(wanted, writes=(("y", y),))):
             return
 
 
@@ -130,7 +137,7 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     if act is None:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    found = _product(calls.maker(z), ("act", "dact", "save_z", "scale"))
+    found = _product(calls.producer(z), ("act", "dact", "save_z", "scale"))
     if found is None or len(calls.writers[y.buffer]) != 1:
         return
     at, product, plain = found
@@ -141,14 +148,14 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
     if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
-    problem = problem.having(**act)
+    problem = problem.replace(**act)
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
-        problem = problem.having(save_z=True)
+        problem = problem.replace(save_z=True)
     residual = problem.attr("beta") and plain.attr("residual")
     if residual and not calls.pays((plain, pointwise(call)), (problem,)):
         return
     writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
-    calls.take(at, i, replace(product, problem=problem, writes=writes))
+    calls.fuse(at, i, replace(product, problem=problem, writes=writes))
 
 
 def _activation(call: Call) -> dict[str, Value] | None:
@@ -171,7 +178,7 @@ def _summed_first(problem: Problem) -> Problem:
     if not problem.attr("residual"):
         return problem
     rest = tuple(a for a in problem.attrs if a[0] != "residual")
-    return replace(problem, attrs=rest).having(beta=1.0)
+    return replace(problem, attrs=rest).replace(beta=1.0)
 
 
 def cast(calls: Calls, i: int, call: Call) -> None:
@@ -182,7 +189,7 @@ def cast(calls: Calls, i: int, call: Call) -> None:
     if steps_of(call) != ["Cast"] or len(call.reads) != 1 or len(call.writes) != 1:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    source = calls.made_for(i, z)
+    source = calls.sole_producer(i, z)
     problem = source[1].problem if source is not None else None
     if source is None or not isinstance(problem, Problem):
         return
@@ -197,8 +204,8 @@ def cast(calls: Calls, i: int, call: Call) -> None:
         return
     if dict(product.writes)["y"].size == z.size:
         writes = tuple((n, y if n == "y" else t) for n, t in product.writes)
-        wider = problem.having(out_dtype=y.dtype)
-        calls.take(at, i, replace(product, problem=wider, writes=writes))
+        wider = problem.replace(out_dtype=y.dtype)
+        calls.fuse(at, i, replace(product, problem=wider, writes=writes))
 
 
 def slope(calls: Calls, i: int, call: Call) -> None:
@@ -209,14 +216,14 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     """
     problem, given, how = call.problem, dict(call.reads), _slope(call)
     plain_only = (*BARE, "scale")
-    found = _product(calls.made_for(i, given["dy"]), plain_only) if how is not None else None
+    found = _product(calls.sole_producer(i, given["dy"]), plain_only) if how is not None else None
     if how is None or found is None:
         return
     at, product, plain = found
     dy, z, dz = given["dy"], given["z"], product.writes[0][1]
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
-    wanted, left = plain.having(dact=True, **how), None
+    wanted, left = plain.replace(dact=True, **how), None
     if isinstance(problem, Problem):
         rest = tuple(a for a in problem.attrs if a[0] not in how)
         left = replace(call, problem=replace(problem, attrs=rest))
@@ -229,7 +236,7 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     if problem is None or not calls.pays((plain, problem), after):
         return
     made = replace(product, problem=wanted, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
-    calls.take(at, i, made, *([left] if left is not None else []))
+    calls.fuse(at, i, made, *([left] if left is not None else []))
 
 
 def _slope(call: Call) -> dict[str, Value] | None:
@@ -264,7 +271,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
     if len({t.dtype for t in tensors}) > 1:
         return
     for dx, r in ((first, second), (second, first)):
-        at, grad = calls.made_for(i, dx) or (i, call)
+        at, grad = calls.sole_producer(i, dx) or (i, call)
         problem = grad.problem
         if not isinstance(problem, Problem) or problem.op != "LayerNormGemmGrad":
             continue
@@ -275,11 +282,11 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         before, after = writers[r.buffer], readers[total.buffer]
         if max(before, default=-1) >= at:
             continue
-        ways = [problem.having(add="apart")]
+        ways = [problem.replace(add="apart")]
         read_later = max((j for j in readers[r.buffer] if j != i), default=-1) > at
         alone = before and not read_later and r.buffer not in calls.keep
         if alone and min(after, default=i) >= i and _all_of(calls.calls, r):
-            ways.append(problem.having(add="here"))
+            ways.append(problem.replace(add="here"))
         wanted = min(ways, key=calls.seconds)
         if not calls.pays((problem, pointwise(call)), (wanted,)):
             continue
@@ -287,17 +294,17 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         writers[total.buffer] = [at]
         if wanted.text("add") == "here":
             same = {r.buffer: total.buffer}
-            calls.now = [tuple(elsewhere(c, same) for c in now) for now in calls.now]
+            calls.now = [tuple(rename_buffers(c, same) for c in now) for now in calls.now]
             readers[total.buffer] = sorted((*readers.pop(r.buffer), *after))
             writers[total.buffer] = [*writers.pop(r.buffer), at]
-            r, (grad,) = moved(r, same), calls.now[at]
+            r, (grad,) = rename_buffer(r, same), calls.now[at]
         made = replace(
             grad,
             problem=wanted,
             reads=(*grad.reads, ("add", r)),
             writes=tuple((n, total if n == "dx" else t) for n, t in grad.writes),
         )
-        calls.take(at, i, made)
+        calls.fuse(at, i, made)
         return
 
 
@@ -315,7 +322,7 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         return
     (_, y), tensors = call.writes[0], [t for _, t in call.reads]
     for k, v in enumerate(tensors):
-        at, before = calls.made_for(i, v) or (i, call)
+        at, before = calls.sole_producer(i, v) or (i, call)
         name = before.problem.stored if before.problem is not None else ""
         if before.problem is None or not name or not calls.may_write(at, i, y):
             continue
@@ -330,13 +337,13 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         made = replace(
             before,
             kernel=f"{before.kernel}+{call.expression.name}",
-            problem=before.problem.tailed(Tail(call.expression, k, y.dtype)),
+            problem=before.problem.with_tail(Tail(call.expression, k, y.dtype)),
             reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
             writes=tuple((n, y if n == name else t) for n, t in before.writes),
             bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
             inplace=tuple(pair for pair in before.inplace if shared or pair[0] != name),
         )
-        if calls.take(at, i, made):
+        if calls.fuse(at, i, made):
             return
 
 

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from onnx_fuse.kernels import Choice, select
+from onnx_fuse.kernels.batched import can_batch
 from onnx_fuse.kernels.rows import fold_kind
-from onnx_fuse.kernels.several import shares_a_launch
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.moves import CopyMany, PointwiseMany, Several
-from onnx_fuse.program.passes import pieces
+from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
+from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import Hardware
@@ -53,7 +53,7 @@ def batch(
         run: list[int] = []
         for i in reversed(members):
             # `run` starts at its last member; earlier ones join as long as they may wait for it
-            beside = run if pieces.piece(calls[i]) is not None else ()
+            beside = run if copy_fusion.piece_of(calls[i]) is not None else ()
             if run and not _may_wait(calls, i, run[0], beside):
                 _place(calls, run, choice, depths, gone, placed)
                 run = []
@@ -79,10 +79,10 @@ def _place(
     if len(run) < 2:
         return
     members = list(reversed(run))
-    if pieces.kind(calls[run[0]]) is not None:
-        for k in range(0, len(members), pieces.TABLE):
-            part = [calls[i] for i in members[k : k + pieces.TABLE]]
-            placed[run[0]].append(pieces.together(part) if len(part) > 1 else part[0])
+    if copy_fusion.copy_kind(calls[run[0]]) is not None:
+        for k in range(0, len(members), copy_fusion.TABLE):
+            part = [calls[i] for i in members[k : k + copy_fusion.TABLE]]
+            placed[run[0]].append(copy_fusion.merged(part) if len(part) > 1 else part[0])
         gone.update(run)
         return
     large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
@@ -104,7 +104,7 @@ def _kind(call: Call) -> object | None:
     """What calls of one launch have in common; None for a call that stands alone."""
     if call.expression is None:
         return _twin(call)
-    if (found := pieces.kind(call)) is not None:
+    if (found := copy_fusion.copy_kind(call)) is not None:
         return found
     if not prod(call.writes[0][1].shape) or call.expression.rows:
         return None
@@ -118,7 +118,7 @@ def _kind(call: Call) -> object | None:
 
 def _twin(call: Call) -> object | None:
     """The problem of a small call, and which of its operands are there."""
-    if call.problem is None or isinstance(call.problem, Several | PointwiseMany | CopyMany):
+    if call.problem is None or isinstance(call.problem, BatchedCalls | PointwiseMany | CopyMany):
         return None
     if sum(t.nbytes for _, t in call.reads) > MAX_WAIT:
         return None
@@ -131,7 +131,7 @@ def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice
     choice = None if problem is None else select(problem.op, problem, hw, prefs)
     if problem is None or choice is None or call.expression is not None:
         return choice
-    return choice if shares_a_launch(choice, problem, hw) else None
+    return choice if can_batch(choice, problem, hw) else None
 
 
 def _single(tensor: Tensor) -> bool:
@@ -145,7 +145,7 @@ def _may_wait(calls: Sequence[Call], i: int, until: int, beside: Collection[int]
     writes = {t.buffer for _, t in calls[i].writes}
     for j in range(i + 1, until + 1):
         call = calls[j]
-        if j in beside and pieces.apart(calls[i], call):
+        if j in beside and copy_fusion.independent(calls[i], call):
             continue
         if any(t.buffer in writes for _, t in (*call.reads, *call.writes)):
             return False
@@ -197,7 +197,7 @@ def _twins(members: Sequence[Call], choice: Choice) -> Call:
         tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.writes),
         flops=sum(c.flops for c in members),
         bytes=sum(c.bytes for c in members),
-        problem=Several(first.problem, count, bound, choice.kernel.name, choice.config),
+        problem=BatchedCalls(first.problem, count, bound, choice.kernel.name, choice.config),
     )
 
 

@@ -166,7 +166,7 @@ class Choices:
             old = _problem(source)
             for parts in sorted({norm.width // bn for _, bn, _ in TILES if norm.width % bn == 0}):
                 new = (_norm_gemm(c, norm, parts) for c in products.values())
-                more = self.seconds(old.having(moments=parts)) - self.seconds(old)
+                more = self.seconds(old.replace(moments=parts)) - self.seconds(old)
                 ways.append((added + more + self.seconds(*new), parts))
         after, parts = min(ways)
         if not after < before:
@@ -186,7 +186,7 @@ class Choices:
         if source is not None:
             part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
             wrote = replace(source, writes=(*source.writes, *part.items()))
-            found[-1] = replace(wrote, problem=_problem(source).having(moments=parts))
+            found[-1] = replace(wrote, problem=_problem(source).replace(moments=parts))
         given = dict(norm.call.reads)
         statistics: dict[str, Tensor] = {}
         for j, call in products.items():
@@ -245,7 +245,7 @@ def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> Problem:
 
 def _added(call: Call) -> Problem:
     """The product that adds the norm of what it added before."""
-    return _problem(call).having(residual="norm", bias=True)
+    return _problem(call).replace(residual="norm", bias=True)
 
 
 def _makes(call: Call, norm: Rows) -> bool:

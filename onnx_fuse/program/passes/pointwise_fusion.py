@@ -70,7 +70,7 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             first = groups[p]
             if first.expression is not None and len(first.expression.steps) <= MAX_SCALAR_STEPS:
                 stays = any(not inner(inside, t.buffer) for _, t in first.writes)
-                first = first if stays else spread(first, groups[group])
+                first = first if stays else broadcast_call(first, groups[group])
             joined = join(first, groups[group])
             if joined is not None:
                 joined = _without(joined, partial(inner, inside))
@@ -171,7 +171,7 @@ def _renamed(
     )
 
 
-def spread(a: Call, b: Call) -> Call:
+def broadcast_call(a: Call, b: Call) -> Call:
     """`a` of one element as if it were of all of `b`'s, where b reads it at stride 0."""
     shape = b.writes[0][1].shape
     if any(t.size != 1 for _, t in (*a.reads, *a.writes)) or prod(shape) == 1:

@@ -11,7 +11,7 @@ from onnx_fuse.cuda.source import source_text
 from onnx_fuse.kernels import Choice, select
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.size import rough, wide_class_of
+from onnx_fuse.program.size import upper_bound, wide_size_class
 
 
 def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
@@ -53,7 +53,7 @@ def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
     places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
     for (i, j), (after, first) in pairwise(places):
         launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
-        few = rough(prod(launch.grid), wide_class_of) <= 128  # these do it anyway
+        few = upper_bound(prod(launch.grid), wide_size_class) <= 128  # these do it anyway
         if alone and not few and "NEXT_ALONE" in source_text(launch.source):
             defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
             found[i][j] = replace(launch, defines=defines)

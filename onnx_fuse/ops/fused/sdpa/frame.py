@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.ops.fused.sdpa.scores import Scores, same_size
-from onnx_fuse.ops.rewrite import attribute, dim, made_by, rank, typed
+from onnx_fuse.ops.rewrite import attribute, dim, producer, rank, typed
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Frame:
         ]
 
 
-def framed(op: Builder, found: Scores, qkv: Sequence[ir.Value]) -> Frame | str:
+def make_frame(op: Builder, found: Scores, qkv: Sequence[ir.Value]) -> Frame | str:
     """The frame of a product and its steps; why there is none."""
     q, k, v = qkv
     product = found.product.outputs[0]
@@ -170,15 +170,15 @@ def _split(op: Builder, found: Scores, q: ir.Value, k: ir.Value, v: ir.Value) ->
 
 def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | None:
     """[B, H, S, D] behind [B·H, S, D]; under a Transpose of the last two axes, too."""
-    node = made_by(value, "Reshape")
+    node = producer(value, "Reshape")
     source = node.inputs[0] if node is not None else None
     if source is not None:
         same = dim(source, -1) is not None and dim(source, -1) == dim(value, -1)
         return source if same and rank(source) == 4 and heads and dim(source, 1) == heads else None
-    turn = made_by(value, "Transpose")
+    turn = producer(value, "Transpose")
     if turn is None or list(attribute(turn, "perm", ())) != [0, 2, 1]:  # type: ignore[call-overload]
         return None
-    below = made_by(turn.inputs[0], "Reshape")
+    below = producer(turn.inputs[0], "Reshape")
     source = below.inputs[0] if below is not None else None
     if source is None or rank(source) != 4 or not heads or dim(source, 1) != heads:
         return None

@@ -10,28 +10,28 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.sdpa.frame import Frame, framed
+from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
 from onnx_fuse.ops.fused.sdpa.scores import (
     REACH,
     Scores,
-    climb,
-    joined,
+    combine_steps,
     same_rows,
     same_size,
+    trace_scores,
 )
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
+    consumers,
     dim,
     ints,
     is_float,
-    made_by,
-    only_use,
+    producer,
     rank,
     scalar,
+    sole_consumer,
     typed,
-    users,
 )
 
 SCALES = (2.0**-14, 2.0**14)
@@ -48,7 +48,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         return rw.refuse("Sdpa", [softmax], ending) if ending else False
     if not is_float(z):
         return False
-    found = climb(z)
+    found = trace_scores(z)
     if found is None:
         reason = _unreached(z)
         return rw.refuse("Sdpa", [softmax, ending.product], reason) if reason else False
@@ -64,7 +64,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         )
         return rw.refuse("Sdpa", nodes, reason)
     product, op = found.product.outputs[0], Builder()
-    found.steps = joined(op, found.steps)
+    found.steps = combine_steps(op, found.steps)
     reason = _mismatch(rw, found, ending, z)
     if reason:
         return rw.refuse("Sdpa", nodes, reason)
@@ -72,7 +72,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     assert left is not None
     assert right is not None
     v = ending.values
-    q, q_scale = peel(left)
+    q, q_scale = strip_scales(left)
     k, k_scale = _key(op, right)
     if ending.turned:
         v = transposed(op, v, swapped(rank(v) or 4))
@@ -81,7 +81,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     scale = found.scale * q_scale * k_scale
     if q.dtype == ir.DataType.DOUBLE and float(np.float32(scale)) != scale:
         q, scale = typed(op.Mul(q, scale), q, q.shape), 1.0  # attributes are of float32
-    frame = framed(op, found, [q, k, v])
+    frame = make_frame(op, found, [q, k, v])
     if isinstance(frame, str):
         return rw.refuse("Sdpa", nodes, frame)
     steps, masks = steps_of(op, rw, found, frame)
@@ -96,7 +96,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     return rw.replace(ending.product, op, [ending.product.outputs[0]], [y])
 
 
-def _mismatch(rw: Rewriter, found: Scores, ending: Ending, z: ir.Value | None) -> str:
+def _mismatch(rw: Rewriter, found: Scores, ending: ProductTail, z: ir.Value | None) -> str:
     """Why the parts do not make one operator, if so."""
     product = found.product.outputs[0]
     kinds = [tuple("Where" if s.fill is not None else "Mask" for s in found.steps)]
@@ -118,7 +118,7 @@ def _mismatch(rw: Rewriter, found: Scores, ending: Ending, z: ir.Value | None) -
     size = rank(product)
     if size is None or size < 2:
         return "the products are of vectors"
-    taken = [peel(side)[1] for side in (left, right) if side is not None]
+    taken = [strip_scales(side)[1] for side in (left, right) if side is not None]
     if any(not SCALES[0] <= abs(factor) <= SCALES[1] for factor in taken):
         return "queries or keys are scaled by a very large or small constant"
     # A mask that is larger than the scores makes many rows of one.
@@ -152,7 +152,7 @@ WIDER: dict[ir.DataType | None, tuple[ir.DataType, ...]] = {
 
 
 @dataclass
-class Ending:
+class ProductTail:
     """What follows a softmax up to the product with v."""
 
     product: ir.Node
@@ -172,11 +172,11 @@ def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
     Flatten and the Reshape back. They count for nothing where the last axis is the matrix's.
     """
     z, p = softmax.inputs[0], softmax.outputs[0]
-    flatten, back = made_by(z, "Flatten"), only_use(p)
+    flatten, back = producer(z, "Flatten"), sole_consumer(p)
     if flatten is None or back is None or back.op_type != "Reshape" or back.domain:
         return z, p
     x, size = flatten.inputs[0], rank(flatten.inputs[0])
-    shape = made_by(back.inputs[1], "Shape")
+    shape = producer(back.inputs[1], "Shape")
     y = back.outputs[0]
     whole = shape is not None and shape.inputs[0] is x and not shape.attributes
     whole = whole or (x is not None and _same_shape(x, y))
@@ -189,7 +189,7 @@ def _same_shape(x: ir.Value, y: ir.Value) -> bool:
     return size is not None and size == rank(y) and all(same_size(x, i, y, i) for i in range(size))
 
 
-def _ending(p: ir.Value) -> Ending | str:
+def _ending(p: ir.Value) -> ProductTail | str:
     """Walk from the weights to their product with v; why there is none, "" where none is near."""
     guarded, narrowed, turned = False, False, False
     weights = p
@@ -198,18 +198,18 @@ def _ending(p: ir.Value) -> Ending | str:
     if not near:
         return ""
     while True:
-        readers = users(p)
+        readers = consumers(p)
         tests = [n for n in readers if n.op_type == "IsNaN" and not n.domain]
         wheres = [n for n in readers if n.op_type == "Where" and not n.domain]
         if len(tests) == 1 and len(wheres) == 1 and len(readers) == 2 and not p.is_graph_output():
             where = wheres[0]
             ours = where.inputs[0] is tests[0].outputs[0] and where.inputs[2] is p
             zero = ours and scalar(where.inputs[1]) == 0 and rank(where.outputs[0]) == rank(p)
-            if not zero or only_use(tests[0].outputs[0]) is None or turned:
+            if not zero or sole_consumer(tests[0].outputs[0]) is None or turned:
                 return "a Where on the weights that is no NaN guard"
             p, guarded = where.outputs[0], True
             continue
-        node = only_use(p)
+        node = sole_consumer(p)
         if node is None:
             if p.is_graph_output():
                 return f"the weights '{p.name}' are an output of the model"
@@ -248,7 +248,7 @@ def _ending(p: ir.Value) -> Ending | str:
 
 def _product(
     node: ir.Node, p: ir.Value, guarded: bool, narrowed: bool, turned: bool
-) -> Ending | str:
+) -> ProductTail | str:
     left, right = node.inputs[0], node.inputs[1]
     values = left if turned else right
     if (right if turned else left) is not p or values is None or values is p:
@@ -258,7 +258,7 @@ def _product(
         assert transpose is not None
         assert transpose.inputs[0] is not None
         p = transpose.inputs[0]
-    return Ending(node, p, values, guarded, narrowed, turned)
+    return ProductTail(node, p, values, guarded, narrowed, turned)
 
 
 _BETWEEN = frozenset(
@@ -271,7 +271,7 @@ _BETWEEN = frozenset(
 
 def _leads_to_a_product(p: ir.Value, depth: int = 6) -> bool:
     """Whether what reads `p`, through operators that move or touch up weights, is a product."""
-    for node in users(p) if depth else ():
+    for node in consumers(p) if depth else ():
         if node.domain:
             continue
         if node.op_type in ("MatMul", "Einsum"):
@@ -299,10 +299,10 @@ def _unreached(z: ir.Value | None, depth: int = REACH // 2) -> str:
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def peel(value: ir.Value) -> tuple[ir.Value, float]:
+def strip_scales(value: ir.Value) -> tuple[ir.Value, float]:
     """Constant factors off an operand."""
     factor = 1.0
-    while (node := made_by(value, "Mul", "Div", "Identity")) is not None:
+    while (node := producer(value, "Mul", "Div", "Identity")) is not None:
         a = node.inputs[0]
         if a is None:
             break
@@ -330,17 +330,17 @@ def swapped(size: int) -> list[int]:
 
 def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
     """k [.., T, D] of a product's right operand kᵀ [.., D, T], and the constant taken off it."""
-    right, outer = peel(right)
+    right, outer = strip_scales(right)
     if (whole := _unflattened(op, right)) is not None:
         return whole, outer
     size = rank(right) or 4
     swap = swapped(size)
-    node = made_by(right, "Transpose")
+    node = producer(right, "Transpose")
     perm = attribute(node, "perm") if node is not None else None
     if node is None or not isinstance(perm, Sequence) or node.inputs[0] is None:
         return transposed(op, right, swap), outer
     composed = [perm[i] for i in swap]
-    source, inner = peel(node.inputs[0])
+    source, inner = strip_scales(node.inputs[0])
     if composed == list(range(size)):
         return source, outer * inner
     return transposed(op, source, composed), outer * inner
@@ -350,8 +350,8 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
     """k [B, H, T, D] where an exporter turned it with the heads in the batch: [B, H, D, T] by a
     Reshape of the Transpose of [B·H, T, D].
     """
-    reshape = made_by(right, "Reshape")
-    turn = made_by(reshape.inputs[0], "Transpose") if reshape is not None else None
+    reshape = producer(right, "Reshape")
+    turn = producer(reshape.inputs[0], "Transpose") if reshape is not None else None
     flat = turn.inputs[0] if turn is not None else None
     if reshape is None or turn is None or flat is None or rank(right) != 4:
         return None
@@ -359,14 +359,14 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
     turned = isinstance(perm, Sequence) and [*perm] == [0, 2, 1]
     if not turned or not same_rows(turn.outputs[0], right):
         return None
-    below = made_by(flat, "Reshape")
+    below = producer(flat, "Reshape")
     source = below.inputs[0] if below is not None and same_rows(below.inputs[0], flat) else flat
     assert source is not None
     order = (0, 1, 3, 2)
     if rank(source) == 4 and all(same_size(source, i, right, order[i]) for i in range(4)):
         return source
     target = reshape.inputs[1]
-    sizes, joined = ints(target), made_by(target, "Concat")
+    sizes, joined = ints(target), producer(target, "Concat")
     if sizes is not None and 0 not in sizes:
         shape: ir.Value = op.constant([sizes[i] for i in order])
     elif joined is not None and len(joined.inputs) == 4:
@@ -386,9 +386,9 @@ def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
 
 def _ungrouped(value: ir.Value) -> ir.Value | None:
     """The [B, Hkv, T, D] behind a head repetition: Reshape(Expand(Unsqueeze(k, 2)))."""
-    reshape = made_by(value, "Reshape")
-    expand = made_by(reshape.inputs[0], "Expand") if reshape else None
-    unsqueeze = made_by(expand.inputs[0], "Unsqueeze", "Reshape") if expand else None
+    reshape = producer(value, "Reshape")
+    expand = producer(reshape.inputs[0], "Expand") if reshape else None
+    unsqueeze = producer(expand.inputs[0], "Unsqueeze", "Reshape") if expand else None
     source = unsqueeze.inputs[0] if unsqueeze else None
     if unsqueeze is None or source is None or rank(source) != 4 or rank(value) != 4:
         return None

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
-from onnx_fuse.ops.rewrite import is_float, made_by, rank, scalar
+from onnx_fuse.ops.rewrite import is_float, producer, rank, scalar
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
@@ -56,7 +56,7 @@ class Scores:
     """The leading axes are other ones than the product's for a while."""
 
 
-def climb(value: ir.Value | None, depth: int = REACH) -> Scores | str | None:
+def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | None:
     """Climb from a softmax to its product: what lies between, the reason why that is no attention
     of ours, or None where there is no product.
     """
@@ -70,12 +70,12 @@ def climb(value: ir.Value | None, depth: int = REACH) -> Scores | str | None:
     if node.op_type == "Where":
         return _where(node, depth)
     if node.op_type in ("Add", "Mul"):
-        found = climb(a, depth - 1)
+        found = trace_scores(a, depth - 1)
         other = b
         if found is None:
-            found, other = climb(b, depth - 1), a
+            found, other = trace_scores(b, depth - 1), a
     else:
-        found, other = climb(a, depth - 1), b
+        found, other = trace_scores(a, depth - 1), b
     if not isinstance(found, Scores) or node.op_type == "Identity":
         return found
     if node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
@@ -209,7 +209,7 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
     out = node.outputs[0]
     for i in (0, 1):
         scores, fill = branches[i], branches[1 - i]
-        found = climb(scores, depth - 1)
+        found = trace_scores(scores, depth - 1)
         if found is None:
             continue
         if isinstance(found, str) or condition is None or scores is None:
@@ -222,7 +222,7 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
         if rank(out) is None or rank(out) != rank(scores):
             return "the condition of Where adds axes to the scores"
         holds, step = i == 0, Step(condition, out, fill=held.reshape(()))
-        while (inverse := made_by(condition, "Not")) is not None and inverse.inputs[0] is not None:
+        while (inverse := producer(condition, "Not")) is not None and inverse.inputs[0] is not None:
             condition, holds = inverse.inputs[0], not holds
         last = found.steps[-1] if found.steps else None
         if last is not None and last.fill is not None and last.at.shape == out.shape:
@@ -236,7 +236,7 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
     return None
 
 
-def joined(op: Builder, steps: list[Step]) -> list[Step]:
+def combine_steps(op: Builder, steps: list[Step]) -> list[Step]:
     """The steps, where there are more than an operator has by fewer.
 
     (z + p) + m is z + (p + m) for every z and m, where p is 0 or -inf throughout: where p is -inf
@@ -266,9 +266,9 @@ def _joins(first: Step, second: Step) -> bool:
 
 def _hides_or_keeps(value: ir.Value | None) -> bool:
     """Whether all elements are known to be 0 or -inf."""
-    while (view := made_by(value, *_VIEWS)) is not None:
+    while (view := producer(value, *_VIEWS)) is not None:
         value = view.inputs[0]
-    chosen = made_by(value, "Where")
+    chosen = producer(value, "Where")
     sources = chosen.inputs[1:] if chosen is not None else [value]
     arrays = [const_array(v) for v in sources]
     return all(a is not None and ((a == 0) | np.isneginf(a)).all() for a in arrays)

@@ -12,8 +12,8 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels import Choice, Kernel, candidates
-from onnx_fuse.kernels.rule import ByRule
-from onnx_fuse.program.moves import CopyMany, PointwiseMany, Several
+from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
 
 
@@ -29,7 +29,7 @@ def free_axis(launch: Launch) -> str | None:
     return None
 
 
-def shares_a_launch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
+def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
     """Whether a grid of several may run the kernel chosen: one launch of plain pointers."""
     if choice.workspace(problem, hw):
         return False
@@ -42,7 +42,7 @@ def shares_a_launch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
     return plain and not alone and free_axis(launch) is not None
 
 
-class Twins(ByRule):
+class BatchedKernel(RuleBased):
     """The kernel as a device function, called once a row of a table of pointers."""
 
     name = "twins"
@@ -51,7 +51,7 @@ class Twins(ByRule):
         """What its text includes."""
         return ("common.cuh",)
 
-    def launch(self, problem: Several, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: BatchedCalls, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
         kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
         (launch,) = kernel.launch(problem.problem, problem.config, hw)
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
         return (Launch(source, "twins", grid, launch.block, (table, *numbers), launch.defines),)
 
 
-class Tensors(ByRule):
+class MultiTensor(RuleBased):
     """A kernel generated for an expression, over a table of flat tensors."""
 
     name = "generated"
@@ -105,7 +105,7 @@ class Tensors(ByRule):
         return (launch_many(problem.expression, problem.shared, problem.items),)
 
 
-class Pieces(ByRule):
+class MultiCopy(RuleBased):
     """Runs of elements at strides, over a table of copies (cuda_src/indexing/pieces.cu)."""
 
     name, source = "pieces", "indexing/pieces.cu"
@@ -135,5 +135,5 @@ class Pieces(ByRule):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Several": (Twins(),), "PointwiseMany": (Tensors(),), "CopyMany": (Pieces(),),
+    "Several": (BatchedKernel(),), "PointwiseMany": (MultiTensor(),), "CopyMany": (MultiCopy(),),
 }  # fmt: skip

@@ -43,7 +43,7 @@ def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
         return
     reads, (_, z) = dict(call.reads), call.writes[0]
     y, w, c = reads["a"], reads["b"], reads.get("col1")
-    at, norm = calls.maker(y) or (i, call)
+    at, norm = calls.producer(y) or (i, call)
     plain = norm.problem
     if not isinstance(plain, Norm) or plain.columns:
         return
@@ -62,9 +62,9 @@ def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
     both = replace(plain, columns=p.n, turned=p.trans_b)
     if not calls.pays((plain, p), (both,)):
         return
-    unread = calls.made_for(i, y) is not None
+    unread = calls.sole_producer(i, y) is not None
     more = (("w", w), *([("c", c)] if c is not None else []))
-    calls.take(at, i, replace(
+    calls.fuse(at, i, replace(
         norm,
         kernel=f"{norm.kernel}+{call.kernel}",
         problem=both,
@@ -82,7 +82,7 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
     if not isinstance(grad, NormGrad) or grad.rms or grad.skip or grad.k:
         return
     dy = reads["dy"]
-    at, product = calls.made_for(i, dy) or (i, call)
+    at, product = calls.sole_producer(i, dy) or (i, call)
     p = _plain(product)
     if p is None or p.k > COLUMNS or not dy.dense or dy.size != p.m * p.n:
         return
@@ -103,7 +103,7 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
         bytes=call.bytes - dy.nbytes + a.nbytes + b.nbytes,
         inplace=tuple(pair for pair in call.inplace if pair[1] != "dy"),
     )
-    calls.take(at, i, made, here=True)
+    calls.fuse(at, i, made, here=True)
 
 
 FEW_COLUMNS = (product_behind_norm, product_in_norm_grad)

@@ -23,7 +23,7 @@ class Unconditional:
         return True
 
 
-class ByRule(Unconditional):
+class RuleBased(Unconditional):
     """A candidate that runs by the rule of its `launch` where its configuration names nothing.
 
     `select` takes the first of an operator's that serves the problem. Further configurations name
@@ -56,7 +56,7 @@ class ByRule(Unconditional):
         raise TypeError(f"{type(self).__name__} has no launch")
 
 
-def vector(length: int, dtype: str, most: int = 16) -> int:
+def access_width(length: int, dtype: str, most: int = 16) -> int:
     """Elements of `dtype` an access may take where every row of `length` starts aligned."""
     width = max(1, most // ITEMSIZE[dtype])
     while length % width:
@@ -64,7 +64,7 @@ def vector(length: int, dtype: str, most: int = 16) -> int:
     return width
 
 
-def team(rows: int, length: int, vec: int) -> int:
+def team_size(rows: int, length: int, vec: int) -> int:
     """Threads a row, a power of two: few with much each, more where the rows are few."""
     vectors = -(-length // vec)
     if vectors <= 32:
@@ -85,7 +85,7 @@ def row_items(length: int, vec: int, threads: int, most: int) -> int:
     return items if items * vec <= most else 0
 
 
-def around(threads: int, least: int = 1) -> list[Config]:
+def thread_choices(threads: int, least: int = 1) -> list[Config]:
     """The rule's configuration, then half and twice its `threads` a row, from `least` to 1024."""
     sizes = [size for size in (threads // 2, 2 * threads) if least <= size <= 1024]
     return [Config.of(), *(Config.of(team=size) for size in sizes)]

@@ -26,7 +26,7 @@ WRITTEN = 64 << 10
 """Bytes of outputs."""
 
 
-class Direct:
+class ZeroCopy:
     """Pinned memory for one run of a shape at a time: who runs holds `free` until it has read it.
 
     `inputs` and `outputs` are the arrays in it, by name; `placement` puts the kernels' there.
@@ -72,7 +72,7 @@ class Direct:
     @staticmethod
     def of(
         program: Program, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-    ) -> Direct | None:
+    ) -> ZeroCopy | None:
         """For inputs that one launch reads, and outputs that one launch writes; None for others."""
         given = [t for t in (*inputs.values(), *outputs.values()) if t.nbytes]
         if program.stages or not given or sum(t.nbytes for t in outputs.values()) > WRITTEN:
@@ -91,7 +91,7 @@ class Direct:
             read = any(x.buffer == t.buffer for _, x in call.reads)
             if read and t.nbytes * prod(call.launches[0].grid) > READ:
                 return None
-        return Direct(inputs, outputs)
+        return ZeroCopy(inputs, outputs)
 
 
 def _plain(launch: Launch) -> bool:

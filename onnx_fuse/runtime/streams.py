@@ -8,7 +8,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.runtime import device
 
 
-class Turns:
+class StreamOrder:
     """Runs in callers' streams among those in `own`: each comes after the one before.
 
     Nothing is recorded or waited for between two runs of one stream.

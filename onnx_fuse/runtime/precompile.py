@@ -1,8 +1,8 @@
 """Programs and kernels for shapes that have not come yet, made by processes of low priority.
 
-Such a process (`background`) lowers for this GPU's description and compiles; it never touches the
-GPU. What it makes it writes to the cache, where a run that needs it finds it. It ends when it has
-had nothing to do for a while, and with the process that started it, however that ends.
+Such a process (`precompile_worker`) lowers for this GPU's description and compiles, and never
+touches the GPU. It writes its results to the cache, where a run that needs them finds them. It ends
+when it has been idle for a while, and when the process that started it ends in any way.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.onnx.save import serialized_without_weights
-from onnx_fuse.program.size import class_of
+from onnx_fuse.program.size import size_class
 from onnx_fuse.runtime import graphs
-from onnx_fuse.runtime.kept import Origin
+from onnx_fuse.runtime.program_cache import Origin
 from onnx_fuse.runtime.specialize import Specializer
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def processes(specializer: Specializer) -> int:
     return min(free, len(os.sched_getaffinity(0)) // CORES, LARGEST // max(1, nbytes))
 
 
-class Ahead:
+class Precompiler:
     """Has the other size classes prepared of the dimensions that vary from run to run.
 
     A model that no file of the cache holds gets its name there from its content, so that its
@@ -97,8 +97,8 @@ class Ahead:
             return
         wanted = {}
         for symbol in sorted(self._varying & numbers.keys()):
-            others = tuple(class_of(n) for name, n in numbers.items() if name != symbol)
-            far = farthest(numbers[symbol])
+            others = tuple(size_class(n) for name, n in numbers.items() if name != symbol)
+            far = largest_size(numbers[symbol])
             if self._seen.get((symbol, others), 0) < far:
                 self._seen[symbol, others] = far
                 wanted[symbol] = far
@@ -149,7 +149,7 @@ class Ahead:
             graph = _Copy.of(specializer)
             if graph is None:
                 return  # too large
-            specializer.keep_under(graph.digest)
+            specializer.cache_under(graph.digest)
         if not wanted:
             return
         self.children = [child for child in self.children if not child.ended.is_set()]
@@ -169,14 +169,14 @@ class Ahead:
             child.say({"shapes": plain, "sizes": wanted})
 
 
-def order(number: int, far: int, part: int = 0, parts: int = 1) -> list[int]:
+def nearest_first(number: int, far: int, part: int = 0, parts: int = 1) -> list[int]:
     """All sizes up to `far`: class by class, those nearest to the number first.
 
     Of `parts` processes each takes every so-manyth class.
     """
     classes, last = [], 0
     while last < far:
-        first, last = class_of(last + 1)
+        first, last = size_class(last + 1)
         classes.append((first, last))
     classes.sort(key=lambda pair: abs(pair[1] - number))
     return [size for first, last in classes[part::parts] for size in range(last, first - 1, -1)]
@@ -188,7 +188,7 @@ def missing(specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) ->
     return any(
         not specializer.has(key, numbers | {symbol: size})
         for symbol, far in wanted.items()
-        for size in order(numbers[symbol], far)
+        for size in nearest_first(numbers[symbol], far)
     )
 
 
@@ -260,7 +260,7 @@ class _Child:
         }
         path = os.pathsep.join(p for p in sys.path if p)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "onnx_fuse.runtime.background"],
+            [sys.executable, "-m", "onnx_fuse.runtime.precompile_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=None if config.DEBUG.value else subprocess.DEVNULL,
@@ -297,6 +297,6 @@ class _Child:
             self._process.stdin.close()
 
 
-def farthest(number: int) -> int:
+def largest_size(number: int) -> int:
     """Up to which size programs are made where one of this size has come: FAR, or a class more."""
-    return max(FAR, class_of(2 * number)[1])
+    return max(FAR, size_class(2 * number)[1])

@@ -36,7 +36,7 @@ from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.runtime.plan import Kept
+from onnx_fuse.runtime.plan import PlannedOpenProgram
 from onnx_fuse.runtime.tensor import dtype_of
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +58,7 @@ class Origin:
     made: frozenset[str]
 
 
-class Programs:
+class ProgramCache:
     """The folder of one model's programs; any number of processes read and write there.
 
     `array` gives a weight that lowering made, by its name, None for one that is not there; the
@@ -77,7 +77,7 @@ class Programs:
         self._pruned = False
         self._lock = threading.Lock()
 
-    def find(self, key: Key, numbers: Mapping[str, int]) -> Kept | None:
+    def find(self, key: Key, numbers: Mapping[str, int]) -> PlannedOpenProgram | None:
         """The program of this key whose guards these sizes meet, None where there is none."""
         with self._lock:
             for path in self._paths(key):
@@ -90,7 +90,7 @@ class Programs:
         with self._lock:
             return any(self._meets(path, numbers) for path in self._paths(key))
 
-    def keep(self, key: Key, kept: Kept) -> None:
+    def keep(self, key: Key, kept: PlannedOpenProgram) -> None:
         """Write the program, and what of its made weights is not there yet.
 
         Warns where the cache cannot be written to.
@@ -130,13 +130,13 @@ class Programs:
         guards = self._guards[path]
         return guards is not None and guards.hold(numbers)
 
-    def _read(self, path: Path) -> Kept | None:
+    def _read(self, path: Path) -> PlannedOpenProgram | None:
         try:
             data = path.read_bytes()
             start = _HEAD + _LENGTH.unpack_from(data, 64)[0]
             if hashlib.sha256(memoryview(data)[start:]).digest() != data[32:64]:
                 raise ValueError("damaged")
-            found: Kept = _Unpickler(data[start:], self._weight).load()
+            found: PlannedOpenProgram = _Unpickler(data[start:], self._weight).load()
             os.utime(self.folder)  # used now, for who removes what is old
         except (OSError, ModelError, LookupError, ValueError, struct.error, *_UNREADABLE):
             self._guards[path] = None  # as if it were not there
@@ -198,7 +198,7 @@ def _guards(path: Path) -> Guards | None:
         return None
 
 
-def _pickled(kept: Kept) -> bytes:
+def _pickled(kept: PlannedOpenProgram) -> bytes:
     """With weights that lowering made by name."""
     names = {id(array): name for name, array in kept.weights.items()}
 
@@ -233,7 +233,7 @@ def folder_of(
     """Where the programs of the graph with this digest stand: all that lowering depends on."""
     chosen = (math, sorted((prefs or {}).items()), sorted((state or {}).items()))
     around = (config.KERNEL.value, cublaslt.version(), tuning.stamp(hw))
-    parts = (digest, asdict(hw), chosen, around, code(), sys.implementation.cache_tag)
+    parts = (digest, asdict(hw), chosen, around, code_digest(), sys.implementation.cache_tag)
     return config.CACHE_DIR.value / "programs" / hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -259,7 +259,7 @@ def prune(limit: int) -> None:
 
 
 @cache
-def code() -> str:
+def code_digest() -> str:
     """What tells this package's code, and that of those it works with, from another's."""
     root = Path(__file__).resolve().parents[1]
     files = sorted(

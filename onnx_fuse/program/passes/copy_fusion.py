@@ -16,7 +16,7 @@ TABLE = 256
 """Copies that one launch makes."""
 
 
-def piece(call: Call) -> Piece | None:
+def piece_of(call: Call) -> Piece | None:
     """What a call copies, None where it does anything else or has more dimensions."""
     expression = call.expression
     if expression is None or expression.steps or expression.rows or expression.scalars:
@@ -44,12 +44,12 @@ def piece(call: Call) -> Piece | None:
     return Piece(n, (d0, d1), (s0, s1), (t0, t1))
 
 
-def kind(call: Call) -> object | None:
+def copy_kind(call: Call) -> object | None:
     """What copies of one launch have in common; None for what is no such copy."""
-    return ("pieces", ITEMSIZE[call.writes[0][1].dtype]) if piece(call) is not None else None
+    return ("pieces", ITEMSIZE[call.writes[0][1].dtype]) if piece_of(call) is not None else None
 
 
-def apart(first: Call, second: Call) -> bool:
+def independent(first: Call, second: Call) -> bool:
     """Whether two copies may run side by side: they touch nothing in common that one writes."""
     (_, x1), (_, y1) = first.reads[0], first.writes[0]
     (_, x2), (_, y2) = second.reads[0], second.writes[0]
@@ -57,7 +57,7 @@ def apart(first: Call, second: Call) -> bool:
         return False
     if y1.buffer != y2.buffer:
         return True
-    a, b = piece(first), piece(second)
+    a, b = piece_of(first), piece_of(second)
     assert a is not None
     assert b is not None
     if y2.offset < y1.offset:
@@ -69,9 +69,9 @@ def apart(first: Call, second: Call) -> bool:
     return a.y[1] == b.y[1] and y2.offset + b.n <= y1.offset + a.y[1]
 
 
-def together(members: Sequence[Call]) -> Call:
+def merged(members: Sequence[Call]) -> Call:
     """One call of all members; their operands are bound under "0.row" and "1.row"."""
-    pieces = tuple(found for call in members if (found := piece(call)) is not None)
+    pieces = tuple(found for call in members if (found := piece_of(call)) is not None)
     problem = CopyMany(ITEMSIZE[members[0].writes[0][1].dtype], pieces)
     reads: dict[str, Tensor] = {f"0.{i}": c.reads[0][1] for i, c in enumerate(members)}
     writes: dict[str, Tensor] = {f"1.{i}": c.writes[0][1] for i, c in enumerate(members)}

@@ -20,7 +20,7 @@ HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 
 
-class Known(Values):
+class HostValues(Values):
     """Nodes that the feeds' values do not enter: their results are arrays, or views of numbers."""
 
     def _evaluate(self, node: ir.Node) -> bool:

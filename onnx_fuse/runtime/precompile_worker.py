@@ -1,4 +1,5 @@
-"""`python -m onnx_fuse.runtime.background`: the process that `ahead` has prepare programs.
+"""`python -m onnx_fuse.runtime.precompile_worker`: the process that prepares programs for
+`precompile`.
 
 It reads lines of JSON: first what to lower and for which GPU, then shapes. Programs and kernels go
 to the cache. At the end of its input it ends at once; when it was told that nothing more comes, or
@@ -23,9 +24,9 @@ from onnx_fuse.lower.walk import Shapes
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import graphs
-from onnx_fuse.runtime.ahead import order
-from onnx_fuse.runtime.kept import Key, Programs
-from onnx_fuse.runtime.plan import Kept
+from onnx_fuse.runtime.plan import PlannedOpenProgram
+from onnx_fuse.runtime.precompile import nearest_first
+from onnx_fuse.runtime.program_cache import Key, ProgramCache
 from onnx_fuse.runtime.specialize import Specializer
 
 IDLE = 10.0
@@ -33,15 +34,15 @@ IDLE = 10.0
 NICE = 10
 """How far it stands behind other processes."""
 
-Wish = tuple[Shapes, str, int]
+Request = tuple[Shapes, str, int]
 """Shapes, and the symbol that is to have other sizes up to some."""
 
 
-class Wishes:
+class Requests:
     """What is asked for on lines that a thread reads; the latest comes first."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
-        self._lines, self._waiting, self._last = lines, deque[Wish](), False
+        self._lines, self._waiting, self._last = lines, deque[Request](), False
         self._changed = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -62,20 +63,20 @@ class Wishes:
         """Whether there is a next one at once."""
         return bool(self._waiting)
 
-    def next(self) -> Wish | None:
+    def next(self) -> Request | None:
         """The next, None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._last, IDLE)
             return self._waiting.popleft() if self._waiting else None
 
-    def again(self, wish: Wish) -> None:
+    def put_back(self, wish: Request) -> None:
         """Something newer comes first."""
         with self._changed:
             self._waiting.append(wish)
 
 
 def prepare(
-    specializer: Specializer, wish: Wish, wishes: Wishes, part: int = 0, parts: int = 1
+    specializer: Specializer, wish: Request, wishes: Requests, part: int = 0, parts: int = 1
 ) -> None:
     """Lower for every size that no program holds for yet, until something newer is wished for.
 
@@ -83,9 +84,9 @@ def prepare(
     """
     shapes, symbol, far = wish
     key, numbers = specializer.key(shapes, {}), specializer.numbers(shapes)
-    for size in order(numbers[symbol], far, part, parts):
+    for size in nearest_first(numbers[symbol], far, part, parts):
         if wishes.waiting:
-            wishes.again(wish)
+            wishes.put_back(wish)
             return
         if not specializer.has(key, numbers | {symbol: size}):
             with contextlib.suppress(OnnxFuseError, NeedsValues):  # said when that shape comes
@@ -94,14 +95,14 @@ def prepare(
             return  # each shape is lowered by itself
 
 
-class Compiling(Programs):
+class CompilingCache(ProgramCache):
     """Programs that are written once their kernels are compiled."""
 
     seconds = 0.0
     arch: str
     _turns = threading.Lock()
 
-    def keep(self, key: Key, kept: Kept) -> None:
+    def keep(self, key: Key, kept: PlannedOpenProgram) -> None:
         program: Program = kept.source.at(kept.largest)
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
@@ -117,16 +118,16 @@ def main() -> None:
     if not first:
         return  # whoever started it is gone
     job = json.loads(first)
-    wishes = Wishes(lines)
+    wishes = Requests(lines)
     model = None if job["model"] is None else Path(job["model"])
     hw = dict(job["hardware"], flops=tuple((kind, rate) for kind, rate in job["hardware"]["flops"]))
     graph = graphs.opened(Container(job["graph"]), model)
     specializer = Specializer(
         graph, Hardware(**hw), math=job["math"], prefs=job["prefs"], state=job["state"]
     )
-    programs = Compiling(Path(job["folder"]), specializer.made, job["given"])
+    programs = CompilingCache(Path(job["folder"]), specializer.made, job["given"])
     programs.arch = specializer.hw.arch
-    specializer.keep_in(programs)
+    specializer.cache_in(programs)
     while (wish := wishes.next()) is not None:
         prepare(specializer, wish, wishes, *job["part"])
     specializer.written()

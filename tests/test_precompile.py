@@ -25,10 +25,10 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import ahead, background, kept
-from onnx_fuse.runtime.ahead import Ahead
-from onnx_fuse.runtime.kept import Programs
-from onnx_fuse.runtime.plan import Made
+from onnx_fuse.runtime import precompile, precompile_worker, program_cache
+from onnx_fuse.runtime.plan import PlannedProgram
+from onnx_fuse.runtime.precompile import Precompiler
+from onnx_fuse.runtime.program_cache import ProgramCache
 from onnx_fuse.runtime.specialize import Specializer
 
 H200 = CHIPS["H200"]
@@ -39,7 +39,7 @@ CHAIN = "agraph (float[N,T] x) => (float[N,T] y) { a = Exp(x) b = Neg(a) y = Tan
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, in which every program is kept, however fast it was lowered."""
     monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(Programs, "seconds", 0.0)
+    monkeypatch.setattr(ProgramCache, "seconds", 0.0)
     return tmp_path / "cache"
 
 
@@ -72,7 +72,7 @@ def with_length(specializer: Specializer, length: int) -> dict[str, tuple[tuple[
     return found
 
 
-def described(made: Made) -> tuple[object, ...]:
+def described(made: PlannedProgram) -> tuple[object, ...]:
     """All of a program and its layout, the bytes of made weights and constants included."""
     constants = {k: (v.dtype.name, v.shape, v.tobytes()) for k, v in made.program.constants.items()}
     return repr(made.program), made.plan, made.room, constants
@@ -87,20 +87,20 @@ def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> 
     """The same programs, whether or not it has made the weights that they read."""
     path = next(c.path for c in real_cases() if c.name == name)
     first, second = half(path), half(path)
-    first.keep_under("a graph")
+    first.cache_under("a graph")
     made = [first.of(with_length(first, n)) for n in (20, 30, 21)]
     first.written()
     if not fresh:
         second.of(with_length(second, 33))
     lowered = second.traced
-    second.keep_under("a graph")
+    second.cache_under("a graph")
     for n, found in zip((20, 30, 21), made, strict=True):
         again = second.of(with_length(second, n))
         assert described(again) == described(found)
     assert second.traced == lowered
     assert not list(cache.rglob("*.draft"))
     other = half(path)
-    other.keep_under("another graph")
+    other.cache_under("another graph")
     other.of(with_length(other, 40))
     assert other.traced == 1
 
@@ -111,7 +111,7 @@ def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> 
 def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
     path = next(c.path for c in real_cases() if c.name == "bert__ts13")
     first = half(path)
-    first.keep_under("a graph")
+    first.cache_under("a graph")
     made = first.of(with_length(first, 40))
     first.written()
     (program,) = cache.rglob("*.program")
@@ -126,7 +126,7 @@ def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
         data[at] ^= 0xFF
         program.write_bytes({"empty": data[:0], "cut": data[: len(data) // 2]}.get(damage, data))
     second = half(path)
-    second.keep_under("a graph")
+    second.cache_under("a graph")
     assert described(second.of(with_length(second, 40))) == described(made)
     assert second.traced == 1
 
@@ -135,21 +135,21 @@ def test_programs_depend_on_all_that_lowering_depends_on(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = encoder()
-    folder = one.keep_under("a graph")
-    assert one.keep_under("a graph") == folder
+    folder = one.cache_under("a graph")
+    assert one.cache_under("a graph") == folder
     others = [
         Specializer(one.model, CHIPS["A100"]),
         Specializer(one.model, H200, math="tf32"),
         Specializer(one.model, H200, prefs={"Gemm": "simt"}),
         Specializer(one.model, H200, state={"y": "x"}),
     ]
-    folders = [folder, *(other.keep_under("a graph") for other in others)]
+    folders = [folder, *(other.cache_under("a graph") for other in others)]
     monkeypatch.setenv("ONNX_FUSE_KERNEL", "Gemm=simt")
-    folders.append(one.keep_under("a graph"))
+    folders.append(one.cache_under("a graph"))
     monkeypatch.delenv("ONNX_FUSE_KERNEL")
     (cache / "tuning").mkdir(parents=True)
     (cache / "tuning" / "NVIDIA_H200.json").write_text("{}")
-    folders.append(one.keep_under("a graph"))
+    folders.append(one.cache_under("a graph"))
     assert len(set(folders)) == len(folders)
 
 
@@ -159,7 +159,7 @@ def test_the_longest_unused_programs_go(cache: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "x.program").write_bytes(bytes(400_000))
         os.utime(folder.parent, (i, i))
-    kept.prune(1 << 20)
+    program_cache.prune(1 << 20)
     assert sorted(p.name for p in (cache / "programs").iterdir()) == ["2", "3"]
 
 
@@ -191,10 +191,10 @@ def test_a_session_takes_programs_from_the_cache(
 
 def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two lengths, all others cost no lowering, and their kernels are compiled."""
-    monkeypatch.setattr(ahead, "FAR", 16)
-    monkeypatch.setattr(ahead, "CORES", 1)
+    monkeypatch.setattr(precompile, "FAR", 16)
+    monkeypatch.setattr(precompile, "CORES", 1)
     specializer = chain()
-    beside = Ahead(specializer)
+    beside = Precompiler(specializer)
     own = [specializer.of(of_chain(8)).source]
     beside.expect(of_chain(8), 1.0)
     beside.wait()
@@ -220,10 +220,10 @@ def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("why", ["fast", "one size", "few cores"])
 def test_no_process_where_it_would_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr(ahead, "_Child", lambda *given: started.append(given))
-    monkeypatch.setattr(ahead, "CORES", 1000 if why == "few cores" else 1)
+    monkeypatch.setattr(precompile, "_Child", lambda *given: started.append(given))
+    monkeypatch.setattr(precompile, "CORES", 1000 if why == "few cores" else 1)
     specializer = encoder()
-    beside = Ahead(specializer)
+    beside = Precompiler(specializer)
     for length in (40, 40) if why == "one size" else (40, 48):
         specializer.of(with_length(specializer, length))
         beside.expect(with_length(specializer, length), 0.01 if why == "fast" else 1.0)
@@ -240,10 +240,11 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         "import gc, os, signal, time\n"
         "from onnx_fuse.onnx.build import text_model\n"
         "from onnx_fuse.program.problem import CHIPS\n"
-        "from onnx_fuse.runtime import ahead\n"
+        "from onnx_fuse.runtime import precompile\n"
         "from onnx_fuse.runtime.specialize import Specializer\n"
-        f"ahead.CORES, end, s = 1, {end!r}, Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
-        "a = ahead.Ahead(s)\n"
+        f"precompile.CORES, end = 1, {end!r}\n"
+        f"s = Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
+        "a = precompile.Precompiler(s)\n"
         "for n in (40, 48): a.expect({'x': ((3, n), 'float32')}, 1.0)\n"
         "while a._busy: time.sleep(0.01)\n"
         "child = a.children[0]; print(child._process.pid, flush=True)\n"
@@ -277,25 +278,25 @@ def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     for cores, room, living, wanted in rows:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
-        monkeypatch.setattr(ahead, "LARGEST", room * nbytes)
-        monkeypatch.setattr(ahead, "_LIVING", set(range(living)))
-        assert ahead.processes(specializer) == wanted, (cores, room, living)
+        monkeypatch.setattr(precompile, "LARGEST", room * nbytes)
+        monkeypatch.setattr(precompile, "_LIVING", set(range(living)))
+        assert precompile.processes(specializer) == wanted, (cores, room, living)
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert ahead.processes(specializer) == 0
+    assert precompile.processes(specializer) == 0
 
 
 def test_it_ends_when_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "IDLE", 0.01)
+    monkeypatch.setattr(precompile_worker, "IDLE", 0.01)
 
     def lines() -> Iterator[bytes]:
         threading.Event().wait()  # at the end of its lines the process ends
         yield b""
 
-    assert background.Wishes(lines()).next() is None
+    assert precompile_worker.Requests(lines()).next() is None
 
 
 def test_the_sizes_nearest_to_what_came_are_made_first() -> None:
-    found = ahead.order(100, 300)
+    found = precompile.nearest_first(100, 300)
     assert found[:64] == list(range(128, 64, -1))
     assert sorted(found) == list(range(1, 321))
 

@@ -37,7 +37,7 @@ _ENDS = ("Softmax", "LogSoftmax", "Less", "LessOrEqual", "Greater", "GreaterOrEq
 
 
 @dataclass
-class Beyond:
+class OutOfRange:
     """Of a float32 graph: what is to stay float32, and which attention takes a mask from it."""
 
     nodes: dict[ir.Node, None] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def masks_of(node: ir.Node) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(kind.inputs) if name.startswith("mask"))
 
 
-def beyond(graph: ir.Graph, *, training: bool = False) -> Beyond:
+def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
     """What constants beyond float16's range reach by moves and arithmetic alone.
 
     Of a graph's float32 inputs those count too that become an attention's mask in this way. With
@@ -64,7 +64,7 @@ def beyond(graph: ir.Graph, *, training: bool = False) -> Beyond:
     """
     reach = {v: n for v in _constants(graph) if (n := _far(v))}
     reach |= dict.fromkeys(_mask_inputs(graph), LOWEST)
-    found = Beyond()
+    found = OutOfRange()
     arithmetic: list[ir.Node] = []
     for node in graph:
         taken = _taken(node, reach)
