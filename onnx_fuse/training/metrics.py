@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.training.step import Spec, Target
+from onnx_fuse.training.losses import Target
+from onnx_fuse.training.step import Spec
 
 __all__ = [
     "F1",

@@ -11,21 +11,21 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.errors import DataError, ModelError, UsageError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import bind_defaults, const_array
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
-from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.problem import PRECISIONS
-from onnx_fuse.training import optim
+from onnx_fuse.training import losses, optim
 from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.weights import ancestors, model_names
 
-__all__ = ["Mode", "Spec", "State", "Target", "training_model"]
+__all__ = ["Mode", "Spec", "State", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
@@ -50,37 +50,6 @@ class State:
     """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
     average: str = ""
     """The state that is a parameter's running average, or ""."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """An output of the model and the labels that a loss compares it with."""
-
-    logits: str
-    """The output that the loss is computed from."""
-    labels: str
-    """The input of labels."""
-    classes: int = 0
-    """The number of classes where labels are class numbers, otherwise 0."""
-    class_axis: int = 0
-    """The axis of `logits` that counts classes."""
-    ignored: int = -100
-    """The label that does not count."""
-
-    def check(self, labels: Array, first: int = 0) -> None:
-        """Raise DataError for one of `labels` that is neither a class nor the ignored label.
-
-        `first` is the number of the first row, for the message.
-        """
-        wrong = ((labels < 0) | (labels >= self.classes)) & (labels != self.ignored)
-        if wrong.any():
-            place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
-            found = labels[tuple(place)]
-            place[0] += first
-            raise DataError(
-                f"'{self.labels}' holds {found} at {place}: the model has the classes 0 to "
-                f"{self.classes - 1}"
-            )
 
 
 @dataclass(frozen=True)
@@ -115,7 +84,7 @@ class Spec:
 def training_model(
     model: Model,
     *,
-    loss: str,
+    loss: Given | Sequence[Term],
     optimizer: optim.Optimizer,
     mode: Mode = "update",
     loss_options: Mapping[str, Any] | None = None,
@@ -161,7 +130,7 @@ def training_model(
     step = _Step(prepared, mode, named, optimizer)
     statistics = step.batch_norms(choice)
     step.dropouts()
-    step.attach_loss(loss, dict(loss_options or {}), output)
+    step.attach_loss(losses.terms(loss, loss_options, output))
     weights = step.weights(statistics, choice)
     if step.evaluates:
         for w in weights:
@@ -322,21 +291,9 @@ class _Step:
             onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
             self.graph.remove(node, safe=True)
 
-    def attach_loss(self, loss: str, options: dict[str, Any], output: str | None) -> None:
+    def attach_loss(self, terms: Sequence[Term]) -> None:
         self.outputs = list(self.graph.outputs)
-        own = {v.name: v for v in self.outputs}
-        logits = own.get(output) or self.graph.outputs[0]
-        self.loss, self.labels = autodiff.attach_loss(self.model, loss, options, output=output)
-        self.targets: list[Target] = []
-        if self.labels is not None:
-            classes = axis = 0
-            if LOSSES[loss].classes and logits.shape is not None:
-                axis = class_axis(len(logits.shape), options)
-                count = logits.shape[axis]
-                classes = count if isinstance(count, int) else 0
-            ignored = ignored_label(options)
-            names = str(logits.name), str(self.labels.name)
-            self.targets.append(Target(*names, classes, axis, ignored))
+        self.loss, self.labels, self.targets = losses.attach(self.model, terms)
         self.op = autodiff.Emitter(self.model)
 
     def weights(self, statistics: set[onnx_ir.Value], choice: Choice) -> list[onnx_ir.Value]:
@@ -569,14 +526,13 @@ class _Step:
         self.graph.outputs.clear()
         self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
         clean(self.model)
-        feeds = [*self.feeds, *([self.labels] if self.labels is not None else [])]
         names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
 
         def name(found: Mapping[onnx_ir.Value, onnx_ir.Value], v: onnx_ir.Value) -> str:
             return str(found[v].name) if v in found else ""
 
         spec = Spec(
-            feeds=tuple(feeds),
+            feeds=(*self.feeds, *self.labels),
             targets=tuple(self.targets),
             loss=str(self.loss.name),
             norm=str(self.norm.name) if self.norm is not None else "",

@@ -23,13 +23,14 @@ from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
-from onnx_fuse.training import adapters, checkpoint, data, fit, optim, shared
+from onnx_fuse.training import adapters, checkpoint, data, fit, losses, optim, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.backends import Cuda, Portable, check_device
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
+from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.shared import Duplicate
 from onnx_fuse.training.sources import Data
@@ -50,7 +51,8 @@ class Trainer:
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
         loss: cross_entropy, nll, mse, l1, huber or bce_with_logits, computed from an output and
-            the input "labels"; or the name of a scalar output that is the loss already.
+            the input "labels"; the name of a scalar output that is the loss already; an ONNX model
+            or function, as `training.losses.Term` says; or a list of Term for several losses.
         optimizer: An optimizer of `onnx_fuse.optim`; the default is AdamW().
         loss_options: ignore_index, label_smoothing, weight, pos_weight, delta, reduction or
             class_axis, with PyTorch's meanings.
@@ -89,7 +91,7 @@ class Trainer:
         self,
         model: Model,
         *,
-        loss: str,
+        loss: Given | Sequence[Term],
         optimizer: optim.Optimizer | None = None,
         loss_options: Mapping[str, Any] | None = None,
         output: str | None = None,
@@ -533,6 +535,7 @@ class Trainer:
         *,
         device: str = "cpu",
         schedule: optim.Schedule | None = None,
+        loss: Given | Sequence[Term] | None = None,
     ) -> Trainer:
         """Make a Trainer that continues a run from its newest whole checkpoint.
 
@@ -541,13 +544,16 @@ class Trainer:
             model: The model that the run was started with.
             device: "cpu" or "cuda"; it may differ from that of the run.
             schedule: Learning rates from now on; the default is those of the run.
+            loss: The loss of the run, where that is a model or a function.
 
         Raises:
             DataError: There is no whole checkpoint, or it is of another model.
+            UsageError: The loss is needed and not given, or another one.
         """
         settings = dict(checkpoint.read(folder)[1]["settings"])
         try:
             optimizer = optim.from_json(settings.pop("optimizer"))
+            settings["loss"] = _stored_loss(folder, settings["loss"]) if loss is None else loss
             if "lora" in settings:
                 settings["lora"] = Lora(**settings["lora"])
             trainer = cls(model, optimizer=optimizer, device=device, **settings)
@@ -598,6 +604,10 @@ class Trainer:
             "optimizer": optim.to_json(self.optimizer),
         }
         settings |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
+        if not isinstance(settings["loss"], str) or settings["loss"].endswith(".onnx"):
+            terms = losses.terms(*(settings[k] for k in ("loss", "loss_options", "output")))
+            settings |= {"loss": [term.to_json() for term in terms], "loss_options": {}}
+            settings["output"] = None
         settings |= {"lora": dataclasses.asdict(self._lora)} if self._lora else {}
         found: dict[str, Any] = json.loads(json.dumps(settings, default=np.ndarray.tolist))
         return found
@@ -613,6 +623,16 @@ class Trainer:
             if name not in trained and value.const_value is not None:
                 digest.update(value.const_value.tobytes())
         return digest.hexdigest()
+
+
+def _stored_loss(
+    folder: str | os.PathLike[str], stored: str | list[dict[str, Any]]
+) -> Given | list[Term]:
+    if isinstance(stored, str):
+        return stored
+    if any(term["loss"].startswith("sha256 ") for term in stored):
+        raise UsageError(f"{folder}: the run has a loss that is a model: give it as loss=")
+    return [Term(**term) for term in stored]
 
 
 def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
