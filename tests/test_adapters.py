@@ -157,6 +157,8 @@ def test_a_run_with_adapters_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         Trainer(
             text_model(FORMS["Gemm"]), loss="mse", lora=Lora(3), seed=5, trainable=["c"]
         ).restore(tmp_path)
+    with pytest.raises(UsageError, match=r"was started with lora .*'rank': 2.*, not None"):
+        Trainer(text_model(FORMS["Gemm"]), loss="mse", seed=5, trainable=["c"]).restore(tmp_path)
 
 
 EMBEDDING = """net (int64[batch, T] ids) => (float[batch, T, 3] y) <float[4, 3] w = {NUMBERS}> {

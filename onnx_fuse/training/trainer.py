@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
-from onnx_fuse.training import adapters, checkpoint, data, fit, losses, optim, shared
+from onnx_fuse.training import adapters, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.backends import Cuda, Portable, check_device
 from onnx_fuse.training.fault import fault_of
@@ -32,7 +30,6 @@ from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation
-from onnx_fuse.training.shared import Duplicate
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal, model_names
@@ -130,9 +127,13 @@ class Trainer:
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
-        self._source, self._duplicates = self._resolve_sharing(
-            frozenset(trainable or ()), Choice(trainable, frozen, self.optimizer.groups)
-        )
+        if untie:
+            shared.untie(self._given.graph)
+        self._source = self._given.clone()
+        lift_parameters(self._source, frozenset(trainable or ()))
+        choice = Choice(trainable, frozen, self.optimizer.groups)
+        self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
+        self.notes += notes
         self._lora, self._adapters = lora, list[Adapter]()
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
@@ -174,34 +175,6 @@ class Trainer:
         self._device.add("update", graph)
 
     # -- graphs --
-
-    def _resolve_sharing(
-        self, named: Collection[str], choice: Choice
-    ) -> tuple[onnx_ir.Model, list[Duplicate]]:
-        """The model to train: Constant nodes that are weights lifted, copies tied or untied."""
-        if self._untie:
-            shared.untie(self._given.graph)
-        source = self._given.clone()
-        lift_parameters(source, named)
-        for name, places in shared.shared_constants(source.graph).items():
-            self.notes.append(
-                f"'{name}' holds one number and is read in {places} places: it is one parameter "
-                "(untie gives each place its own)"
-            )
-        duplicates = shared.find_duplicates(source.graph)
-        if not self._tie:
-            self.notes += [
-                f"'{t.copy}' holds {'the transpose of ' if t.transposed else ''}'{t.weight}': they "
-                "train apart (tie makes them one)"
-                for t in duplicates
-            ]
-            return source, []
-        for t in duplicates:
-            if choice(t.weight) != choice(t.copy):
-                raise UsageError(f"'{t.weight}' and '{t.copy}' are tied: train both, or neither")
-            self.notes.append(f"'{t.copy}' is tied to '{t.weight}'")
-        shared.tie(source.graph, duplicates)
-        return source, duplicates
 
     def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
         options = self._options | {"trainable": self._trainable}
@@ -550,13 +523,14 @@ class Trainer:
             DataError: There is no whole checkpoint, or it is of another model.
             UsageError: The loss is needed and not given, or another one.
         """
-        settings = dict(checkpoint.read(folder)[1]["settings"])
+        stored = dict(checkpoint.read(folder)[1]["settings"])
         try:
-            optimizer = optim.from_json(settings.pop("optimizer"))
-            settings["loss"] = _stored_loss(folder, settings["loss"]) if loss is None else loss
-            if "lora" in settings:
-                settings["lora"] = Lora(**settings["lora"])
-            trainer = cls(model, optimizer=optimizer, device=device, **settings)
+            optimizer = optim.from_json(stored.pop("optimizer"))
+            own = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
+            stored |= {"loss": own}
+            if stored["lora"] is not None:
+                stored["lora"] = Lora(**stored["lora"])
+            trainer = cls(model, optimizer=optimizer, device=device, **stored)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)
@@ -574,14 +548,7 @@ class Trainer:
         """
         self._finish_steps()
         tensors, manifest = checkpoint.read(folder)
-        for key, (value, old) in _differences(self._settings(), manifest["settings"]).items():
-            if key != "optimizer.lr.steps":
-                advice = "give the same, or another folder"
-                if key.startswith("optimizer.lr."):
-                    advice += "; Trainer.resume takes another schedule"
-                raise UsageError(
-                    f"{folder}: the run was started with {key} {old}, not {value}: {advice}"
-                )
+        settings.check(folder, self._settings(), manifest["settings"])
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")
@@ -598,51 +565,18 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """All arguments but the model, as JSON gives them back."""
-        settings = {
+        found = {
             **self._options,
             "seed": self.seed,
             "optimizer": optim.to_json(self.optimizer),
         }
-        settings |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
-        if not isinstance(settings["loss"], str) or settings["loss"].endswith(".onnx"):
-            terms = losses.terms(*(settings[k] for k in ("loss", "loss_options", "output")))
-            settings |= {"loss": [term.to_json() for term in terms], "loss_options": {}}
-            settings["output"] = None
-        settings |= {"lora": dataclasses.asdict(self._lora)} if self._lora else {}
-        found: dict[str, Any] = json.loads(json.dumps(settings, default=np.ndarray.tolist))
-        return found
+        found |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
+        found["lora"] = dataclasses.asdict(self._lora) if self._lora else None
+        return settings.as_json(found)
 
     def _fingerprint(self) -> str:
         """Equal for models that differ at most in the content of the trained weights."""
-        graph, trained = self._source.graph, set(_weight_names(self._specs["update"]))
-        digest = hashlib.sha256(repr(sorted(graph.opset_imports.items())).encode())
-        for node in graph:
-            digest.update(onnx_ir.serde.serialize_node(node).SerializeToString(deterministic=True))
-        for name, value in sorted(graph.initializers.items()):
-            digest.update(f"{name} {value.dtype} {value.shape}".encode())
-            if name not in trained and value.const_value is not None:
-                digest.update(value.const_value.tobytes())
-        return digest.hexdigest()
-
-
-def _stored_loss(
-    folder: str | os.PathLike[str], stored: str | list[dict[str, Any]]
-) -> Given | list[Term]:
-    if isinstance(stored, str):
-        return stored
-    if any(term["loss"].startswith("sha256 ") for term in stored):
-        raise UsageError(f"{folder}: the run has a loss that is a model: give it as loss=")
-    return [Term(**term) for term in stored]
-
-
-def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
-    """{field: (new, old)} of nested mappings, where the new value is another one."""
-    if not isinstance(new, dict) or not isinstance(old, dict):
-        return {} if new == old else {name: (new, old)}
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in new:
-        found |= _differences(new[key], old.get(key), f"{name}.{key}" if name else key)
-    return found
+        return settings.fingerprint(self._source, set(_weight_names(self._specs["update"])))
 
 
 def _level(precision: str, device: str) -> int:
