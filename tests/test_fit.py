@@ -342,6 +342,13 @@ def test_early_stopping_with_the_best_weights(tmp_path: Path) -> None:
         assert run.calls == len(history.losses)
 
 
+def test_the_best_weights_of_another_run_are_not_taken(tmp_path: Path) -> None:
+    best = callbacks.BestWeights(folder=tmp_path)
+    trainer().fit(arrays(), validation=arrays(), callbacks=[best])
+    with pytest.raises(UsageError, match="holds the best weights of another run"):
+        trainer().fit(arrays(), validation=arrays(), callbacks=[best])
+
+
 def test_a_stopped_run_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
     def stopping() -> list[callbacks.Callback]:
         return [callbacks.EarlyStopping(patience=2)]

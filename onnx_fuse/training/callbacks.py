@@ -171,11 +171,16 @@ class BestWeights(_Monitor):
     state stay those of the last step."""
 
     def on_start(self, fit: Fit) -> None:
-        """Check the metric. A run that goes on as `fit` must find its folder."""
+        """Check the metric and the folder: empty for a new run, of this run where it goes on."""
         super().on_start(fit)
         self._kept: dict[str, Array] | None = None
-        if self.best(fit.history) >= 0 and self.folder and not checkpoint.exists(self.folder):
-            raise DataError(f"{os.fspath(self.folder)}: the best weights of the run are missing")
+        if not self.folder:
+            return
+        folder, found = os.fspath(self.folder), checkpoint.exists(self.folder)
+        if self.best(fit.history) >= 0 and not found:
+            raise DataError(f"{folder}: the best weights of the run are missing")
+        if found and not fit.history.losses:
+            raise UsageError(f"{folder} holds the best weights of another run: give another folder")
 
     def on_evaluation(self, fit: Fit) -> None:
         """Keep the weights of `fit` where its last evaluation is the best one."""
