@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import passes
+from onnx_fuse import passes, progress
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.shapes import fix_shapes
@@ -103,7 +103,10 @@ def compare(
         passes.optimize(fused)
         makers = [partial(_clock, model, feeds, threads) for model in (path, fused)]
     parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
-    groups = [_rounds([make() for make in makers], len(part)) for part in parts]
+    groups = []
+    for i, part in enumerate(parts):
+        progress.report("timing both models", i, len(parts))
+        groups.append(_rounds([make() for make in makers], len(part)))
     times = np.concatenate(groups)
     medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
     return Comparison(

@@ -7,6 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -19,16 +21,19 @@ from onnx_fuse.cli import (
     gradient,
     inspect,
     optimize,
+    progress,
     run,
     train,
     validate,
 )
 from onnx_fuse.errors import OnnxFuseError, printable
+from onnx_fuse.layout import wrap
 
 app = typer.Typer(
     name="onnx-fuse",
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain text: no name of an option is cut off in a narrow terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,7 +56,22 @@ def root(
 
 def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
     """Add a command, with examples at the end of its --help."""
-    app.command(epilog="\n\n".join(("Examples:", *examples)))(command)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        if entry_points(group="onnx_fuse.plugins"):
+            from onnx_fuse import plugins
+
+            plugins.load()
+        command(**given)
+
+    lines = (f"\b\n{_folded(example)}" for example in examples)
+    app.command(epilog="\n\n".join(("Examples:", *lines)))(run)
+
+
+def _folded(example: str) -> str:
+    """The example in lines that fit a terminal, as the shell takes them."""
+    return " \\\n    ".join(wrap(example, 74))
 
 
 # In the order of --help.
@@ -97,7 +117,8 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
     `interrupted` tells whether a signal came; the caller then reports it.
     """
     try:
-        code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
+        with progress.shown():
+            code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130
     except (KeyboardInterrupt, typer.Abort):

@@ -74,7 +74,7 @@ def gradient(
     onnxruntime loads the graph before the file stays. --inputs, --input-shapes and --dim are for
     --check, and are those of the written graph.
     """
-    from onnx_fuse import autodiff, report
+    from onnx_fuse import autodiff, progress, report
     from onnx_fuse.files import written
     from onnx_fuse.onnx.load import read
     from onnx_fuse.onnx.save import save
@@ -86,12 +86,14 @@ def gradient(
     )
     printer = show.printer()
     original = read(model)
+    progress.report("making the backward")
     result = autodiff.gradient(
         files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss
     )
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     checked: GradientCheck | None = None
     with written(output) as draft:
+        progress.report(f"writing {output.name}")
         save(result, draft)
         found = [
             report.summary(original, "model", model),

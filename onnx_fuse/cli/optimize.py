@@ -72,8 +72,8 @@ def optimize(
         str | None,
         typer.Option(
             metavar="GPU",
-            help="Also list the kernels that this GPU would run: h200, h100, a100, ..., or cuda "
-            "for the GPU in this machine.",
+            help="Also list the ten slowest kernels that this GPU would run (with --explain, all): "
+            "h200, h100, a100, ..., or cuda for the GPU in this machine.",
         ),
     ] = None,
     precision: Precision = "fp32",
@@ -120,7 +120,7 @@ def optimize(
         {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
     printer = show.printer()
-    from onnx_fuse import bench, passes, report
+    from onnx_fuse import bench, passes, progress, report
     from onnx_fuse.files import written
     from onnx_fuse.onnx.load import opaque, read
     from onnx_fuse.onnx.save import at_opset, save
@@ -170,6 +170,7 @@ def optimize(
             raise ModelError(f"{model}: {error}") from error
     checked: Check | None = None
     with written(output) as draft:
+        progress.report(f"writing {output.name}")
         save(result, draft, external=external, shapes=False)
         seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)
@@ -184,7 +185,7 @@ def optimize(
     if hardware is not None:
         passes.optimize(graph, level=level, own_kernels=True)  # as a session on that GPU does
         lowered = bench.program(graph, hardware, feeds, precision=precision)
-        kernels = show.kernels(printer, lowered, hardware)
+        kernels = show.kernels(printer, lowered, hardware, explain=explain)
     data = {
         "input": str(model),
         "output": None if failed and not keep else str(output),

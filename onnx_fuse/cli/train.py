@@ -217,6 +217,14 @@ def train(
         ),
     ] = "fp32",
     device: Device = "cpu",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Keep a step within this much GPU memory, such as 6GiB, by computing results a "
+            "second time in the backward; min asks for the least possible.",
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
@@ -313,6 +321,7 @@ def train(
         seed=seed,
         precision=precision,
         device=device,
+        memory=memory,
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")
@@ -348,6 +357,8 @@ def train(
         callbacks=watching,
     )
     _show_metrics(printer, history)
+    if trainer.recompute:
+        printer.text(trainer.recompute)
     with written(output) as draft:
         trainer.save(draft, ema=ema is not None)
         feeds = {k: a[:batch_size] for k, a in arrays.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ from onnx_fuse.cli.options import (
 from onnx_fuse.errors import CheckFailed, UsageError
 
 EXAMPLES = (
+    "onnx-fuse validate --op LayerNormGemm --input-shapes x:4,8 scale:8 bias:8 w:8,16 c:16 --grad",
     "onnx-fuse validate model.onnx --grad",
     "onnx-fuse validate model.fused.onnx --against model.onnx --blame --inputs feeds.npz",
 )
@@ -40,8 +42,22 @@ def validate(
             help="Compare MODEL with this file. Without it, MODEL is compared with its own fusion.",
         ),
     ] = None,
+    op: Annotated[
+        bool,
+        typer.Option(
+            "--op",
+            help="MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.",
+        ),
+    ] = False,
     grad: Annotated[
         bool, typer.Option("--grad", help="Also compare every gradient with central differences.")
+    ] = False,
+    all_: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="With --grad, compare each tensor along directions of its own, not many at once.",
+        ),
     ] = False,
     blame: Annotated[
         bool, typer.Option("--blame", help="Name the nodes that make a difference.")
@@ -69,6 +85,19 @@ def validate(
     The original always runs on onnxruntime; --device and --precision say where and how the other
     model runs.
     """
+    if op:
+        if against is not None:
+            raise UsageError("--op compares an operator with its body: leave --against out")
+        from onnx_fuse.validation.operator import operator_files
+
+        with TemporaryDirectory(prefix="onnx-fuse-") as folder:
+            shapes = parse_shapes(input_shapes)
+            own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
+            validate(
+                own, body, False, grad, blame, device, precision, inputs, None, dim,
+                rtol, atol, json, html, debug,
+            )  # fmt: skip
+        return
     files.check_paths(
         {"MODEL": model, "--against": against, "--inputs": inputs},
         {"--json": json, "--html": html},
@@ -83,6 +112,8 @@ def validate(
         raise UsageError(
             f"--precision {precision} needs --device cuda, and does not go with --grad or --blame"
         )
+    if all_ and not grad:
+        raise UsageError("--all needs --grad: it says how gradients are compared")
     original = against or model
     candidate: Any = model
     source = files.load(read(original), str(original))
@@ -115,7 +146,7 @@ def validate(
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
         gradients = checking.gradients(
-            model, shapes=shapes, dims=dims, inputs=inputs, device=device
+            model, shapes=shapes, dims=dims, inputs=inputs, device=device, every=all_
         )
         data["gradients"] = gradients.to_dict()
         printer.text(*report.gradient_lines(gradients))

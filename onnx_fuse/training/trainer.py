@@ -14,6 +14,7 @@ import onnx_ir
 
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import fix_shapes
@@ -21,6 +22,7 @@ from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.training import adapters, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.backends import Cuda, Portable, check_device
@@ -46,7 +48,9 @@ class Trainer:
     free. Equal seeds and data give equal bits.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+        model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
+            torch.nn.Module. It is not changed.
+        args: The arguments of a module's forward, which it is exported with in inference mode.
         loss: cross_entropy, nll, mse, l1, huber or bce_with_logits, computed from an output and
             the input "labels"; the name of a scalar output that is the loss already; an ONNX model
             or function, as `training.losses.Term` says; or a list of Term for several losses.
@@ -77,6 +81,10 @@ class Trainer:
             with what `trainable` matches. `save` writes the sum of both.
         tie: Train a weight that the file stores twice as one.
         untie: Give each place that reads a tensor of one repeated number a tensor of its own.
+        memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
+            "min" is the least possible. Weights, states, inputs and temporaries count. Results of
+            the forward are then computed a second time in the backward where that frees enough
+            memory; the numbers stay the same, bit for bit.
 
     Raises:
         ModelError: The model is malformed, or cannot be differentiated.
@@ -86,7 +94,8 @@ class Trainer:
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
+        args: Any = None,
         *,
         loss: Given | Sequence[Term],
         optimizer: optim.Optimizer | None = None,
@@ -108,8 +117,12 @@ class Trainer:
         lora: Lora | None = None,
         tie: bool = False,
         untie: bool = False,
+        memory: int | str | None = None,
     ) -> None:
         check_device(precision, device)
+        if memory is not None and device != "cuda":
+            raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
+        budget = None if memory is None else parse_budget(memory)
         if device == "cuda":
             from onnx_fuse.runtime.device import begin
 
@@ -123,7 +136,7 @@ class Trainer:
         if ema is not None and not 0 <= ema < 1:
             raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
-        self._given = read(model)
+        self._given = read(exported(model, args))
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
@@ -170,7 +183,7 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         self._device: Portable | Cuda = (
-            Portable(spec.states) if device == "cpu" else Cuda(spec.states, math)
+            Portable(spec.states) if device == "cpu" else Cuda(spec.states, math, budget)
         )
         self._device.add("update", graph)
 
@@ -197,6 +210,12 @@ class Trainer:
             graph, self._specs[mode] = self._build(mode)
             self._device.add(mode, graph)
         return self._specs[mode]
+
+    @property
+    def recompute(self) -> str:
+        """What the steps run so far compute a second time to keep within `memory`, in words."""
+        found = self._device.recompute("update")
+        return "" if found is None else str(found)
 
     def schedule(self, rates: optim.Schedule) -> None:
         """Use other learning rates from now on; the graph stays, since they are no part of it."""
@@ -509,6 +528,7 @@ class Trainer:
         device: str = "cpu",
         schedule: optim.Schedule | None = None,
         loss: Given | Sequence[Term] | None = None,
+        memory: int | str | None = None,
     ) -> Trainer:
         """Make a Trainer that continues a run from its newest whole checkpoint.
 
@@ -518,6 +538,7 @@ class Trainer:
             device: "cpu" or "cuda"; it may differ from that of the run.
             schedule: Learning rates from now on; the default is those of the run.
             loss: The loss of the run, where that is a model or a function.
+            memory: The most GPU memory that a step may take; it may differ from that of the run.
 
         Raises:
             DataError: There is no whole checkpoint, or it is of another model.
@@ -530,7 +551,7 @@ class Trainer:
             stored |= {"loss": own}
             if stored["lora"] is not None:
                 stored["lora"] = Lora(**stored["lora"])
-            trainer = cls(model, optimizer=optimizer, device=device, **stored)
+            trainer = cls(model, optimizer=optimizer, device=device, memory=memory, **stored)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)

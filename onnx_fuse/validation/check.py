@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx_ir import DataType
 
+from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
@@ -170,6 +171,7 @@ def check_outputs(
             base.rtol if rtol is None else rtol, base.atol if atol is None else atol, "as given"
         )
         steps = None
+    progress.report("running the original")
     with ort.faults("the original"):
         oracle = ort.session(_runnable(original), as_written=True)
     names = [v.name for v in oracle.get_outputs()]
@@ -179,10 +181,13 @@ def check_outputs(
     pairs = reference_pairs(model, run, feeds, seed, check.notes, rare=True)
     del oracle, run  # its copy of the weights
     every = [feed for feed, _ in pairs]
+    progress.report("running the original with onnxruntime's optimizations")
     optimized = _optimized(original, every, check.notes)
+    progress.report("running the fused model")
     ours = _answers(fused, every, names, device, precision, as_written=True)
     answers = [(AS_WRITTEN, [y for _, y in pairs], ours)]
     if device == "cpu" and optimized is not None:
+        progress.report("running the fused model with onnxruntime's optimizations")
         answers.append((OPTIMIZED, optimized, _answers(fused, every, names)))
     random = random_outputs(model)
     if random:
@@ -248,6 +253,7 @@ def check_outputs(
         )
     if blame and precision == "fp32" and not check.ok:
         bad = next(i for i, d in enumerate(check.differences) if not d.ok)
+        progress.report("looking for the operator that differs")
         as_written = check.differences[bad].level == AS_WRITTEN
         feed = every[bad // len(names)]
         check.culprits = find_culprits(
