@@ -35,7 +35,7 @@ LAYERS = (
     ("nn",),
     ("validation",),
     ("torch",),
-    ("bench", "deploy", "report", "tune"),
+    ("bench", "deploy", "profile", "report", "tune"),
     ("cli",),
     ("__main__",),
 )

@@ -17,6 +17,7 @@ from onnx_fuse.cli.options import (
     Json,
     ModelArg,
     Shapes,
+    Trace,
     parse_dims,
     parse_shapes,
     split_names,
@@ -26,6 +27,7 @@ from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse.report import Printer
+    from onnx_fuse.report.page import Page
     from onnx_fuse.training.history import History
     from onnx_fuse.training.trainer import Trainer
 
@@ -250,6 +252,7 @@ def train(
     curve: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve to this file.")
     ] = None,
+    trace: Trace = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -265,6 +268,7 @@ def train(
             "--csv": csv,
             "--tensorboard": tensorboard,
             "--curve": curve,
+            "--trace": trace,
             "--json": json,
             "--html": html,
         },
@@ -273,6 +277,8 @@ def train(
 
     from onnx_fuse import report
     from onnx_fuse.files import written
+    from onnx_fuse.report import trace as traces
+    from onnx_fuse.report import training
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training.adapters import Lora
@@ -333,7 +339,22 @@ def train(
     trained = [s.initial.size for s in trainer.spec().states if s.kind == "parameter"]
     weights = sum(trained)
     printer.text(f"{model}: {weights:,} weights in {len(trained)} tensors train")
+
+    def page(history: Mapping[str, Any], refresh: float) -> Page:
+        losses = history["losses"]
+        return show.page(
+            printer,
+            {"model": str(model)},
+            sections=training.sections({"": history}) if losses else [],
+            verdict=f"loss {losses[-1]:.4g} after {len(losses)} steps"
+            + (", still training" if refresh else ""),
+            device=f"{device}, {precision}",
+            refresh=refresh,
+        )
+
+    live = training.Live(html, page)
     watching: list[callbacks.Callback] = [callbacks.Progress(printer.console)]
+    watching.append(callbacks.Watch(lambda h: live(vars(h))))
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:
@@ -374,8 +395,11 @@ def train(
         "weights": weights,
         "notes": trainer.notes,
     }
-    found = asdict(history)
-    show.write_reports(printer, result | found, json, html)
+    if trace is not None:
+        traces.write(trace, str(model), live.events())
+    show.write_reports(printer, result | asdict(history), json, None)
+    if html is not None:
+        show.write_page(html, page(asdict(history), 0.0))
 
 
 _ROWS = 20  # evaluations that the table shows at most, the last ones
