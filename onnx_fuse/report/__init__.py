@@ -9,7 +9,6 @@ from onnx_fuse.report.terminal import (
     file_bytes,
     gradient_lines,
     models_rows,
-    progress,
     share,
     summary,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "file_bytes",
     "gradient_lines",
     "models_rows",
-    "progress",
     "share",
     "summary",
     "write_json",
