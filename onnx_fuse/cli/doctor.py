@@ -22,6 +22,10 @@ _OPTIONAL = {
         "onnx_fuse.torch cannot be imported; all else needs no PyTorch",
         INSTALL_TORCH,
     ),
+    ("tensorboardx",): (
+        "onnx-fuse train --tensorboard writes no logs; --csv and --html need nothing",
+        'pip install ".[tensorboard]"',
+    ),
 }
 """What does not work without some packages, and the command that installs them."""
 
