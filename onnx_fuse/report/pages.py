@@ -217,6 +217,8 @@ def _checked_graph(
         for node, d in zip(checked.along.nodes, checked.along.values, strict=True):
             known.setdefault(node, {})["error"] = (
                 f"{d.max_abs:.3g}, {percent(d.max_abs, d.limit)} of the limit, at {d.where}"
+                if d.max_abs
+                else "none"
             )
             errors[node] = max(errors.get(node, 0.0), share(d.max_abs, d.limit))
     return graph.Drawn(title, model, known, {"error": errors} if errors else {})

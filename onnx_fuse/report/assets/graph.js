@@ -15,7 +15,7 @@ class Board {
         + "to neighbours, Enter shows the node, plus and minus zoom, 0 shows all.",
     });
     this.element = make("div", { class: "board" }, make("h3", {}, this.title()), this.canvas);
-    this.wide = data.nodes.map((node) => Math.max(56, data.ops[node[0]].length * 7.3 + 22));
+    this.wide = data.nodes.map((node) => data.wide[node[0]]);
     this.order = data.y.map((_, i) => i).sort((a, b) => data.y[a] - data.y[b] || data.x[a] - data.x[b]);
     this.into = data.nodes.map(() => []);
     this.outof = data.nodes.map(() => []);
