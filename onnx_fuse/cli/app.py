@@ -8,6 +8,8 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -57,8 +59,17 @@ def root(
 
 def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
     """Add a command, with examples at the end of its --help."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        if entry_points(group="onnx_fuse.plugins"):
+            from onnx_fuse import plugins
+
+            plugins.load()
+        command(**given)
+
     lines = (f"\b\n{_folded(example)}" for example in examples)
-    app.command(epilog="\n\n".join(("Examples:", *lines)))(command)
+    app.command(epilog="\n\n".join(("Examples:", *lines)))(run)
 
 
 def _folded(example: str) -> str:

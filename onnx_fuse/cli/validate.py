@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from onnx_fuse.report.page import Section
 
 EXAMPLES = (
+    "onnx-fuse validate --op LayerNormGemm --input-shapes x:4,8 scale:8 bias:8 w:8,16 c:16 --grad",
     "onnx-fuse validate model.onnx --grad",
     "onnx-fuse validate model.fused.onnx --against model.onnx --blame --inputs feeds.npz",
 )
@@ -43,6 +45,13 @@ def validate(
             help="Compare MODEL with this file. Without it, MODEL is compared with its own fusion.",
         ),
     ] = None,
+    op: Annotated[
+        bool,
+        typer.Option(
+            "--op",
+            help="MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.",
+        ),
+    ] = False,
     grad: Annotated[
         bool, typer.Option("--grad", help="Also compare every gradient with central differences.")
     ] = False,
@@ -79,6 +88,19 @@ def validate(
     The original always runs on onnxruntime; --device and --precision say where and how the other
     model runs.
     """
+    if op:
+        if against is not None:
+            raise UsageError("--op compares an operator with its body: leave --against out")
+        from onnx_fuse.validation.operator import operator_files
+
+        with TemporaryDirectory(prefix="onnx-fuse-") as folder:
+            shapes = parse_shapes(input_shapes)
+            own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
+            validate(
+                own, body, False, grad, blame, device, precision, inputs, None, dim,
+                rtol, atol, json, html, debug,
+            )  # fmt: skip
+        return
     files.check_paths(
         {"MODEL": model, "--against": against, "--inputs": inputs},
         {"--json": json, "--html": html},
