@@ -97,7 +97,7 @@ def validate(
             shapes = parse_shapes(input_shapes)
             own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
             validate(
-                own, body, False, grad, blame, device, precision, inputs, None, dim,
+                own, body, False, grad, all_, blame, device, precision, inputs, None, dim,
                 rtol, atol, json, html, debug,
             )  # fmt: skip
         return
