@@ -19,7 +19,7 @@ from support import ENCODER
 from onnx_fuse import cli as command
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
-from onnx_fuse.report import graph, page
+from onnx_fuse.report import graph, page, training
 from onnx_fuse.report.page import Page, Section
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -177,6 +177,30 @@ def test_axes_change_and_the_points_of_a_chart_are_read_aloud(
     assert "step" in chart.locator("[aria-live]").inner_text()
     svg.hover(position={"x": 300, "y": 100})
     assert chart.locator(".tip").is_visible()
+
+
+def test_a_live_page_loads_itself_again_and_keeps_what_was_chosen(
+    opened: Open, tmp_path: Path
+) -> None:
+    path = tmp_path / "live.html"
+
+    def write(losses: list[float], refresh: float) -> None:
+        sections = training.sections({"": {"losses": losses}})
+        page.write(path, Page("m", "", sections, f"{len(losses)} steps", refresh=refresh))
+
+    write([2.0, 1.0], 0.2)
+    shown = opened(path)
+    shown.get_by_role("button", name="y log").click()
+    write([2.0, 1.0, 0.5], 0.2)
+    shown.get_by_text("3 steps").wait_for()
+    assert shown.get_by_role("button", name="y log").get_attribute("aria-pressed") == "true"
+    shown.get_by_role("button", name="Refresh").click()
+    write([2.0, 1.0, 0.5, 0.2], 0.0)
+    shown.wait_for_timeout(600)
+    assert shown.get_by_text("3 steps").is_visible()
+    shown.reload()
+    assert shown.get_by_text("4 steps").is_visible()
+    assert not shown.get_by_role("button", name="Refresh").count()
 
 
 def test_a_timeline_zooms_and_bars_open(opened: Open, reports: dict[str, Path]) -> None:
