@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir
@@ -26,7 +27,8 @@ def ran(result: RunResult, model: onnx_ir.Model) -> list[Section]:
         sections += profile_sections(profile)
         if profile.calls and result.hardware is not None:
             sections += _against_hardware(profile.calls, result.hardware, measured=True)
-        sections.append(Section("Graph", [graph.view([_timed(model, profile)])]))
+    drawn = graph.Drawn("fused", model) if profile is None else _timed(model, profile)
+    sections.append(Section("Graph", [graph.view([drawn])]))
     if result.program is not None:
         sections.append(memory.section(result.program))
     return sections
@@ -56,10 +58,16 @@ def compared(result: Comparison, run: RunResult | None, model: onnx_ir.Model) ->
     return [Section("Comparison", [Lines([text]), bars, chart]), *(ran(run, model) if run else [])]
 
 
-def predicted(program: Program, hw: Hardware) -> list[Section]:
-    """The calls of a program for a GPU that need not be there, and its memory."""
+def predicted(program: Program, hw: Hardware, name: str = "") -> list[Section]:
+    """The calls of a program for a GPU that need not be there, and its memory.
+
+    `name` tells the sections of several programs apart.
+    """
     calls = [(call, site(call, hw).seconds) for call in program.calls if call.launches]
-    return [*_against_hardware(calls, hw, measured=False), memory.section(program)]
+    sections = [*_against_hardware(calls, hw, measured=False), memory.section(program)]
+    if name:
+        sections = [replace(section, title=f"{name}: {section.title}") for section in sections]
+    return sections
 
 
 def profile_sections(profile: Profile) -> list[Section]:
