@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from onnx_fuse.report import compare, graph, memory, page, pages, terminal, timi
 from onnx_fuse.report.layered import HEIGHT, PITCH, layered
 from onnx_fuse.report.page import Lines, Page, Section, Table, View
 from onnx_fuse.runtime.plan import plan
+from onnx_fuse.training.history import History
 from onnx_fuse.validation.check import check_outputs, validate
 
 H200 = CHIPS["H200"]
@@ -319,15 +321,18 @@ def test_a_live_page_reloads_itself_until_the_run_is_over(tmp_path: Path) -> Non
         return Page("m", "", training.sections({"": run}), refresh=refresh)
 
     live = training.Live(path, make)
-    run: dict[str, Any] = {"losses": [2.0]}
-    live(run)
+    run: Any = SimpleNamespace(history=History(1, 1, losses=[2.0]))
+    live.on_step(run)
     assert re.search(r'data-refresh="[1-9]', path.read_text())
-    run["losses"].append(1.0)
-    live(run)
-    live(run)  # an epoch ends after its last step
-    steps = [event for event in live.events() if event["ph"] == "X"]
-    assert [event["args"]["loss"] for event in steps] == [2.0, 1.0]
-    training.Live(None, make)(run)
+    run.history.losses.append(1.0)
+    live.on_step(run)
+    run.history.metrics.append({"step": 2.0, "validation_loss": 0.5})
+    live.on_evaluation(run)
+    live.on_epoch(run)  # its last step is noted already
+    spans = [event for event in live.events() if event["ph"] == "X"]
+    assert [event["name"] for event in spans] == ["step 1", "step 2", "evaluation"]
+    assert [event["args"].get("loss") for event in spans] == [2.0, 1.0, None]
+    training.Live(None, make).on_step(run)
 
 
 def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:

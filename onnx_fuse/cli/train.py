@@ -355,10 +355,7 @@ def train(
         )
 
     live = training.Live(html, page)
-    watching: list[callbacks.Callback] = [
-        callbacks.Progress(printer.console),
-        callbacks.Watch(lambda history: live(vars(history))),
-    ]
+    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:

@@ -42,7 +42,10 @@ function short(value) {
   if (value === null || value === undefined) return "";
   if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) {
+    const [digits, power] = value.toExponential(2).split("e");
+    return `${Number(digits)}e${Number(power)}`;
+  }
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return value.toLocaleString("en", { maximumSignificantDigits: 4 });
 }
