@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx_ir
 import pytest
 from fake_gpu import FakeGpu
 from support import ENCODER, Cli
@@ -27,7 +28,9 @@ from onnx_fuse.report.layered import HEIGHT, PITCH, layered
 from onnx_fuse.report.page import Lines, Page, Section, Table, View
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.training.history import History
+from onnx_fuse.validation import along
 from onnx_fuse.validation.check import check_outputs, validate
+from onnx_fuse.validation.compare import TOLERANCES
 
 H200 = CHIPS["H200"]
 Save = Callable[..., Path]
@@ -186,6 +189,15 @@ def test_errors_along_the_graph_name_the_node_and_the_entries() -> None:
     [chart] = views(sections, "chart")
     assert chart.data["series"][0]["bad"] == [False, True, True]
     assert "FAILED" in str(sections[0].parts[0])
+
+
+def test_errors_along_a_large_graph_are_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model("g (float[N] x) => (float[N] y) { a = Relu(x) b = Exp(a) y = Neg(b) }")
+    monkeypatch.setattr(along, "_TOGETHER", 1)
+    feeds = {"x": np.ones(4, np.float32)}
+    assert list(along._parts(model, ["a", "b", "y"], feeds)) == [["a"], ["b"], ["y"]]
+    found = along.errors_along(model, model, feeds, TOLERANCES[onnx_ir.DataType.FLOAT])
+    assert [d.output for d in found.values] == ["a", "b", "y"]
 
 
 def test_errors_along_are_made_only_where_they_are_asked_for() -> None:
