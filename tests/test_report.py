@@ -251,6 +251,11 @@ def test_the_page_of_kernel_calls_has_bars_a_timeline_a_roofline_and_memory() ->
     assert arena.data["marks"][0]["x"] < len(program.calls)
 
 
+def test_programs_of_several_targets_are_told_apart() -> None:
+    sections = timing.predicted(program_of(), H200, "h200")
+    assert [s.title for s in sections][::3] == ["h200: Kernels", "h200: Memory"]
+
+
 def test_a_run_on_the_gpu_is_profiled_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu().use(monkeypatch)
     model = session.load(text_model("g (float[N,4] x) => (float[N,4] y) { a = Exp(x) y = Neg(a) }"))

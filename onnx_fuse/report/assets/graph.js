@@ -143,7 +143,8 @@ class Board {
       pen.beginPath();
       const round = data.ops[data.nodes[i][0]] === "input" || data.ops[data.nodes[i][0]] === "output";
       pen.roundRect(x - wide / 2, y, wide, BOX, round ? BOX / 2 : 5);
-      pen.fillStyle = readable ? look.fill : look.line; // from afar only the colour counts
+      const afar = look.line === ink.line ? ink.edge : look.line; // there only the colour counts
+      pen.fillStyle = readable ? look.fill : afar;
       pen.fill();
       const marked = i === chosen || this.lit.has(i);
       pen.strokeStyle = marked ? ink.accent : look.line;
