@@ -264,7 +264,11 @@ def test_a_run_on_the_gpu_is_profiled_call_by_call(monkeypatch: pytest.MonkeyPat
     assert result.program is not None
     assert [call for call, _ in result.profile.calls] == list(result.program.calls)
     assert sum(runs for runs, _ in result.operators.values()) == len(result.program.calls)
-    assert "Kernels" in [section.title for section in timing.ran(result, model)]
+    sections = timing.ran(result, model)
+    assert "Kernels" in [section.title for section in sections]
+    [drawn] = views(sections, "graph")[0].data["graphs"]
+    facts = next(iter(drawn["facts"].values()))
+    assert {"kernel", "configuration", "share of the floor", "time"} <= set(facts)
     assert any(event["ph"] == "X" for event in trace.of_profile(result.profile, result.program))
 
 
