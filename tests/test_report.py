@@ -356,6 +356,30 @@ def test_a_live_page_reloads_itself_until_the_run_is_over(tmp_path: Path) -> Non
     training.Live(None, make).on_step(run)
 
 
+def test_training_writes_a_trace_of_its_steps_and_of_one_by_operator(
+    cli: Cli, saved: Save, tmp_path: Path
+) -> None:
+    weight = ",".join(map(str, range(12)))
+    text = (
+        f"g (float[N,4] x) => (float[N,3] y) <float[4,3] w = {{{weight}}}> {{ y = MatMul(x, w) }}"
+    )
+    labels, data = np.zeros(8, np.int64), tmp_path / "d.npz"
+    np.savez(data, x=np.ones((8, 4), np.float32), labels=labels)
+    files = {name: tmp_path / name for name in ("t.json", "p.html", "o.onnx")}
+    line = ["train", saved(text), "--data", data, "--loss", "cross_entropy", "--batch-size", 4]
+    line += ["--trace", files["t.json"], "--html", files["p.html"], "-o", files["o.onnx"]]
+    result = cli(*line, "--val", data)
+    assert (result.code, result.err) == (0, "")
+    events = json.loads(files["t.json"].read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    host = [event["name"] for event in spans if event["pid"] == trace.HOST]
+    assert host == ["step 1", "step 2", "evaluation"]
+    assert any("MatMul" in event["name"] for event in spans if event["pid"] == trace.STEP)
+    html = files["p.html"].read_text()
+    assert "Time of a step" in html
+    assert 'data-refresh="0"' in html
+
+
 def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text(json.dumps({"ratio": 1.0, "same": 3, "noise": [1, 2], "losses": [2.0, 1.0]}))

@@ -27,7 +27,7 @@ from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse.report import Printer
-    from onnx_fuse.report.page import Page
+    from onnx_fuse.report.page import Page, Section
     from onnx_fuse.training.history import History
     from onnx_fuse.training.trainer import Trainer
 
@@ -278,9 +278,10 @@ def train(
     )
     from dataclasses import asdict
 
+    from onnx_fuse import profile
     from onnx_fuse.files import written
+    from onnx_fuse.report import timing, training
     from onnx_fuse.report import trace as traces
-    from onnx_fuse.report import training
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training.adapters import Lora
@@ -347,13 +348,14 @@ def train(
         return show.page(
             printer,
             {"model": str(model)},
-            sections=training.sections({"": history}) if losses else [],
+            sections=[*training.sections({"": history}), *extra] if losses else [],
             verdict=f"loss {losses[-1]:.4g} after {len(losses)} steps"
             + (", still training" if refresh else ""),
             device=f"{device}, {precision}",
             refresh=refresh,
         )
 
+    extra: list[Section] = []
     live = training.Live(html, page)
     watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
@@ -396,7 +398,13 @@ def train(
     }
     found = asdict(history)
     if trace is not None:
-        traces.write(trace, str(model), live.events())
+        events = live.events()
+        if device == "cpu":
+            feeds = {k: a[:batch_size] for k, a in arrays.items()}
+            step = profile.of_onnxruntime(*trainer.step_graph(feeds))
+            events += traces.of_profile(step, process=traces.STEP)
+            extra = timing.profile_sections(step, "of a step")
+        traces.write(trace, str(model), events)
     show.write_reports(printer, result | found, json, None)
     for path in (html, curve):
         if path is not None:

@@ -72,8 +72,8 @@ def predicted(program: Program, hw: Hardware, name: str = "") -> list[Section]:
     return sections
 
 
-def profile_sections(profile: Profile) -> list[Section]:
-    """Bars by operator and by node, and a timeline."""
+def profile_sections(profile: Profile, of: str = "") -> list[Section]:
+    """Bars by operator and by node, and a timeline; `of` says of what, in their titles."""
     ops = [
         [f"{op} ({runs} {'run' if runs == 1 else 'runs'})", us * 1e-6]
         for op, (runs, us) in profile.operators.items()
@@ -102,11 +102,11 @@ def profile_sections(profile: Profile) -> list[Section]:
             ],
         },
     )  # fmt: skip
-    sections = [Section("Time", [bars, each])]
+    sections = [Section(f"Time {of}".strip(), [bars, each])]
     if end > 0:
-        sections.append(Section("Timeline", [line]))
+        sections.append(Section(f"Timeline {of}".strip(), [line]))
     if profile.memory:
-        sections.append(Section("Memory in use", [_in_use(profile)]))
+        sections.append(Section(f"Memory in use {of}".strip(), [_in_use(profile)]))
     return sections
 
 
