@@ -345,12 +345,12 @@ def train(
 
     def page(history: Mapping[str, Any], refresh: float) -> Page:
         losses = history["losses"]
+        so_far = f"loss {losses[-1]:.4g} after {len(losses)} steps" if losses else "no steps"
         return show.page(
             printer,
             {"model": str(model)},
-            sections=[*training.sections({"": history}), *extra] if losses else [],
-            verdict=f"loss {losses[-1]:.4g} after {len(losses)} steps"
-            + (", still training" if refresh else ""),
+            sections=[*training.sections({"": history}), *extra],
+            verdict=f"{so_far}, still training" if refresh else so_far,
             device=f"{device}, {precision}",
             refresh=refresh,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.files import is_stream
 from onnx_fuse.report import page, trace
 from onnx_fuse.report.page import Page, Section, Table, View
 from onnx_fuse.training.callbacks import Callback, Fit
@@ -148,7 +149,9 @@ class Live(Callback):
     """
 
     def __init__(self, path: Path | None, make: Callable[[Run, float], Page]) -> None:
-        self._path, self._make = path, make
+        # a pipe or a device gets the last page alone
+        self._path = None if path is None or is_stream(path) else path
+        self._make = make
         self._next = 0.0
         self._steps = 0
         self._began = time.perf_counter()
