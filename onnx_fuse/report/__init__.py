@@ -10,7 +10,6 @@ from onnx_fuse.report.terminal import (
     file_bytes,
     gradient_lines,
     models_rows,
-    progress,
     share,
     summary,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "file_bytes",
     "gradient_lines",
     "models_rows",
-    "progress",
     "share",
     "summary",
     "write_json",

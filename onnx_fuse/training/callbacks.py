@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from onnx_fuse import progress
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import checkpoint
 from onnx_fuse.training.history import History
@@ -320,6 +321,7 @@ class Progress(Callback):
             bars.TimeRemainingColumn(),
         )
         console = self.console or Console()
+        progress.quiet()
         self._bars = bars.Progress(*columns, console=console, transient=True)
         done = len(fit.history.losses)
         self._task = self._bars.add_task(
