@@ -263,7 +263,7 @@ def train(
     """Fine-tune MODEL, and write the same graph with its new weights."""
     output = output or files.default_output(model, ".tuned.onnx")
     files.check_paths(
-        {"MODEL": model, "--data": data, "--val": val},
+        {"MODEL": model, "--data": data, "--val": val, "--config": config},
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
