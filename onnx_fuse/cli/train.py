@@ -27,7 +27,7 @@ from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse.report import Printer
-    from onnx_fuse.report.page import Page
+    from onnx_fuse.report.page import Page, Section
     from onnx_fuse.training.history import History
     from onnx_fuse.training.trainer import Trainer
 
@@ -250,7 +250,10 @@ def train(
         typer.Option(metavar="DIR", help="Write logs for TensorBoard; this needs tensorboardX."),
     ] = None,
     curve: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve to this file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="Write the page of --html to this file, when the run is over."
+        ),
     ] = None,
     trace: Trace = None,
     json: Json = None,
@@ -260,7 +263,7 @@ def train(
     """Fine-tune MODEL, and write the same graph with its new weights."""
     output = output or files.default_output(model, ".tuned.onnx")
     files.check_paths(
-        {"MODEL": model, "--data": data, "--val": val},
+        {"MODEL": model, "--data": data, "--val": val, "--config": config},
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
@@ -275,10 +278,10 @@ def train(
     )
     from dataclasses import asdict
 
-    from onnx_fuse import report
+    from onnx_fuse import profile
     from onnx_fuse.files import written
+    from onnx_fuse.report import timing, training
     from onnx_fuse.report import trace as traces
-    from onnx_fuse.report import training
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training.adapters import Lora
@@ -342,19 +345,19 @@ def train(
 
     def page(history: Mapping[str, Any], refresh: float) -> Page:
         losses = history["losses"]
+        so_far = f"loss {losses[-1]:.4g} after {len(losses)} steps" if losses else "no steps"
         return show.page(
             printer,
             {"model": str(model)},
-            sections=training.sections({"": history}) if losses else [],
-            verdict=f"loss {losses[-1]:.4g} after {len(losses)} steps"
-            + (", still training" if refresh else ""),
+            sections=[*training.sections({"": history}), *extra],
+            verdict=f"{so_far}, still training" if refresh else so_far,
             device=f"{device}, {precision}",
             refresh=refresh,
         )
 
+    extra: list[Section] = []
     live = training.Live(html, page)
-    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console)]
-    watching.append(callbacks.Watch(lambda h: live(vars(h))))
+    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:
@@ -386,8 +389,6 @@ def train(
         _check_saved(draft, trainer, feeds, ema=ema is not None)
     if adapters is not None:
         trainer.save_adapters(adapters)
-    if curve is not None:
-        report.write_whole(curve, fit.curve(history, f"{model.name}: {loss}"))
     printer.text(f"wrote {output}")
     result = {
         "model": str(model),
@@ -395,11 +396,19 @@ def train(
         "weights": weights,
         "notes": trainer.notes,
     }
+    found = asdict(history)
     if trace is not None:
-        traces.write(trace, str(model), live.events())
-    show.write_reports(printer, result | asdict(history), json, None)
-    if html is not None:
-        show.write_page(html, page(asdict(history), 0.0))
+        events = live.events()
+        if device == "cpu":
+            feeds = {k: a[:batch_size] for k, a in arrays.items()}
+            step = profile.of_onnxruntime(*trainer.step_graph(feeds))
+            events += traces.of_profile(step, process=traces.STEP)
+            extra = timing.profile_sections(step, "of a step")
+        traces.write(trace, str(model), events)
+    show.write_reports(printer, result | found, json, None)
+    for path in (html, curve):
+        if path is not None:
+            show.write_page(path, page(found, 0.0))
 
 
 _ROWS = 20  # evaluations that the table shows at most, the last ones

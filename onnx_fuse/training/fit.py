@@ -1,4 +1,4 @@
-"""Train over whole data sets: epochs, evaluations, callbacks, checkpoints, the loss curve."""
+"""Train over whole data sets: epochs, evaluations, callbacks, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from onnx_fuse.training.metrics import Selection, begin
 if TYPE_CHECKING:
     from onnx_fuse.training.trainer import Trainer
 
-__all__ = ["curve", "evaluate", "fit", "start_or_resume"]
+__all__ = ["evaluate", "fit", "start_or_resume"]
 
 Array = np.ndarray[Any, Any]
 
@@ -272,86 +271,6 @@ def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume:
             "folder"
         )
     trainer.restore(folder)
-
-
-# ---- the loss curve ----------------------------------------------------------------------------
-
-_WIDTH, _HEIGHT, _MARGIN, _POINTS = 860, 420, 56, 600
-
-
-def curve(history: History, title: str) -> str:
-    """The loss curve of a run as one HTML page that loads nothing.
-
-    It shows the loss by step and the validation loss by epoch of `history`, below `title`.
-    """
-    losses = np.asarray(history.losses)
-    steps = -(-len(losses) // max(len(history.epochs), 1))
-    lines = [("loss", "#8ab4f8", _thinned(losses))]
-    if len(losses) > 20:
-        lines.append(("smoothed", "#1a56c4", _thinned(_smooth(losses))))
-    validation = [
-        (e["epoch"] * steps, e["validation_loss"]) for e in history.epochs if "validation_loss" in e
-    ]
-    if validation:
-        lines.append(("validation", "#c4451a", validation))
-    points = [p for _, _, line in lines for p in line]
-    right = max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    high = high if high > low else low + 1
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - 1) / max(right - 1, 1)
-        return (
-            _MARGIN + across * (_WIDTH - 2 * _MARGIN),
-            _HEIGHT - _MARGIN - (y - low) / (high - low) * (_HEIGHT - 2 * _MARGIN),
-        )
-
-    parts = []
-    for i in range(5):
-        x, y = 1 + (right - 1) * i / 4, low + (high - low) * i / 4
-        (px, _), (_, py) = place(x, low), place(1, y)
-        parts += [
-            f'<line x1="{_MARGIN}" x2="{_WIDTH - _MARGIN}" y1="{py:.1f}" y2="{py:.1f}"/>',
-            f'<text x="{_MARGIN - 8}" y="{py + 4:.1f}" text-anchor="end">{y:.4g}</text>',
-            f'<text x="{px:.1f}" y="{_HEIGHT - _MARGIN + 20}" text-anchor="middle">{x:.0f}</text>',
-        ]
-    for i, (name, colour, line) in enumerate(lines):
-        path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
-        parts += [
-            f'<polyline points="{path}" stroke="{colour}"/>',
-            f'<text x="{_WIDTH - _MARGIN}" y="{_MARGIN + 18 * i}" text-anchor="end" '
-            f'style="fill:{colour}">{name}</text>',
-        ]
-    return _PAGE.format(title=escape(title), width=_WIDTH, height=_HEIGHT, body="\n".join(parts))
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em; background: #fff; color: #222 }}
-svg text {{ font-size: 12px; fill: #555 }}
-svg line {{ stroke: #ddd }}
-svg polyline {{ fill: none; stroke-width: 1.5 }}
-</style></head><body><h1>{title}</h1>
-<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="loss by step">
-{body}
-</svg></body></html>
-"""
-
-
-def _thinned(values: Array) -> list[tuple[float, float]]:
-    """(step, value) points, the means of equal stretches where there are more than _POINTS."""
-    parts = np.array_split(np.arange(len(values)), min(len(values), _POINTS))
-    return [(float(p.mean()) + 1, float(values[p].mean())) for p in parts]
-
-
-def _smooth(values: Array) -> Array:
-    """A running mean of the last 5 % of the steps."""
-    width = max(len(values) // 20, 2)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(sums))
-    starts = np.maximum(ends - width, 0)
-    means: Array = (sums[ends] - sums[starts]) / (ends - starts)
-    return means
 
 
 def __dir__() -> list[str]:

@@ -279,21 +279,33 @@ class Trainer:
         if self._batch_unchecked:
             self.evaluate(feeds)
         rate = self.optimizer.rate(self.updates)
-        arrays |= {
-            name: value
-            for name, value in (
-                (spec.lr, np.array(rate, np.float32)),
-                (spec.step, np.array(self.updates + 1)),
-                (spec.rng, np.array((self.seed << 32) % 2**62 + self.calls)),
-            )
-            if name
-        }
+        arrays |= self._scalars(spec, rate)
         rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
         result = self._device.start(mode, spec, arrays)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
         return run
+
+    def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:
+        """What a step reads beside its batch and the states."""
+        given = (
+            (spec.lr, np.array(rate, np.float32)),
+            (spec.step, np.array(self.updates + 1)),
+            (spec.rng, np.array((self.seed << 32) % 2**62 + self.calls)),
+        )
+        return {name: value for name, value in given if name}
+
+    def step_graph(self, feeds: Mapping[str, Any]) -> tuple[onnx_ir.Model, dict[str, Array]]:
+        """The graph of a step with its update, and all that it reads for the batch `feeds`.
+
+        A profiler runs it; the states are copies, so that the run stays as it is. Raises DataError
+        where the arrays do not fit the model.
+        """
+        graph, spec = self._build("update")
+        states = {s.name: np.array(self._device.array(s.name)) for s in spec.states}
+        scalars = self._scalars(spec, self.optimizer.rate(self.updates))
+        return graph, {**self._fit(spec, feeds), **scalars, **states}
 
     def finish(self, run: Run) -> float:
         """Wait for the step `run` that `start` began, and return its loss. Raises CheckFailed."""
