@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from onnx_fuse.plugins import register_kernel as register_kernel
     from onnx_fuse.plugins import register_op as register_op
     from onnx_fuse.session import InferenceSession as InferenceSession
+    from onnx_fuse.training import callbacks as callbacks
+    from onnx_fuse.training import metrics as metrics
     from onnx_fuse.training import optim as optim
+    from onnx_fuse.training.adapters import Lora as Lora
     from onnx_fuse.training.trainer import Trainer as Trainer
     from onnx_fuse.validation import check_gradients as check_gradients
     from onnx_fuse.validation import validate as validate
@@ -46,6 +49,7 @@ _NAMES = {
     "DataError": "errors",
     "DeviceError": "errors",
     "InferenceSession": "session",
+    "Lora": "training.adapters",
     "ModelError": "errors",
     "OpDef": "ops.opdef",
     "OnnxFuseError": "errors",
@@ -62,7 +66,9 @@ _NAMES = {
 }
 _MODULES = {
     "backend": "backend",
+    "callbacks": "training.callbacks",
     "deploy": "deploy",
+    "metrics": "training.metrics",
     "nn": "nn",
     "optim": "training.optim",
     "plugins": "plugins",

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnx_fuse import autodiff, config, passes
+from onnx_fuse import autodiff, config, passes, progress
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
@@ -132,23 +132,21 @@ def tune(
     top: int = 6,
     seconds: float = 120,
     folder: Path | None = None,
-    watch: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Tuned]:
     """Tune each call's problem and keep the winners in `folder` (None: the user's own records).
 
-    `top` configurations of each candidate are tried; none is begun after `seconds`. `watch` is told
-    each problem before it is begun.
+    `top` configurations of each candidate are tried; none is begun after `seconds`.
     """
     folder = folder or config.CACHE_DIR.value / "tuning"
     until = time.monotonic() + seconds
-    for call in calls:
+    for i, call in enumerate(calls):
         if time.monotonic() > until:
             return
         assert call.problem is not None
         choices = shortlist(call.problem, hw, top)
         if len(choices) < 2:  # nothing to choose
             continue
-        watch(str(call.problem))
+        progress.report("tuning", i, len(calls))
         result, entry = _tune(call, call.problem, choices, hw, until)
         tuning.save([(call.problem.op, call.problem, entry)], hw, folder, candidates)
         yield result
@@ -182,7 +180,8 @@ def _tune(
     math = problem.math if isinstance(problem, Problem) else "ieee"
     present = choices[0]
     tries = [chosen(call, choice, hw) for choice in choices]
-    nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
+    with progress.watched(None):  # its kernels are a part of the step
+        nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = _Operands(call, max(t.workspace for t in tries), hw)
     truth = operands.results(tries[0])
     runs, kept = [operands.graph(tries[0])], [present]

@@ -1,6 +1,7 @@
 """Checkpoints: runs killed at any moment go on to the same bits; damage is noticed."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import safetensors.numpy
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.training import checkpoint, fit, optim
+from onnx_fuse.training.history import History
 from onnx_fuse.training.trainer import Trainer
 
 Array = np.ndarray[Any, Any]
@@ -109,7 +111,7 @@ def arrays() -> dict[str, Array]:
     return {"x": x, "labels": rng.integers(0, 4, 37)}
 
 
-def run(trainer: Trainer, folder: Path | str) -> fit.History:
+def run(trainer: Trainer, folder: Path | str) -> History:
     return fit.fit(
         trainer,
         arrays(),
@@ -122,13 +124,13 @@ def run(trainer: Trainer, folder: Path | str) -> fit.History:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, fit.History]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, History]:
     """An uninterrupted run."""
     started = trainer()
     return started, run(started, tmp_path_factory.mktemp("whole"))
 
 
-def assert_same(resumed: tuple[Trainer, fit.History], whole: tuple[Trainer, fit.History]) -> None:
+def assert_same(resumed: tuple[Trainer, History], whole: tuple[Trainer, History]) -> None:
     """Equal to the last bit: states, losses, epochs."""
     assert resumed[1] == whole[1]
     expected = whole[0].state()
@@ -143,7 +145,7 @@ POINTS = ["state.safetensors", "manifest.json", "before rename", "after rename",
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_run_goes_on_to_the_same_bits(
-    point: str, whole: tuple[Trainer, fit.History], tmp_path: Path
+    point: str, whole: tuple[Trainer, History], tmp_path: Path
 ) -> None:
     """SIGKILL half way through a file, beside either rename, and half way through a step."""
     command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), point, str(tmp_path)]
@@ -222,6 +224,7 @@ def tensors(**changes: Any) -> bytes:
 
 
 W = trainer().state()["w1"]
+HISTORY = dataclasses.asdict(History(examples=37, batch_size=8))
 # what is forged or damaged -> (manifest's fields or text, tensors' bytes, what is said)
 FORGED: dict[str, tuple[Any, bytes | None, str]] = {
     "no JSON": ("{", None, "is damaged"),
@@ -257,28 +260,19 @@ FORGED: dict[str, tuple[Any, bytes | None, str]] = {
     "a tensor more": ({}, tensors(w9=W), "is of another model"),
     "history": ({"extra": {"fit": [1]}}, None, "its history lacks one of examples"),
     "losses": (
-        {"extra": {"fit": {"examples": 37, "batch_size": 8, "losses": ["1"], "epochs": []}}},
+        {"extra": {"fit": HISTORY | {"losses": ["1"]}}},
         None,
         "its history lacks a number",
     ),
     "epochs": (
-        {"extra": {"fit": {"examples": 37, "batch_size": 8, "losses": [], "epochs": [{}]}}},
+        {"extra": {"fit": HISTORY | {"epochs": [{}]}}},
         None,
         "its history lacks the epoch",
     ),
     "too few losses": (
-        {
-            "extra": {
-                "fit": {
-                    "examples": 37,
-                    "batch_size": 8,
-                    "losses": [],
-                    "epochs": [{"epoch": 1.0, "loss": 1.0}],
-                }
-            }
-        },
+        {"extra": {"fit": HISTORY | {"epochs": [{"epoch": 1.0, "step": 5.0, "loss": 1.0}]}}},
         None,
-        "its history lacks losses",
+        "its history lacks losses of its epochs",
     ),
 }
 

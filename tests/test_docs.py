@@ -29,7 +29,7 @@ INSTALLS = ("pip", "pytest")
 """Commands that a test does not repeat within itself; CI runs them."""
 SLOW: dict[str, str] = {}
 """Pages that take over ten seconds, with the reason."""
-OTHERS = {"docs/training.md", "docs/torch.md", "docs/nn.md", "docs/plugins.md"}
+OTHERS = {"docs/torch.md", "docs/nn.md", "docs/plugins.md"}
 """Pages whose snippets the tests of their subjects run."""
 Shell = Callable[[str], tuple[int, str]]
 PAGES = sorted(
@@ -145,7 +145,7 @@ def test_the_reference_names_every_command_option_and_public_name() -> None:
     from test_public_api import PUBLIC, named
 
     pages = docs_pages()
-    assert pages.public_modules() == list(PUBLIC)
+    assert set(PUBLIC) <= set(pages.public_modules())
     cli, api = pages.cli_page(), pages.api_page()
     for command in ("optimize", "compile", "validate", "run", "gradient", "train", "bench"):
         assert f"## onnx-fuse {command}" in cli

@@ -22,8 +22,9 @@ from onnx_fuse.onnx.build import text_model
 PUBLIC = (
     "onnx_fuse",
     *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
-    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "optim")),
-    *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
+    *(f"onnx_fuse.training.{name}" for name in ("adapters", "callbacks", "data", "fit")),
+    *(f"onnx_fuse.training.{name}" for name in ("history", "metrics", "optim", "sources")),
+    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "step", "trainer")),
     "onnx_fuse.nn",
     *(f"onnx_fuse.nn.{name}" for name in ("functional", "graphs", "layers", "module", "optim")),
     "onnx_fuse.validation",
@@ -73,7 +74,8 @@ def test_every_public_name_has_a_docstring() -> None:
     assert not [name for name, text in found.items() if not text.rstrip().endswith((".", ")"))]
 
 
-OBVIOUS = {"self", "cls", "model", "path", "feeds", "input_feed", "step", "device", "trainer"}
+OBVIOUS = {"self", "cls", "model", "path", "feeds", "input_feed", "step", "device"}
+OBVIOUS |= {"trainer", "fit", "spec"}
 """Arguments that mean the same wherever they stand."""
 
 
@@ -93,8 +95,9 @@ def test_every_argument_of_a_public_function_is_described() -> None:
 
 
 def is_plain(cls: type) -> bool:
-    """Whether a class is an exception, or a record whose fields have docstrings of their own."""
-    return issubclass(cls, Exception) or dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
+    """Whether a class is an exception, a protocol, or a record whose fields have docstrings."""
+    record = dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
+    return record or issubclass(cls, Exception) or getattr(cls, "_is_protocol", False)
 
 
 def test_every_field_of_a_public_dataclass_has_a_docstring() -> None:

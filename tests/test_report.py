@@ -9,9 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx_ir
 import pytest
 from fake_gpu import FakeGpu
 from support import ENCODER, Cli
@@ -25,7 +27,10 @@ from onnx_fuse.report import compare, graph, memory, page, pages, terminal, timi
 from onnx_fuse.report.layered import HEIGHT, PITCH, layered
 from onnx_fuse.report.page import Lines, Page, Section, Table, View
 from onnx_fuse.runtime.plan import plan
+from onnx_fuse.training.history import History
+from onnx_fuse.validation import along
 from onnx_fuse.validation.check import check_outputs, validate
+from onnx_fuse.validation.compare import TOLERANCES
 
 H200 = CHIPS["H200"]
 Save = Callable[..., Path]
@@ -186,6 +191,15 @@ def test_errors_along_the_graph_name_the_node_and_the_entries() -> None:
     assert "FAILED" in str(sections[0].parts[0])
 
 
+def test_errors_along_a_large_graph_are_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model("g (float[N] x) => (float[N] y) { a = Relu(x) b = Exp(a) y = Neg(b) }")
+    monkeypatch.setattr(along, "_TOGETHER", 1)
+    feeds = {"x": np.ones(4, np.float32)}
+    assert list(along._parts(model, ["a", "b", "y"], feeds)) == [["a"], ["b"], ["y"]]
+    found = along.errors_along(model, model, feeds, TOLERANCES[onnx_ir.DataType.FLOAT])
+    assert [d.output for d in found.values] == ["a", "b", "y"]
+
+
 def test_errors_along_are_made_only_where_they_are_asked_for() -> None:
     assert validate(text_model(NORM)).along is None
     assert "along" not in validate(text_model(NORM)).to_dict()
@@ -237,6 +251,11 @@ def test_the_page_of_kernel_calls_has_bars_a_timeline_a_roofline_and_memory() ->
     assert arena.data["marks"][0]["x"] < len(program.calls)
 
 
+def test_programs_of_several_targets_are_told_apart() -> None:
+    sections = timing.predicted(program_of(), H200, "h200")
+    assert [s.title for s in sections][::3] == ["h200: Kernels", "h200: Memory"]
+
+
 def test_a_run_on_the_gpu_is_profiled_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu().use(monkeypatch)
     model = session.load(text_model("g (float[N,4] x) => (float[N,4] y) { a = Exp(x) y = Neg(a) }"))
@@ -245,7 +264,11 @@ def test_a_run_on_the_gpu_is_profiled_call_by_call(monkeypatch: pytest.MonkeyPat
     assert result.program is not None
     assert [call for call, _ in result.profile.calls] == list(result.program.calls)
     assert sum(runs for runs, _ in result.operators.values()) == len(result.program.calls)
-    assert "Kernels" in [section.title for section in timing.ran(result, model)]
+    sections = timing.ran(result, model)
+    assert "Kernels" in [section.title for section in sections]
+    [drawn] = views(sections, "graph")[0].data["graphs"]
+    facts = next(iter(drawn["facts"].values()))
+    assert {"kernel", "configuration", "share of the floor", "time"} <= set(facts)
     assert any(event["ph"] == "X" for event in trace.of_profile(result.profile, result.program))
 
 
@@ -319,15 +342,42 @@ def test_a_live_page_reloads_itself_until_the_run_is_over(tmp_path: Path) -> Non
         return Page("m", "", training.sections({"": run}), refresh=refresh)
 
     live = training.Live(path, make)
-    run: dict[str, Any] = {"losses": [2.0]}
-    live(run)
+    run: Any = SimpleNamespace(history=History(1, 1, losses=[2.0]))
+    live.on_step(run)
     assert re.search(r'data-refresh="[1-9]', path.read_text())
-    run["losses"].append(1.0)
-    live(run)
-    live(run)  # an epoch ends after its last step
-    steps = [event for event in live.events() if event["ph"] == "X"]
-    assert [event["args"]["loss"] for event in steps] == [2.0, 1.0]
-    training.Live(None, make)(run)
+    run.history.losses.append(1.0)
+    live.on_step(run)
+    run.history.metrics.append({"step": 2.0, "validation_loss": 0.5})
+    live.on_evaluation(run)
+    live.on_epoch(run)  # its last step is noted already
+    spans = [event for event in live.events() if event["ph"] == "X"]
+    assert [event["name"] for event in spans] == ["step 1", "step 2", "evaluation"]
+    assert [event["args"].get("loss") for event in spans] == [2.0, 1.0, None]
+    training.Live(None, make).on_step(run)
+
+
+def test_training_writes_a_trace_of_its_steps_and_of_one_by_operator(
+    cli: Cli, saved: Save, tmp_path: Path
+) -> None:
+    weight = ",".join(map(str, range(12)))
+    text = (
+        f"g (float[N,4] x) => (float[N,3] y) <float[4,3] w = {{{weight}}}> {{ y = MatMul(x, w) }}"
+    )
+    labels, data = np.zeros(8, np.int64), tmp_path / "d.npz"
+    np.savez(data, x=np.ones((8, 4), np.float32), labels=labels)
+    files = {name: tmp_path / name for name in ("t.json", "p.html", "o.onnx")}
+    line = ["train", saved(text), "--data", data, "--loss", "cross_entropy", "--batch-size", 4]
+    line += ["--trace", files["t.json"], "--html", files["p.html"], "-o", files["o.onnx"]]
+    result = cli(*line, "--val", data)
+    assert (result.code, result.err) == (0, "")
+    events = json.loads(files["t.json"].read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    host = [event["name"] for event in spans if event["pid"] == trace.HOST]
+    assert host == ["step 1", "step 2", "evaluation"]
+    assert any("MatMul" in event["name"] for event in spans if event["pid"] == trace.STEP)
+    html = files["p.html"].read_text()
+    assert "Time of a step" in html
+    assert 'data-refresh="0"' in html
 
 
 def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnx_fuse import progress
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.validation.reference import reference_evaluator
 from onnx_fuse.validation.slopes import Slopes
 
 RNG = np.random.default_rng(0)
@@ -65,3 +68,24 @@ def test_no_tensor_and_an_empty_one() -> None:
     found = Slopes(lambda changed: 0.0, empty, empty, 1e-5, 0.0, RNG)
     assert found.sampled([]) == {}
     assert found.sampled(["e"])["e"].ok
+
+
+@pytest.mark.parametrize("method", ["each", "sampled"])
+def test_each_run_of_the_model_is_a_step_of_the_progress(method: str) -> None:
+    told: list[tuple[str, int, int]] = []
+    found, calls = slopes({"w3": 2.0})
+    with progress.watched(lambda *step: told.append(step)):
+        getattr(found, method)(list(SCALES))
+    assert len(told) == calls[0]
+    assert all(0 <= done < total for _, done, total in told)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert {what for what, *_ in told} == {f"comparing the gradients of {len(SCALES)} tensors"}
+
+
+def test_every_node_of_the_slow_evaluator_is_a_step() -> None:
+    model = text_model("agraph (double[N] x) => (double[N] y) { a = Abs (x) y = Neg (a) }")
+    told: list[tuple[str, int, int]] = []
+    with progress.watched(lambda *step: told.append(step)):
+        [y] = reference_evaluator(model).run(None, {"x": np.array([-1.5])})
+    assert y.tolist() == [-1.5]
+    assert [step[1:] for step in told] == [(0, 2), (1, 2)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import ENCODER, Cli
+from test_help import COMMANDS
 
 from onnx_fuse import layout, progress, report
 from onnx_fuse.cli import progress as bars
@@ -106,7 +107,7 @@ def test_without_a_terminal_there_are_no_colours_and_lines_stay_whole(
     assert re.search(r"^note: .{100,}$", result.out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["optimize", "train", "validate", "compile"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_80_columns(command: str, cli: Cli) -> None:
     result = cli(command, "--help")
     assert result.code == 0

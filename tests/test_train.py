@@ -25,6 +25,7 @@ from onnx_fuse.onnx.save import save, to_proto
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.training import fit, optim
 from onnx_fuse.training.backends import Cuda, Portable
+from onnx_fuse.training.callbacks import Watch
 from onnx_fuse.training.loss import Loss
 from onnx_fuse.training.step import Spec, training_model
 from onnx_fuse.training.trainer import Trainer
@@ -506,7 +507,7 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
 
 def test_a_step_that_onnxruntime_cannot_look_into_is_still_a_failed_check(monkeypatch) -> None:
     """A graph in bfloat16, of which it runs little: its error is told behind the step's."""
-    found = "onnx_fuse.training.trainer._first_not_finite"
+    found = "onnx_fuse.training.fault._first_not_finite"
     monkeypatch.setattr(found, lambda *_: ort.InferenceSession(b"no model"))
     trainer = Trainer(text_model(OVERFLOWS), loss="mse")
     feeds = {"x": np.full((2, 3), 100, np.float32), "labels": np.zeros((2, 3), np.float32)}
@@ -620,7 +621,7 @@ def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_p
                 batch_size=8,
                 folder=folder,
                 every=2,
-                watch=lambda h, seen=seen: seen.append(len(h.losses)),
+                callbacks=[Watch(lambda h, seen=seen: seen.append(len(h.losses)))],
             )
         )
         assert sorted(set(seen)) == list(range(1, 11))

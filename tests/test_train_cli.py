@@ -67,11 +67,12 @@ def test_digits_reach_97_percent(digits: Path) -> None:
         accuracy = float((logits.argmax(1) == test["labels"]).mean())
     assert accuracy >= 0.97
     history = json.loads((digits / "history.json").read_text())
-    assert len(history["losses"]) == len(history["rates"]) == 15 * 45
+    assert len(history["losses"]) == len(history["lr"]) == 15 * 45
     assert history["epochs"][-1]["accuracy"] == pytest.approx(accuracy)
     page = (digits / "curve.html").read_text()
-    assert page.count("<polyline") == 3
-    assert "http" not in page  # nothing is loaded
+    assert '"title":"loss"' in page
+    assert all(f'"name":"{name}"' in page for name in ("loss", "smoothed", "validation"))
+    assert "default-src 'none'" in page  # nothing is loaded
 
 
 def test_resume_after_more_epochs(small: Path) -> None:
@@ -97,6 +98,87 @@ def test_folder_of_npy(small: Path) -> None:
     assert (small / "a.onnx").read_bytes() == (small / "b.onnx").read_bytes()
 
 
+CONFIG = """
+data = "{folder}/data.npz"
+val = "{folder}/data.npz"
+loss = "cross_entropy"
+epochs = 30
+batch-size = 8
+evaluate_every = 2
+metric = ["accuracy", "top2", "f1"]
+group = ["w:scale=2,weight_decay=0"]
+ema = 0.9
+patience = 2
+keep-best = true
+csv = "{folder}/log.csv"
+"""
+
+
+def test_a_config_file_gives_options(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the command line count more; the table has every metric of each evaluation."""
+    (small / "run.toml").write_text(CONFIG.format(folder=small))
+    arguments = ["--config", "run.toml", "--epochs", "2", "--json", "history.json"]
+    assert command(small, "train", "model.onnx", *arguments, "-o", "a.onnx") == 0
+    out = capsys.readouterr().out
+    assert "validation loss" in out
+    history = json.loads((small / "history.json").read_text())
+    assert len(history["epochs"]) == 2
+    assert [r["step"] for r in history["metrics"]] == [2, 3, 4, 6]
+    assert {"validation_loss", "accuracy", "top2", "f1"} < set(history["metrics"][0])
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert len(rows) == 4
+    assert len((small / "log.csv").read_text().splitlines()) == 1 + 6 + 4
+    given = ["--data", "data.npz", "--val", "data.npz", "--loss", "cross_entropy", "--epochs", "2"]
+    given += ["--batch-size", "8", "--evaluate-every", "2", "--group", "w:scale=2,weight_decay=0"]
+    assert command(small, "train", "model.onnx", *given, "--ema", "0.9", "-o", "b.onnx") == 0
+    assert (small / "a.onnx").read_bytes() == (small / "b.onnx").read_bytes()
+
+
+def test_training_stops_early_and_keeps_the_best(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On labels that nothing predicts: the file has the loss of the best evaluation."""
+    with np.load(small / "data.npz") as arrays:
+        np.savez(small / "val.npz", x=arrays["x"], labels=(arrays["labels"] + 1) % 4)
+    train = ["train", "model.onnx", "--data", "data.npz", "--val", "val.npz", "--lr", "0.1"]
+    train += ["--loss", "cross_entropy", "--epochs", "50", "--json", "history.json"]
+    train += ["--patience", "2", "--keep-best", "--checkpoint", str(small / "run")]
+    assert command(small, *train, "-o", "tuned.onnx") == 0
+    assert "stopped: validation_loss has not improved in 2 evaluations" in capsys.readouterr().out
+    losses = [
+        r["validation_loss"] for r in json.loads((small / "history.json").read_text())["metrics"]
+    ]
+    assert len(losses) == int(np.argmin(losses)) + 3 < 50
+    run = ort.InferenceSession(small / "tuned.onnx", providers=["CPUExecutionProvider"])
+    with np.load(small / "val.npz") as arrays:
+        z = run.run(None, {"x": arrays["x"]})[0].astype(np.float64)
+        labels = arrays["labels"]
+    found = (np.log(np.exp(z).sum(1)) - z[np.arange(20), labels]).mean()
+    assert found == pytest.approx(min(losses), rel=1e-5)
+
+
+def test_a_cosine_schedule_is_extended_on_resume(small: Path) -> None:
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "cross_entropy"]
+    train += ["--schedule", "cosine", "--checkpoint", str(small / "run"), "--json", "history.json"]
+    assert command(small, *train, "--epochs", "2") == 0
+    assert command(small, *train, "--epochs", "4", "--resume") == 0
+    rates = json.loads((small / "history.json").read_text())["lr"]
+    assert len(rates) == 4
+    assert rates[2] == pytest.approx(1e-3 / 2)  # half way through the longer schedule
+
+
+def test_adapters_and_several_losses(small: Path) -> None:
+    """A loss in a file, one more by name, adapters beside the weight and in a file."""
+    text = """loss (float[n, 4] y, float[n, 4] t) => (float z) {
+        d = Sub (y, t) s = Abs (d) z = ReduceMean <keepdims = 0> (s) }"""
+    save(text_model(text), small / "own.onnx")
+    replaced(small, t=np.zeros((20, 4), np.float32))
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "own.onnx"]
+    train += ["--add-loss", "cross_entropy,weight=2", "--lora-rank", "2", "--lora", "w"]
+    assert command(small, *train, "--adapters", "a.safetensors", "-o", "tuned.onnx") == 0
+    assert (small / "a.safetensors").exists()
+
+
 def replaced(folder: Path, **arrays: Array) -> None:
     with np.load(folder / "data.npz") as stored:
         found = {**stored, **arrays}
@@ -119,6 +201,14 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "glob": ({}, ["--trainable", "head"], 2, "'head' matches no weight of the model: it has w"),
     "precision": ({}, ["--precision", "bf16"], 2, "precision 'bf16' needs a GPU"),
     "resume": ({}, ["--resume"], 2, "--resume needs the folder"),
+    "config": ({}, ["--config", "none.toml"], 2, "none.toml: No such file"),
+    "group": ({}, ["--group", "w"], 2, "--group w: write it as GLOB:lr=1e-4"),
+    "group's rate": ({}, ["--group", "w:lr=high"], 2, "--group w:lr=high: 'high' is no number"),
+    "group's field": ({}, ["--group", "w:speed=1"], 2, "'speed' is none of lr, scale,"),
+    "metric": ({}, ["--metric", "auc", "--val", "data.npz"], 2, "unknown metric 'auc'"),
+    "patience": ({}, ["--patience", "2"], 2, "'validation_loss' is monitored: give validation"),
+    "adapters": ({}, ["--adapters", "a.safetensors"], 2, "adapters need a rank: add --lora-rank"),
+    "term": ({}, ["--add-loss", "mse,size=3"], 2, "'size' is none of output, weight, labels"),
     "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
     "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),
     "overflow": ({"x": X * 1e38}, [], 3, "'y', which the MatMul node"),
@@ -137,6 +227,24 @@ def test_refuses_in_one_line(case: str, small: Path, capsys: pytest.CaptureFixtu
     assert words in error
     assert error.count("\n") == 1
     assert sorted(p.name for p in small.iterdir()) == before
+
+
+CONFIGS = {
+    "syntax": ("epochs =", "run.toml: Invalid value"),
+    "name": ("epoch = 3", "'epoch' is no option"),
+    "list": ("epochs = [3]", "'epochs' is a list of values, but the option takes one value"),
+    "table": ("[group]\nlr = 3", "'group' is a table"),
+    "type": ('epochs = "three"', "Invalid value for '--epochs'"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_refuses_a_config(case: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, words = CONFIGS[case]
+    (small / "run.toml").write_text(text)
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "cross_entropy"]
+    assert command(small, *train, "--config", "run.toml") == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import Cli
 
-from onnx_fuse import config, tune
+from onnx_fuse import config, progress, tune
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.kernels import candidates, select, tuning
 from onnx_fuse.lower.walk import lower
@@ -149,7 +149,8 @@ def test_shipped_records_are_of_the_sources_beside_them() -> None:
 def test_no_problem_is_begun_after_the_limit(played: Path) -> None:
     calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "fp16", H200))
     told: list[str] = []
-    assert list(tune.tune(calls, H200, seconds=-1, watch=told.append)) == []
+    with progress.watched(lambda what, done, total: told.append(what)):
+        assert list(tune.tune(calls, H200, seconds=-1)) == []
     assert told == []
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +26,61 @@ OPTIONAL = {
 
 
 def public_modules() -> list[str]:
-    """The modules that the test of the public interface lists."""
+    """The modules that the test of the public interface lists, those for PyTorch included."""
     tree = ast.parse((ROOT / "tests" / "test_public_api.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PUBLIC":
             code = compile(ast.Expression(node.value), "PUBLIC", "eval")
-            return list(eval(code, {}))
+            return list(eval(code, {"find_spec": bool}))
     raise ValueError("tests/test_public_api.py has no PUBLIC")
+
+
+def _public(module: str) -> tuple[str, list[str]]:
+    """The first paragraph of a module's docstring, and what its `__all__` lists.
+
+    The file is read where the list is written out in it: what it imports may not be installed.
+    """
+    path = ROOT / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            try:
+                names = ast.literal_eval(node.value)
+            except ValueError:  # made of tables
+                names = list(importlib.import_module(module).__all__)
+    about = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+    return about, [name for name in names if not name.startswith("__")]
 
 
 def api_page() -> str:
     """One section for each public module, with every name that its `__all__` lists."""
     text = ["# Python API", ""]
     text += ["Public is what a module below lists. All else belongs to the package.", ""]
-    for name in public_modules():
-        module = importlib.import_module(name)
-        own = [n for n in module.__all__ if not n.startswith("__")]
-        text += [f"## {name}", "", " ".join((module.__doc__ or "").split("\n\n")[0].split()), ""]
-        if name == "onnx_fuse":  # its names are those of other modules
+    found = {name: _public(name) for name in public_modules()}
+    for name, (about, own) in found.items():
+        text += [f"## {name}", "", about, ""]
+        if name == "onnx_fuse":  # most of its names are those of other modules
+            homes = {n: _home(n, found) for n in own}
             text += ["| name | described in |", "|---|---|"]
-            text += [f"| `{n}` | {_home(getattr(module, n))} |" for n in own]
-        else:
-            for n in own:
-                text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
-                text += ["      show_root_full_path: false", "      heading_level: 3", ""]
-        text.append("")
+            text += [f"| `{n}` | {home} |" for n, home in homes.items() if home]
+            text.append("")
+            own = [n for n, home in homes.items() if not home]
+        for n in own:
+            text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
+            text += ["      show_root_full_path: false", "      heading_level: 3", ""]
     return "\n".join(text)
 
 
-def _home(value: Any) -> str:
-    """The module that defines a public name, as text for a table."""
-    return f"`{getattr(value, '__module__', None) or value.__name__}`"
+def _home(name: str, found: Mapping[str, tuple[str, list[str]]]) -> str:
+    """A link to the module that lists a name of the package, or has this name; "" for none."""
+    for module, (_, names) in found.items():
+        if module != "onnx_fuse" and name in names:
+            return f"[{module}][{module}.{name}]"
+        if module.endswith(f".{name}"):
+            return f"[{module}](#{module.replace('.', '')})"
+    return ""
 
 
 def cli_page() -> str:
@@ -75,8 +101,8 @@ def cli_page() -> str:
             record = parameter.get_help_record(context)
             if record is None:  # an argument
                 record = (parameter.make_metavar(context), parameter.help or "")
-            option, help_text = (part.replace("|", "\\|") for part in record)
-            text.append(f"| `{option}` | {help_text} |")
+            option, help_text = record
+            text.append(f"| `{option}` | {help_text.replace('|', '&#124;')} |")
         examples = [e.removeprefix("\b\n") for e in (command.epilog or "").split("\n\n")[1:]]
         text += ["", "```text", *examples, "```", ""]
     return "\n".join(text)
@@ -125,9 +151,30 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return _WORKER.sub(f'src="{up}assets/iframe-worker/index.js"', output)
 
 
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of addresses that are not there, which knows no folder of its own."""
+    return _WORKER.sub('src="/assets/iframe-worker/index.js"', output_content)
+
+
 _NOT_RUN = re.compile(r"<!-- not run: .*? -->\n")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leave out the remarks for the test that runs the pages."""
-    return _NOT_RUN.sub("", markdown)
+_LINK = re.compile(r"\[([^\]\n]+)\]\((\.\./[^)\s]+)\)")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leave out the remarks for the test that runs the pages, and links out of docs/.
+
+    A link to a file of the checkout, such as an example, becomes its text and path.
+    """
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+
+    def inside(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        path = Path(os.path.normpath(folder / target.partition("#")[0]))
+        if path.is_relative_to(ROOT / "docs"):
+            return match[0]
+        name = path.relative_to(ROOT).as_posix()
+        return f"`{name}`" if text.strip("`") == name else f"{text} (`{name}`)"
+
+    return _LINK.sub(inside, _NOT_RUN.sub("", markdown))

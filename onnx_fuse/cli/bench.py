@@ -213,14 +213,12 @@ def _mkn(text: str) -> tuple[int, int, int]:
 def _tune(
     printer: report.Printer, calls: list[Any], hw: Any, limit: float, top: int, folder: Path | None
 ) -> list[dict[str, Any]]:
-    """Tune with a progress bar; show a table of the fastest kernels, and return it as JSON."""
+    """Tune, show a table of the fastest kernels, and return it as JSON values."""
     from dataclasses import asdict
 
-    from onnx_fuse import report, tune
+    from onnx_fuse import tune
 
-    with report.bar(printer, len(calls)) as watch:
-        work = tune.tune(calls, hw, top=top, seconds=limit, folder=folder, watch=watch)
-        found = list(work)
+    found = list(tune.tune(calls, hw, top=top, seconds=limit, folder=folder))
     rows = [
         [
             str(t.problem),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,9 @@ from onnx_fuse.cli.options import (
     split_names,
 )
 from onnx_fuse.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
 
 EXAMPLES = (
     "onnx-fuse compile model.onnx --target h200 --dim batch=1,8 sequence=128 -o model.fused",
@@ -134,4 +137,22 @@ def compile(
         "file_bytes": found.file_bytes,
         "seconds": seconds,
     }
-    show.write_reports(printer, data, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import timing
+
+        return [
+            section
+            for name, programs in found.programs.items()
+            for section in timing.predicted(programs[0], targets[name], name)  # others are alike
+        ]
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{output.name}: {found.file_bytes / 1e6:,.1f} MB",
+        device=", ".join(hw.name for hw in targets.values()),
+        sections=sections,
+    )

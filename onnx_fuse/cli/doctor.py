@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnx_fuse import __version__
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
-from onnx_fuse.errors import INSTALL_CUBLASLT, INSTALL_CUDA
+from onnx_fuse.errors import INSTALL_CUBLASLT, INSTALL_CUDA, INSTALL_TORCH
 
 _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors")
 _CUDA = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
@@ -17,6 +17,14 @@ _OPTIONAL = {
     ("nvmath-python", "nvidia-cublas"): (
         "cuBLASLt is no candidate for matrix products on a GPU; this package's kernels serve all",
         INSTALL_CUBLASLT,
+    ),
+    ("torch",): (
+        "onnx_fuse.torch cannot be imported; all else needs no PyTorch",
+        INSTALL_TORCH,
+    ),
+    ("tensorboardx",): (
+        "onnx-fuse train --tensorboard writes no logs; --csv and --html need nothing",
+        'pip install ".[tensorboard]"',
     ),
 }
 """What does not work without some packages, and the command that installs them."""

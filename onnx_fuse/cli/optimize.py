@@ -208,7 +208,7 @@ def optimize(
     def sections() -> list[Section]:
         from onnx_fuse.report import pages, timing
 
-        facts = pages.call_facts(kernels)
+        facts = timing.call_facts(kernels)
         made = pages.optimized(loaded, graph, [before, after], found, checked, facts)
         if lowered is None or hardware is None:
             return made

@@ -22,10 +22,13 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
+from onnx_fuse.cli.train_options import Config, parse_groups, parse_terms
 from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from onnx_fuse.report.page import Page
+    from onnx_fuse.report import Printer
+    from onnx_fuse.report.page import Page, Section
+    from onnx_fuse.training.history import History
     from onnx_fuse.training.trainer import Trainer
 
 
@@ -53,8 +56,8 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            help="Minimize this loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, or a "
-            "scalar output.",
+            help="Minimize this loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, a "
+            "scalar output, or an .onnx file that computes it.",
         ),
     ],
     output: Annotated[
@@ -66,10 +69,35 @@ def train(
             help="Write to this file. The default is MODEL with the ending .tuned.onnx.",
         ),
     ] = None,
+    config: Config = None,
     val: Annotated[
         Path | None,
         typer.Option(metavar="FILE.npz", help="Evaluate on these arrays after each epoch."),
     ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate after this many steps, too.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Report this metric of --val: accuracy, top5 (or another number), perplexity or "
+            "f1. The default is accuracy for class labels.",
+        ),
+    ] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after this many evaluations that are no better."),
+    ] = None,
+    min_delta: Annotated[
+        float, typer.Option(help="Count an evaluation as better only by more than this.")
+    ] = 0.0,
+    monitor: Annotated[
+        str, typer.Option(metavar="NAME", help="Compare evaluations by this metric.")
+    ] = "validation_loss",
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="Write the weights of the best evaluation.")
+    ] = False,
     epochs: Annotated[int, typer.Option(min=1, help="Go over the data this many times.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Take this many examples in a step.")] = 32,
     optimizer: Annotated[
@@ -107,6 +135,47 @@ def train(
     logits: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Compute the loss from this output, not from the first."),
+    ] = None,
+    add_loss: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,output=Y,weight=1,labels=T",
+            help="Add this loss to the first one, by its weight, from another output or labels.",
+        ),
+    ] = None,
+    ema: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DECAY", help="Evaluate and write running averages of the weights (0.999)."
+        ),
+    ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB:lr=R,weight_decay=D",
+            help="Train these weights by settings of their own: lr or scale, weight_decay, start "
+            "(after so many updates), or frozen.",
+        ),
+    ] = None,
+    layer_decay: Annotated[
+        float | None,
+        typer.Option(help="Multiply the rate by this with each layer towards the input."),
+    ] = None,
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="Train low-rank adapters of this rank, and freeze the weights."),
+    ] = None,
+    lora_alpha: Annotated[
+        float | None,
+        typer.Option(help="Scale the adapters by this over their rank. The default is 2 · rank."),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Adapt these weights. The default is all matrices."),
+    ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.safetensors", help="Write the adapters alone to this file."),
     ] = None,
     trainable: Annotated[
         list[str] | None,
@@ -172,8 +241,19 @@ def train(
             "--resume", help="Continue from the newest checkpoint in the folder, if there is one."
         ),
     ] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Write a row for each step and evaluation."),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write logs for TensorBoard; this needs tensorboardX."),
+    ] = None,
     curve: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve to this file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="Write the page of --html to this file, when the run is over."
+        ),
     ] = None,
     trace: Trace = None,
     json: Json = None,
@@ -183,38 +263,60 @@ def train(
     """Fine-tune MODEL, and write the same graph with its new weights."""
     output = output or files.default_output(model, ".tuned.onnx")
     files.check_paths(
-        {"MODEL": model, "--data": data, "--val": val},
+        {"MODEL": model, "--data": data, "--val": val, "--config": config},
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
+            "--adapters": adapters,
+            "--csv": csv,
+            "--tensorboard": tensorboard,
             "--curve": curve,
             "--trace": trace,
             "--json": json,
             "--html": html,
         },
     )
-    from onnx_fuse import report
+    from dataclasses import asdict
+
+    from onnx_fuse import profile
     from onnx_fuse.files import written
+    from onnx_fuse.report import timing, training
     from onnx_fuse.report import trace as traces
-    from onnx_fuse.report import training
+    from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
-    from onnx_fuse.training import fit, optim
+    from onnx_fuse.training.adapters import Lora
+    from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.data import load
+    from onnx_fuse.training.losses import Term
     from onnx_fuse.training.trainer import Trainer
 
     printer = show.printer()
+    if lora_rank is None and (lora or adapters or lora_alpha):
+        raise UsageError("adapters need a rank: add --lora-rank 8")
     if resume and checkpoint is None:
         raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
     if checkpoint is not None:
         context.with_resource(folders.locked(checkpoint))
+    check_device(precision, device)
     arrays, held_out = load(data), load(val) if val else None
-    loss_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    given = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss_options = {k: v for k, v in given.items() if v is not None}
+    more = parse_terms(add_loss)
+    groups = parse_groups(group)
+    if layer_decay is not None:
+        groups += optim.layer_decay(model, layer_decay)
     trainer = Trainer(
         model,
-        loss=loss,
-        loss_options={k: v for k, v in loss_options.items() if v is not None},
-        optimizer=optim.make(optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay),
-        output=logits,
+        loss=[Term(loss, logits, options=loss_options), *more] if more else loss,
+        loss_options=None if more else loss_options,
+        optimizer=optim.make(
+            optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay, groups=groups
+        ),
+        output=None if more else logits,
+        ema=ema,
+        lora=Lora(lora_rank, lora_alpha or 2.0 * lora_rank, tuple(split_names(lora)) or ("*",))
+        if lora_rank
+        else None,
         trainable=split_names(trainable) or None,
         frozen=split_names(freeze),
         clip_norm=clip_norm,
@@ -232,51 +334,61 @@ def train(
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")
-    examples = fit.check(trainer, arrays, batch_size)
-    steps = epochs * fit.steps_per_epoch(trainer, examples, batch_size)
-    span = steps // accumulate if schedule in ("linear", "cosine") else 0
+    source = sources.source(trainer, arrays, batch_size)
+    span = epochs * (source.steps or 0) // accumulate if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
         fit.start_or_resume(trainer, checkpoint, resume=resume)
-    weights = sum(a.size for a in trainer.weights().values())
-    printer.text(f"{model}: {weights:,} weights in {len(trainer.weights())} tensors train")
+    trained = [s.initial.size for s in trainer.spec().states if s.kind == "parameter"]
+    weights = sum(trained)
+    printer.text(f"{model}: {weights:,} weights in {len(trained)} tensors train")
 
     def page(history: Mapping[str, Any], refresh: float) -> Page:
         losses = history["losses"]
+        so_far = f"loss {losses[-1]:.4g} after {len(losses)} steps" if losses else "no steps"
         return show.page(
             printer,
             {"model": str(model)},
-            sections=training.sections({"": history}) if losses else [],
-            verdict=f"loss {losses[-1]:.4g} after {len(losses)} steps"
-            + (", still training" if refresh else ""),
+            sections=[*training.sections({"": history}), *extra],
+            verdict=f"{so_far}, still training" if refresh else so_far,
             device=f"{device}, {precision}",
             refresh=refresh,
         )
 
+    extra: list[Section] = []
     live = training.Live(html, page)
-    with report.progress(printer, steps, f"of {epochs}") as watch:
-
-        def step(h: fit.History) -> None:
-            watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs)
-            live(vars(h))
-
-        history = fit.fit(
-            trainer,
-            arrays,
-            epochs=epochs,
-            batch_size=batch_size,
-            validation=held_out,
-            folder=checkpoint,
-            every=every,
-            watch=step,
-        )
+    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
+    if patience:
+        watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
+    if keep_best:
+        best = checkpoint and checkpoint.with_name(f"{checkpoint.name}.best")
+        watching.append(callbacks.BestWeights(monitor, "auto", min_delta, best))
+    if csv:
+        watching.append(callbacks.CsvLog(csv))
+    if tensorboard:
+        watching.append(callbacks.TensorBoard(tensorboard))
+    history = fit.fit(
+        trainer,
+        source,
+        epochs=epochs,
+        batch_size=batch_size,
+        validation=held_out,
+        folder=checkpoint,
+        every=every,
+        metrics=split_names(metric) or None,
+        evaluate_every=evaluate_every,
+        ema=ema is not None,
+        callbacks=watching,
+    )
+    _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
     with written(output) as draft:
-        trainer.save(draft)
-        _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})
-    if curve is not None:
-        report.write_whole(curve, fit.curve(history, f"{model.name}: {loss}"))
+        trainer.save(draft, ema=ema is not None)
+        feeds = {k: a[:batch_size] for k, a in arrays.items()}
+        _check_saved(draft, trainer, feeds, ema=ema is not None)
+    if adapters is not None:
+        trainer.save_adapters(adapters)
     printer.text(f"wrote {output}")
     result = {
         "model": str(model),
@@ -284,16 +396,38 @@ def train(
         "weights": weights,
         "notes": trainer.notes,
     }
-    rates = [trainer.optimizer.rate(i // accumulate) for i in range(len(history.losses))]
-    found = {"losses": history.losses, "rates": rates, "epochs": history.epochs}
+    found = asdict(history)
     if trace is not None:
-        traces.write(trace, str(model), live.events())
+        events = live.events()
+        if device == "cpu":
+            feeds = {k: a[:batch_size] for k, a in arrays.items()}
+            step = profile.of_onnxruntime(*trainer.step_graph(feeds))
+            events += traces.of_profile(step, process=traces.STEP)
+            extra = timing.profile_sections(step, "of a step")
+        traces.write(trace, str(model), events)
     show.write_reports(printer, result | found, json, None)
-    if html is not None:
-        show.write_page(html, page(vars(history) | found, 0.0))
+    for path in (html, curve):
+        if path is not None:
+            show.write_page(path, page(found, 0.0))
 
 
-def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> None:
+_ROWS = 20  # evaluations that the table shows at most, the last ones
+
+
+def _show_metrics(printer: Printer, history: History) -> None:
+    records = history.metrics[-_ROWS:]
+    if not records:
+        return
+    names = [name for name in records[0] if name not in ("step", "epoch")]
+    rows = [
+        [f"{r['step']:.0f}", f"{r['epoch']:.0f}", *(f"{r[name]:.6g}" for name in names)]
+        for r in records
+    ]
+    heads = [name.replace("_", " ") for name in names]
+    printer.table("validation", ["step", "epoch", *heads], rows, left=0)
+
+
+def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any], *, ema: bool) -> None:
     """Compare the file on stock onnxruntime with the trainer, and delete a file that differs.
 
     Raises CheckFailed for one.
@@ -309,7 +443,7 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> Non
     session = ort.session(draft)
     if trainer.exported_batch:  # its batch is fixed still
         feeds = {name: array[: trainer.exported_batch] for name, array in feeds.items()}
-    expected = trainer.evaluate(feeds).outputs
+    expected = trainer.evaluate(feeds, ema=ema).outputs
     own = {v.name: feeds[v.name] for v in session.get_inputs()}
     tolerance = tolerance_of(saved)
     for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):

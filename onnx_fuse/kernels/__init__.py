@@ -301,7 +301,7 @@ def site(call: Call, hw: Hardware) -> Site:
         str(choice.config),
         choice.seconds,
         problem.floor(hw, call.bytes),
-        why if others else f"{why}; the only one that serves it",
+        why if others else f"{why}; no other kernel is possible",
         tuple(refused.items()),
     )
 

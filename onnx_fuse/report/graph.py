@@ -18,7 +18,7 @@ from onnx_fuse.ops.rewrite import label
 from onnx_fuse.report.layered import layered
 from onnx_fuse.report.page import View
 
-_LETTER = 7.3  # width of a letter of an operator's name
+_LETTER = 7.7  # width of a letter of an operator's name
 _MARGIN = 22
 _LONGEST = 160  # letters of an attribute's value
 _FEW = 6  # elements of a constant that are shown
@@ -103,10 +103,10 @@ class _Graph:
                 facts[str(i)] = self.drawn.facts[label(node)]
             for metric, numbers in self.drawn.metrics.items():
                 metrics[metric][i] = numbers.get(label(node))
-        names = [ops.names[node[0]] for node in nodes]
-        placed = layered([max(56, _LETTER * len(name) + _MARGIN) for name in names], self.edges)
+        wide = [max(56, round(_LETTER * len(name) + _MARGIN)) for name in ops.names]
+        placed = layered([wide[node[0]] for node in nodes], self.edges)
         return {
-            "title": self.drawn.title, "ops": ops.names, "types": types.names,
+            "title": self.drawn.title, "ops": ops.names, "wide": wide, "types": types.names,
             "values": values.names, "nodes": nodes, "attributes": attributes, "facts": facts,
             "metrics": metrics, "x": placed.x, "y": placed.y,
             "width": placed.width, "height": placed.height,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx_ir
 
@@ -217,6 +217,8 @@ def _checked_graph(
         for node, d in zip(checked.along.nodes, checked.along.values, strict=True):
             known.setdefault(node, {})["error"] = (
                 f"{d.max_abs:.3g}, {percent(d.max_abs, d.limit)} of the limit, at {d.where}"
+                if d.max_abs
+                else "none"
             )
             errors[node] = max(errors.get(node, 0.0), share(d.max_abs, d.limit))
     return graph.Drawn(title, model, known, {"error": errors} if errors else {})
@@ -244,23 +246,3 @@ def percent(error: float, limit: float) -> str:
 
 def _change(before: float, after: float) -> str:
     return f"{after / before - 1:+.1%}" if before else ""
-
-
-def call_facts(
-    kernels: Sequence[Mapping[str, Any]], measured: bool = False
-) -> dict[str, dict[str, str]]:
-    """By a node's label, the kernel that computes it; calls are those that `--json` lists."""
-    found: dict[str, dict[str, str]] = {}
-    for call in kernels:
-        time = f"{1e6 * call['seconds']:.1f} µs {'measured' if measured else 'predicted'}"
-        of_floor = call["floor"] / call["seconds"] if call["seconds"] else 0.0
-        for node in call["nodes"]:
-            shown = found.setdefault(node, {})
-            shown["kernel"] = f"{call['op']} {call['kernel']}"
-            shown["configuration"] = call["config"] or "the only one"
-            shown["time"] = time + (
-                f", with {len(call['nodes']) - 1} other nodes" if len(call["nodes"]) > 1 else ""
-            )
-            shown["share of the floor"] = f"{of_floor:.0%}"
-            shown["chosen by"] = call["why"]
-    return found

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse import layout
 from onnx_fuse.errors import printable
@@ -218,60 +216,6 @@ def check_lines(check: Check) -> list[str]:
         certainty = "confirmed" if culprit.confirmed else "not the only cause"
         lines.append(f"  culprit: {culprit} ({certainty})")
     return lines
-
-
-@contextlib.contextmanager
-def bar(printer: Printer, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar of `steps` steps, each begun by a call with its name."""
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("{task.completed}/{task.total}"),
-        bars.BarColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("{task.description}"),
-    )
-    with bars.Progress(*columns, console=printer.console, transient=True) as shown:
-        task = shown.add_task("", total=steps, completed=-1)
-        yield lambda name: shown.update(task, advance=1, description=name)
-
-
-Watch: TypeAlias = "Callable[[int, int, float, Sequence[Mapping[str, float]]], None]"
-
-
-@contextlib.contextmanager
-def progress(printer: Printer, steps: int, of: str) -> Iterator[Watch]:
-    """A bar of `steps` steps, and a line for each epoch, which `of` says the number of.
-
-    It moves by `watch(steps done, examples a step, loss, records of the epochs done)`.
-    """
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("step {task.completed}/{task.total}"),
-        bars.BarColumn(),
-        bars.TextColumn("loss {task.fields[loss]:.4g}  {task.fields[rate]:,.0f} examples/s  ETA"),
-        bars.TimeRemainingColumn(),
-    )
-    first: tuple[int, int, float] | None = None
-
-    with bars.Progress(*columns, console=printer.console, transient=True) as shown:
-        task = shown.add_task("", total=steps, loss=float("nan"), rate=0.0)
-
-        def watch(
-            done: int, examples: int, loss: float, epochs: Sequence[Mapping[str, float]]
-        ) -> None:
-            nonlocal first
-            now = time.perf_counter()
-            first = first or (done, len(epochs), now)
-            rate = (done - first[0]) * examples / max(now - first[2], 1e-9)
-            shown.update(task, completed=done, loss=loss, rate=rate)
-            if len(epochs) > first[1]:
-                first = (first[0], len(epochs), first[2])
-                values = (f"{k.replace('_', ' ')} {v:.6g}" for k, v in epochs[-1].items())
-                printer.text(f"{'  '.join(values).replace('  ', f' {of}  ', 1)}")
-
-        yield watch
 
 
 def gradient_lines(check: GradientCheck) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir
@@ -26,7 +27,10 @@ def ran(result: RunResult, model: onnx_ir.Model) -> list[Section]:
         sections += profile_sections(profile)
         if profile.calls and result.hardware is not None:
             sections += _against_hardware(profile.calls, result.hardware, measured=True)
-        sections.append(Section("Graph", [graph.view([_timed(model, profile)])]))
+    drawn = graph.Drawn("fused", model)
+    if profile is not None:
+        drawn = _timed(model, profile, result.hardware)
+    sections.append(Section("Graph", [graph.view([drawn])]))
     if result.program is not None:
         sections.append(memory.section(result.program))
     return sections
@@ -56,14 +60,20 @@ def compared(result: Comparison, run: RunResult | None, model: onnx_ir.Model) ->
     return [Section("Comparison", [Lines([text]), bars, chart]), *(ran(run, model) if run else [])]
 
 
-def predicted(program: Program, hw: Hardware) -> list[Section]:
-    """The calls of a program for a GPU that need not be there, and its memory."""
+def predicted(program: Program, hw: Hardware, name: str = "") -> list[Section]:
+    """The calls of a program for a GPU that need not be there, and its memory.
+
+    `name` tells the sections of several programs apart.
+    """
     calls = [(call, site(call, hw).seconds) for call in program.calls if call.launches]
-    return [*_against_hardware(calls, hw, measured=False), memory.section(program)]
+    sections = [*_against_hardware(calls, hw, measured=False), memory.section(program)]
+    if name:
+        sections = [replace(section, title=f"{name}: {section.title}") for section in sections]
+    return sections
 
 
-def profile_sections(profile: Profile) -> list[Section]:
-    """Bars by operator and by node, and a timeline."""
+def profile_sections(profile: Profile, of: str = "") -> list[Section]:
+    """Bars by operator and by node, and a timeline; `of` says of what, in their titles."""
     ops = [
         [f"{op} ({runs} {'run' if runs == 1 else 'runs'})", us * 1e-6]
         for op, (runs, us) in profile.operators.items()
@@ -92,11 +102,11 @@ def profile_sections(profile: Profile) -> list[Section]:
             ],
         },
     )  # fmt: skip
-    sections = [Section("Time", [bars, each])]
+    sections = [Section(f"Time {of}".strip(), [bars, each])]
     if end > 0:
-        sections.append(Section("Timeline", [line]))
+        sections.append(Section(f"Timeline {of}".strip(), [line]))
     if profile.memory:
-        sections.append(Section("Memory in use", [_in_use(profile)]))
+        sections.append(Section(f"Memory in use {of}".strip(), [_in_use(profile)]))
     return sections
 
 
@@ -120,19 +130,40 @@ def _in_use(profile: Profile) -> View:
     )  # fmt: skip
 
 
-def _timed(model: onnx_ir.Model, profile: Profile) -> graph.Drawn:
-    """The graph with the time of each node."""
+def _timed(model: onnx_ir.Model, profile: Profile, hw: Hardware | None) -> graph.Drawn:
+    """The graph with the time of each node, and its kernel."""
     times: dict[str, float] = {}
     facts: dict[str, dict[str, str]] = {}
+    if profile.calls and hw is not None:
+        calls = [asdict(site(call, hw)) | {"seconds": t} for call, t in profile.calls]
+        facts = call_facts(calls, measured=True)
     total = sum(s.seconds for s in profile.spans) or 1.0
     for s in profile.spans:
         for node in s.nodes:
             times[node] = times.get(node, 0.0) + s.seconds
-            facts[node] = {
-                "time": f"{times[node] * 1e6:.1f} µs, {times[node] / total:.1%}",
-                "ran as": s.op,
-            }
+            shown = facts.setdefault(node, {"ran as": s.op})
+            shown["time"] = f"{times[node] * 1e6:.1f} µs, {times[node] / total:.1%} of the run"
     return graph.Drawn("fused", model, facts, {"time": times})
+
+
+def call_facts(
+    kernels: Sequence[Mapping[str, Any]], measured: bool = False
+) -> dict[str, dict[str, str]]:
+    """By a node's label, the kernel that computes it; calls are those that `--json` lists."""
+    found: dict[str, dict[str, str]] = {}
+    for call in kernels:
+        time = f"{1e6 * call['seconds']:.1f} µs {'measured' if measured else 'predicted'}"
+        of_floor = call["floor"] / call["seconds"] if call["seconds"] else 0.0
+        for node in call["nodes"]:
+            shown = found.setdefault(node, {})
+            shown["kernel"] = f"{call['op']} {call['kernel']}"
+            shown["configuration"] = call["config"] or "the only one"
+            shown["time"] = time + (
+                f", with {len(call['nodes']) - 1} other nodes" if len(call["nodes"]) > 1 else ""
+            )
+            shown["share of the floor"] = f"{of_floor:.0%}"
+            shown["chosen by"] = call["why"]
+    return found
 
 
 # ---- against the hardware --------------------------------------------------------------------

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from onnx_fuse.profile import Profile
     from onnx_fuse.program.call import Program
 
-HOST, GPU = 1, 2
+HOST, GPU, STEP = 1, 2, 3
+"""Processes of a trace; STEP is a training step that was profiled by itself."""
 Event = dict[str, Any]
 
 
@@ -28,15 +29,20 @@ def write(path: Path, title: str, events: Sequence[Event]) -> None:
     write_json(path, {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": about})
 
 
-def of_profile(profile: Profile, program: Program | None = None) -> list[Event]:
-    """The events of a run: onnxruntime's own, or the kernel calls with the memory of their plan."""
+def of_profile(
+    profile: Profile, program: Program | None = None, *, process: int = HOST
+) -> list[Event]:
+    """The events of a run: onnxruntime's own, or the kernel calls with the memory of their plan.
+
+    Those of onnxruntime are the `process`'s.
+    """
     if profile.calls:
         return list(_of_calls(profile, program))
-    return list(_of_onnxruntime(profile))
+    return list(_of_onnxruntime(profile, process))
 
 
-def _of_onnxruntime(profile: Profile) -> Iterator[Event]:
-    yield from named(HOST, "CPU (onnxruntime)")
+def _of_onnxruntime(profile: Profile, process: int) -> Iterator[Event]:
+    yield from named(process, "onnxruntime" if process == HOST else "onnxruntime, a step by itself")
     threads: dict[int, int] = {}
     for event in profile.events:
         thread = threads.setdefault(event["tid"], len(threads) + 1)
@@ -44,12 +50,12 @@ def _of_onnxruntime(profile: Profile) -> Iterator[Event]:
         about = event.get("args", {})
         op = about.get("op_name")
         title = f"{op} {name}" if op else name
-        yield span(title, event["ts"], event["dur"], HOST, thread, event.get("cat", ""), about)
+        yield span(title, event["ts"], event["dur"], process, thread, event.get("cat", ""), about)
         if "mem_bytes_in_use" in about:
             at = event["ts"] + event["dur"]
-            yield counter("memory in use", at, {"bytes": int(about["mem_bytes_in_use"])}, HOST)
+            yield counter("memory in use", at, {"bytes": int(about["mem_bytes_in_use"])}, process)
     for number in threads.values():
-        yield thread_name(HOST, number, f"thread {number}")
+        yield thread_name(process, number, f"thread {number}")
 
 
 def _of_calls(profile: Profile, program: Program | None) -> Iterator[Event]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.files import is_stream
 from onnx_fuse.report import page, trace
 from onnx_fuse.report.page import Page, Section, Table, View
+from onnx_fuse.training.callbacks import Callback, Fit
 
 Run = Mapping[str, Any]
 """The fields of a `training.history.History`, or those of what `train --json` wrote. All but
@@ -139,41 +141,50 @@ def _smooth(values: Sequence[float]) -> list[float]:
 # ---- while it runs ---------------------------------------------------------------------------
 
 
-class Live:
-    """Writes the page of a run while it trains, and notes when each step ended for its trace.
+class Live(Callback):
+    """Writes the page of a run while it trains, and notes what it did when for its trace.
 
     `make(run, refresh)` returns the page of the run so far, which loads itself again after so many
     seconds; without a `path` it is never asked.
     """
 
     def __init__(self, path: Path | None, make: Callable[[Run, float], Page]) -> None:
-        self._path, self._make = path, make
+        # a pipe or a device gets the last page alone
+        self._path = None if path is None or is_stream(path) else path
+        self._make = make
         self._next = 0.0
-        self._ends: list[tuple[float, float]] = []
+        self._steps = 0
         self._began = time.perf_counter()
+        self._last = 0.0
+        self._events = [*trace.named(trace.HOST, "host"), trace.thread_name(trace.HOST, 1, "steps")]
 
-    def __call__(self, run: Run) -> None:
+    def on_step(self, fit: Fit) -> None:
         """Note that the run's last step is over, and write the page if it is time."""
-        now, losses = time.perf_counter(), run["losses"]
-        if len(losses) != len(self._ends):
-            self._ends.append((now, losses[-1]))
+        losses = fit.history.losses
+        if len(losses) != self._steps:  # an epoch ends after its last step
+            self._steps = len(losses)
+            self._note(f"step {self._steps}", {"loss": losses[-1]})
+            self._events.append(trace.counter("loss", self._last, {"loss": losses[-1]}, trace.HOST))
+        now = time.perf_counter()
         if self._path is None or now < self._next:
             return
-        page.write(self._path, self._make(run, _REFRESH))
+        page.write(self._path, self._make(vars(fit.history), _REFRESH))
         spent = time.perf_counter() - now
         self._next = now + max(_REFRESH / 2, _SPARED * spent)
 
+    on_epoch = on_step
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Note that an evaluation is over."""
+        self._note("evaluation", fit.history.metrics[-1])
+
+    def _note(self, name: str, about: Mapping[str, Any]) -> None:
+        """`name` is over, which began when what was noted before it ended."""
+        start, self._last = self._last, 1e6 * (time.perf_counter() - self._began)
+        self._events.append(
+            trace.span(name, start, self._last - start, trace.HOST, 1, "step", dict(about))
+        )
+
     def events(self) -> list[trace.Event]:
-        """The steps as a trace, one after another, with the loss as a counter."""
-        found = [*trace.named(trace.HOST, "host"), trace.thread_name(trace.HOST, 1, "steps")]
-        start = 0.0
-        for i, (end, loss) in enumerate(self._ends):
-            at = 1e6 * (end - self._began)
-            found.append(
-                trace.span(
-                    f"step {i + 1}", start, at - start, trace.HOST, 1, "step", {"loss": loss}
-                )
-            )
-            found.append(trace.counter("loss", at, {"loss": loss}, trace.HOST))
-            start = at
-        return found
+        """The steps and evaluations as a trace, with the loss as a counter."""
+        return self._events

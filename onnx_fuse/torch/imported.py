@@ -24,7 +24,8 @@ from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.torch.graph import Graph, enter
 from onnx_fuse.torch.library import mask_of, run_graph
 from onnx_fuse.training import shared
-from onnx_fuse.training.weights import is_selected, model_names
+from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.weights import model_names
 
 
 class OnnxModule(nn.Module):
@@ -74,7 +75,7 @@ class OnnxModule(nn.Module):
         self._places: list[tuple[nn.Module, str]] = []
         globs = None if isinstance(trainable, bool) else trainable
         for name in self._names:
-            trains = trainable is not False and is_selected(name, globs, ())
+            trains = trainable is not False and Choice(globs, (), ())(name)
             holder, last = self._holder(name)
             tensor = torch.from_numpy(arrays[name])
             if name in statistics:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir
 
+from onnx_fuse.errors import UsageError
+from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.step import Spec, State
 
@@ -126,3 +128,16 @@ class Cuda:
 
     def commit(self, spec: Spec) -> None:
         """Nothing is left to do."""
+
+
+def check_device(precision: str, device: str) -> None:
+    """Raise UsageError where training has no such device, or it lacks the precision."""
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"training runs on device 'cpu' or 'cuda', not on '{device}'")
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    if device == "cpu" and precision not in ("fp32", "fp16"):
+        raise UsageError(
+            f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
+            "matrix product; use precision 'fp32'"
+        )

@@ -1,11 +1,11 @@
-"""Training data: named arrays whose first axis counts examples, cut into batches in an order."""
+"""Training data as named arrays whose first axis counts examples: files, checks, their order."""
 
 from __future__ import annotations
 
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import onnx_ir
 from onnx_fuse.errors import DataError
 from onnx_fuse.onnx.common import one_line
 
-__all__ = ["batches", "count", "fit", "load", "order"]
+__all__ = ["count", "fit", "load", "order"]
 
 Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -129,19 +129,6 @@ def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Arra
     if not shuffle:
         return np.arange(examples)
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(examples)
-
-
-def batches(
-    arrays: Mapping[str, Array], indices: Array, batch_size: int, start: int = 0
-) -> Iterator[dict[str, Array]]:
-    """Yield batches of `batch_size` rows of `arrays`, those of the examples `indices` in order.
-
-    Batch `start` comes first, and the last one may be smaller.
-    """
-    for i in range(start * batch_size, len(indices), batch_size):
-        # Ascending, so that a mapped file is read forwards.
-        rows = np.sort(indices[i : i + batch_size])
-        yield {name: array[rows] for name, array in arrays.items()}
 
 
 def __dir__() -> list[str]:

@@ -1,133 +1,261 @@
-"""Train over whole data sets: batches in order, evaluation, checkpoints, history, loss curve."""
+"""Train over whole data sets: epochs, evaluations, callbacks, checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from html import escape
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.training import checkpoint, data
-from onnx_fuse.training.loss import Loss
-from onnx_fuse.training.trainer import Trainer
+from onnx_fuse.training import checkpoint, sources
+from onnx_fuse.training import history as histories
+from onnx_fuse.training.callbacks import Callback, Fit
+from onnx_fuse.training.history import History
+from onnx_fuse.training.loss import Run
+from onnx_fuse.training.metrics import Selection, begin
 
-__all__ = ["History", "check", "curve", "evaluate", "fit", "start_or_resume", "steps_per_epoch"]
+if TYPE_CHECKING:
+    from onnx_fuse.training.trainer import Trainer
+
+__all__ = ["evaluate", "fit", "start_or_resume"]
 
 Array = np.ndarray[Any, Any]
-_CHUNK = 1 << 16  # labels checked at once, where the file is mapped
-
-
-@dataclass
-class History:
-    """The course of a training run, which a resumed run continues."""
-
-    examples: int
-    """The number of examples in the training data."""
-    batch_size: int
-    """The number of examples in a batch."""
-    losses: list[float] = field(default_factory=list)
-    """The loss of each step, in order."""
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    """"epoch" (from 1) and mean "loss" of each epoch, and what `evaluate` gave for it."""
 
 
 def fit(
     trainer: Trainer,
-    arrays: Mapping[str, Array],
+    data: sources.Data,
     *,
-    epochs: int,
-    batch_size: int,
-    validation: Mapping[str, Array] | None = None,
+    epochs: int = 1,
+    batch_size: int = 32,
+    validation: sources.Data | None = None,
+    evaluate_every: int | None = None,
+    metrics: Selection = None,
+    callbacks: Sequence[Callback] = (),
+    steps_per_epoch: int | None = None,
     shuffle: bool = True,
     folder: str | os.PathLike[str] | None = None,
     every: int | None = None,
-    watch: Callable[[History], None] = lambda history: None,
+    ema: bool = False,
 ) -> History:
     """Train until `epochs` epochs are done, counted from the beginning of the run.
 
     Args:
         trainer: The Trainer; one that was resumed continues in the middle of an epoch.
-        arrays: Training data by input name, and "labels"; the first axis counts examples.
+        data: Training data: arrays by input name, and "labels", whose first axis counts examples;
+            a data set with columns (Hugging Face's); or batches, from an iterable such as PyTorch's
+            DataLoader, from a generator, or from a function that makes one for an epoch's number.
+            A batch is a mapping, or a tuple in the order of the model's inputs and the labels.
         epochs: Number of passes over the data.
-        batch_size: Number of examples in a batch.
-        validation: Data to evaluate after each epoch, in the form of `arrays`.
+        batch_size: Number of examples in a batch, of data that has no batches of its own.
+        validation: Data to evaluate after each epoch, in any of the same forms.
+        evaluate_every: Number of steps after which it is evaluated, too.
+        metrics: Metrics of the validation: names ("accuracy", "top5", "perplexity", "f1"), objects
+            of `training.metrics`, or functions of the outputs and the batch. The default is
+            accuracy, where the labels are classes.
+        callbacks: Objects of `training.callbacks`, which are called in this order.
+        steps_per_epoch: Number of batches that make an epoch, of data without an end.
         shuffle: Draw a new order for each epoch, from the trainer's seed and the epoch's number.
-        folder: Folder that gets a checkpoint after each epoch.
+        folder: Folder that gets a checkpoint after each epoch, and when a callback ends the run.
         every: Number of steps after which `folder` gets a checkpoint, too.
-        watch: Called with the history after each step and each epoch.
+        ema: Evaluate the running averages of the weights, which the trainer keeps.
 
     Raises:
-        DataError: The data does not fit the model; this is found before the first step.
-        UsageError: The run to resume had other data or another batch size.
+        DataError: The data does not fit the model. For whole arrays this is found before the first
+            step.
+        UsageError: The run to resume had other data or another batch size, or the data can be read
+            only once and is needed more often.
         CheckFailed: A loss or gradient is not finite.
     """
-    examples = check(trainer, arrays, batch_size)
+    again = epochs > 1 and not steps_per_epoch
+    source = sources.source(trainer, data, batch_size, shuffle=shuffle, again=again)
+    held_out = None
     if validation is not None:
-        check(trainer, validation, batch_size)
-    steps = steps_per_epoch(trainer, examples, batch_size)
-    history = History(examples, batch_size)
-    if "fit" in trainer.extra:
-        history = _history(trainer.extra["fit"])
-        if (history.examples, history.batch_size) != (examples, batch_size):
-            raise UsageError(
-                f"the run to resume has {history.examples} examples in batches of "
-                f"{history.batch_size}, not {examples} in batches of {batch_size}"
+        held_out = sources.source(trainer, validation, batch_size, shuffle=False)
+    per_epoch = min((n for n in (source.steps, steps_per_epoch) if n), default=None)
+    run = Fit(
+        trainer, _history(trainer, source), epochs, per_epoch and per_epoch * epochs, metrics=[]
+    )
+    if held_out is not None:
+        run.metrics = [
+            "validation_loss",
+            *(m.name for m in begin(metrics, trainer.spec("evaluate"))),
+        ]
+    elif evaluate_every:
+        raise UsageError("evaluate_every needs data to evaluate: give validation")
+    with contextlib.ExitStack() as stack:
+        if folder:
+            stack.enter_context(checkpoint.locked(folder))
+        for callback in callbacks:
+            callback.on_start(run)
+            stack.callback(callback.on_end, run)
+        loop = _Loop(run, source, held_out, metrics, callbacks, folder, ema)
+        while len(run.history.epochs) < epochs and not run.stopped:
+            loop.epoch(steps_per_epoch, evaluate_every, every)
+        run.finished = True
+    return run.history
+
+
+def _history(trainer: Trainer, source: sources.Source) -> History:
+    """The History of a new run, or of the one that was resumed, if that had the same data."""
+    history = History(source.examples, source.batch_size)
+    if "fit" not in trainer.extra:
+        return history
+    stored = histories.read(trainer.extra["fit"])
+    if (stored.examples, stored.batch_size) != (source.examples, source.batch_size):
+        raise UsageError(
+            f"the run to resume has {stored.examples} examples in batches of {stored.batch_size}, "
+            f"not {source.examples} in batches of {source.batch_size}: give it the same data and "
+            "batch size, or begin another run in another folder"
+        )
+    return stored
+
+
+class _Loop:
+    """The epochs of a run: steps that are started, read, evaluated and kept."""
+
+    def __init__(
+        self,
+        run: Fit,
+        source: sources.Source,
+        validation: sources.Source | None,
+        metrics: Selection,
+        callbacks: Sequence[Callback],
+        folder: str | os.PathLike[str] | None,
+        ema: bool,
+    ) -> None:
+        self.run, self.trainer, self.history = run, run.trainer, run.history
+        self.source, self.validation, self.metrics = source, validation, metrics
+        self.callbacks, self.folder, self.ema = callbacks, folder, ema
+        self.started: deque[Run] = deque()
+        self.clock = time.perf_counter()
+
+    def tell(self, event: str) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.run)
+
+    def epoch(
+        self, steps_per_epoch: int | None, evaluate_every: int | None, every: int | None
+    ) -> None:
+        """The rest of the epoch that is not over."""
+        history = self.history
+        first = histories.steps_done(history)
+        for feeds in self.batches(first, steps_per_epoch):
+            self.started.append(self.trainer.start(feeds))
+            # on a GPU the loss before this one is read while this step runs
+            self.read(min(self.trainer.in_flight, 1))
+            step = len(history.losses) + len(self.started)
+            if evaluate_every and step % evaluate_every == 0:
+                self.read()
+                self.evaluate(len(history.epochs) + 1.0)
+                self.tell("on_evaluation")
+            if self.folder and every and step % every == 0:
+                self.read()
+                self.keep()
+            if self.run.stopped:
+                break
+        self.read()
+        if self.run.stopped:
+            self.keep()
+            return
+        record = self.mean(first)
+        known = bool(history.metrics) and history.metrics[-1]["step"] == record["step"]
+        if self.validation is not None:
+            if not known:
+                self.evaluate(record["epoch"])
+            record = {**history.metrics[-1], **record}
+        history.epochs.append(record)
+        if self.validation is not None and not known:
+            self.tell("on_evaluation")
+        self.tell("on_epoch")
+        self.keep()
+
+    def batches(self, first: int, steps_per_epoch: int | None) -> Iterator[dict[str, Array]]:
+        """The batches of this epoch that are not done, of which `first` came before it."""
+        done = len(self.history.losses)
+        start, number = done - first, len(self.history.epochs)
+        stop = None if steps_per_epoch is None else max(steps_per_epoch - start, 0)
+        return islice(self.source.batches(number, start, done), stop)
+
+    def read(self, under_way: int = 0) -> None:
+        """Wait for the steps that were started, but for `under_way`, and note what they gave."""
+        history = self.history
+        while len(self.started) > under_way:
+            step = self.started.popleft()
+            history.losses.append(self.trainer.finish(step))
+            now = time.perf_counter()
+            history.lr.append(step.lr)
+            history.gradient_norms.append(step.norm)
+            history.examples_per_second.append(step.rows / max(now - self.clock, 1e-9))
+            self.clock = now
+            self.tell("on_step")
+
+    def mean(self, first: int) -> dict[str, float]:
+        losses = self.history.losses[first:]
+        number = len(self.history.epochs) + 1.0
+        if not losses:
+            raise DataError(
+                f"the data gave no batch in epoch {number:.0f}: a generator gives its batches "
+                "once; give a function that makes it, or fewer epochs"
             )
-        if not 0 <= len(history.losses) - steps * len(history.epochs) <= steps:
-            raise DataError(f"{_DAMAGED} losses, or has more than its epochs have steps")
-    started: deque[float | Loss] = deque()
-    hold = checkpoint.locked(folder) if folder else contextlib.nullcontext()
+        done = float(len(self.history.losses))
+        return {"epoch": number, "step": done, "loss": float(np.mean(losses))}
 
-    def note(under_way: int = 0) -> None:
-        while len(started) > under_way:
-            history.losses.append(float(started.popleft()))
-            watch(history)
+    def evaluate(self, epoch: float) -> None:
+        assert self.validation is not None
+        found = evaluate(self.trainer, self.validation, 0, self.metrics, ema=self.ema)
+        step = float(len(self.history.losses))
+        self.history.metrics.append({"step": step, "epoch": epoch, **found})
+        self.clock = time.perf_counter()
 
-    with hold:
-        while (epoch := len(history.epochs)) < epochs:
-            start = len(history.losses) - epoch * steps
-            indices = data.order(examples, trainer.seed, epoch, shuffle=shuffle)
-            for feeds in data.batches(arrays, indices[: steps * batch_size], batch_size, start):
-                started.append(trainer.step(feeds))
-                # on a GPU the loss before this one is read while this step runs
-                note(0 if isinstance(started[-1], float) else 1)
-                if folder and every and (len(history.losses) + len(started)) % every == 0:
-                    note()
-                    trainer.checkpoint(folder, fit=asdict(history))
-            note()
-            record = {"epoch": epoch + 1.0, "loss": float(np.mean(history.losses[epoch * steps :]))}
-            if validation is not None:
-                record |= evaluate(trainer, validation, batch_size)
-            history.epochs.append(record)
-            watch(history)
-            if folder:
-                trainer.checkpoint(folder, fit=asdict(history))
-    return history
+    def keep(self) -> None:
+        if self.folder:
+            self.trainer.checkpoint(self.folder, fit=asdict(self.history))
 
 
-_DAMAGED = "the checkpoint is damaged: its history lacks"
+def evaluate(
+    trainer: Trainer,
+    data: sources.Data,
+    batch_size: int = 32,
+    metrics: Selection = None,
+    *,
+    ema: bool = False,
+) -> dict[str, float]:
+    """Evaluate a whole data set in inference mode.
 
+    Args:
+        trainer: The Trainer that evaluates the batches.
+        data: The data, in the forms that `fit` takes.
+        batch_size: Number of examples in a batch, of data that has no batches of its own.
+        metrics: The metrics, as `fit` takes them.
+        ema: Take the running averages of the weights.
 
-def _history(data: Any) -> History:
-    """The History that a checkpoint holds. Raises DataError for anything else."""
-    shapes = {"examples": int, "batch_size": int, "losses": list, "epochs": list}
-    if not isinstance(data, dict) or {k: type(v) for k, v in data.items()} != shapes:
-        raise DataError(f"{_DAMAGED} one of {', '.join(shapes)}")
-    numbers = [*data["losses"]]
-    for record in data["epochs"]:
-        if not isinstance(record, dict) or not {"epoch", "loss"} <= set(record):
-            raise DataError(f"{_DAMAGED} the epoch or the loss of a record")
-        numbers += record.values()
-    if any(type(x) is not float for x in numbers):
-        raise DataError(f"{_DAMAGED} a number where one should be")
-    return History(**data)
+    Returns:
+        "validation_loss", the mean over examples, and each metric by its name.
+
+    Raises:
+        DataError: The data does not fit the model, or holds no batch.
+        UsageError: A metric does not fit the model.
+    """
+    found = begin(metrics, trainer.spec("evaluate"))
+    total = rows = 0.0
+    source = sources.source(trainer, data, batch_size, shuffle=False, again=False)
+    for feeds in source.batches(0, 0, 0):
+        batch = trainer.evaluate(feeds, ema=ema)
+        size = len(next(iter(feeds.values())))
+        total, rows = total + batch.loss * size, rows + size
+        for metric in found:
+            metric.update(batch, feeds)
+    if not rows:
+        raise DataError("the data to evaluate gave no batch")
+    return {"validation_loss": total / rows, **{m.name: float(m.result()) for m in found}}
 
 
 def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
@@ -143,142 +271,6 @@ def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume:
             "folder"
         )
     trainer.restore(folder)
-
-
-def check(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> int:
-    """Check all arrays and labels against the model, and return the number of examples.
-
-    Raises DataError for data that does not fit, and UsageError where `batch_size` is not the size
-    that the model fixes.
-    """
-    spec = trainer.spec()
-    examples = data.count(arrays, spec.feeds)
-    fixed = _fixed_batch(trainer)
-    if fixed is not None and fixed != batch_size:
-        raise UsageError(
-            f"the model's batch is fixed at {fixed}: give --batch-size {fixed}, or --free-batch"
-        )
-    if fixed is not None and examples < fixed:
-        raise DataError(
-            f"the data has {examples} examples, which do not fill one batch: the model fixes it at "
-            f"{fixed}"
-        )
-    if spec.classes:
-        labels = arrays[spec.labels]
-        for i in range(0, len(labels), _CHUNK):
-            trainer.check_labels(labels[i : i + _CHUNK], i)
-    return examples
-
-
-def _fixed_batch(trainer: Trainer) -> int | None:
-    first = [v.shape[0] for v in trainer.spec().feeds if v.shape is not None and len(v.shape)]
-    return next((d for d in first if isinstance(d, int)), None)
-
-
-def steps_per_epoch(trainer: Trainer, examples: int, batch_size: int) -> int:
-    """The number of steps in which batches of `batch_size` go over all `examples`.
-
-    A smaller last batch counts, unless the model fixes the size of the batch.
-    """
-    whole = _fixed_batch(trainer) is not None
-    return examples // batch_size if whole else math.ceil(examples / batch_size)
-
-
-def evaluate(trainer: Trainer, arrays: Mapping[str, Array], batch_size: int) -> dict[str, float]:
-    """Evaluate the data set `arrays` in inference mode, in batches of `batch_size`.
-
-    The result has "validation_loss", the mean over examples, and where labels are classes
-    "accuracy", the share of labels that are predicted (0 to 1). Raises DataError.
-    """
-    examples = data.count(arrays, trainer.spec("evaluate").feeds)
-    rows = steps_per_epoch(trainer, examples, batch_size) * batch_size
-    total = counted = hits = seen = 0.0
-    for feeds in data.batches(arrays, np.arange(min(rows, examples)), batch_size):
-        found = trainer.evaluate(feeds)
-        size = len(next(iter(feeds.values())))
-        total, seen = total + found.loss * size, seen + size
-        counted, hits = counted + found.counted, hits + found.hits
-    return {"validation_loss": total / seen} | ({"accuracy": hits / counted} if counted else {})
-
-
-# ---- the loss curve ----------------------------------------------------------------------------
-
-_WIDTH, _HEIGHT, _MARGIN, _POINTS = 860, 420, 56, 600
-
-
-def curve(history: History, title: str) -> str:
-    """The loss curve of a run as one HTML page that loads nothing.
-
-    It shows the loss by step and the validation loss by epoch of `history`, below `title`.
-    """
-    losses = np.asarray(history.losses)
-    steps = -(-len(losses) // max(len(history.epochs), 1))
-    lines = [("loss", "#8ab4f8", _thinned(losses))]
-    if len(losses) > 20:
-        lines.append(("smoothed", "#1a56c4", _thinned(_smooth(losses))))
-    validation = [
-        (e["epoch"] * steps, e["validation_loss"]) for e in history.epochs if "validation_loss" in e
-    ]
-    if validation:
-        lines.append(("validation", "#c4451a", validation))
-    points = [p for _, _, line in lines for p in line]
-    right = max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    high = high if high > low else low + 1
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - 1) / max(right - 1, 1)
-        return (
-            _MARGIN + across * (_WIDTH - 2 * _MARGIN),
-            _HEIGHT - _MARGIN - (y - low) / (high - low) * (_HEIGHT - 2 * _MARGIN),
-        )
-
-    parts = []
-    for i in range(5):
-        x, y = 1 + (right - 1) * i / 4, low + (high - low) * i / 4
-        (px, _), (_, py) = place(x, low), place(1, y)
-        parts += [
-            f'<line x1="{_MARGIN}" x2="{_WIDTH - _MARGIN}" y1="{py:.1f}" y2="{py:.1f}"/>',
-            f'<text x="{_MARGIN - 8}" y="{py + 4:.1f}" text-anchor="end">{y:.4g}</text>',
-            f'<text x="{px:.1f}" y="{_HEIGHT - _MARGIN + 20}" text-anchor="middle">{x:.0f}</text>',
-        ]
-    for i, (name, colour, line) in enumerate(lines):
-        path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
-        parts += [
-            f'<polyline points="{path}" stroke="{colour}"/>',
-            f'<text x="{_WIDTH - _MARGIN}" y="{_MARGIN + 18 * i}" text-anchor="end" '
-            f'style="fill:{colour}">{name}</text>',
-        ]
-    return _PAGE.format(title=escape(title), width=_WIDTH, height=_HEIGHT, body="\n".join(parts))
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em; background: #fff; color: #222 }}
-svg text {{ font-size: 12px; fill: #555 }}
-svg line {{ stroke: #ddd }}
-svg polyline {{ fill: none; stroke-width: 1.5 }}
-</style></head><body><h1>{title}</h1>
-<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="loss by step">
-{body}
-</svg></body></html>
-"""
-
-
-def _thinned(values: Array) -> list[tuple[float, float]]:
-    """(step, value) points, the means of equal stretches where there are more than _POINTS."""
-    parts = np.array_split(np.arange(len(values)), min(len(values), _POINTS))
-    return [(float(p.mean()) + 1, float(values[p].mean())) for p in parts]
-
-
-def _smooth(values: Array) -> Array:
-    """A running mean of the last 5 % of the steps."""
-    width = max(len(values) // 20, 2)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(sums))
-    starts = np.maximum(ends - width, 0)
-    means: Array = (sums[ends] - sums[starts]) / (ends - starts)
-    return means
 
 
 def __dir__() -> list[str]:

@@ -22,8 +22,11 @@ class Run:
     mode: Mode
     spec: Spec
     feeds: dict[str, Array]
+    lr: float
+    rows: int
     result: Callable[[], dict[str, Array]]
     loss: float | None = None
+    norm: float | None = None
     fault: str = ""
 
 

@@ -14,18 +14,21 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.training.groups import Group, find, layer_decay
 
 __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Group",
     "Lion",
     "Optimizer",
     "Schedule",
     "constant",
     "cosine",
     "from_json",
+    "layer_decay",
     "linear",
     "make",
     "step",
@@ -126,6 +129,8 @@ class Optimizer:
     """The factor λ of the weight decay."""
     no_decay: tuple[str, ...] = ()
     """Globs over the names of parameters that have no weight decay."""
+    groups: tuple[Group, ...] = ()
+    """Groups of weights with settings of their own; the first one that matches a weight counts."""
 
     decoupled: ClassVar[bool] = False  # the op applies the decay; otherwise it goes into g
     counts: ClassVar[bool] = False  # the op reads the number of the update
@@ -134,6 +139,24 @@ class Optimizer:
         if not isinstance(self.lr, Schedule):
             object.__setattr__(self, "lr", Schedule(self.lr))
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
+        object.__setattr__(self, "groups", tuple(map(self._relative, self.groups)))
+
+    def _relative(self, group: Group) -> Group:
+        """The group with its rate as a factor, which stays when the schedule becomes another."""
+        assert isinstance(self.lr, Schedule)
+        if group.lr is None:
+            return group
+        if not self.lr.lr:
+            raise UsageError("a group has a learning rate, but the optimizer's is 0: give a scale")
+        return dataclasses.replace(group, lr=None, scale=group.scale * group.lr / self.lr.lr)
+
+    def setting(self, name: str) -> tuple[float, float, int]:
+        """(factor on the rate, weight decay, updates before the first) of the weight `name`."""
+        group = find(self.groups, name) or Group(())
+        decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+        if any(fnmatchcase(name, glob) for glob in self.no_decay):
+            decay = 0.0
+        return group.scale, decay, group.start
 
     def rate(self, step: int) -> float:
         """The learning rate of update `step`, where the first update is 0."""
@@ -162,11 +185,9 @@ class Optimizer:
         """Emit the nodes that update parameter `name`, and return its new value and its new slots.
 
         `op` builds the nodes, `w` is the parameter's value, `g` its gradient, `slots` are its state
-        tensors, `lr` is the rate (float32) and `step` the number of the update (int64, from 1).
+        tensors, `lr` is its rate (float32) and `step` the number of its update (int64, from 1).
         """
-        decay = self.weight_decay
-        if any(fnmatchcase(name, glob) for glob in self.no_decay):
-            decay = 0.0
+        _, decay, _ = self.setting(name)
         if decay and not self.decoupled:
             g = op.Add(g, op.Mul(w, decay))  # the gradient of λ/2 |w|² as well
         kind, attributes = self.rule(decay)
@@ -316,7 +337,8 @@ def to_json(optimizer: Optimizer) -> dict[str, Any]:
 
 def from_json(data: Mapping[str, Any]) -> Optimizer:
     """Make the optimizer that `to_json` described by `data`."""
-    return make(**{**data, "lr": Schedule(**data["lr"])})
+    groups = tuple(Group(**group) for group in data["groups"])
+    return make(**{**data, "lr": Schedule(**data["lr"]), "groups": groups})
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ model that was exported; neither can be told for certain from the file, so the u
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff import is_weight
+from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import Builder, const_array, unique_name
 from onnx_fuse.ops.rewrite import is_float
 
@@ -119,3 +120,32 @@ def untie(graph: ir.Graph) -> dict[str, list[str]]:
             node.replace_input_with(index, new)
             names[name].append(own)
     return names
+
+
+def resolve(
+    graph: ir.Graph, trains: Callable[[str], bool], *, tied: bool
+) -> tuple[list[Duplicate], list[str]]:
+    """Tie the weights that the file stores twice, in place, if they are to be `tied`.
+
+    Returns the weights that are tied, and sentences about all that are shared. `trains` says which
+    weights train; raises UsageError where only one of two that are tied does.
+    """
+    notes = [
+        f"'{name}' holds one number and is read in {places} places: it is one parameter "
+        "(untie gives each place its own)"
+        for name, places in shared_constants(graph).items()
+    ]
+    duplicates = find_duplicates(graph)
+    if not tied:
+        notes += [
+            f"'{t.copy}' holds {'the transpose of ' if t.transposed else ''}'{t.weight}': they "
+            "train apart (tie makes them one)"
+            for t in duplicates
+        ]
+        return [], notes
+    for t in duplicates:
+        if trains(t.weight) != trains(t.copy):
+            raise UsageError(f"'{t.weight}' and '{t.copy}' are tied: train both, or neither")
+        notes.append(f"'{t.copy}' is tied to '{t.weight}'")
+    tie(graph, duplicates)
+    return duplicates, notes

@@ -15,19 +15,20 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import bind_defaults, const_array
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
-from onnx_fuse.ops.loss import LOSSES, class_axis
 from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.problem import PRECISIONS
-from onnx_fuse.training import optim
-from onnx_fuse.training.weights import ancestors, is_selected, model_names
+from onnx_fuse.training import losses, optim
+from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.losses import Given, Target, Term
+from onnx_fuse.training.weights import ancestors, model_names
 
 __all__ = ["Mode", "Spec", "State", "training_model"]
 
 Array = np.ndarray[Any, Any]
-Mode = Literal["update", "accumulate", "evaluate"]
+Mode = Literal["update", "accumulate", "evaluate", "average"]
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
 
@@ -40,13 +41,15 @@ class State:
     """The graph's input that reads it."""
     kind: str
     """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients) or "scaler" (of the loss, in float16)."""
+    (of gradients), "average" (of a parameter) or "scaler" (of the loss, in float16)."""
     initial: Array
     """The value before the first step."""
     value: onnx_ir.Value
     """The graph's value, with dtype and shape, and the record of how a parameter is packed."""
     next: str = ""
     """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
+    average: str = ""
+    """The state that is a parameter's running average, or ""."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,8 @@ class Spec:
 
     feeds: tuple[onnx_ir.Value, ...]
     """The inputs that a caller feeds: the model's own, and the labels."""
-    labels: str
-    """The input of labels."""
-    classes: int
-    """The number of classes where labels are class numbers, otherwise 0."""
-    class_axis: int
-    """The axis of `logits` that counts classes."""
-    logits: str
-    """The output that the loss is computed from."""
+    targets: tuple[Target, ...]
+    """What the losses compare; none where the model computes its loss itself."""
     loss: str
     """The output of the loss, a scalar."""
     norm: str
@@ -87,7 +84,7 @@ class Spec:
 def training_model(
     model: Model,
     *,
-    loss: str,
+    loss: Given | Sequence[Term],
     optimizer: optim.Optimizer,
     mode: Mode = "update",
     loss_options: Mapping[str, Any] | None = None,
@@ -100,6 +97,7 @@ def training_model(
     level: int = 0,
     precision: str = "fp32",
     loss_scale: float = 65536.0,
+    ema: float | None = None,
     fused: bool = False,
     whole: autodiff.Whole | None = None,
 ) -> tuple[onnx_ir.Model, Spec]:
@@ -110,12 +108,13 @@ def training_model(
 
     Args:
         mode: "update" is a whole step. "accumulate" adds gradient / `accumulate` to accumulators
-            in place of the update. "evaluate" is the forward in inference mode, with the loss.
+            in place of the update. "evaluate" is the forward in inference mode, with the loss, and
+            "average" is that by the running averages of the weights.
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
-    accumulate, free_batch, level, precision, loss_scale) and the errors are those of
+    accumulate, free_batch, level, precision, loss_scale, ema) and the errors are those of
     `training.trainer.Trainer`.
     """
     original = read(model)
@@ -123,18 +122,21 @@ def training_model(
     bind_defaults(source)
     if free_batch:
         batch.free_batch(source)
-    prepared = _prepare(source, trainable, frozen, level)
+    choice = Choice(trainable, frozen, optimizer.groups)
+    prepared = _prepare(source, choice, optimizer, level)
     dtype, _ = PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    step = _Step(prepared, mode, named)
-    statistics = step.batch_norms(trainable, frozen)
+    step = _Step(prepared, mode, named, optimizer)
+    statistics = step.batch_norms(choice)
     step.dropouts()
-    step.attach_loss(loss, dict(loss_options or {}), output)
-    weights = step.weights(statistics, trainable, frozen)
-    if mode == "evaluate":
+    step.attach_loss(losses.terms(loss, loss_options, output))
+    weights = step.weights(statistics, choice)
+    if step.evaluates:
         for w in weights:
             step.state(w, "parameter")
+            if mode == "average":
+                w.name = _average(w)
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
@@ -145,22 +147,26 @@ def training_model(
         gradients = step.accumulate(gradients)
     if mode == "update":
         gradients = step.check(gradients)
-        step.update(step.clip(gradients, clip_norm), optimizer)
+        step.update(step.clip(gradients, clip_norm), ema)
     return step.finish()
 
 
+def _average(w: onnx_ir.Value) -> str:
+    return f"{w.name}.ema"
+
+
 def _prepare(
-    source: onnx_ir.Model, trainable: Sequence[str] | None, frozen: Sequence[str], level: int
+    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int
 ) -> onnx_ir.Model:
-    """The fused model; without merged products where one would mix trained and frozen weights."""
+    """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
         passes.optimize(graph, training=True, level=tried)
-        split = (
-            {is_selected(name, trainable, frozen) for name in model_names(value)}
+        kinds = (
+            {(choice(name), optimizer.setting(name)) for name in model_names(value)}
             for value in graph.graph.initializers.values()
         )
-        if all(len(choice) == 1 for choice in split):
+        if all(len(kind) == 1 for kind in kinds):
             break
     return graph
 
@@ -168,8 +174,11 @@ def _prepare(
 class _Step:
     """A training graph as it grows: its model, the states found so far, the ends of note."""
 
-    def __init__(self, model: onnx_ir.Model, mode: Mode, named: set[str]) -> None:
+    def __init__(
+        self, model: onnx_ir.Model, mode: Mode, named: set[str], optimizer: optim.Optimizer
+    ) -> None:
         self.model, self.graph, self.mode = model, model.graph, mode
+        self.optimizer, self.evaluates = optimizer, mode in ("evaluate", "average")
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
         self.feeds = list(self.graph.inputs)
@@ -180,6 +189,8 @@ class _Step:
         self.loss_scale: onnx_ir.Value | None = None
         self.total: onnx_ir.Value | None = None  # Σ g², and whether a scaled step counts
         self.finite: onnx_ir.Value | None = None
+        self.averages: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        self.shared: dict[tuple[str, float], onnx_ir.Value] = {}
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -223,9 +234,7 @@ class _Step:
         self.graph.extend(self.op.nodes)
         self.op.nodes = []
 
-    def batch_norms(
-        self, trainable: Sequence[str] | None, frozen: Sequence[str]
-    ) -> set[onnx_ir.Value]:
+    def batch_norms(self, choice: Choice) -> set[onnx_ir.Value]:
         """Set the mode of each BatchNormalization; returns the statistics of all of them.
 
         One whose running mean is selected trains by the statistics of the batch and updates its
@@ -237,13 +246,10 @@ class _Step:
                 continue
             running = [v for v in node.inputs[3:5] if v is not None]
             selected = all(
-                v.is_initializer()
-                and v not in found
-                and is_selected(str(v.name), trainable, frozen)
-                for v in running
+                v.is_initializer() and v not in found and choice(str(v.name)) for v in running
             )
             found.update(running)
-            learns = selected and self.mode != "evaluate"
+            learns = selected and not self.evaluates
             if selected:
                 for value in running:
                     self.state(value, "statistic")
@@ -272,7 +278,7 @@ class _Step:
                 continue
             assert x is not None
             (old, *_), y = node.outputs, x
-            if self.mode != "evaluate":
+            if not self.evaluates:
                 ratio = self.op.constant(0.5) if ratio is None else ratio
                 inputs = [self.op.Shape(x), ratio, self.scalar("rng", onnx_ir.DataType.INT64)]
                 scale = self.op.node("DropoutScale", inputs, domain=FUSE, stream=index)
@@ -285,43 +291,29 @@ class _Step:
             onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
             self.graph.remove(node, safe=True)
 
-    def attach_loss(self, loss: str, options: dict[str, Any], output: str | None) -> None:
+    def attach_loss(self, terms: Sequence[Term]) -> None:
         self.outputs = list(self.graph.outputs)
-        own = {v.name: v for v in self.outputs}
-        logits = own.get(output) or self.graph.outputs[0]
-        self.loss, self.labels = autodiff.attach_loss(self.model, loss, options, output=output)
-        self.classes, self.axis, self.logits = 0, 0, str(logits.name)
-        if loss in LOSSES and LOSSES[loss].classes and logits.shape is not None:
-            self.axis = class_axis(len(logits.shape), options)
-            count = logits.shape[self.axis]
-            self.classes = count if isinstance(count, int) else 0
+        self.loss, self.labels, self.targets = losses.attach(self.model, terms)
         self.op = autodiff.Emitter(self.model)
 
-    def weights(
-        self,
-        statistics: set[onnx_ir.Value],
-        trainable: Sequence[str] | None,
-        frozen: Sequence[str],
-    ) -> list[onnx_ir.Value]:
+    def weights(self, statistics: set[onnx_ir.Value], choice: Choice) -> list[onnx_ir.Value]:
         """The initializers of the model that train."""
         floats = [
             v for v in autodiff.trainable(self.model) if self.named.issuperset(model_names(v))
         ]
         floats = [v for v in floats if v not in statistics]
-        if trainable is None:
+        if choice.trainable is None:
             floats = [v for v in floats if autodiff.is_weight(v)]
         if not floats:
             raise ModelError("the model has no float weights to train")
         known = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
-        for pattern in (*(trainable or ()), *frozen):
+        for pattern in choice.globs:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise UsageError(
                     f"'{pattern}' matches no weight of the model: it has {', '.join(known[:8])}"
                     f"{', …' if len(known) > 8 else ''}"
                 )
-        chosen = [
-            v for v in floats if any(is_selected(n, trainable, frozen) for n in model_names(v))
-        ]
+        chosen = [v for v in floats if any(map(choice, model_names(v)))]
         if not chosen:
             raise UsageError("every weight of the model is frozen: there is nothing to train")
         reached = ancestors(self.loss)
@@ -400,9 +392,10 @@ class _Step:
         op, scale = self.op, self.loss_scale
         good = self.add_state("loss_scale.good_steps", "scaler", np.array(0))
         made = self.add_state("loss_scale.updates", "scaler", np.array(0))
+        one = op.constant(np.array(1))
+        self.scalars["step"] = typed(op.Add(made, one), made, onnx_ir.Shape([]))
         self.total = total = self.squares(gradients)
         self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
-        one = op.constant(np.array(1))
         count = op.Add(good, one)
         full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
         full = op.And(full, op.Less(scale, 2.0**127))  # infinity would halve to itself
@@ -410,14 +403,18 @@ class _Step:
         self.next[scale] = op.Where(self.finite, larger, op.Mul(scale, 0.5))
         zero = op.constant(np.array(0))
         self.next[good] = op.Where(self.finite, op.Where(full, zero, count), zero)
-        self.scalars["step"] = op.Add(made, one)
         self.next[made] = op.Where(self.finite, self.scalars["step"], made)
         none = op.constant(0.0, total.dtype)
         return {w: typed(op.Where(self.finite, g, none), w, w.shape) for w, g in gradients.items()}
 
     def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
-        """Σ g² over all gradients."""
-        squares = [self.op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
+        """Σ g² over the gradients of all weights that train already."""
+        squares = []
+        for w, g in gradients.items():
+            square = self.op.ReduceSumSquare(g, keepdims=0)
+            if (began := self.began(w)) is not None:
+                square = self.op.Where(began, square, self.op.constant(0.0, w.dtype))
+            squares.append(square)
         found: onnx_ir.Value = self.op.Sum(*squares)
         return typed(found, next(iter(gradients)), onnx_ir.Shape([]))
 
@@ -440,10 +437,16 @@ class _Step:
     def clip(
         self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], clip_norm: float | None
     ) -> Mapping[onnx_ir.Value, onnx_ir.Value]:
-        """Gradients scaled down so that the norm of all of them together is at most `clip_norm`."""
+        """Gradients scaled down so that the norm of all of them together is at most `clip_norm`.
+
+        An infinite bound leaves them as they are, and the norm is an output all the same.
+        """
         if clip_norm is None:
             return gradients
         total = self.squares(gradients) if self.total is None else self.total
+        if clip_norm == np.inf:
+            self.norm = typed(self.op.Sqrt(total), total, onnx_ir.Shape([]))
+            return gradients
         self.norm, factor = self.op.node(
             "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
         )
@@ -451,24 +454,68 @@ class _Step:
             value.dtype, value.shape = total.dtype, onnx_ir.Shape([])
         return {w: self.op.Mul(g, factor) for w, g in gradients.items()}
 
-    def update(
-        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], optimizer: optim.Optimizer
-    ) -> None:
-        lr = self.scalar("lr", onnx_ir.DataType.FLOAT)
-        step = self.scalar("step", onnx_ir.DataType.INT64) if optimizer.counts else lr
+    def setting(self, w: onnx_ir.Value) -> tuple[float, float, int]:
+        return self.optimizer.setting(model_names(w)[0])
+
+    def lr_of(self, w: onnx_ir.Value) -> onnx_ir.Value:
+        """The learning rate of a weight; weights of equal factors share it."""
+        rate, factor = self.scalar("lr", onnx_ir.DataType.FLOAT), self.setting(w)[0]
+        if factor == 1:
+            return rate
+        if ("lr", factor) not in self.shared:
+            made = typed(self.op.Mul(rate, factor), rate, onnx_ir.Shape([]))
+            self.shared["lr", factor] = made
+        return self.shared["lr", factor]
+
+    def began(self, w: onnx_ir.Value) -> onnx_ir.Value | None:
+        """Whether the weight trains already; None if it does from the first update on."""
+        start = self.setting(w)[2]
+        if not start:
+            return None
+        if ("began", start) not in self.shared:
+            step = self.scalar("step", onnx_ir.DataType.INT64)
+            self.shared["began", start] = self.op.Greater(step, self.op.constant(np.array(start)))
+        return self.shared["began", start]
+
+    def step_of(self, w: onnx_ir.Value) -> onnx_ir.Value:
+        """The number of a weight's update, which is 1 at its first one."""
+        step, start = self.scalar("step", onnx_ir.DataType.INT64), self.setting(w)[2]
+        if not start:
+            return step
+        if ("step", start) not in self.shared:
+            own = self.op.Sub(step, self.op.constant(np.array(start)))
+            own = self.op.Where(self.began(w), own, self.op.constant(np.array(1)))
+            self.shared["step", start] = typed(own, step, onnx_ir.Shape([]))
+        return self.shared["step", start]
+
+    def update(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], ema: float | None) -> None:
         for w, g in gradients.items():
-            slots = [self.slot(w, k, "slot", initial) for k, initial in optimizer.slots.items()]
-            news = optimizer.update(self.op, model_names(w)[0], w, g, slots, lr, step)
-            if self.finite is not None:
-                olds = (w, *slots)
-                news = [self.op.Where(self.finite, *p) for p in zip(news, olds, strict=True)]
-            self.next.update(zip((w, *slots), news, strict=True))
+            lr = self.lr_of(w)
+            step = self.step_of(w) if self.optimizer.counts else lr
+            kinds = self.optimizer.slots.items()
+            slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
+            news = self.optimizer.update(self.op, model_names(w)[0], w, g, slots, lr, step)
+            olds = [w, *slots]
+            if ema is not None:
+                olds.append(self.average(w))
+                moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - ema)
+                news = [*news, self.op.Add(olds[-1], moved)]
+            for condition in (self.began(w), self.finite):
+                if condition is not None:
+                    pairs = zip(news, olds, strict=True)
+                    news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
+            self.next.update(zip(olds, news, strict=True))
+
+    def average(self, w: onnx_ir.Value) -> onnx_ir.Value:
+        """A new state that is the running average of a parameter, and begins as what it is."""
+        initial = next(array for value, _, array in self.states if value is w)
+        self.averages[w] = self.add_state(_average(w), "average", initial)
+        return self.averages[w]
 
     def finish(self) -> tuple[onnx_ir.Model, Spec]:
         """The graph with the loss, the norm and the successors of states for outputs."""
         self.place()
-        evaluates = self.mode == "evaluate"
-        outputs = [v for v in self.outputs if evaluates and v is not self.loss]
+        outputs = [v for v in self.outputs if self.evaluates and v is not self.loss]
         ends = [self.loss, *([self.norm] if self.norm is not None else []), *self.next.values()]
         for value, new in self.next.items():
             new.name, new.type, new.shape = (
@@ -479,14 +526,14 @@ class _Step:
         self.graph.outputs.clear()
         self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
         clean(self.model)
-        feeds = [*self.feeds, *([self.labels] if self.labels is not None else [])]
         names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
+
+        def name(found: Mapping[onnx_ir.Value, onnx_ir.Value], v: onnx_ir.Value) -> str:
+            return str(found[v].name) if v in found else ""
+
         spec = Spec(
-            feeds=tuple(feeds),
-            labels=str(self.labels.name) if self.labels is not None else "",
-            classes=self.classes,
-            class_axis=self.axis,
-            logits=self.logits,
+            feeds=(*self.feeds, *self.labels),
+            targets=tuple(self.targets),
             loss=str(self.loss.name),
             norm=str(self.norm.name) if self.norm is not None else "",
             lr=names.get("lr", ""),
@@ -494,9 +541,7 @@ class _Step:
             rng=names.get("rng", ""),
             outputs=tuple(str(v.name) for v in outputs),
             states=tuple(
-                State(
-                    str(v.name), kind, initial, v, str(self.next[v].name) if v in self.next else ""
-                )
+                State(str(v.name), kind, initial, v, name(self.next, v), name(self.averages, v))
                 for v, kind, initial in self.states
             ),
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir
@@ -20,35 +18,27 @@ from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import fix_shapes
-from onnx_fuse.ops.loss import ignored_label
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.budget import parse as parse_budget
-from onnx_fuse.training import checkpoint, data, optim, shared
-from onnx_fuse.training.backends import Cuda, Portable
+from onnx_fuse.training import adapters, checkpoint, data, fit, optim, settings, shared
+from onnx_fuse.training.adapters import Adapter, Lora
+from onnx_fuse.training.backends import Cuda, Portable, check_device
+from onnx_fuse.training.fault import fault_of
+from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
-from onnx_fuse.training.shared import Duplicate
+from onnx_fuse.training.losses import Given, Term
+from onnx_fuse.training.metrics import Evaluation
+from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, training_model
-from onnx_fuse.training.weights import is_selected, literal, model_names
+from onnx_fuse.training.weights import literal, model_names
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
 
 Array = np.ndarray[Any, Any]
-
-
-class Evaluation(NamedTuple):
-    """The result of `Trainer.evaluate` for one batch."""
-
-    loss: float
-    """The loss of the batch."""
-    outputs: dict[str, Array]
-    """The model's outputs by name."""
-    counted: int
-    """The number of labels other than ignore_index; 0 where labels are not classes."""
-    hits: int
-    """The number of those that the largest logit predicts."""
 
 
 class Trainer:
@@ -62,7 +52,8 @@ class Trainer:
             torch.nn.Module. It is not changed.
         args: The arguments of a module's forward, which it is exported with in inference mode.
         loss: cross_entropy, nll, mse, l1, huber or bce_with_logits, computed from an output and
-            the input "labels"; or the name of a scalar output that is the loss already.
+            the input "labels"; the name of a scalar output that is the loss already; an ONNX model
+            or function, as `training.losses.Term` says; or a list of Term for several losses.
         optimizer: An optimizer of `onnx_fuse.optim`; the default is AdamW().
         loss_options: ignore_index, label_smoothing, weight, pos_weight, delta, reduction or
             class_axis, with PyTorch's meanings.
@@ -77,6 +68,8 @@ class Trainer:
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
             skips updates whose gradients overflow.
         loss_scale: The first scale of the loss in "fp16".
+        ema: The factor by which a running average of each weight decays at an update, such as
+            0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
         device: "cpu" trains on onnxruntime, "cuda" on this package's kernels.
         free_batch: Free a batch size that was exported fixed. The first batch proves that the
             results stay those of the original, row by row.
@@ -84,6 +77,8 @@ class Trainer:
             and otherwise 0, which was measured to be 5 to 20 % faster.
         shapes, dims: Shapes by input and sizes by symbol, fixed in training but not in what
             `save` writes.
+        lora: Low-rank adapters, which train in place of the weights that they are beside, together
+            with what `trainable` matches. `save` writes the sum of both.
         tie: Train a weight that the file stores twice as one.
         untie: Give each place that reads a tensor of one repeated number a tensor of its own.
         memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
@@ -102,7 +97,7 @@ class Trainer:
         model: Any,
         args: Any = None,
         *,
-        loss: str,
+        loss: Given | Sequence[Term],
         optimizer: optim.Optimizer | None = None,
         loss_options: Mapping[str, Any] | None = None,
         output: str | None = None,
@@ -113,16 +108,18 @@ class Trainer:
         seed: int = 0,
         precision: str = "fp32",
         loss_scale: float = 65536.0,
+        ema: float | None = None,
         device: str = "cpu",
         free_batch: bool = False,
         level: int | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
         dims: Mapping[str, int] | None = None,
+        lora: Lora | None = None,
         tie: bool = False,
         untie: bool = False,
         memory: int | str | None = None,
     ) -> None:
-        _supported(precision, device)
+        check_device(precision, device)
         if memory is not None and device != "cuda":
             raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
         budget = None if memory is None else parse_budget(memory)
@@ -136,14 +133,26 @@ class Trainer:
             )
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
+        if ema is not None and not 0 <= ema < 1:
+            raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
         self._given = read(exported(model, args))
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
-        self._source, self._duplicates = self._resolve_sharing(
-            frozenset(trainable or ()), trainable, frozen
-        )
+        if untie:
+            shared.untie(self._given.graph)
+        self._source = self._given.clone()
+        lift_parameters(self._source, frozenset(trainable or ()))
+        choice = Choice(trainable, frozen, self.optimizer.groups)
+        self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
+        self.notes += notes
+        self._lora, self._adapters = lora, list[Adapter]()
+        self._trainable = None if trainable is None else list(trainable)
+        if lora is not None:
+            self._source, self._adapters = adapters.attach(self._source, lora, seed)
+            own = [literal(name) for each in self._adapters for name in (each.a, each.b)]
+            self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
         if shapes or dims:
             self._sized = self._source.clone()
@@ -160,11 +169,11 @@ class Trainer:
             "level": _level(precision, device) if level is None else level,
             "precision": precision,
             "loss_scale": loss_scale,
+            "ema": ema,
         }
         math = PRECISIONS[precision][1]
         self._whole = partial(_whole, math=math) if device == "cuda" else None
         self.seed, self.accumulate = seed, accumulate
-        self._ignored = ignored_label(loss_options or {})
         self._batch_unchecked: bool = free_batch
         self.calls = 0
         """The number of steps so far, each of one batch."""
@@ -180,36 +189,8 @@ class Trainer:
 
     # -- graphs --
 
-    def _resolve_sharing(
-        self, named: Collection[str], trainable: Sequence[str] | None, frozen: Sequence[str]
-    ) -> tuple[onnx_ir.Model, list[Duplicate]]:
-        """The model to train: Constant nodes that are weights lifted, copies tied or untied."""
-        if self._untie:
-            shared.untie(self._given.graph)
-        source = self._given.clone()
-        lift_parameters(source, named)
-        for name, places in shared.shared_constants(source.graph).items():
-            self.notes.append(
-                f"'{name}' holds one number and is read in {places} places: it is one parameter "
-                "(untie gives each place its own)"
-            )
-        duplicates = shared.find_duplicates(source.graph)
-        if not self._tie:
-            self.notes += [
-                f"'{t.copy}' holds {'the transpose of ' if t.transposed else ''}'{t.weight}': they "
-                "train apart (tie makes them one)"
-                for t in duplicates
-            ]
-            return source, []
-        for t in duplicates:
-            if is_selected(t.weight, trainable, frozen) != is_selected(t.copy, trainable, frozen):
-                raise UsageError(f"'{t.weight}' and '{t.copy}' are tied: train both, or neither")
-            self.notes.append(f"'{t.copy}' is tied to '{t.weight}'")
-        shared.tie(source.graph, duplicates)
-        return source, duplicates
-
     def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
-        options = dict(self._options)
+        options = self._options | {"trainable": self._trainable}
         if mode != "update":
             # The same states as in "update", whichever those came to be.
             names = _weight_names(self._specs["update"])
@@ -240,6 +221,15 @@ class Trainer:
         """Use other learning rates from now on; the graph stays, since they are no part of it."""
         self.optimizer = dataclasses.replace(self.optimizer, lr=rates)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update. One that is set stays until another is set."""
+        return self.optimizer.rate(self.updates)
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self.schedule(optim.Schedule(rate))
+
     # -- steps --
 
     @property
@@ -251,6 +241,11 @@ class Trainer:
         first = next(v for v in self._source.graph.inputs if v.name not in names and v.shape)
         assert first.shape is not None
         return int(first.shape[0])  # type: ignore[arg-type]
+
+    @property
+    def in_flight(self) -> int:
+        """The number of steps that may be under way when the next one is asked for."""
+        return self._device.in_flight
 
     @property
     def updates(self) -> int:
@@ -272,27 +267,48 @@ class Trainer:
             CheckFailed: The loss or a gradient is not finite. The states stay as they were, and
                 steps that were started since count as not made.
         """
+        run = self.start(feeds)
+        return Loss(run, self.finish) if self._device.in_flight else self.finish(run)
+
+    def start(self, feeds: Mapping[str, Any]) -> Run:
+        """Begin a step on the batch `feeds`, of which `finish` gives the loss; errors as `step`."""
         self._finish_steps(max(self._device.in_flight - 1, 0))
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self.evaluate(feeds)
-        arrays |= {
-            name: value
-            for name, value in (
-                (spec.lr, np.array(self.optimizer.rate(self.updates), np.float32)),
-                (spec.step, np.array(self.updates + 1)),
-                (spec.rng, np.array((self.seed << 32) % 2**62 + self.calls)),
-            )
-            if name
-        }
-        run = Run(self.calls, mode, spec, arrays, self._device.start(mode, spec, arrays))
+        rate = self.optimizer.rate(self.updates)
+        arrays |= self._scalars(spec, rate)
+        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
+        result = self._device.start(mode, spec, arrays)
+        run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
-        return Loss(run, self._loss) if self._device.in_flight else self._loss(run)
+        return run
 
-    def _loss(self, run: Run) -> float:
+    def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:
+        """What a step reads beside its batch and the states."""
+        given = (
+            (spec.lr, np.array(rate, np.float32)),
+            (spec.step, np.array(self.updates + 1)),
+            (spec.rng, np.array((self.seed << 32) % 2**62 + self.calls)),
+        )
+        return {name: value for name, value in given if name}
+
+    def step_graph(self, feeds: Mapping[str, Any]) -> tuple[onnx_ir.Model, dict[str, Array]]:
+        """The graph of a step with its update, and all that it reads for the batch `feeds`.
+
+        A profiler runs it; the states are copies, so that the run stays as it is. Raises DataError
+        where the arrays do not fit the model.
+        """
+        graph, spec = self._build("update")
+        states = {s.name: np.array(self._device.array(s.name)) for s in spec.states}
+        scalars = self._scalars(spec, self.optimizer.rate(self.updates))
+        return graph, {**self._fit(spec, feeds), **scalars, **states}
+
+    def finish(self, run: Run) -> float:
+        """Wait for the step `run` that `start` began, and return its loss. Raises CheckFailed."""
         if run.loss is None and not run.fault:
             self._finish_steps(len(self._runs) - 1 - self._runs.index(run))
         if run.loss is None:
@@ -312,34 +328,67 @@ class Trainer:
             if all(np.isfinite(found[name]) for name in ends if name):
                 self._device.commit(spec)
                 run.loss, run.feeds = float(found[spec.loss]), {}
+                run.norm = float(found[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
-            fault = self._blame(run.mode, spec, run.feeds, found)
+            arrays = {**run.feeds, **{x.name: self._device.array(x.name) for x in spec.states}}
+            fault = fault_of(spec, run.feeds, arrays, found, partial(self._build, run.mode))
+            fault = f"step {run.index + 1}: {fault}"
             for other in (run, *after):
                 other.fault, other.feeds = fault, {}
             self._device.resume_updates()
             raise CheckFailed(fault)
 
-    def evaluate(self, feeds: Mapping[str, Any]) -> Evaluation:
-        """Compute loss and outputs of a batch in inference mode; `feeds` are those of `step`."""
+    def fit(self, data: Data, **options: Any) -> History:
+        """Train over a data set: epochs, evaluations, callbacks and checkpoints.
+
+        Args:
+            data: Arrays by name, a data set with columns, or batches, as `training.fit.fit` says.
+            **options: epochs, batch_size, validation, evaluate_every, metrics, callbacks,
+                steps_per_epoch, shuffle, folder and every, of `training.fit.fit`.
+
+        Returns:
+            The losses, rates, gradient norms, speeds and evaluations of the run.
+        """
+        return fit.fit(self, data, **options)
+
+    def evaluate(self, feeds: Mapping[str, Any], *, ema: bool = False) -> Evaluation:
+        """Compute loss and outputs of a batch in inference mode.
+
+        Args:
+            feeds: The arrays that `step` takes.
+            ema: Take the running averages of the weights.
+
+        Raises:
+            DataError: The arrays do not fit the model.
+            UsageError: `ema` is True, but the Trainer keeps no averages.
+        """
         self._finish_steps()
-        spec = self.spec("evaluate")
+        mode: Mode = "average" if self._averages(ema) else "evaluate"
+        spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
         self._check_batch(spec, arrays)
-        found = self._device.start("evaluate", spec, arrays)()
+        found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
-        if spec.classes:
-            labels = arrays[spec.labels]
-            counts = labels != self._ignored
+        for target in [t for t in spec.targets if t.classes][:1]:
+            labels = arrays[target.labels]
+            counts = labels != target.ignored
             counted = int(counts.sum())
-            hits = int((counts & (found[spec.logits].argmax(spec.class_axis) == labels)).sum())
+            guesses = found[target.logits].argmax(target.class_axis)
+            hits = int((counts & (guesses == labels)).sum())
         outputs = {n: found[n] for n in spec.outputs}
         return Evaluation(float(found[spec.loss]), outputs, counted, hits)
 
+    def _averages(self, wanted: bool) -> bool:
+        if wanted and self._options["ema"] is None:
+            raise UsageError("the Trainer keeps no averages of the weights: give it ema=0.999")
+        return wanted
+
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
         arrays = data.fit(feeds, spec.feeds)
-        if spec.classes:
-            self.check_labels(arrays[spec.labels])
+        for target in spec.targets:
+            if target.classes:
+                target.check(arrays[target.labels])
         return arrays
 
     def _check_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
@@ -370,40 +419,6 @@ class Trainer:
                 if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
                     raise ModelError(f"{head}: its output '{name}' changes")
 
-    def check_labels(self, labels: Array, first: int = 0) -> None:
-        """Raise DataError for one of `labels` that is neither a class nor ignore_index.
-
-        `first` is the number of the first row, for the message.
-        """
-        spec = self._specs["update"]
-        wrong = ((labels < 0) | (labels >= spec.classes)) & (labels != self._ignored)
-        if wrong.any():
-            place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
-            found = labels[tuple(place)]
-            place[0] += first
-            raise DataError(
-                f"'{spec.labels}' holds {found} at {place}: the model has the classes 0 to "
-                f"{spec.classes - 1}"
-            )
-
-    def _blame(
-        self, mode: Mode, spec: Spec, feeds: Mapping[str, Array], found: Mapping[str, Array]
-    ) -> str:
-        """The first value of a failed step that is not finite although what it came from is."""
-        head = f"step {self.calls + 1}: the loss is {float(found[spec.loss])}"
-        if np.isfinite(found[spec.loss]):
-            head = f"step {self.calls + 1}: the norm of the gradients is {float(found[spec.norm])}"
-        arrays = {**feeds, **{s.name: self._device.array(s.name) for s in spec.states}}
-        bad = {k for k, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()}
-        for name in (*feeds, *arrays):
-            if name in bad:
-                return f"{head}; '{name}' holds a value that is not finite"
-        try:
-            with ort.faults("looking for the first value that is not finite"):
-                return f"{head}; {_first_not_finite(self._build(mode)[0], arrays)}"
-        except ModelError as error:  # it lacks many operators in 16 bits; the step's fault counts
-            return f"{head}; {error}"
-
     # -- results --
 
     def state(self) -> dict[str, Array]:
@@ -411,23 +426,76 @@ class Trainer:
         self._finish_steps()
         return {s.name: self._device.array(s.name).copy() for s in self._specs["update"].states}
 
-    def weights(self) -> dict[str, Array]:
-        """Trained weights and running statistics, under the model's own names and shapes."""
+    def set_weights(self, states: Mapping[str, Array]) -> None:
+        """Replace the weights and running statistics by those in `states`, which `state` gave."""
+        self._finish_steps()
+        for s in self._specs["update"].states:
+            if s.kind in ("parameter", "statistic", "average"):
+                self._device.write(s.name, states[s.name])
+
+    def weights(self, *, ema: bool = False) -> dict[str, Array]:
+        """Trained weights and running statistics, under the model's own names and shapes.
+
+        With `ema` the weights are their running averages. Raises UsageError where there are none.
+        """
+        self._finish_steps()
+        averages = self._averages(ema)
+        found: dict[str, Array] = {}
+        for s in self._specs["update"].states:
+            if s.kind in ("parameter", "statistic"):
+                name = s.average if averages and s.average else s.name
+                found |= params.unpack(s.value, self._device.array(name))
+        for adapter in self._adapters:
+            w = self._source.graph.initializers[adapter.weight].const_value
+            assert w is not None
+            a, b = found.pop(adapter.a), found.pop(adapter.b)
+            found[adapter.weight] = adapter.merged(w.numpy(), a, b)
+        found |= {t.copy: t.of(found[t.weight]) for t in self._duplicates if t.weight in found}
+        return {name: np.array(array, order="C") for name, array in found.items()}
+
+    def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
+        """Write the model as it was given, with the trained weights in place of its own.
+
+        With `ema` these are their running averages. Raises UsageError where there are none.
+        """
+        model = self._given.clone()
+        for name, array in self.weights(ema=ema).items():
+            set_parameter(model, name, array)
+        tensors = (v.const_value for v in self._given.graph.initializers.values())
+        save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
+
+    def save_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Write all that trains, unmerged, as a safetensors file: adapters and other weights.
+
+        `load_adapters` and `training.adapters.merge` read it. Raises UsageError without adapters.
+        """
+        adapters.write(path, self._unmerged(), self._adapters)
+
+    def load_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Continue from what `save_adapters` wrote to `path`, with a new optimizer.
+
+        Raises DataError for a file of another model or rank, and UsageError without adapters.
+        """
+        tensors, own = adapters.read_file(path)[0], self._unmerged()
+        if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in own.items()}:
+            raise DataError(
+                f"{os.fspath(path)}: its adapters have other names or shapes than those of the "
+                "Trainer: give the same model, rank, and globs"
+            )
+        for s in self._specs["update"].states:
+            if s.kind in ("parameter", "statistic"):
+                for name in filter(None, (s.name, s.average)):
+                    self._device.write(name, params.pack(s.value, tensors))
+
+    def _unmerged(self) -> dict[str, Array]:
+        if not self._adapters:
+            raise UsageError("the Trainer has no adapters: give it lora=Lora()")
         self._finish_steps()
         found: dict[str, Array] = {}
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
-                found |= params.unpack(s.value, self._device.array(s.name))
-        found |= {t.copy: t.of(found[t.weight]) for t in self._duplicates if t.weight in found}
-        return {name: np.array(array, order="C") for name, array in found.items()}
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as it was given, with the trained weights in place of its own."""
-        model = self._given.clone()
-        for name, array in self.weights().items():
-            set_parameter(model, name, array)
-        tensors = (v.const_value for v in self._given.graph.initializers.values())
-        save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
+                found |= params.unpack(s.value, self._device.array(s.name).copy())
+        return found
 
     # -- checkpoints --
 
@@ -470,6 +538,8 @@ class Trainer:
         model: Model,
         *,
         device: str = "cpu",
+        schedule: optim.Schedule | None = None,
+        loss: Given | Sequence[Term] | None = None,
         memory: int | str | None = None,
     ) -> Trainer:
         """Make a Trainer that continues a run from its newest whole checkpoint.
@@ -478,36 +548,40 @@ class Trainer:
             folder: The folder that `checkpoint` was given.
             model: The model that the run was started with.
             device: "cpu" or "cuda"; it may differ from that of the run.
+            schedule: Learning rates from now on; the default is those of the run.
+            loss: The loss of the run, where that is a model or a function.
             memory: The most GPU memory that a step may take; it may differ from that of the run.
 
         Raises:
             DataError: There is no whole checkpoint, or it is of another model.
+            UsageError: The loss is needed and not given, or another one.
         """
-        settings = dict(checkpoint.read(folder)[1]["settings"])
+        stored = dict(checkpoint.read(folder)[1]["settings"])
         try:
-            optimizer = optim.from_json(settings.pop("optimizer"))
-            trainer = cls(model, optimizer=optimizer, device=device, memory=memory, **settings)
+            optimizer = optim.from_json(stored.pop("optimizer"))
+            own = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
+            stored |= {"loss": own}
+            if stored["lora"] is not None:
+                stored["lora"] = Lora(**stored["lora"])
+            trainer = cls(model, optimizer=optimizer, device=device, memory=memory, **stored)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)
+        if schedule is not None:
+            trainer.schedule(schedule)
         return trainer
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Continue from the newest whole checkpoint in `folder`, of a trainer with equal settings.
 
-        Raises DataError where there is no such checkpoint, where it is of another model, and where
-        a tensor has another dtype or shape; UsageError where settings differ. In these cases
-        nothing is restored.
+        The number of steps of the learning rate's schedule may differ, so that a run can go on for
+        longer than it was meant to. Raises DataError where there is no such checkpoint, where it is
+        of another model, and where a tensor has another dtype or shape; UsageError where settings
+        differ. In these cases nothing is restored.
         """
         self._finish_steps()
         tensors, manifest = checkpoint.read(folder)
-        stored = manifest["settings"]
-        for key, value in self._settings().items():
-            if stored.get(key) != value:
-                raise UsageError(
-                    f"{folder}: the run was started with {key} {stored.get(key)}, not {value}: "
-                    "give the same, or another folder"
-                )
+        settings.check(folder, self._settings(), manifest["settings"])
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
             raise DataError(f"{folder}: the checkpoint is of another model")
@@ -524,26 +598,18 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """All arguments but the model, as JSON gives them back."""
-        settings = {
+        found = {
             **self._options,
             "seed": self.seed,
             "optimizer": optim.to_json(self.optimizer),
         }
-        settings |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
-        found: dict[str, Any] = json.loads(json.dumps(settings, default=np.ndarray.tolist))
-        return found
+        found |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
+        found["lora"] = dataclasses.asdict(self._lora) if self._lora else None
+        return settings.as_json(found)
 
     def _fingerprint(self) -> str:
         """Equal for models that differ at most in the content of the trained weights."""
-        graph, trained = self._source.graph, set(_weight_names(self._specs["update"]))
-        digest = hashlib.sha256(repr(sorted(graph.opset_imports.items())).encode())
-        for node in graph:
-            digest.update(onnx_ir.serde.serialize_node(node).SerializeToString(deterministic=True))
-        for name, value in sorted(graph.initializers.items()):
-            digest.update(f"{name} {value.dtype} {value.shape}".encode())
-            if name not in trained and value.const_value is not None:
-                digest.update(value.const_value.tobytes())
-        return digest.hexdigest()
+        return settings.fingerprint(self._source, set(_weight_names(self._specs["update"])))
 
 
 def _level(precision: str, device: str) -> int:
@@ -558,52 +624,9 @@ def _whole(node: onnx_ir.Node, math: str) -> bool:
     return gradient_pays(node, math, Hardware.detect(0))
 
 
-def _supported(precision: str, device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"training runs on device 'cpu' or 'cuda', not on '{device}'")
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
-    if device == "cpu" and precision not in ("fp32", "fp16"):
-        raise UsageError(
-            f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
-            "matrix product; use precision 'fp32'"
-        )
-
-
 def _weight_names(spec: Spec) -> list[str]:
     kinds = ("parameter", "statistic")
     return [name for s in spec.states if s.kind in kinds for name in model_names(s.value)]
-
-
-def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
-    """Names the node that first makes a value that is not finite out of finite ones.
-
-    Nodes that make NaN or +inf come before those that make -inf, which masks do on purpose.
-    """
-    graph = model.graph
-    made = {v.name: n for n in graph for v in n.outputs if v.name and n.op_type != "Constant"}
-    graph.outputs.clear()
-    graph.outputs.extend(v for n in made.values() for v in n.outputs if v.name in made)
-    names = [str(v.name) for v in graph.outputs]
-    reads = {v.name for v in graph.inputs}
-    run = ort.session(model, as_written=True)
-    values = dict(feeds) | dict(zip(names, ort.run(run, _only(feeds, reads), names), strict=True))
-    suspects: list[tuple[bool, bool, int, str]] = []
-    for name in names:
-        value, node = values[name], made[name]
-        if value.dtype.kind != "f" or np.isfinite(value).all():
-            continue
-        sources = [values.get(str(v.name)) for v in node.inputs if v is not None]
-        clean_in = all(a is None or a.dtype.kind != "f" or np.isfinite(a).all() for a in sources)
-        masks = not (np.isnan(value) | np.isposinf(value)).any()
-        kind = "nan" if np.isnan(value).any() else "-inf" if masks else "inf"
-        label = f"'{name}', which the {node.op_type} node '{node.name}' made, is the first to be"
-        suspects.append((not clean_in, masks, len(suspects), f"{label} {kind}"))
-    return min(suspects)[-1] if suspects else "every value of the graph is finite on its own"
-
-
-def _only(feeds: Mapping[str, Array], names: set[str | None]) -> dict[str, Array]:
-    return {k: v for k, v in feeds.items() if k in names}
 
 
 def __dir__() -> list[str]:

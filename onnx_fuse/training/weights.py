@@ -1,19 +1,11 @@
-"""Select the weights that train: by globs over their names, and by what they reach."""
+"""Names of weights, and what reaches a value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
-
 import onnx_ir
 
+from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.passes import params
-
-
-def is_selected(name: str, trainable: Sequence[str] | None, frozen: Sequence[str]) -> bool:
-    """Whether the globs `trainable` (None for all) and `frozen` let a weight train."""
-    wanted = trainable is None or any(fnmatchcase(name, pattern) for pattern in trainable)
-    return wanted and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
 def model_names(value: onnx_ir.Value) -> list[str]:
@@ -22,12 +14,20 @@ def model_names(value: onnx_ir.Value) -> list[str]:
 
 
 def ancestors(value: onnx_ir.Value) -> set[onnx_ir.Value]:
-    """All values that `value` is computed from."""
+    """All values that `value` is computed from, those that the bodies of an If or Loop read too."""
     seen, todo = {value}, [value]
     while todo:
         node = todo.pop().producer()
-        for v in node.inputs if node is not None else ():
-            if v is not None and v not in seen:
+        if node is None:
+            continue
+        bodies = [inner for a in node.attributes.values() for inner in subgraphs(a)]
+        for reader in (node, *(each for body in bodies for each in all_nodes(body))):
+            for v in reader.inputs:
+                if v is not None and v not in seen:
+                    seen.add(v)
+                    todo.append(v)
+        for v in (result for body in bodies for result in body.outputs):
+            if v not in seen:  # a body may return what is outside it
                 seen.add(v)
                 todo.append(v)
     return seen

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
 
 import numpy as np
 import onnx_ir
 
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.load import read
+from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ops.rewrite import label
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
@@ -19,7 +20,7 @@ from onnx_fuse.validation.compare import Difference, Tolerance, difference
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.values import by_name
 
-_TOGETHER = 32  # values that one run gives back: all at once would not fit into memory
+_TOGETHER = 1 << 30  # bytes of values that one session gives back
 _WORST = 10
 
 
@@ -84,18 +85,16 @@ def errors_along(
     outputs = {v.name for v in suspect.graph.outputs}
     found = Along()
     with ort.faults("the comparison by value"):
-        oracle = ort.session(_showing(reference, names), as_written=True)
-        session: Any
-        if device == "cpu":
-            session = ort.session(_showing(suspect, names), as_written=True)
-        else:
-            session = InferenceSession(
-                _showing(suspect, names), device=device, optimize=False, precision=precision
-            )
-        for start in range(0, len(names), _TOGETHER):
-            part = names[start : start + _TOGETHER]
-            expected = ort.run(oracle, feeds, part)
-            got = ort.run(session, feeds, part) if device == "cpu" else session.run(part, feeds)
+        for part in _parts(reference, names, feeds):
+            expected = ort.run(ort.session(_showing(reference, part), as_written=True), feeds)
+            shown = _showing(suspect, part)
+            if device == "cpu":
+                got = ort.run(ort.session(shown, as_written=True), feeds)
+            else:
+                session = InferenceSession(
+                    shown, device=device, optimize=False, precision=precision
+                )
+                got = session.run(None, feeds)
             for name, a, b in zip(part, expected, got, strict=True):
                 if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
                     continue
@@ -106,6 +105,26 @@ def errors_along(
                 if name in outputs and a.dtype.kind not in "OUSc" and a.size:
                     found.outputs.append(_spread(name, a, b))
     return found
+
+
+def _parts(model: onnx_ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator[Sequence[str]]:
+    """The names in parts whose values fit into memory together, as far as their sizes are known."""
+    model = model.clone()
+    shapes = {name: list(a.shape) for name, a in feeds.items() if isinstance(a, np.ndarray)}
+    fix_shapes(model, shapes)
+    infer_shapes(model)
+    part: list[str] = []
+    room = _TOGETHER
+    for name, value in by_name(model, names).items():
+        dims = value.shape.numpy() if value.shape is not None and value.shape.is_static() else (0,)
+        nbytes = prod(dims) * (value.dtype.itemsize if value.dtype is not None else 0)
+        if part and nbytes > room:
+            yield part
+            part, room = [], _TOGETHER
+        part.append(name)
+        room -= int(nbytes)
+    if part:
+        yield part
 
 
 def _showing(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:

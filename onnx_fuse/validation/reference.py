@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ import onnx_ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx import NodeProto
 
+from onnx_fuse import progress
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.validation.arrays import Array
 
@@ -104,7 +105,18 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             return [np.moveaxis(x, *end) for x, end in zip(found, ends, strict=True)]
 
     own: list[Any] = [Erf, Gelu, GatherElements, Pad, Conv, ConvTranspose, Scan]
-    return ReferenceEvaluator(to_proto(model), new_ops=own)
+    evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
+    evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
+    return evaluator
+
+
+class _Watched(list[Any]):
+    """The nodes of an evaluator, which is slow enough for each of them to be a step."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, node in enumerate(super().__iter__()):
+            progress.report("running ONNX's own evaluator in float64", i, len(self))
+            yield node
 
 
 def _conv(

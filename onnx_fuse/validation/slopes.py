@@ -15,6 +15,7 @@ from onnx_fuse.validation.arrays import Array
 # truncation 1e-14, rounding 1e-9.
 _STEPS = (1e-5, 1e-7)
 _DIRECTIONS = 2
+_RUNS = 2 * _DIRECTIONS
 _SMALLEST_SIZE = 1e-3
 _SPREAD = 1e3
 """The ratio of the strongest to the weakest signal among tensors that are compared together: with a
@@ -58,11 +59,8 @@ class Slopes:
 
     def each(self, names: Sequence[str]) -> dict[str, Slope]:
         """Compare every tensor along directions of its own."""
-        found = {}
-        for i, name in enumerate(names):
-            progress.report(f"comparing the gradients of {len(names)} tensors", i, len(names))
-            found[name] = self._alone(name)
-        return found
+        self._begin(names, len(names))
+        return {name: self._alone(name) for name in names}
 
     def sampled(self, names: Sequence[str]) -> dict[str, Slope]:
         """Compare tensors along directions that change many of them at once.
@@ -72,9 +70,8 @@ class Slopes:
         """
         found: dict[str, Slope] = {}
         waiting = list(self._groups(names))
+        self._begin(names, len(waiting))
         while waiting:
-            what = f"comparing the gradients of {len(names)} tensors"
-            progress.report(what, len(found), len(names))
             group = waiting.pop()
             together = self._together(group)
             if together.ok:
@@ -84,6 +81,19 @@ class Slopes:
             else:
                 half = len(group) // 2
                 waiting += [group[:half], group[half:]]
+                self._runs += 2 * _RUNS
+        return found
+
+    def _begin(self, names: Sequence[str], comparisons: int) -> None:
+        self._what = f"comparing the gradients of {len(names)} tensors"
+        self._done, self._runs = 0, _RUNS * comparisons
+
+    def _run(self, changed: Mapping[str, Array]) -> float:
+        """The loss, as one step of the work; its own steps are not shown."""
+        progress.report(self._what, self._done, self._runs)
+        with progress.watched(None):
+            found = self.loss(changed)
+        self._done = min(self._done + 1, self._runs - 1)  # a smaller step may come besides
         return found
 
     def _size(self, name: str) -> float:
@@ -113,7 +123,7 @@ class Slopes:
     def _along(self, directions: Mapping[str, Array], step: float) -> float:
         """The central difference of the loss along a direction of several tensors."""
         ahead, behind = (
-            self.loss({n: self.parameters[n] + sign * step * d for n, d in directions.items()})
+            self._run({n: self.parameters[n] + sign * step * d for n, d in directions.items()})
             for sign in (1, -1)
         )
         return (ahead - behind) / (2 * step)

@@ -87,7 +87,7 @@ VIEWS.chart = (figure, data) => {
     figure.append(make("ul", { class: "legend" }, ...series.map((s) =>
       make("li", {}, make("i", { style: `background:${s.colour}` }), s.name))));
   }
-  const tip = new Tip(figure);
+  const tip = new Tip(figure, svg);
   let place = null;
   let cursor = -1;
 
@@ -155,7 +155,7 @@ VIEWS.chart = (figure, data) => {
         lines.push(`${other.name ? `${other.name}: ` : ""}${withUnit(other.y[j], data.y.unit)}`);
       }
     }
-    tip.show(lines.join("\n"), px, svg.offsetTop + py, aloud);
+    tip.show(lines.join("\n"), px, py, aloud);
   }
 
   svg.addEventListener("pointermove", (event) => {

@@ -15,7 +15,7 @@ class Board {
         + "to neighbours, Enter shows the node, plus and minus zoom, 0 shows all.",
     });
     this.element = make("div", { class: "board" }, make("h3", {}, this.title()), this.canvas);
-    this.wide = data.nodes.map((node) => Math.max(56, data.ops[node[0]].length * 7.3 + 22));
+    this.wide = data.nodes.map((node) => data.wide[node[0]]);
     this.order = data.y.map((_, i) => i).sort((a, b) => data.y[a] - data.y[b] || data.x[a] - data.x[b]);
     this.into = data.nodes.map(() => []);
     this.outof = data.nodes.map(() => []);
@@ -143,7 +143,8 @@ class Board {
       pen.beginPath();
       const round = data.ops[data.nodes[i][0]] === "input" || data.ops[data.nodes[i][0]] === "output";
       pen.roundRect(x - wide / 2, y, wide, BOX, round ? BOX / 2 : 5);
-      pen.fillStyle = readable ? look.fill : look.line; // from afar only the colour counts
+      const afar = look.line === ink.line ? ink.edge : look.line; // there only the colour counts
+      pen.fillStyle = readable ? look.fill : afar;
       pen.fill();
       const marked = i === chosen || this.lit.has(i);
       pen.strokeStyle = marked ? ink.accent : look.line;

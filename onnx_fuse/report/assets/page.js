@@ -42,12 +42,16 @@ function short(value) {
   if (value === null || value === undefined) return "";
   if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) {
+    const [digits, power] = value.toExponential(2).split("e");
+    return `${Number(digits)}e${Number(power)}`;
+  }
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return value.toLocaleString("en", { maximumSignificantDigits: 4 });
 }
 
 function withUnit(value, unit) {
+  if (value === 0) return "0";
   const scale = SCALES[unit];
   if (!scale || !Number.isFinite(value)) return short(value) + (unit ? ` ${unit}` : "");
   const [size, name] = scale.find(([s]) => Math.abs(value) >= s) || scale[scale.length - 1];
@@ -70,19 +74,22 @@ function choice(label, options, chosen, act) {
   return make("span", { class: "pair", role: "group", "aria-label": label }, ...buttons);
 }
 
+// Words beside a point of a drawing, whose coordinates are those of `svg`.
 class Tip {
-  constructor(figure) {
+  constructor(figure, svg) {
     this.box = make("div", { class: "tip", hidden: true });
     this.said = make("p", { class: "unseen", "aria-live": "polite" });
     figure.append(this.box, this.said);
     this.figure = figure;
+    this.svg = svg;
   }
   show(text, x, y, aloud) {
     this.box.textContent = text;
     this.box.hidden = false;
     const width = this.figure.clientWidth;
     this.box.style.left = `${Math.max(0, Math.min(x + 14, width - this.box.offsetWidth))}px`;
-    this.box.style.top = `${y + 14}px`;
+    const above = this.svg.getBoundingClientRect().top - this.figure.getBoundingClientRect().top;
+    this.box.style.top = `${above + y + 14}px`;
     if (aloud) this.said.textContent = text.replaceAll("\n", ", ");
   }
   hide() {

@@ -20,7 +20,7 @@ VIEWS.plane = (figure, data) => {
     figure.append(make("ul", { class: "legend" }, ...data.kinds.map((name, i) =>
       make("li", {}, make("i", { style: `background:var(--s${(i % 5) + 1})` }), name))));
   }
-  const tip = new Tip(figure);
+  const tip = new Tip(figure, svg);
   const longest = lanes ? Math.max(...lanes.map((name) => name.length)) : 0;
   let width = 600;
   let cursor = -1;
@@ -90,7 +90,7 @@ VIEWS.plane = (figure, data) => {
   }
   function read(index, px, py, aloud) {
     cursor = index;
-    tip.show(data.rects[index][5], px, svg.offsetTop + py, aloud);
+    tip.show(data.rects[index][5], px, py, aloud);
   }
   const under = (event) => {
     const box = svg.getBoundingClientRect();

@@ -1,0 +1,122 @@
+"""Options of `train` that are more than a number: groups, losses, and the file of --config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_fuse.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse.training.groups import Group
+    from onnx_fuse.training.losses import Term
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Take the values of a TOML file for defaults of the command's options, by their names.
+
+    Raises UsageError for a file that is none, and for a name that is no option.
+    """
+    if path is None:
+        return None
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"--config {path}: {reason}") from error
+    options = {
+        flag.lstrip("-"): parameter
+        for parameter in context.command.params
+        for flag in parameter.opts
+        if flag.startswith("--") and parameter.name != "config"
+    }
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        parameter = options.get(key.replace("_", "-"))
+        if parameter is None:
+            raise UsageError(
+                f"--config {path}: '{key}' is no option: the names are those of the command's "
+                "options, such as batch-size"
+            )
+        several = isinstance(value, list)
+        if isinstance(value, Mapping) or several != parameter.multiple:
+            value = [value] if parameter.multiple and not isinstance(value, Mapping) else None
+        if value is None:
+            kind = "a list of values" if several else "a table"
+            raise UsageError(f"--config {path}: '{key}' is {kind}, but the option takes one value")
+        found[str(parameter.name)] = value
+    context.default_map = {**(context.default_map or {}), **found}
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE.toml",
+        is_eager=True,
+        callback=read_config,
+        help="Read options from this file, by their names without dashes; those of the command "
+        "line count more.",
+    ),
+]
+
+
+def parse_groups(given: list[str] | None) -> tuple[Group, ...]:
+    """The groups that `GLOB:lr=1e-4,weight_decay=0,start=100,frozen` describes.
+
+    Raises UsageError.
+    """
+    from onnx_fuse.training.groups import Group
+
+    found = []
+    for text in given or ():
+        glob, _, settings = text.rpartition(":")
+        kinds = {"lr": float, "scale": float, "weight_decay": float, "start": int}
+        if not glob or not settings:
+            example = "GLOB:lr=1e-4,weight_decay=0 or GLOB:frozen"
+            raise UsageError(f"--group {text}: write it as {example}")
+        values = _pairs(text, "--group", settings, kinds, flags=("frozen",))
+        found.append(Group((glob,), **values))
+    return tuple(found)
+
+
+def parse_terms(given: list[str] | None) -> list[Term]:
+    """The losses that `mse,output=z,weight=0.5,labels=t` describes. Raises UsageError."""
+    from onnx_fuse.training.losses import Term
+
+    found = []
+    for text in given or ():
+        loss, _, settings = text.partition(",")
+        values = _pairs(
+            text, "--add-loss", settings, {"output": str, "weight": float, "labels": str}
+        )
+        found.append(Term(loss, **values))
+    return found
+
+
+def _pairs(
+    text: str, option: str, settings: str, kinds: Mapping[str, type], flags: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in filter(None, settings.split(",")):
+        name, equals, value = pair.partition("=")
+        if not equals and name in flags:
+            found[name] = True
+            continue
+        if name not in kinds:
+            raise UsageError(f"{option} {text}: '{name}' is none of {', '.join((*kinds, *flags))}")
+        try:
+            found[name] = kinds[name](value)
+        except ValueError as error:
+            raise UsageError(f"{option} {text}: '{value}' is no number") from error
+    return found

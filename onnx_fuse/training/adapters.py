@@ -1,0 +1,276 @@
+"""Low-rank adapters: small products that train beside frozen weights.
+
+This is LoRA (Hu et al., 2021, arXiv:2106.09685). A product x·W becomes x·W + (x·A · alpha/rank)·B
+with A [K, rank] and B [rank, N]. B begins as zeros, so the model begins as it was. A and B are
+initializers of a graph that is still ONNX; W does not train, and has no gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse import autodiff, files
+from onnx_fuse.autodiff.emit import expand
+from onnx_fuse.errors import DataError, ModelError, UsageError
+from onnx_fuse.onnx.build import Builder, unique_name
+from onnx_fuse.onnx.common import FUSE, Model
+from onnx_fuse.onnx.load import load, read
+from onnx_fuse.onnx.save import save
+from onnx_fuse.ops.rewrite import is_float, typed
+from onnx_fuse.passes.constants import set_parameter
+
+__all__ = ["Adapter", "Lora", "merge"]
+
+Array = np.ndarray[Any, Any]
+_METADATA = "onnx_fuse.adapters"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters for the weights of products. Raises UsageError for impossible values."""
+
+    rank: int = 8
+    """The inner size of the low-rank product."""
+    alpha: float = 16.0
+    """The product is scaled by alpha / rank."""
+    weights: tuple[str, ...] = ("*",)
+    """Globs over the names of weights; of those only matrices that MatMul and Gemm read count."""
+
+    def __post_init__(self) -> None:
+        globs = (self.weights,) if isinstance(self.weights, str) else tuple(self.weights)
+        object.__setattr__(self, "weights", globs)
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise UsageError("the rank of LoRA must be at least 1, and its alpha above 0")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank product beside one weight."""
+
+    weight: str
+    """The name of the weight W in the model."""
+    a: str
+    """The name of A [K, rank]."""
+    b: str
+    """The name of B [rank, N]."""
+    scale: float
+    """alpha / rank."""
+    transposed: bool
+    """Whether W is stored as [N, K]."""
+
+    def merged(self, w: Array, a: Array, b: Array) -> Array:
+        """The sum of `w` and scale · `a`·`b` in the type of `w`, worked out in float64."""
+        change = self.scale * (a.astype(np.float64) @ b.astype(np.float64))
+        wide = w.astype(np.float64) + (change.T if self.transposed else change)
+        return np.ascontiguousarray(wide.astype(w.dtype))
+
+
+def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, list[Adapter]]:
+    """The model with adapters beside the weights that `lora` names.
+
+    Fused operators that read such a weight are written out; the passes fuse them again. A is drawn
+    from U(-1/√K, 1/√K) by `seed` and the weight's name. Raises UsageError where no weight can have
+    an adapter, with the first reason.
+    """
+    model = load(model)
+    graph = model.graph
+    named = [
+        v
+        for v in graph.initializers.values()
+        if any(fnmatchcase(str(v.name), glob) for glob in lora.weights)
+    ]
+    for glob in lora.weights:
+        if not any(fnmatchcase(str(v.name), glob) for v in named):
+            raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
+    op = autodiff.Emitter(model)
+    for node in {n for v in named for n, _ in v.uses() if n.domain == FUSE}:
+        expand(graph, op, node)
+    adapters, reasons = [], []
+    for value in named:
+        if not is_float(value) or value.shape is None or len(value.shape) != 2:
+            continue
+        try:
+            products = _products(value)
+        except ModelError as error:
+            reasons.append(str(error))
+            continue
+        adapters.append(_adapt(graph, value, products, lora, seed))
+    if not adapters:
+        reason = reasons[0] if reasons else f"{', '.join(lora.weights)} name no matrix"
+        raise UsageError(f"no weight can have an adapter: {reason}")
+    return model, adapters
+
+
+def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
+    """The products that read a weight, each with whether it reads the transpose.
+
+    Raises ModelError for another reader.
+    """
+    found: list[tuple[onnx_ir.Node, bool]] = []
+    todo = [(weight, False)]
+    while todo:
+        value, transposed = todo.pop()
+        for node, index in value.uses():
+            plain = not node.domain
+            turned = plain and node.op_type == "Gemm" and bool(_int(node, "transB"))
+            if plain and node.op_type in ("Identity", "Transpose"):
+                todo.append((node.outputs[0], transposed ^ (node.op_type == "Transpose")))
+            elif plain and index == 1 and node.op_type == "MatMul":
+                found.append((node, transposed))
+            elif plain and index == 1 and node.op_type == "Gemm" and not _int(node, "transA"):
+                found.append((node, transposed ^ turned))
+            else:
+                raise ModelError(
+                    f"'{weight.name}' is read by the {node.op_type} node '{node.name}', which is "
+                    "no product of rows and this weight"
+                )
+    if len({turned for _, turned in found}) != 1:
+        raise ModelError(f"'{weight.name}' is read in both directions, or by no node")
+    return found
+
+
+def _int(node: onnx_ir.Node, name: str) -> int:
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None else attribute.as_int()
+
+
+def _adapt(
+    graph: onnx_ir.Graph,
+    weight: onnx_ir.Value,
+    products: list[tuple[onnx_ir.Node, bool]],
+    lora: Lora,
+    seed: int,
+) -> Adapter:
+    transposed = products[0][1]
+    assert weight.shape is not None
+    assert weight.dtype is not None
+    k, n = weight.shape.numpy()[:: -1 if transposed else 1]
+    wide = weight.dtype.numpy() if weight.dtype == onnx_ir.DataType.DOUBLE else np.float32
+    rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(str(weight.name).encode())]))
+    bound = 1 / math.sqrt(max(k, 1))
+    a = _initializer(
+        graph, f"{weight.name}.lora_a", rng.uniform(-bound, bound, (k, lora.rank)), wide
+    )
+    b = _initializer(graph, f"{weight.name}.lora_b", np.zeros((lora.rank, n)), wide)
+    scale = lora.alpha / lora.rank
+    for number, (node, _) in enumerate(products):
+        op = Builder()
+        x, (y,) = node.inputs[0], node.outputs
+        alpha = node.attributes.get("alpha")
+        factor = scale if alpha is None else scale * alpha.as_float()
+        mine, other = (_in_type_of(op, weight, v) for v in (a, b))
+        low = typed(op.MatMul(x, mine), weight)
+        if factor != 1:
+            low = typed(op.Mul(low, factor), weight)
+        # the small product first, so that the large one can add it in its epilogue
+        low = typed(op.MatMul(low, other), weight, y.shape)
+        uses = list(y.uses())
+        total = typed(op.Add(y, low), weight, y.shape)
+        for user, index in uses:
+            user.replace_input_with(index, total)
+        for i, value in enumerate(graph.outputs):
+            if value is y:
+                graph.outputs[i] = total
+        total.name, y.name = y.name, unique_name(graph, f"{y.name}.frozen")
+        for i, made in enumerate(op.nodes):
+            made.name = f"{weight.name}.lora.{number}.{i}"
+        graph.insert_after(node, op.nodes)
+    return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed)
+
+
+def _in_type_of(op: Builder, weight: onnx_ir.Value, v: onnx_ir.Value) -> onnx_ir.Value:
+    if weight.dtype is None or v.dtype == weight.dtype:
+        return v
+    return typed(op.Cast(v, to=weight.dtype.value), weight, v.shape)
+
+
+def _initializer(graph: onnx_ir.Graph, name: str, content: Array, dtype: Any) -> onnx_ir.Value:
+    name = unique_name(graph, name)
+    tensor = onnx_ir.tensor(content.astype(dtype), name=name)
+    value = onnx_ir.Value(
+        name=name,
+        const_value=tensor,
+        type=onnx_ir.TensorType(tensor.dtype),
+        shape=onnx_ir.Shape(content.shape),
+    )
+    graph.register_initializer(value)
+    return value
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Array], adapters: list[Adapter]
+) -> None:
+    """Write trained tensors and what their adapters are as one safetensors file."""
+    from safetensors.numpy import save as pack
+
+    about = {_METADATA: json.dumps([asdict(adapter) for adapter in adapters])}
+    data = pack({k: np.ascontiguousarray(a) for k, a in tensors.items()}, about)
+    with files.written(Path(path)) as draft:
+        draft.write_bytes(data)
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Array], list[Adapter]]:
+    """The tensors and adapters of a file that `write` wrote. Raises DataError for another."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), "np") as file:
+            about = json.loads((file.metadata() or {})[_METADATA])
+            return {k: file.get_tensor(k) for k in file.keys()}, [Adapter(**a) for a in about]  # noqa: SIM118
+    except OSError as error:
+        raise DataError(f"{os.fspath(path)}: {error.strerror or error}") from error
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise DataError(f"{os.fspath(path)}: the file holds no adapters of this package") from error
+
+
+def merge(model: Model, adapters: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    """Write a model with adapters merged into its weights: the same graph, no slower than it was.
+
+    Args:
+        model: The model that the adapters were trained for, as `Trainer` takes it.
+        adapters: A file that `Trainer.save_adapters` wrote.
+        output: The path of the new file.
+
+    Raises:
+        DataError: The file holds no adapters, or those of another model.
+        ModelError: The model is malformed.
+    """
+    given = read(model)
+    tensors, found = read_file(adapters)
+    weights = {str(v.name): v.const_value for v in given.graph.initializers.values()}
+    weights |= {str(v.name): v.const_value for n in given.graph for v in n.outputs if v.const_value}
+    for adapter in found:
+        tensor = weights.get(adapter.weight)
+        if tensor is None:
+            raise DataError(f"{os.fspath(adapters)}: the model has no weight '{adapter.weight}'")
+        a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
+        shape = (a.shape[0], b.shape[1])[:: -1 if adapter.transposed else 1]
+        if tuple(tensor.shape.numpy()) != shape:
+            raise DataError(
+                f"{os.fspath(adapters)}: '{adapter.weight}' is {list(tensor.shape.numpy())} in the "
+                f"model, {list(shape)} in the adapters"
+            )
+        tensors[adapter.weight] = adapter.merged(tensor.numpy(), a, b)
+    for name, array in tensors.items():
+        if name not in weights:
+            raise DataError(f"{os.fspath(adapters)}: the model has no weight '{name}'")
+        set_parameter(given, name, array)
+    save(given, output)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,365 @@
+"""What `fit` does beside its steps: it stops early, keeps the best weights, and writes logs."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from onnx_fuse import progress
+from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.training import checkpoint
+from onnx_fuse.training.history import History
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onnx_fuse.training.trainer import Trainer
+
+__all__ = [
+    "BestWeights",
+    "Callback",
+    "CsvLog",
+    "EarlyStopping",
+    "Fit",
+    "Progress",
+    "TensorBoard",
+    "Watch",
+]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Fit:
+    """A call of `fit`, as its callbacks see it."""
+
+    trainer: Trainer
+    """The Trainer, whose `lr` may be set."""
+    history: History
+    """The course of the run so far. Callbacks read it and leave it as it is."""
+    epochs: int
+    """The number of epochs after which the run ends."""
+    steps: int | None
+    """The number of steps of the whole run, or None where it is not known."""
+    metrics: list[str] = field(default_factory=list)
+    """The names of what an evaluation gives, "validation_loss" first; none without validation."""
+    stopped: str = ""
+    """The reason for which the run ends before its last epoch, or ""."""
+    finished: bool = False
+    """Whether the run has ended without an exception."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, for `reason`."""
+        self.stopped = self.stopped or reason
+
+
+class Callback:
+    """The base of all callbacks. Each method gets the run and may be overridden; none must be."""
+
+    def on_start(self, fit: Fit) -> None:
+        """Called before the first step; `fit.history` holds the steps of a run that goes on."""
+
+    def on_step(self, fit: Fit) -> None:
+        """Called after each step, whose numbers are the last in the lists of `fit.history`."""
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Called after each evaluation, whose record is the last one in `fit.history.metrics`."""
+
+    def on_epoch(self, fit: Fit) -> None:
+        """Called after each epoch, whose record is the last one in `fit.history.epochs`."""
+
+    def on_end(self, fit: Fit) -> None:
+        """Called when `fit` ends, by an exception too; not where `on_start` has raised one."""
+
+
+class Watch(Callback):
+    """Calls `function` with the history after each step and each epoch."""
+
+    def __init__(self, function: Callable[[History], None]) -> None:
+        self.function = function
+
+    def on_step(self, fit: Fit) -> None:
+        """Call the function with the history of `fit`."""
+        self.function(fit.history)
+
+    on_epoch = on_step
+
+
+# ---- by what an evaluation gave ----------------------------------------------------------------
+
+
+@dataclass
+class _Monitor(Callback):
+    """The values of one metric, and the best of them."""
+
+    monitor: str = "validation_loss"
+    """The metric that is looked at: a name of `Fit.metrics`."""
+    mode: str = "auto"
+    """Whether the best is the smallest ("min") or the largest ("max"). "auto" takes the smallest of
+    a name with "loss", "error" or "perplexity" in it, and else the largest."""
+    min_delta: float = 0.0
+    """The least change that counts as better."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "min", "max"):
+            raise UsageError(f"a metric is best at its min or max, not at its '{self.mode}'")
+
+    def on_start(self, fit: Fit) -> None:
+        """Check that the evaluations of `fit` give the metric. Raises UsageError."""
+        if self.monitor not in fit.metrics:
+            known = ", ".join(fit.metrics)
+            raise UsageError(
+                f"no metric '{self.monitor}' to monitor: the evaluations give {known}"
+                if known
+                else f"'{self.monitor}' is monitored: give validation data"
+            )
+
+    def best(self, history: History) -> int:
+        """The number, from 0, of the best evaluation in `history`; -1 where there is none.
+
+        A later one is better if it is so by more than `min_delta`; NaN never is.
+        """
+        small = any(word in self.monitor for word in ("loss", "error", "perplexity"))
+        sign = -1 if self.mode == "min" or (self.mode == "auto" and small) else 1
+        best, value = -1, -np.inf
+        for i, record in enumerate(history.metrics):
+            if sign * record[self.monitor] > value + (self.min_delta if best >= 0 else 0.0):
+                best, value = i, sign * record[self.monitor]
+        return best
+
+
+@dataclass
+class EarlyStopping(_Monitor):
+    """Ends the run once `patience` evaluations in a row are no better than the best before them.
+
+    It looks at the history alone, so a resumed run ends where the whole one would have.
+    """
+
+    patience: int = 3
+    """The number of evaluations without progress that end the run."""
+
+    def on_start(self, fit: Fit) -> None:
+        """Check the metric, and look at the evaluations of the run that goes on as `fit`."""
+        super().on_start(fit)
+        if self.patience < 1:
+            raise UsageError(f"patience is {self.patience}: it must be at least 1")
+        self.on_evaluation(fit)
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Stop `fit` where the last `patience` evaluations were no better."""
+        records = fit.history.metrics
+        best = self.best(fit.history)
+        if len(records) - 1 - best >= self.patience:
+            reached = f", the best is {records[best][self.monitor]:.6g}" if best >= 0 else ""
+            fit.stop(f"{self.monitor} has not improved in {self.patience} evaluations{reached}")
+
+
+@dataclass
+class BestWeights(_Monitor):
+    """Keeps the weights of the best evaluation, and puts them back when the run ends."""
+
+    folder: str | os.PathLike[str] | None = None
+    """A folder of its own for checkpoints of the best weights; by default they stay in memory, and
+    a resumed run knows of them only if it finds better ones."""
+    restore: bool = True
+    """Whether the Trainer has the best weights when the run ends. Its step and the optimizer's
+    state stay those of the last step."""
+
+    def on_start(self, fit: Fit) -> None:
+        """Check the metric and the folder: empty for a new run, of this run where it goes on."""
+        super().on_start(fit)
+        self._kept: dict[str, Array] | None = None
+        if not self.folder:
+            return
+        folder, found = os.fspath(self.folder), checkpoint.exists(self.folder)
+        if self.best(fit.history) >= 0 and not found:
+            raise DataError(f"{folder}: the best weights of the run are missing")
+        if found and not fit.history.losses:
+            raise UsageError(f"{folder} holds the best weights of another run: give another folder")
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Keep the weights of `fit` where its last evaluation is the best one."""
+        if self.best(fit.history) != len(fit.history.metrics) - 1:
+            return
+        if self.folder:
+            fit.trainer.checkpoint(self.folder, fit=asdict(fit.history))
+        else:
+            self._kept = fit.trainer.state()
+
+    def on_end(self, fit: Fit) -> None:
+        """Put the best weights back into the Trainer of `fit`, unless an exception ends it."""
+        if fit.finished and self.restore and self.best(fit.history) >= 0:
+            kept = checkpoint.read(self.folder)[0] if self.folder else self._kept
+            if kept is not None:
+                fit.trainer.set_weights(kept)
+
+
+# ---- logs --------------------------------------------------------------------------------------
+
+
+def _row(history: History, i: int) -> dict[str, float | None]:
+    """The numbers of step i, from 0."""
+    speed = history.examples_per_second
+    return {
+        "step": i + 1,
+        "loss": history.losses[i],
+        "lr": history.lr[i],
+        "gradient_norm": history.gradient_norms[i],
+        "examples_per_second": speed[i] if i < len(speed) else None,
+    }
+
+
+class CsvLog(Callback):
+    """Writes the CSV file `path` with a row for each step and each evaluation.
+
+    The columns are step, epoch, loss, lr, gradient_norm, examples_per_second, and the metrics by
+    name. A resumed run writes the whole file anew, with the steps before.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def on_start(self, fit: Fit) -> None:
+        """Write the header, and what the history of `fit` holds. Raises DataError."""
+        history = fit.history
+        try:
+            self._file = self.path.open("w", newline="", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be written: {error.strerror}") from error
+        names = ["step", "epoch", "loss", "lr", "gradient_norm", "examples_per_second"]
+        self._table = csv.DictWriter(self._file, [*names, *fit.metrics], extrasaction="ignore")
+        self._table.writeheader()
+        evaluations = {int(record["step"]): record for record in history.metrics}
+        for i in range(len(history.losses)):
+            self._table.writerow(_row(history, i))
+            if i + 1 in evaluations:
+                self._table.writerow(evaluations[i + 1])
+
+    def on_step(self, fit: Fit) -> None:
+        """Write a row for the last step of `fit`."""
+        self._table.writerow(_row(fit.history, len(fit.history.losses) - 1))
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Write a row for the last evaluation of `fit`, and let readers see the file so far."""
+        self._table.writerow(fit.history.metrics[-1])
+        if self._file:
+            self._file.flush()
+
+    def on_end(self, fit: Fit) -> None:
+        """Write the last rows, and close the file."""
+        if self._file:
+            self._file.close()
+
+
+class TensorBoard(Callback):
+    """Writes train/loss, train/lr, validation/… into `folder` for TensorBoard, by tensorboardX."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def on_start(self, fit: Fit) -> None:
+        """Open the folder. Raises UsageError where tensorboardX is not installed."""
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                "logs for TensorBoard need tensorboardX: pip install tensorboardX"
+            ) from error
+        # what another process wrote after the checkpoint from which this one goes on is hidden
+        self._writer = SummaryWriter(os.fspath(self.folder), purge_step=len(fit.history.losses) + 1)
+
+    def on_step(self, fit: Fit) -> None:
+        """Add the last step of `fit`."""
+        numbers = _row(fit.history, len(fit.history.losses) - 1)
+        self._add("train", {k: v for k, v in numbers.items() if v is not None})
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Add the last evaluation of `fit`."""
+        record = fit.history.metrics[-1]
+        self._add("validation", {k.removeprefix("validation_"): v for k, v in record.items()})
+
+    def _add(self, kind: str, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            if name not in ("step", "epoch"):
+                self._writer.add_scalar(f"{kind}/{name}", value, int(numbers["step"]))
+
+    def on_end(self, fit: Fit) -> None:
+        """Write what is left of the logs, and close their file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Progress(Callback):
+    """Shows a bar with loss, speed and remaining time, and prints a line for each evaluation.
+
+    It writes to the `console` of rich, which is a new one by default. On what is not a terminal the
+    bar is left out.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console
+
+    def on_start(self, fit: Fit) -> None:
+        """Begin the bar at the step where the run goes on as `fit`."""
+        from rich import progress as bars
+        from rich.console import Console
+
+        columns = (
+            bars.TextColumn("step {task.completed}" + (f"/{fit.steps}" if fit.steps else "")),
+            bars.BarColumn(),
+            bars.TextColumn(
+                "loss {task.fields[loss]:.4g}  {task.fields[speed]:,.0f} examples/s  ETA"
+            ),
+            bars.TimeRemainingColumn(),
+        )
+        console = self.console or Console()
+        progress.quiet()
+        self._bars = bars.Progress(*columns, console=console, transient=True)
+        done = len(fit.history.losses)
+        self._task = self._bars.add_task(
+            "", total=fit.steps, completed=done, loss=float("nan"), speed=0.0
+        )
+        self._bars.start()
+
+    def on_step(self, fit: Fit) -> None:
+        """Move the bar of `fit` on."""
+        history = fit.history
+        recent = history.examples_per_second[-50:]
+        speed = len(recent) / sum(1 / s for s in recent if s) if any(recent) else 0.0
+        self._bars.update(
+            self._task, completed=len(history.losses), loss=history.losses[-1], speed=speed
+        )
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Print the last evaluation of `fit`, where it is within an epoch."""
+        record = fit.history.metrics[-1]
+        if record["epoch"] <= len(fit.history.epochs):
+            return
+        self._print(f"step {record['step']:.0f}", record, ("step", "epoch"))
+
+    def on_epoch(self, fit: Fit) -> None:
+        """Print the record of the last epoch of `fit`."""
+        record = fit.history.epochs[-1]
+        self._print(f"epoch {record['epoch']:.0f} of {fit.epochs}", record, ("step", "epoch"))
+
+    def _print(self, head: str, record: Mapping[str, float], left_out: tuple[str, ...]) -> None:
+        values = [f"{k.replace('_', ' ')} {v:.6g}" for k, v in record.items() if k not in left_out]
+        self._bars.console.print("  ".join([head, *values]), markup=False, soft_wrap=True)
+
+    def on_end(self, fit: Fit) -> None:
+        """Remove the bar, and print why a run has stopped before its end."""
+        self._bars.stop()
+        if fit.stopped:
+            self._bars.console.print(f"stopped: {fit.stopped}", markup=False, soft_wrap=True)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,72 @@
+"""What made a step fail: the first value that is not finite though what it came from is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.runtime import ort
+from onnx_fuse.training.step import Spec
+
+Array = np.ndarray[Any, Any]
+
+
+def fault_of(
+    spec: Spec,
+    feeds: Iterable[str],
+    arrays: Mapping[str, Array],
+    found: Mapping[str, Array],
+    build: Callable[[], tuple[onnx_ir.Model, Spec]],
+) -> str:
+    """A sentence about a step whose loss or gradient norm is not finite.
+
+    `feeds` names those of the `arrays` that the caller fed, the others are states; `found` holds
+    the loss and the norm, and `build` makes the graph of the step.
+    """
+    head = f"the loss is {float(found[spec.loss])}"
+    if np.isfinite(found[spec.loss]):
+        head = f"the norm of the gradients is {float(found[spec.norm])}"
+    bad = {k for k, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()}
+    for name in (*feeds, *arrays):
+        if name in bad:
+            return f"{head}; '{name}' holds a value that is not finite"
+    try:
+        with ort.faults("looking for the first value that is not finite"):
+            return f"{head}; {_first_not_finite(build()[0], arrays)}"
+    except ModelError as error:  # it lacks many operators in 16 bits; the step's fault counts
+        return f"{head}; {error}"
+
+
+def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
+    """Names the node that first makes a value that is not finite out of finite ones.
+
+    Nodes that make NaN or +inf come before those that make -inf, which masks do on purpose.
+    """
+    graph = model.graph
+    made = {v.name: n for n in graph for v in n.outputs if v.name and n.op_type != "Constant"}
+    graph.outputs.clear()
+    graph.outputs.extend(v for n in made.values() for v in n.outputs if v.name in made)
+    names = [str(v.name) for v in graph.outputs]
+    reads = {v.name for v in graph.inputs}
+    run = ort.session(model, as_written=True)
+    values = dict(feeds) | dict(zip(names, ort.run(run, _only(feeds, reads), names), strict=True))
+    suspects: list[tuple[bool, bool, int, str]] = []
+    for name in names:
+        value, node = values[name], made[name]
+        if value.dtype.kind != "f" or np.isfinite(value).all():
+            continue
+        sources = [values.get(str(v.name)) for v in node.inputs if v is not None]
+        clean_in = all(a is None or a.dtype.kind != "f" or np.isfinite(a).all() for a in sources)
+        masks = not (np.isnan(value) | np.isposinf(value)).any()
+        kind = "nan" if np.isnan(value).any() else "-inf" if masks else "inf"
+        label = f"'{name}', which the {node.op_type} node '{node.name}' made, is the first to be"
+        suspects.append((not clean_in, masks, len(suspects), f"{label} {kind}"))
+    return min(suspects)[-1] if suspects else "every value of the graph is finite on its own"
+
+
+def _only(feeds: Mapping[str, Array], names: set[str | None]) -> dict[str, Array]:
+    return {k: v for k, v in feeds.items() if k in names}

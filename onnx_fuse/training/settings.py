@@ -1,0 +1,73 @@
+"""The settings of a run as JSON values, and whether a checkpoint is of the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.training import losses
+
+
+def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as JSON gives them back; a loss that is a model is known by its digest."""
+    found = dict(settings)
+    if not isinstance(found["loss"], str) or found["loss"].endswith(".onnx"):
+        terms = losses.terms(*(found[k] for k in ("loss", "loss_options", "output")))
+        found |= {"loss": [term.to_json() for term in terms], "loss_options": {}, "output": None}
+    result: dict[str, Any] = json.loads(json.dumps(found, default=np.ndarray.tolist))
+    return result
+
+
+def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losses.Term]:
+    """The loss that a checkpoint's settings hold. Raises UsageError where they hold a digest."""
+    if isinstance(stored, str):
+        return stored
+    if any(term["loss"].startswith("sha256 ") for term in stored):
+        raise UsageError(f"{folder}: the run has a loss that is a model: give it as loss=")
+    return [losses.Term(**term) for term in stored]
+
+
+def check(
+    folder: str | os.PathLike[str], own: Mapping[str, Any], stored: Mapping[str, Any]
+) -> None:
+    """Raise UsageError for the first setting that differs from the one stored in `folder`.
+
+    The number of steps of a schedule may differ.
+    """
+    for key, (value, old) in _differences(own, stored).items():
+        if key == "optimizer.lr.steps":
+            continue
+        advice = "give the same, or another folder"
+        if key.startswith("optimizer.lr."):
+            advice += "; Trainer.resume takes another schedule"
+        raise UsageError(f"{folder}: the run was started with {key} {old}, not {value}: {advice}")
+
+
+def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """{field: (new, old)} of nested mappings, where the new value is another one."""
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        return {} if new == old else {name: (new, old)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in new:
+        found |= _differences(new[key], old.get(key), f"{name}.{key}" if name else key)
+    return found
+
+
+def fingerprint(model: onnx_ir.Model, trained: Collection[str]) -> str:
+    """A digest that is equal for models that differ at most in the content of `trained` weights."""
+    graph = model.graph
+    digest = hashlib.sha256(repr(sorted(graph.opset_imports.items())).encode())
+    for node in graph:
+        digest.update(onnx_ir.serde.serialize_node(node).SerializeToString(deterministic=True))
+    for name, value in sorted(graph.initializers.items()):
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        if name not in trained and value.const_value is not None:
+            digest.update(value.const_value.tobytes())
+    return digest.hexdigest()

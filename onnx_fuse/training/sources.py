@@ -1,0 +1,275 @@
+"""Batches from what users have: arrays, data sets with columns, loaders, generators.
+
+PyTorch's loaders and Hugging Face's data sets are known by their methods, so neither is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.training import data as arrays_of
+
+if TYPE_CHECKING:
+    from onnx_fuse.training.trainer import Trainer
+
+__all__ = ["Data", "Source", "as_feeds", "source"]
+
+Array = np.ndarray[Any, Any]
+Data: TypeAlias = Any
+"""Arrays by input name; a data set with columns; or an iterable of batches, or a function of the
+epoch's number (from 0) that makes one. A batch is a mapping, or a tuple in the order of inputs."""
+_CHUNK = 1 << 16  # labels checked at once, where the file is mapped
+
+
+class Source(Protocol):
+    """Training data as batches, the same ones for the same epoch."""
+
+    examples: int
+    """The number of examples, or 0 where it is not known."""
+    batch_size: int
+    """The number of examples in a batch, or 0 where the data comes in batches of its own."""
+    steps: int | None
+    """The number of batches in an epoch, or None where it is not known."""
+
+    def batches(self, epoch: int, start: int, done: int) -> Iterator[dict[str, Array]]:
+        """Yield the batches of `epoch` (from 0) from batch `start` on.
+
+        `done` is the number of batches that were taken in all epochs so far.
+        """
+        ...  # pragma: no cover
+
+
+@dataclass
+class _Rows:
+    """Examples that are chosen by their numbers, in an order of our own."""
+
+    select: Callable[[Array], dict[str, Array]]
+    examples: int
+    batch_size: int
+    steps: int | None
+    seed: int
+    shuffle: bool
+
+    def batches(self, epoch: int, start: int, done: int) -> Iterator[dict[str, Array]]:
+        order = arrays_of.order(self.examples, self.seed, epoch, shuffle=self.shuffle)
+        for i in range(start, self.steps or 0):
+            # ascending, so that a mapped file is read forwards
+            yield self.select(np.sort(order[i * self.batch_size : (i + 1) * self.batch_size]))
+
+
+@dataclass
+class _Stream:
+    """Batches that something else makes, in its own order; `once` if it makes them only once."""
+
+    make: Callable[[int], Iterable[Any]]
+    convert: Callable[[Any], dict[str, Array]]
+    once: bool
+    steps: int | None = None
+    batch_size: int = 0
+    examples: int = 0
+    _begun: bool = field(default=False, init=False)
+
+    def batches(self, epoch: int, start: int, done: int) -> Iterator[dict[str, Array]]:
+        skipped = start
+        if self.once:
+            skipped = 0 if self._begun else done
+            self._begun = True
+        yield from map(self.convert, itertools.islice(self.make(epoch), skipped, None))
+
+
+def source(
+    trainer: Trainer, data: Data, batch_size: int, *, shuffle: bool = True, again: bool = True
+) -> Source:
+    """The batches of `data` for the inputs of `trainer`.
+
+    Args:
+        trainer: The Trainer whose model reads the batches.
+        data: Training data; a Source is returned as it is.
+        batch_size: Number of examples in a batch, of data that has no batches of its own.
+        shuffle: Draw a new order for each epoch, of data whose examples can be chosen.
+        again: Whether the data is to be read more than once.
+
+    Raises:
+        DataError: The data does not fit the model. Whole arrays are checked here.
+        UsageError: The data has none of the known forms, or can be read only once, or `batch_size`
+            is not the one that the model fixes.
+    """
+    if all(hasattr(data, name) for name in ("examples", "batch_size", "steps", "batches")):
+        found: Source = data
+        return found
+    inputs = trainer.spec().feeds
+
+    def convert(batch: Any) -> dict[str, Array]:
+        return as_feeds(batch, inputs)
+
+    if isinstance(data, Mapping):
+        examples = _check_arrays(trainer, data)
+        return _rows(
+            lambda rows: {v.name or "": data[v.name or ""][rows] for v in inputs},
+            examples,
+            trainer,
+            batch_size,
+            shuffle,
+        )
+    if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _rows(
+            lambda rows: convert(data[rows.tolist()]), len(data), trainer, batch_size, shuffle
+        )
+    if hasattr(data, "column_names") and callable(getattr(data, "iter", None)):
+        _fixed(trainer, batch_size)
+        return _Stream(
+            lambda epoch: _at_epoch(data, epoch).iter(batch_size=batch_size),
+            convert,
+            once=False,
+            batch_size=batch_size,
+        )
+    if callable(data) and not isinstance(data, Iterable):
+        return _Stream(data, convert, once=False)
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise UsageError(
+            f"training data of type {type(data).__name__}: give arrays by input name, a data set "
+            "with columns, an iterable of batches, or a function that makes one"
+        )
+    once = iter(data) is data
+    if once and again:
+        raise UsageError(
+            f"a {type(data).__name__} gives its batches once, and they are read again for every "
+            "epoch or evaluation: give a function that makes it, or steps_per_epoch"
+        )
+    return _Stream(
+        (lambda epoch: data) if once else (lambda epoch: _at_epoch(data, epoch)),
+        convert,
+        once=once,
+        steps=_length(data),
+    )
+
+
+def _rows(
+    select: Callable[[Array], dict[str, Array]],
+    examples: int,
+    trainer: Trainer,
+    batch_size: int,
+    shuffle: bool,
+) -> _Rows:
+    """Examples in batches; a smaller last one counts unless the model fixes the size."""
+    whole = _fixed(trainer, batch_size)
+    steps = examples // batch_size if whole else math.ceil(examples / batch_size)
+    if not steps:
+        raise DataError(
+            f"the data has {examples} examples, which do not fill one batch"
+            + (f": the model fixes it at {batch_size}" if whole else "")
+        )
+    return _Rows(select, examples, batch_size, steps, trainer.seed, shuffle)
+
+
+def _fixed(trainer: Trainer, batch_size: int) -> bool:
+    """Whether the model fixes its batch. Raises UsageError where that is not `batch_size`."""
+    first = [v.shape[0] for v in trainer.spec().feeds if v.shape is not None and len(v.shape)]
+    fixed = next((d for d in first if isinstance(d, int)), None)
+    if fixed not in (None, batch_size):
+        raise UsageError(
+            f"the model's batch is fixed at {fixed}: give --batch-size {fixed}, or --free-batch"
+        )
+    return fixed is not None
+
+
+def _check_arrays(trainer: Trainer, data: Mapping[str, Array]) -> int:
+    spec = trainer.spec()
+    examples = arrays_of.count(data, spec.feeds)
+    for target in spec.targets:
+        labels = data[target.labels]
+        for i in range(0, len(labels) if target.classes else 0, _CHUNK):
+            target.check(labels[i : i + _CHUNK], i)
+    return examples
+
+
+def _at_epoch(data: Any, epoch: int) -> Any:
+    """`data`, or the sampler in it, told which epoch begins, where it wants to know that."""
+    for each in (data, getattr(data, "sampler", None)):
+        if tell := getattr(each, "set_epoch", None):
+            tell(epoch)
+    return data
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:  # a generator, or a loader over a stream
+        return None
+
+
+# ---- batches -----------------------------------------------------------------------------------
+
+
+def as_feeds(batch: Any, inputs: Sequence[onnx_ir.Value]) -> dict[str, Array]:
+    """The arrays of a batch by the names of `inputs`.
+
+    Args:
+        batch: A mapping by name, whose labels may be called "label", or a tuple in the order of
+            `inputs`, the labels last. Entries are arrays, tensors of PyTorch, or lists of numbers,
+            which take the type of their input.
+        inputs: The inputs that are fed.
+
+    Raises:
+        DataError: An input has no array, or a list holds no numbers of one shape.
+    """
+    names = [v.name or "" for v in inputs]
+    if not isinstance(batch, Mapping):
+        if not isinstance(batch, tuple | list):
+            batch = (batch,)
+        flat = list(_flat(batch))
+        if len(flat) != len(names):
+            raise DataError(
+                f"a batch of {len(flat)} arrays: the model reads {', '.join(map(repr, names))}"
+            )
+        batch = dict(zip(names, flat, strict=True))
+    if names and names[-1] not in batch and "label" in batch:
+        batch = {**batch, names[-1]: batch["label"]}
+    return {
+        name: _array(name, batch[name], v.dtype)
+        for v, name in zip(inputs, names, strict=True)
+        if name in batch
+    }
+
+
+def _flat(batch: Iterable[Any]) -> Iterator[Any]:
+    """The arrays of tuples in tuples, such as ((x1, x2), labels)."""
+    for each in batch:
+        if isinstance(each, tuple | list) and not all(isinstance(x, int | float) for x in each):
+            yield from _flat(each)
+        else:
+            yield each
+
+
+def _array(name: str, found: Any, dtype: onnx_ir.DataType | None) -> Array:
+    if isinstance(found, np.ndarray):
+        return found
+    if hasattr(found, "detach"):
+        return np.asarray(found.detach().cpu().numpy())
+    if not isinstance(found, list | tuple | int | float):
+        return np.asarray(found)
+    if isinstance(found, list | tuple) and found and hasattr(found[0], "shape"):
+        return np.stack([_array(name, each, dtype) for each in found])
+    try:
+        array = np.asarray(found)
+    except ValueError as error:
+        raise DataError(f"'{name}' holds lists of different lengths: pad them") from error
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"'{name}' holds no numbers")
+    # numbers of Python's have no type of their own
+    own = array.dtype if dtype is None else dtype.numpy()
+    if array.dtype.kind == "f" and own.kind in "iub":
+        return array  # refused with the model's type, later
+    return array.astype(own)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
