@@ -94,8 +94,8 @@ def validate(
             shapes = parse_shapes(input_shapes)
             own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
             validate(
-                own, body, False, grad, blame, device, precision, inputs, None, dim,
-                rtol, atol, json, html, debug,
+                own, body, grad=grad, all_=all_, blame=blame, device=device, precision=precision,
+                inputs=inputs, rtol=rtol, atol=atol, json=json, html=html, debug=debug,
             )  # fmt: skip
         return
     files.check_paths(
