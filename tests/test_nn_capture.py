@@ -239,3 +239,35 @@ def test_a_captured_step_is_saved_as_onnx(tmp_path: Path) -> None:
     assert "0.weight" in {i.name for i in proto.graph.initializer}
     found = ort.session(tmp_path / "step.onnx").run(None, {"x": x.numpy(), "y": y.numpy()})
     assert step(x, y).item() == pytest.approx(float(found[0]), rel=1e-6)
+
+
+def test_arguments_that_are_assigned_or_get_gradients_are_those_of_the_call() -> None:
+    @of.capture
+    def step(x: nn.Tensor, state: nn.Tensor) -> None:
+        (x * x).sum().backward()
+        state.copy_(state + x.detach())
+
+    state = nn.tensor([0.0])
+    for i in range(3):
+        x = nn.tensor([float(i + 1)], requires_grad=True)
+        step(x, state)
+        assert x.grad is not None
+        assert x.grad.tolist() == [2 * (i + 1)]
+        if i == 1:
+            state = nn.tensor([10.0])
+    assert state.tolist() == [13]
+    assert len(step.graphs) == 1
+
+
+def test_a_number_that_changes_at_each_call_is_warned_of() -> None:
+    captured, x = of.capture(lambda x, factor: x * factor), nn.tensor([1.0])
+    for i in range(31):
+        captured(x, float(i))
+    with pytest.warns(CaptureWarning, match="captured 32 times"):
+        captured(x, 31.0)
+
+
+def test_one_tensor_for_two_arguments_is_another_graph() -> None:
+    captured, x, y = of.capture(lambda a, b: a - b), nn.tensor([3.0]), nn.tensor([1.0])
+    assert [captured(x, x).item() for _ in range(2)] == [0, 0]
+    assert [captured(x, y).item() for _ in range(2)] == [2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
@@ -36,14 +37,19 @@ class Captured:
         self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
         self._modules, self._count = recorder.modules, len(results)
         states = list(recorder.states.values())
-        self._leaves = list(recorder.leaves.values())
-        held = [leaf for leaf in self._leaves if leaf.grad is not None]
+        leaves = list(recorder.leaves.values())
+        held = [leaf for leaf in leaves if leaf.grad is not None]
         ends = [recorder.value(t) for t in results] + [value for _, value in states]
         ends += [recorder.value(leaf.grad) for leaf in held]
-        self._states, self._held = [tensor for tensor, _ in states], held
-        self._fresh = [x for x in self._leaves if id(x) not in recorder.cleared]
+        # an argument is not this tensor but the one that a replay gets in its place
+        place = {id(t): i for i, t in enumerate(arguments)}
+        self._states = [place.get(id(tensor), tensor) for tensor, _ in states]
+        self._held = [place.get(id(x), x) for x in held]
+        self._leaves = [place.get(id(x), x) for x in leaves]
+        fresh = [x for x in leaves if id(x) not in recorder.cleared]
+        self._fresh = [place.get(id(x), x) for x in fresh]
         known = [value for _, value in recorder.inputs]
-        self._outside = [(t, t._data.shape, t._data.dtype) for t, _ in recorder.inputs]
+        self._outside = [(t, _kind(t)) for t, _ in recorder.inputs]
         self._renewals = {i: recorder.renewals[v] for i, v in enumerate(known)
                           if v in recorder.renewals}  # fmt: skip
         self.model = recorder.finished(ends, gpu)
@@ -70,23 +76,24 @@ class Captured:
         return (
             (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
             and all(module.training is mode for module, mode in self._modules)
-            and all(
-                t._data.shape == shape and t._data.dtype == dtype
-                for t, shape, dtype in self._outside
-            )
+            and all(_kind(t) == kind for t, kind in self._outside)
         )
 
     def replay(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run the graph; assigns the tensors that the function assigns, and returns its results."""
-        for leaf in self._fresh:
+
+        def tensor(target: Any) -> Tensor:
+            return arguments[target] if type(target) is int else target
+
+        for leaf in map(tensor, self._fresh):
             if leaf.grad is not None:
                 raise UsageError(
                     "a captured function cannot add to gradients that are there already: call "
-                    "zero_grad() in it"
+                    "zero_grad() in it, or before it"
                 )
         for i, refresh in self._renewals.items():
             self._outside[i][0]._data = Tensor(refresh(), device=self._outside[i][0].device)._data
-        given = [*arguments, *(t for t, _, _ in self._outside)]
+        given = [*arguments, *(t for t, _ in self._outside)]
         if self._differentiates:
             with no_grad():
                 made = apply(self._operation, given)
@@ -95,12 +102,12 @@ class Captured:
         found = list(made) if isinstance(made, tuple) else [made]
         results, rest = found[: self._count], found[self._count :]
         with no_grad():
-            for tensor, new in zip(self._states, rest, strict=False):
-                tensor._data = new._data
-        for leaf in self._leaves:
+            for target, new in zip(self._states, rest, strict=False):
+                tensor(target)._data = new._data
+        for leaf in map(tensor, self._leaves):
             leaf.grad = None
-        for leaf, grad in zip(self._held, rest[len(self._states) :], strict=True):
-            leaf.grad = grad
+        for target, grad in zip(self._held, rest[len(self._states) :], strict=True):
+            tensor(target).grad = grad
         return results
 
     def file(self, names: dict[int, str]) -> Any:
@@ -108,7 +115,7 @@ class Captured:
 
         `names` are those of tensors, by identity.
         """
-        tensors = [t for t, _, _ in self._outside]
+        tensors = [t for t, _ in self._outside]
         fixed = self.shapes if self.sizes else None
         return with_initializers(self.model, tensors, names, fixed)
 
@@ -119,6 +126,15 @@ class Captured:
             for name, tensor in module._named():
                 found.setdefault(id(tensor), name)
         return found
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What a graph takes for granted of a tensor that it reads from outside."""
+    return tensor._data.shape, tensor._data.dtype, tensor.device
+
+
+MANY = 32
+"""Graphs of one function from which on a warning says that it is captured again and again."""
 
 
 class Capture:
@@ -143,7 +159,8 @@ class Capture:
         tensors: list[Tensor] = []
         form = flat((args, kwargs), tensors)
         kinds = tuple([(t._data.dtype.num, t.ndim, t.device, t.requires_grad) for t in tensors])
-        key = (form, kinds, MODE.grad)
+        same = [id(t) for t in tensors]  # two arguments that are one tensor are one in the graph
+        key = (form, kinds, tuple(map(same.index, same)), MODE.grad)
         for captured, shape in self._captured.get(key, ()):
             if captured.fits(tensors):
                 self._last = captured
@@ -168,6 +185,13 @@ class Capture:
         gpu = any(t.device != "cpu" for t in (*tensors, *results))
         captured = self._last = Captured(recorder, tensors, results, gpu)
         self._captured.setdefault(key, []).append((captured, shape))
+        if len(self.graphs) == MANY:
+            warnings.warn(
+                f"{names_it(self._function)} has been captured {MANY} times, for other sizes or "
+                "Python values: make its numbers Tensors, and read no sizes in it",
+                CaptureWarning,
+                stacklevel=3,
+            )
         return result
 
     @property
@@ -183,6 +207,11 @@ class Capture:
         if self._last is None:
             raise UsageError("nothing is captured yet: call the function first")
         _write(self._last, path)
+
+
+def names_it(function: Any) -> str:
+    """The function as messages name it."""
+    return str(getattr(function, "__qualname__", function))
 
 
 class Bound:

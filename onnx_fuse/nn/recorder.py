@@ -86,7 +86,7 @@ class Recorder:
             if leaf.grad is not None and not self.knows(leaf.grad):
                 raise UsageError(
                     "a captured function cannot add to gradients that were there before: call "
-                    "zero_grad() in it"
+                    "zero_grad() in it, or before it"
                 )
             self.leaves[id(leaf)] = leaf
         values = [self.value(leaf) for leaf, _ in new]
