@@ -34,7 +34,8 @@ LAYERS = (
     ("training",),
     ("nn",),
     ("validation",),
-    ("bench", "deploy", "report", "tune"),
+    ("torch",),
+    ("bench", "deploy", "profile", "report", "tune"),
     ("cli",),
     ("__main__",),
 )

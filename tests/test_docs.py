@@ -29,7 +29,7 @@ INSTALLS = ("pip", "pytest")
 """Commands that a test does not repeat within itself; CI runs them."""
 SLOW: dict[str, str] = {}
 """Pages that take over ten seconds, with the reason."""
-OTHERS = {"docs/training.md", "docs/torch.md", "docs/nn.md", "docs/plugins.md", "docs/reports.md"}
+OTHERS = {"docs/training.md", "docs/torch.md", "docs/nn.md", "docs/plugins.md"}
 """Pages whose snippets the tests of their subjects run."""
 Shell = Callable[[str], tuple[int, str]]
 PAGES = sorted(

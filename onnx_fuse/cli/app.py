@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,6 +17,7 @@ import typer
 from onnx_fuse import __version__
 from onnx_fuse.cli import (
     bench,
+    compare,
     compile,
     doctor,
     gradient,
@@ -23,6 +25,7 @@ from onnx_fuse.cli import (
     optimize,
     progress,
     run,
+    show,
     train,
     validate,
 )
@@ -82,6 +85,7 @@ _add(run.run, run.EXAMPLES)
 _add(gradient.gradient, gradient.EXAMPLES)
 _add(train.train, train.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
+_add(compare.compare, compare.EXAMPLES)
 _add(inspect.inspect, inspect.EXAMPLES)
 _add(doctor.doctor, doctor.EXAMPLES)
 
@@ -116,6 +120,7 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
 
     `interrupted` tells whether a signal came; the caller then reports it.
     """
+    show.command_line.set(shlex.join(("onnx-fuse", *arguments)))
     try:
         with progress.shown():
             code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)

@@ -25,10 +25,11 @@ def check(
     device: str = "cpu",
     precision: str = "fp32",
     blame: bool = False,
+    along: bool = False,
 ) -> Check:
     """Compare `candidate` with the file `original`; arguments and errors of `validation.validate`.
 
-    `inputs` is an .npz file of inputs.
+    `inputs` is an .npz file of inputs, and `along` that of `check_outputs`.
     """
     from onnx_fuse.validation.check import check_outputs
     from onnx_fuse.validation.inputs import read_feeds
@@ -46,6 +47,7 @@ def check(
             device=device,
             precision=precision,
             blame=blame,
+            along=along,
         )
 
     checked: Check = guarded(work, str(original), device)

@@ -23,6 +23,7 @@ from onnx_fuse.cli.options import (
 from onnx_fuse.errors import CheckFailed
 
 if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
     from onnx_fuse.validation.gradients import GradientCheck
 
 
@@ -120,7 +121,21 @@ def gradient(
     }
     if checked is not None:
         printer.text(*report.gradient_lines(checked))
-    show.write_reports(printer, data, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages
+
+        return pages.inspected({"model": original, "gradient": result})
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{len(added)} gradients" + ("" if checked is None else ", checked"),
+        ok=None if checked is None else checked.ok,
+        sections=sections,
+    )
     if checked is not None and not checked.ok:
         first = checked.failed[0]
         raise CheckFailed(

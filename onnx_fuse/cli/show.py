@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.report.page import Page, Section
 
 
 def printer() -> report.Printer:
@@ -17,16 +19,67 @@ def printer() -> report.Printer:
     return Printer()
 
 
+command_line: ContextVar[str] = ContextVar("command_line", default="")
+"""The command as it was called, which a page of --html names."""
+
+
 def write_reports(
-    printer: report.Printer, data: Mapping[str, Any], json: Path | None, html: Path | None
+    printer: report.Printer,
+    data: Mapping[str, Any],
+    json: Path | None,
+    html: Path | None,
+    *,
+    verdict: str = "",
+    ok: bool | None = None,
+    device: str = "",
+    sections: Callable[[], list[Section]] = list,
 ) -> None:
-    """Write the files of --json and --html, where they were asked for."""
+    """Write the files of --json and --html, where they were asked for.
+
+    The page begins with `verdict` and `device` and has `sections`, which are made only for a page;
+    what was printed is its last section. `ok` says whether the verdict is good.
+    """
     from onnx_fuse import report
 
     if json:
         report.write_json(json, data)
     if html:
-        printer.html(html)
+        write_page(
+            html, page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
+        )
+
+
+def page(
+    printer: report.Printer,
+    data: Mapping[str, Any],
+    *,
+    sections: list[Section],
+    verdict: str = "",
+    ok: bool | None = None,
+    device: str = "",
+    refresh: float = 0.0,
+) -> Page:
+    """The page of a command about the model that `data` names."""
+    from onnx_fuse.report.page import Page, Section
+
+    one = data.get("model") or data.get("input")
+    several = ", ".join(model["name"] for model in data.get("models", ()))
+    return Page(
+        Path(str(one)).name if one else several or "onnx-fuse",
+        command_line.get(),
+        [*sections, Section("Terminal", printer.blocks, folded=bool(sections))],
+        verdict,
+        ok,
+        {"device": device} if device else {},
+        refresh,
+    )
+
+
+def write_page(path: Path, made: Page) -> None:
+    """Write a page. Raises ModelError if the file cannot be written."""
+    from onnx_fuse.report import page as pages
+
+    pages.write(path, made)
 
 
 def inputs(feeds: Mapping[str, Sequence[int]]) -> str:

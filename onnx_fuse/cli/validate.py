@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,9 @@ from onnx_fuse.cli.options import (
     parse_shapes,
 )
 from onnx_fuse.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
 
 EXAMPLES = (
     "onnx-fuse validate --op LayerNormGemm --input-shapes x:4,8 scale:8 bias:8 w:8,16 c:16 --grad",
@@ -137,22 +140,39 @@ def validate(
         device=device,
         precision=precision,
         blame=blame,
+        along=html is not None,
     )
     printer.text(*report.check_lines(checked))
     data["check"] = checked.to_dict()
-    failure = ""
+    failure, found = "", None
     if not checked.ok:
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
-        gradients = checking.gradients(
+        found = checking.gradients(
             model, shapes=shapes, dims=dims, inputs=inputs, device=device, every=all_
         )
-        data["gradients"] = gradients.to_dict()
-        printer.text(*report.gradient_lines(gradients))
-        if gradients.failed:
-            first = gradients.failed[0]
+        data["gradients"] = found.to_dict()
+        printer.text(*report.gradient_lines(found))
+        if found.failed:
+            first = found.failed[0]
             failure = f"the gradient of '{first.tensor}', read by {first.op}, is wrong"
-    show.write_reports(printer, data, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages
+
+        checked_graph = files.load(candidate, str(model)) if against else candidate
+        return pages.validated(source, checked_graph, checked, found)
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=failure or "the outputs agree" + (", and so do the gradients" if grad else ""),
+        ok=not failure,
+        device=f"{device}, {precision}",
+        sections=sections,
+    )
     if failure:
         raise CheckFailed(f"{model}: {failure}")

@@ -16,6 +16,7 @@ import onnx_ir
 
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import fix_shapes
@@ -57,7 +58,9 @@ class Trainer:
     free. Equal seeds and data give equal bits.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+        model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
+            torch.nn.Module. It is not changed.
+        args: The arguments of a module's forward, which it is exported with in inference mode.
         loss: cross_entropy, nll, mse, l1, huber or bce_with_logits, computed from an output and
             the input "labels"; or the name of a scalar output that is the loss already.
         optimizer: An optimizer of `onnx_fuse.optim`; the default is AdamW().
@@ -96,7 +99,8 @@ class Trainer:
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
+        args: Any = None,
         *,
         loss: str,
         optimizer: optim.Optimizer | None = None,
@@ -133,7 +137,7 @@ class Trainer:
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self.optimizer = optimizer or optim.AdamW()
-        self._given = read(model)
+        self._given = read(exported(model, args))
         self._tie, self._untie = tie, untie
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""

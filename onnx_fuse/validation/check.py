@@ -17,6 +17,7 @@ from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
+from onnx_fuse.validation.along import Along, errors_along
 from onnx_fuse.validation.blame import Culprit, find_culprits
 from onnx_fuse.validation.compare import (
     TOLERANCES,
@@ -49,6 +50,8 @@ class Check:
     """The nodes that make a difference, the worst first, where they were asked for."""
     raised: dict[str, float] = field(default_factory=dict)
     """The outputs whose limit is the original's own difference between levels, with it."""
+    along: Along | None = None
+    """The differences at every value on the inputs of the worst one, where they were asked for."""
 
     @property
     def ok(self) -> bool:
@@ -151,14 +154,15 @@ def check_outputs(
     precision: str = "fp32",
     seed: int = 0,
     blame: bool = False,
+    along: bool = False,
 ) -> Check:
     """Run both models on `feeds` (or on generated ones) and compare every output.
 
     The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
     onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
     at least what these optimizations change in the original. On "cuda" `fused` runs in the
-    session's `precision` and is compared with the original as it is written. The arguments and
-    errors are those of `validate`.
+    session's `precision` and is compared with the original as it is written. `along` also compares
+    the values inside both graphs (`Check.along`). The arguments and errors are those of `validate`.
     """
     model = load(original)
     fix_shapes(model, shapes or {}, dims)
@@ -237,6 +241,7 @@ def check_outputs(
             device=device,
             precision=precision,
             blame=blame,
+            along=along,
         )
         numbers = ", ".join(str(i + 1) for i in sorted(unsteady))
         again.notes.insert(
@@ -259,6 +264,19 @@ def check_outputs(
         check.culprits = find_culprits(
             original, fused, feed, check.tolerance, device=device, as_written=as_written
         )
+    if along and check.differences and not random:
+        number = check.differences.index(max(check.differences, key=severity))
+        try:
+            check.along = errors_along(
+                original,
+                fused,
+                every[number // len(names)],
+                check.tolerance,
+                device=device,
+                precision=precision,
+            )
+        except ModelError as error:
+            check.notes.append(f"no differences inside the graphs are shown: {error}")
     return check
 
 

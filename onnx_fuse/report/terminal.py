@@ -1,9 +1,8 @@
-"""Summaries of models and tables of results, in the terminal, as JSON and as HTML."""
+"""Summaries of models and tables of results, in the terminal."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -13,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onnx_fuse import files, layout
+from onnx_fuse import layout
 from onnx_fuse.errors import printable
 from onnx_fuse.progress import quiet
+from onnx_fuse.report.page import Lines, Part, Table
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -92,6 +92,8 @@ class Printer:
     """The console of one command: it prints, and remembers, so that `--html` can write it too."""
 
     def __init__(self) -> None:
+        self.blocks: list[Part] = []
+        """All that was printed, in order."""
         from rich.console import Console
 
         class Unread(Console):
@@ -99,13 +101,21 @@ class Printer:
                 """The reader left: the work goes on, for the files that it writes."""
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self.begin_capture()
-                self.end_capture()  # drops what could not be written, which is recorded already
+                self.end_capture()  # drops what could not be written
 
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
         self.console: Console = Unread(record=True, width=width, highlight=False, soft_wrap=False)
 
     def text(self, *lines: str) -> None:
         """Print lines of text; in a terminal, lines that are too long break between words."""
+        last = self.blocks[-1] if self.blocks else None
+        if isinstance(last, Lines):
+            last.lines += lines
+        else:
+            self.blocks.append(Lines(list(lines)))
+        self._lines(lines)
+
+    def _lines(self, lines: Iterable[str]) -> None:
         quiet()
         for line in lines:
             line = printable(line)
@@ -121,18 +131,20 @@ class Printer:
 
         Where the columns do not fit the terminal, each row is a paragraph with a line a column.
         """
-        from rich.table import Table
+        from rich import table as tables
         from rich.text import Text
 
+        kept = [list(row) for row in rows]
+        self.blocks.append(Table(title, list(header), kept, left))
         quiet()
-        cells = [[printable(cell) for cell in row] for row in (header, *rows)]
+        cells = [[printable(cell) for cell in row] for row in (header, *kept)]
         widths = layout.widths(cells, self.console.width)
         if title:
             self.console.print(Text(title, style="bold"))
         if widths is None:
             self._paragraphs(cells[0], cells[1:])
             return
-        table = Table()
+        table = tables.Table()
         for i, (name, width) in enumerate(zip(cells[0], widths, strict=True)):
             justify: Any = "left" if i < left else "right"
             head = "\n".join(layout.wrap(name, width))
@@ -149,11 +161,7 @@ class Printer:
         """Rows that are too wide for a table."""
         for row in rows:
             for i, (name, cell) in enumerate(zip(header, row, strict=False)):
-                self.text(*([cell] if i == 0 else [f"  {name}: {cell}"] if cell else []))
-
-    def html(self, path: Path) -> None:
-        """Write all that was printed as one HTML page."""
-        write_whole(path, self.console.export_html())
+                self._lines([cell] if i == 0 else [f"  {name}: {cell}"] if cell else [])
 
 
 def models_rows(models: Sequence[Summary]) -> list[list[str]]:
@@ -279,30 +287,6 @@ def gradient_lines(check: GradientCheck) -> list[str]:
     )
     lines.extend(f"  note: {note}" for note in check.notes)
     return lines
-
-
-# ---- files -----------------------------------------------------------------------------------
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """`data` as strict JSON: infinities and NaN become strings."""
-    write_whole(path, json.dumps(_strict(data), indent=2, allow_nan=False) + "\n")
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(k): _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Raises ModelError if it cannot be written."""
-    with files.written(path) as draft:
-        draft.write_text(text, encoding="utf-8")
 
 
 def as_dict(model: Summary) -> dict[str, Any]:
