@@ -69,7 +69,11 @@ def test_state_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
     x = nn.tensor(IMAGES)
     for y, z in zip(net.eval()(x), other.eval()(x), strict=True):
         np.testing.assert_array_equal(y.numpy(), z.numpy())
-    state = {k: v.numpy() for k, v in net.state_dict().items()}
+    state = {k: v.numpy().copy() for k, v in net.state_dict().items()}
+    net.load_state_dict(state)
+    for array in state.values():
+        array[...] = 7  # it is no part of the module
+    assert (net.conv.weight.numpy() != 7).all()
     with pytest.raises(DataError, match=r"lacks conv.bias and has more"):
         net.load_state_dict({**{k: v for k, v in state.items() if k != "conv.bias"}, "more": 1})
     with pytest.raises(DataError, match=r"'conv.bias' has shape \[5\]"):

@@ -156,7 +156,7 @@ class Module:
                 f"the state lacks {', '.join(missing) or 'nothing'} and has "
                 f"{', '.join(extra) or 'nothing'} besides"
             )
-        found = {n: np.asarray(state[n]) for n in own if n in state}
+        found = {n: np.array(state[n]) for n in own if n in state}  # whose owner may change them
         for name, array in found.items():
             if array.shape != own[name]._data.shape:
                 raise DataError(
