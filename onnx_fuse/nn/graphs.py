@@ -36,39 +36,39 @@ class Captured:
     ) -> None:
         self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
         self._modules, self._count = recorder.modules, len(results)
-        states = list(recorder.states.values())
+        self._differentiates = recorder.differentiates
         leaves = list(recorder.leaves.values())
         held = [leaf for leaf in leaves if leaf.grad is not None]
-        ends = [recorder.value(t) for t in results] + [value for _, value in states]
-        ends += [recorder.value(leaf.grad) for leaf in held]
-        # an argument is not this tensor but the one that a replay gets in its place
+        fresh = [leaf for leaf in leaves if id(leaf) not in recorder.cleared]
+        states = [tensor for tensor, _ in recorder.states.values()]
+        ends = [*results, *states, *(leaf.grad for leaf in held)]
+        values = [recorder.value(tensor) for tensor in ends]
+        # A target is a tensor, or the number of an argument: each replay has others of these.
         place = {id(t): i for i, t in enumerate(arguments)}
-        self._states = [place.get(id(tensor), tensor) for tensor, _ in states]
-        self._held = [place.get(id(x), x) for x in held]
-        self._leaves = [place.get(id(x), x) for x in leaves]
-        fresh = [x for x in leaves if id(x) not in recorder.cleared]
-        self._fresh = [place.get(id(x), x) for x in fresh]
-        known = [value for _, value in recorder.inputs]
-        self._outside = [(t, _kind(t)) for t, _ in recorder.inputs]
-        self._renewals = {i: recorder.renewals[v] for i, v in enumerate(known)
-                          if v in recorder.renewals}  # fmt: skip
-        self.model = recorder.finished(ends, gpu)
-        """The ONNX graph."""
+        self._states, self._held, self._leaves, self._fresh = (
+            [place.get(id(t), t) for t in tensors] for tensors in (states, held, leaves, fresh)
+        )
+        self._outside = [(tensor, _kind(tensor)) for tensor, _ in recorder.inputs]
+        self._renewals = [
+            (tensor, recorder.renewals[value])
+            for tensor, value in recorder.inputs
+            if value in recorder.renewals
+        ]
+        self.model = recorder.finished(values, gpu)
+        """The ONNX graph; its first inputs are the arguments, the others what is outside."""
         inputs = self.model.graph.inputs
-        order = {v: i for i, v in enumerate(inputs)}
-        count = len(arguments)
-        places = [*(i for i in range(count)), *(order[v] for v in known)]
-        values = list(inputs)
+        others = [value for _, value in recorder.inputs]
+        first = [value for value in inputs if value not in others]
         inputs.clear()
-        inputs.extend(values[i] for i in places)  # arguments first, then what is outside
-        self._differentiates = recorder.differentiates
-        domains = {d: v for d, v in self.model.graph.opset_imports.items() if d}
+        inputs.extend([*first, *others])
+        imports = self.model.graph.opset_imports
         self._operation = Operation(
             "a captured graph",
             copied(self.model),
-            opset=self.model.graph.opset_imports[""],
-            domains=domains,
-            whole=None if recorder.differentiates else count,
+            opset=imports[""],
+            domains={domain: version for domain, version in imports.items() if domain},
+            whole=len(arguments),
+            fuses=not recorder.differentiates,
         )
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
@@ -91,8 +91,8 @@ class Captured:
                     "a captured function cannot add to gradients that are there already: call "
                     "zero_grad() in it, or before it"
                 )
-        for i, refresh in self._renewals.items():
-            self._outside[i][0]._data = Tensor(refresh(), device=self._outside[i][0].device)._data
+        for number, refresh in self._renewals:
+            number._data = Tensor(refresh(), device=number.device)._data
         given = [*arguments, *(t for t, _ in self._outside)]
         if self._differentiates:
             with no_grad():
@@ -130,7 +130,7 @@ class Captured:
 
 def _kind(tensor: Tensor) -> Any:
     """What a graph takes for granted of a tensor that it reads from outside."""
-    return tensor._data.shape, tensor._data.dtype, tensor.device
+    return tensor._data.shape, tensor._data.dtype, tensor.device, tensor.requires_grad
 
 
 MANY = 32

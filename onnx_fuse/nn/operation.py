@@ -32,12 +32,14 @@ class Operation:
     """A function that emits ONNX nodes, and what was made of it for inputs of each kind.
 
     `domains` are the operator sets besides ai.onnx that its nodes are of. `whole` is for a graph of
-    many nodes, which is fused before it is differentiated: the number of its first inputs, whose
-    sizes are open, where the other inputs are parameters. What is `random` draws anew each time, so
-    that no backward may compute it again.
+    many nodes: the number of its first inputs, whose sizes are open, where those of the others,
+    its parameters, are fixed; it `fuses` before it is differentiated. What is `random` draws anew
+    each time, so that no backward may compute it again.
     """
 
-    __slots__ = ("_classes", "build", "domains", "name", "opset", "plans", "random", "whole")
+    __slots__ = (
+        *("_classes", "build", "domains", "fuses", "name", "opset", "plans", "random", "whole"),
+    )
 
     def __init__(
         self,
@@ -47,10 +49,12 @@ class Operation:
         opset: int = CANONICAL_OPSET,
         domains: Mapping[str, int] | None = None,
         whole: int | None = None,
+        fuses: bool = True,
         random: bool = False,
     ) -> None:
         self.name, self.build, self.opset = name, build, opset
         self.domains, self.whole, self.random = dict(domains or {}), whole, random
+        self.fuses = fuses and whole is not None
         self.plans: dict[Any, Plan] = {}
         """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
         self._classes: dict[Any, Plan] = {}
@@ -155,7 +159,7 @@ class Plan:
         self.stops: list[int] = []
         """Inputs that no gradient flows to, because of `reason`."""
         self.reason = ""
-        if operation.whole is not None:
+        if operation.fuses:
             passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
         if needs and any(self.floats):
             try:
