@@ -265,6 +265,21 @@ def test_a_gradient_that_does_not_exist_is_refused_by_name() -> None:
         (z.floor() * 2 + x.sum()).sum().backward()
 
 
+def test_a_result_that_no_gradient_passes_leaves_the_others_theirs() -> None:
+    x, scale, bias, w = Tensor(X, requires_grad=True), Tensor(ROW), Tensor(ROW), Tensor(X.T.copy())
+    c = Tensor(ROW[:3].copy())
+    given = [x, scale, bias, w, c]
+    y, mean = nn.op_call("LayerNormGemm_mean", given, domain="onnx_fuse", outputs=2)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    z = Tensor(X, requires_grad=True)
+    ((F.layer_norm(z, 4, scale, bias) @ w + c) ** 2).sum().backward()
+    assert z.grad is not None
+    np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-6, atol=1e-9)
+    with pytest.raises(UsageError, match="inner value 'mean'"):
+        mean.sum().backward()
+
+
 def test_loops_branches_and_changing_shapes() -> None:
     x, total = Tensor([1.5], requires_grad=True), Tensor([0.0])
     steps = 0

@@ -27,7 +27,7 @@ PUBLIC = (
     "onnx_fuse.nn",
     *(
         f"onnx_fuse.nn.{name}"
-        for name in ("creation", "functional", "graphs", "layers", "module", "optim")
+        for name in ("creation", "functional", "graphs", "layers", "module", "optim", "plans")
     ),
     "onnx_fuse.validation",
     *(("onnx_fuse.torch",) if find_spec("torch") else ()),

@@ -131,8 +131,8 @@ class Plan:
     """
 
     __slots__ = (
-        *("_backward", "_gpu", "_name", "_reverse", "count", "floats", "forward", "reason"),
-        *("refusal", "sources", "stops", "wrt"),
+        *("_backward", "_gpu", "_name", "_reverse", "blocked", "count", "floats", "forward"),
+        *("reason", "refusal", "seeds", "sources", "stops", "wrt"),
     )
 
     def __init__(
@@ -149,11 +149,15 @@ class Plan:
         self.count = len(model.graph.outputs)
         self.floats = [v.dtype is None or v.dtype.is_floating_point() for v in model.graph.outputs]
         """Which results are of a floating-point type: these may have gradients."""
+        self.seeds = [i for i, is_float in enumerate(self.floats) if is_float]
+        """The results whose gradients the backward reads."""
+        self.blocked = ""
+        """Why it reads no others."""
         self.wrt = [i for i in range(len(ends)) if needs >> i & 1]
         """The inputs that the backward gives gradients of, in its order."""
         self.sources: list[int] = []
         """What the backward reads: an input by its number among those present, or ~k for result k
-        of the forward; the gradients of the floating-point results follow."""
+        of the forward; the gradients of the results in `seeds` follow."""
         self.refusal = ""
         """Why there is no backward, or "" if there is one."""
         self.stops: list[int] = []
@@ -165,8 +169,15 @@ class Plan:
             try:
                 model = self._differentiated(model, operation, ends)
             except ModelError as error:
-                self.refusal = str(error)
                 model = operation.model(ends)
+                self.blocked = str(error)
+                if (
+                    sum(self.floats) > 1 and self.floats[0]
+                ):  # others may be a fused op's inner values
+                    self.seeds = [0]
+                    model = self._first_alone(model, operation, ends)
+                else:
+                    self.refusal = str(error)
         self.forward = runner(model, gpu, operation.name)
 
     def backward(self, arrays: Sequence[Array]) -> list[Array]:
@@ -187,7 +198,7 @@ class Plan:
         wrt = [named[f"x{i}"] for i in self.wrt]
         dys: dict[ir.Value, ir.Value | None] = {}
         for i, y in enumerate(graph.outputs):
-            if self.floats[i]:
+            if i in self.seeds:
                 dys[y] = ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
         graph.inputs.extend(v for v in dys.values() if v is not None)
         fused = self._gpu is not None
@@ -218,6 +229,14 @@ class Plan:
         self._reverse = cut(model, [*carried, *dy_names], ends_of_both)
         return cut(model, [str(n) for n in order], returned)
 
+    def _first_alone(self, model: ir.Model, operation: Operation, ends: Sequence[Any]) -> ir.Model:
+        """As `_differentiated`, where no gradient flows through any result but the first."""
+        try:
+            return self._differentiated(model, operation, ends)
+        except ModelError as error:
+            self.refusal = str(error)
+            return operation.model(ends)
+
     def _stopped(
         self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
     ) -> None:
@@ -229,7 +248,7 @@ class Plan:
         dys: dict[ir.Value, ir.Value | None] = {
             y: ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
             for i, y in enumerate(model.graph.outputs)
-            if self.floats[i]
+            if i in self.seeds
         }
         try:
             autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])
