@@ -165,19 +165,8 @@ class Plan:
         self.reason = ""
         if operation.fuses:
             passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
-        if needs and any(self.floats):
-            try:
-                model = self._differentiated(model, operation, ends)
-            except ModelError as error:
-                model = operation.model(ends)
-                self.blocked = str(error)
-                if (
-                    sum(self.floats) > 1 and self.floats[0]
-                ):  # others may be a fused op's inner values
-                    self.seeds = [0]
-                    model = self._first_alone(model, operation, ends)
-                else:
-                    self.refusal = str(error)
+        if needs and self.seeds:
+            model = self._pair(model, operation, ends)
         self.forward = runner(model, gpu, operation.name)
 
     def backward(self, arrays: Sequence[Array]) -> list[Array]:
@@ -187,6 +176,26 @@ class Plan:
             self._backward = runner(self._reverse, self._gpu, f"the gradient of {self._name}")
             self._reverse = None
         return self._backward(arrays)
+
+    def _pair(self, model: ir.Model, operation: Operation, ends: Sequence[Any]) -> ir.Model:
+        """The forward of a graph that gets a backward, or the graph with a `refusal`.
+
+        Gradients may flow through the first result alone: others are a norm's mean, or inner values
+        of a fused operator.
+        """
+        every, wrt, why = self.seeds, self.wrt, ""
+        for seeds in (every, every[:1]) if len(every) > 1 else (every,):
+            self.seeds, self.wrt, self.stops = seeds, wrt, []
+            try:
+                made = self._differentiated(model, operation, ends)
+            except ModelError as error:
+                why = why or str(error)
+                model = operation.model(ends)
+            else:
+                self.blocked = why
+                return made
+        self.refusal = why
+        return model
 
     def _differentiated(
         self, model: ir.Model, operation: Operation, ends: Sequence[Any]
@@ -228,14 +237,6 @@ class Plan:
         ends_of_both = [str(v.name) for v in results]
         self._reverse = cut(model, [*carried, *dy_names], ends_of_both)
         return cut(model, [str(n) for n in order], returned)
-
-    def _first_alone(self, model: ir.Model, operation: Operation, ends: Sequence[Any]) -> ir.Model:
-        """As `_differentiated`, where no gradient flows through any result but the first."""
-        try:
-            return self._differentiated(model, operation, ends)
-        except ModelError as error:
-            self.refusal = str(error)
-            return operation.model(ends)
 
     def _stopped(
         self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
