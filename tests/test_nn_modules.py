@@ -232,3 +232,30 @@ def test_importing_the_package_does_not_import_it() -> None:
     code = "import sys, onnx_fuse; print('onnx_fuse.nn' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_training_in_16_bits(dtype: str, captured: bool) -> None:
+    """onnxruntime's CPU lacks some kernels for these types: they run in float32."""
+    nn.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).to(dtype)
+    optimizer = nn.optim.SGD(model, lr=0.5)
+    x, y = nn.randn(2, 3, 8).to(dtype), nn.tensor([[0, 1, 2], [3, 0, 1]])
+
+    def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = of.capture(step) if captured else step
+    losses = [run(x, y).item() for _ in range(12)]
+    assert model[0].weight.dtype.name == dtype
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_type_without_kernels_is_named() -> None:
+    with pytest.raises(UsageError, match=r"Gelu: onnxruntime: .*Erf"):
+        F.gelu(nn.tensor([1.0], "float64"))
