@@ -17,6 +17,8 @@ from onnx_fuse.nn import functional as F
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import optim as rules
 
+DATA = Path(__file__).parent / "data"
+
 
 class Net(nn.Module):
     """Every layer once."""
@@ -259,3 +261,23 @@ def test_training_in_16_bits(dtype: str, captured: bool) -> None:
 def test_a_type_without_kernels_is_named() -> None:
     with pytest.raises(UsageError, match=r"Gelu: onnxruntime: .*Erf"):
         F.gelu(nn.tensor([1.0], "float64"))
+
+
+@pytest.mark.parametrize("name", ["mlp_ln__ts17", "resnet_train__ts17", "llama__dynamo23"])
+def test_an_export_of_pytorchs_has_pytorchs_gradients(name: str) -> None:
+    """The loss is the mean of the output times the cotangent."""
+    data = np.load(DATA / f"{name}.npz")
+    model = nn.from_onnx(DATA / f"{name}.onnx")
+    y = model(*[data[f"in_{n}"] for n in model.inputs])
+    cotangent = data["cotangent"]
+    np.testing.assert_allclose(y.numpy(), data[f"out_{model.outputs[0]}"], rtol=1e-3, atol=1e-5)
+    y.backward(nn.tensor((cotangent / cotangent.size).astype(np.float32)))
+    parameters = dict(model.named_parameters())
+    compared = [n for n in parameters if f"grads_{n}" in data]
+    assert len(compared) > 10
+    for n in compared:
+        grad, wanted = parameters[n].grad, data[f"grads_{n}"]
+        assert grad is not None
+        np.testing.assert_allclose(
+            grad.numpy(), wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max()
+        )
