@@ -271,3 +271,29 @@ def test_one_tensor_for_two_arguments_is_another_graph() -> None:
     captured, x, y = of.capture(lambda a, b: a - b), nn.tensor([3.0]), nn.tensor([1.0])
     assert [captured(x, x).item() for _ in range(2)] == [0, 0]
     assert [captured(x, y).item() for _ in range(2)] == [2, 2]
+
+
+def test_what_is_detached_or_made_without_a_tape_is_a_constant_for_gradients() -> None:
+    w, x = nn.Parameter([2.0, 3.0]), nn.tensor([5.0, 7.0])
+
+    def loss_of(x: nn.Tensor) -> nn.Tensor:
+        with nn.no_grad():
+            scale = w * x
+        same = w * x  # the same product, which has a gradient
+        return (w * w.detach() + w * scale + nn.Tensor(w) * w * w + same * same).sum()
+
+    def step(x: nn.Tensor) -> None:
+        loss_of(x).backward()
+
+    step(x)
+    assert w.grad is not None
+    wanted = w.grad.tolist()
+    captured, forward = of.capture(step), of.capture(loss_of)
+    for _ in range(2):
+        w.grad = None
+        captured(x)
+        assert w.grad.tolist() == wanted
+    for _ in range(2):
+        w.grad = None
+        forward(x).backward()
+        assert w.grad.tolist() == wanted

@@ -171,7 +171,7 @@ class Capture:
         return self if instance is None else Bound(self, instance)
 
     def _first(self, key: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        recorder = Recorder()
+        recorder = Recorder(MODE.grad)
         names = names_of(self._function, args, kwargs)
         for tensor in tensors:
             recorder.argument(tensor, names.get(id(tensor), "x"))
@@ -234,7 +234,7 @@ class Block:
     def __enter__(self) -> Block:
         if MODE.recorder is not None:
             raise UsageError("a block cannot be captured within another capture")
-        self._recorder = MODE.recorder = Recorder()
+        self._recorder = MODE.recorder = Recorder(MODE.grad)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:

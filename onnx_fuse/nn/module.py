@@ -69,7 +69,7 @@ class Module:
             yield module
 
     def register_buffer(self, name: str, tensor: Tensor) -> None:
-        """Make a Tensor part of the module's state under `name`, as an assignment does."""
+        """Make `tensor` part of the module's state under `name`, as an assignment does."""
         setattr(self, name, tensor)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:

@@ -21,7 +21,7 @@ from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
-from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.canonicalize import clean
 
@@ -35,13 +35,15 @@ class CaptureWarning(UserWarning):
 class Recorder:
     """The graph of a capture as it grows. `sizes` says whether Python has read an open size."""
 
-    def __init__(self) -> None:
+    def __init__(self, grad: bool = True) -> None:
         imports = {"": CANONICAL_OPSET}
         self.model = ir.Model(
             ir.Graph([], [], nodes=[], opset_imports=imports, name="nn"), ir_version=10
         )
         self.op = autodiff.Emitter(self.model)
         self.sizes = False
+        self.grad = grad
+        """Whether operators are remembered for gradients, but where a block stops that."""
         self.inputs: list[tuple[Any, ir.Value]] = []
         """Tensors that the graph reads and was not given as arguments, such as parameters."""
         self.renewals: dict[ir.Value, Callable[[], Array]] = {}
@@ -77,7 +79,10 @@ class Recorder:
             if value.shape is None or value.dtype is None:  # where inference says nothing
                 value.dtype = ir.DataType.from_numpy(tensor._data.dtype)
                 value.shape = value.shape or ir.Shape([None] * tensor.ndim)
-            self._bind(tensor, value)
+            stops = not tensor.requires_grad and any(
+                x is not None and type(x) is not np.ndarray and x.requires_grad for x in inputs
+            )
+            self._bind(tensor, self._stopped(value) if stops else value)
 
     def backward(self, loss: Any, gradient: Any, new: Sequence[tuple[Any, Any]]) -> None:
         """Add a Backward node: the gradients `new` of leaves by a result."""
@@ -109,8 +114,19 @@ class Recorder:
         self._kept.append(tensor)
 
     def same(self, tensor: Any, other: Any) -> None:
-        """Note that `other` has the elements of `tensor`."""
-        self._bind(other, self.value(tensor))
+        """Note that `other` has the elements of `tensor`, as a constant for gradients."""
+        value = self.value(tensor)
+        self._bind(other, self._stopped(value) if tensor.requires_grad else value)
+
+    def _stopped(self, value: ir.Value) -> ir.Value:
+        """The value, which no gradient flows through."""
+        if not self.grad or value.dtype is None or not value.dtype.is_floating_point():
+            return value
+        made: ir.Value = self.op.node(
+            "StopGradient", [value], domain=FUSE, outputs=[self.op.fresh(f"{value.name}.constant")]
+        )
+        made.type, made.shape = value.type, value.shape
+        return made
 
     def renewed(self, tensor: Any, refresh: Callable[[], Array]) -> None:
         """Note that a tensor has another value at each replay, which `refresh` makes."""
@@ -195,6 +211,11 @@ class Recorder:
         graph.outputs.extend(outputs)
         if self.differentiates:
             assemble(self.model, gpu)
+            for node in [n for n in graph if n.op_type == "StopGradient" and n.domain == FUSE]:
+                old, new = node.outputs[0], node.inputs[0]
+                assert new is not None
+                ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
         op = autodiff.Emitter(self.model)
         for i, value in enumerate(graph.outputs):
             if value.producer() is None or value in graph.outputs[:i]:

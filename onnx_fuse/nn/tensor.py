@@ -80,6 +80,9 @@ class Tensor:
         device: str | None = None,
         requires_grad: bool = False,
     ) -> None:
+        if isinstance(data, Tensor) and MODE.recorder is not None:
+            data = data.detach() if dtype is None else data.detach().to(dtype)
+            MODE.recorder.same(data, self)
         array = as_array(data)
         if dtype is not None and array.dtype != dtype_of(np_name(dtype)):
             array = Tensor(array).to(dtype)._data
@@ -256,6 +259,8 @@ class Tensor:
         return made
 
     def _moved(self, device: str) -> Tensor:
+        if MODE.recorder is not None and MODE.recorder.knows(self):
+            raise UsageError("a captured function cannot move its tensors to another device")
         if self._edge is not None and MODE.grad:
             raise UsageError("a gradient does not pass from one device to another")
         return Tensor(placed(self._data, device), requires_grad=self.requires_grad)
