@@ -297,3 +297,37 @@ def test_what_is_detached_or_made_without_a_tape_is_a_constant_for_gradients() -
         w.grad = None
         forward(x).backward()
         assert w.grad.tolist() == wanted
+
+
+def test_a_gradient_that_leaves_the_graph_is_refused() -> None:
+    w, x = nn.Parameter([2.0]), nn.tensor([5.0])
+
+    def assigns(x: nn.Tensor) -> None:
+        loss = (w * x).sum()
+        w.copy_(w + 1)
+        loss.backward()
+
+    with pytest.raises(UsageError, match="assign after backward"):
+        of.capture(assigns)(x)
+    w.grad = None
+    before = w * 2
+    with pytest.raises(UsageError, match="computed before it"):
+        of.capture(lambda x: (before * x).sum().backward())(x)
+    with pytest.raises(UsageError, match="computed before it"):
+        of.capture(lambda h: h.sum().backward())(w * 2)
+
+
+def test_two_steps_in_one_graph() -> None:
+    def two(x: nn.Tensor, w: nn.Parameter) -> nn.Tensor:
+        for _ in range(2):
+            loss = ((w * x) ** 2).sum()
+            loss.backward()
+            w.copy_(w - w.grad * 0.01)
+            w.grad = None
+        return loss
+
+    w, v, x = nn.Parameter([2.0]), nn.Parameter([2.0]), nn.tensor([1.5])
+    captured = of.capture(lambda x: two(x, v))
+    for _ in range(3):
+        assert captured(x).item() == pytest.approx(two(x, w).item(), rel=1e-6)
+    assert v.item() == pytest.approx(w.item(), rel=1e-6)

@@ -58,6 +58,7 @@ class Recorder:
         """The modules that were called, with their modes."""
         self.differentiates = False
         self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
+        self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
         self._kept: list[Any] = []  # so that no identity comes twice
 
     # ---- what `nn` tells it ----
@@ -95,6 +96,7 @@ class Recorder:
                 )
             self.leaves[id(leaf)] = leaf
         values = [self.value(leaf) for leaf, _ in new]
+        self._check_flow(self.value(loss), values)
         dy = None if gradient is None else self.value(gradient)
         node = ir.Node(
             _DOMAIN, "Backward", [self.value(loss), dy, *values], num_outputs=len(values),
@@ -106,9 +108,29 @@ class Recorder:
             self._bind(grad, result)
         self.op.nodes.append(node)
 
+    def _check_flow(self, loss: ir.Value, leaves: Sequence[ir.Value]) -> None:
+        """Raise UsageError unless the graph's gradients flow where those of the tape do."""
+        reached, todo = {loss}, [loss]
+        while todo:
+            value = todo.pop()
+            node = None if value in leaves else value.producer()
+            if node is None or (node.op_type == "StopGradient" and node.domain == FUSE):
+                continue
+            new = [v for v in reads(node) if v is not None and v not in reached]
+            reached.update(new)
+            todo += new
+        if not reached.issuperset(leaves) or not reached.isdisjoint(self._before):
+            raise UsageError(
+                "the gradient of a captured function flows to what was computed before it, or to "
+                "the former elements of a Tensor that was assigned to: capture the whole "
+                "computation, and assign after backward()"
+            )
+
     def assigned(self, tensor: Any, given: Any) -> None:
         """Note that a tensor has the elements of another from now on."""
         value = self.value(given)
+        if tensor.requires_grad and self.knows(tensor):
+            self._before.add(self.value(tensor))
         self.states[id(tensor)] = tensor, value
         self._bind(tensor, value)
         self._kept.append(tensor)
