@@ -28,11 +28,7 @@ class Captured:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        arguments: Sequence[Tensor],
-        results: Sequence[Tensor],
-        gpu: bool,
+        self, recorder: Recorder, arguments: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
         self._modules, self._count = recorder.modules, len(results)
@@ -54,6 +50,7 @@ class Captured:
             for tensor, value in recorder.inputs
             if value in recorder.renewals
         ]
+        gpu = any(t.device != "cpu" for t in (*arguments, *(t for t, _ in recorder.inputs)))
         self.model = recorder.finished(values, gpu)
         """The ONNX graph; its first inputs are the arguments, the others what is outside."""
         inputs = self.model.graph.inputs
@@ -182,12 +179,12 @@ class Capture:
             MODE.recorder = None
         results: list[Tensor] = []
         shape = form_of(result, results)
-        gpu = any(t.device != "cpu" for t in (*tensors, *results))
-        captured = self._last = Captured(recorder, tensors, results, gpu)
+        captured = self._last = Captured(recorder, tensors, results)
         self._captured.setdefault(key, []).append((captured, shape))
         if len(self.graphs) == MANY:
+            name = getattr(self._function, "__qualname__", "a function")
             warnings.warn(
-                f"{names_it(self._function)} has been captured {MANY} times, for other sizes or "
+                f"{name} has been captured {MANY} times, for other sizes or "
                 "Python values: make its numbers Tensors, and read no sizes in it",
                 CaptureWarning,
                 stacklevel=3,
@@ -207,11 +204,6 @@ class Capture:
         if self._last is None:
             raise UsageError("nothing is captured yet: call the function first")
         _write(self._last, path)
-
-
-def names_it(function: Any) -> str:
-    """The function as messages name it."""
-    return str(getattr(function, "__qualname__", function))
 
 
 class Bound:
@@ -246,8 +238,7 @@ class Block:
         grads = {id(leaf.grad) for leaf in recorder.leaves.values()}
         living = [t for t, _ in recorder.living() if id(t) not in taken | grads]
         self._results = living
-        gpu = any(t.device != "cpu" for t in living)
-        self._captured = Captured(recorder, [], living, gpu)
+        self._captured = Captured(recorder, [], living)
 
     def replay(self) -> None:
         """Run the graph on what its tensors hold now; its results get new elements."""
