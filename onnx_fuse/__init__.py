@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
     from onnx_fuse.nn.graphs import capture as capture
+    from onnx_fuse.nn.plans import plan as plan
     from onnx_fuse.ops.opdef import OpDef as OpDef
     from onnx_fuse.plugins import register_kernel as register_kernel
     from onnx_fuse.plugins import register_op as register_op
@@ -60,6 +61,7 @@ _NAMES = {
     "gradient": "api",
     "load": "api",
     "optimize": "api",
+    "plan": "nn.plans",
     "register_kernel": "plugins",
     "register_op": "plugins",
     "validate": "validation",

@@ -17,7 +17,7 @@ from onnx_fuse import kernels, passes
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower.registered import registered
-from onnx_fuse.lower.walk import lowerings
+from onnx_fuse.lower.table import lowerings
 from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
 from onnx_fuse.ops.body_rule import body_rule

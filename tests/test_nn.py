@@ -67,6 +67,11 @@ ROWS: list[tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] 
     ("max_values", lambda x: x.max(1)[0], lambda x: x.max(1), (X,)),
     ("var", lambda x: x.var(1), lambda x: x.var(1, ddof=1), (X,)),
     ("std", lambda x: x.std(correction=0), lambda x: x.std(), (X,)),
+    ("norm", lambda x: x.norm(1), lambda x: np.sqrt((x * x).sum(1)), (X,)),
+    ("logsumexp", lambda x: x.logsumexp(0), lambda x: np.log(np.exp(x).sum(0)), (X,)),
+    ("rsqrt", lambda x: x.rsqrt(), lambda x: 1 / np.sqrt(x), (np.abs(X) + 1,)),
+    ("sort", lambda x: x.sort()[0], lambda x: np.sort(x, 1), (X,)),
+    ("einsum", lambda x, y: F.einsum("ij,kj->ik", x, y), lambda x, y: x @ y.T, (X, Y)),
     ("cumsum", lambda x: x.cumsum(1), lambda x: x.cumsum(1), (X,)),
     ("topk", lambda x: x.topk(2)[0], lambda x: -np.sort(-x)[:, :2], (X,)),
     ("reshape", lambda x: x.reshape(2, -1), lambda x: x.reshape(2, -1), (X,)),
@@ -194,6 +199,30 @@ def test_views_share_memory_and_arrays_come_and_go_without_copies() -> None:
     assert np.shares_memory(Tensor(_Foreign(array)).numpy(), array)
 
 
+def test_bfloat16_is_shared_with_other_libraries() -> None:
+    x = nn.arange(12).reshape(3, 4).bfloat16().T[1:]
+    again = Tensor(_Bfloat16(x))
+    assert again.dtype == ml_dtypes.bfloat16
+    assert np.shares_memory(again.numpy(), x.numpy())
+    assert again.tolist() == x.tolist()
+    assert Tensor(_Bfloat16(x[:0])).shape == (0, 3)
+    kept = Tensor(_Bfloat16(x * 2))
+    assert kept.tolist() == (x * 2).tolist()
+
+
+class _Bfloat16:
+    """A bfloat16 tensor of another library, as far as DLPack shows it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.dtype = x, "torch.bfloat16"
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+
 class _Foreign:
     """A tensor of another library."""
 
@@ -234,6 +263,21 @@ def test_a_gradient_that_does_not_exist_is_refused_by_name() -> None:
     z = Tensor([1.0], requires_grad=True)
     with pytest.raises(UsageError, match="piecewise constant"):
         (z.floor() * 2 + x.sum()).sum().backward()
+
+
+def test_a_result_that_no_gradient_passes_leaves_the_others_theirs() -> None:
+    x, scale, bias, w = Tensor(X, requires_grad=True), Tensor(ROW), Tensor(ROW), Tensor(X.T.copy())
+    c = Tensor(ROW[:3].copy())
+    given = [x, scale, bias, w, c]
+    y, mean = nn.op_call("LayerNormGemm_mean", given, domain="onnx_fuse", outputs=2)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    z = Tensor(X, requires_grad=True)
+    ((F.layer_norm(z, 4, scale, bias) @ w + c) ** 2).sum().backward()
+    assert z.grad is not None
+    np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-6, atol=1e-9)
+    with pytest.raises(UsageError, match="inner value 'mean'"):
+        mean.sum().backward()
 
 
 def test_loops_branches_and_changing_shapes() -> None:
@@ -279,3 +323,14 @@ def test_what_cannot_be_is_said() -> None:
         Tensor([1], requires_grad=True)
     with pytest.raises(UsageError, match="unknown device"):
         Tensor([1], device="tpu")
+
+
+def test_tensors_of_given_numbers() -> None:
+    x = nn.full((2, 3), 7, "bfloat16")
+    for made, value in ((nn.zeros_like(x), 0), (nn.ones_like(x), 1), (nn.full_like(x, 2), 2)):
+        assert (made.shape, made.dtype) == ((2, 3), ml_dtypes.bfloat16)
+        assert (made.numpy() == value).all()
+    assert nn.zeros(2).tolist() == nn.zeros((2,)).tolist() == [0, 0]
+    assert nn.ones(1, 2, dtype="int32").dtype == np.int32
+    assert nn.eye(2).tolist() == [[1, 0], [0, 1]]
+    assert (nn.arange(3).tolist(), nn.arange(1, 6, 2).tolist()) == ([0, 1, 2], [1, 3, 5])

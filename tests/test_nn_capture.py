@@ -239,3 +239,95 @@ def test_a_captured_step_is_saved_as_onnx(tmp_path: Path) -> None:
     assert "0.weight" in {i.name for i in proto.graph.initializer}
     found = ort.session(tmp_path / "step.onnx").run(None, {"x": x.numpy(), "y": y.numpy()})
     assert step(x, y).item() == pytest.approx(float(found[0]), rel=1e-6)
+
+
+def test_arguments_that_are_assigned_or_get_gradients_are_those_of_the_call() -> None:
+    @of.capture
+    def step(x: nn.Tensor, state: nn.Tensor) -> None:
+        (x * x).sum().backward()
+        state.copy_(state + x.detach())
+
+    state = nn.tensor([0.0])
+    for i in range(3):
+        x = nn.tensor([float(i + 1)], requires_grad=True)
+        step(x, state)
+        assert x.grad is not None
+        assert x.grad.tolist() == [2 * (i + 1)]
+        if i == 1:
+            state = nn.tensor([10.0])
+    assert state.tolist() == [13]
+    assert len(step.graphs) == 1
+
+
+def test_a_number_that_changes_at_each_call_is_warned_of() -> None:
+    captured, x = of.capture(lambda x, factor: x * factor), nn.tensor([1.0])
+    for i in range(31):
+        captured(x, float(i))
+    with pytest.warns(CaptureWarning, match="captured 32 times"):
+        captured(x, 31.0)
+
+
+def test_one_tensor_for_two_arguments_is_another_graph() -> None:
+    captured, x, y = of.capture(lambda a, b: a - b), nn.tensor([3.0]), nn.tensor([1.0])
+    assert [captured(x, x).item() for _ in range(2)] == [0, 0]
+    assert [captured(x, y).item() for _ in range(2)] == [2, 2]
+
+
+def test_what_is_detached_or_made_without_a_tape_is_a_constant_for_gradients() -> None:
+    w, x = nn.Parameter([2.0, 3.0]), nn.tensor([5.0, 7.0])
+
+    def loss_of(x: nn.Tensor) -> nn.Tensor:
+        with nn.no_grad():
+            scale = w * x
+        same = w * x  # the same product, which has a gradient
+        return (w * w.detach() + w * scale + nn.Tensor(w) * w * w + same * same).sum()
+
+    def step(x: nn.Tensor) -> None:
+        loss_of(x).backward()
+
+    step(x)
+    assert w.grad is not None
+    wanted = w.grad.tolist()
+    captured, forward = of.capture(step), of.capture(loss_of)
+    for _ in range(2):
+        w.grad = None
+        captured(x)
+        assert w.grad.tolist() == wanted
+    for _ in range(2):
+        w.grad = None
+        forward(x).backward()
+        assert w.grad.tolist() == wanted
+
+
+def test_a_gradient_that_leaves_the_graph_is_refused() -> None:
+    w, x = nn.Parameter([2.0]), nn.tensor([5.0])
+
+    def assigns(x: nn.Tensor) -> None:
+        loss = (w * x).sum()
+        w.copy_(w + 1)
+        loss.backward()
+
+    with pytest.raises(UsageError, match="assign after backward"):
+        of.capture(assigns)(x)
+    w.grad = None
+    before = w * 2
+    with pytest.raises(UsageError, match="computed before it"):
+        of.capture(lambda x: (before * x).sum().backward())(x)
+    with pytest.raises(UsageError, match="computed before it"):
+        of.capture(lambda h: h.sum().backward())(w * 2)
+
+
+def test_two_steps_in_one_graph() -> None:
+    def two(x: nn.Tensor, w: nn.Parameter) -> nn.Tensor:
+        for _ in range(2):
+            loss = ((w * x) ** 2).sum()
+            loss.backward()
+            w.copy_(w - w.grad * 0.01)
+            w.grad = None
+        return loss
+
+    w, v, x = nn.Parameter([2.0]), nn.Parameter([2.0]), nn.tensor([1.5])
+    captured = of.capture(lambda x: two(x, v))
+    for _ in range(3):
+        assert captured(x).item() == pytest.approx(two(x, w).item(), rel=1e-6)
+    assert v.item() == pytest.approx(w.item(), rel=1e-6)

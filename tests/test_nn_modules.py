@@ -17,6 +17,8 @@ from onnx_fuse.nn import functional as F
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import optim as rules
 
+DATA = Path(__file__).parent / "data"
+
 
 class Net(nn.Module):
     """Every layer once."""
@@ -69,7 +71,11 @@ def test_state_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
     x = nn.tensor(IMAGES)
     for y, z in zip(net.eval()(x), other.eval()(x), strict=True):
         np.testing.assert_array_equal(y.numpy(), z.numpy())
-    state = {k: v.numpy() for k, v in net.state_dict().items()}
+    state = {k: v.numpy().copy() for k, v in net.state_dict().items()}
+    net.load_state_dict(state)
+    for array in state.values():
+        array[...] = 7  # it is no part of the module
+    assert (net.conv.weight.numpy() != 7).all()
     with pytest.raises(DataError, match=r"lacks conv.bias and has more"):
         net.load_state_dict({**{k: v for k, v in state.items() if k != "conv.bias"}, "more": 1})
     with pytest.raises(DataError, match=r"'conv.bias' has shape \[5\]"):
@@ -228,3 +234,50 @@ def test_importing_the_package_does_not_import_it() -> None:
     code = "import sys, onnx_fuse; print('onnx_fuse.nn' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_training_in_16_bits(dtype: str, captured: bool) -> None:
+    """onnxruntime's CPU lacks some kernels for these types: they run in float32."""
+    nn.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).to(dtype)
+    optimizer = nn.optim.SGD(model, lr=0.5)
+    x, y = nn.randn(2, 3, 8).to(dtype), nn.tensor([[0, 1, 2], [3, 0, 1]])
+
+    def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = of.capture(step) if captured else step
+    losses = [run(x, y).item() for _ in range(12)]
+    assert model[0].weight.dtype.name == dtype
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_type_without_kernels_is_named() -> None:
+    with pytest.raises(UsageError, match=r"Gelu: onnxruntime: .*Erf"):
+        F.gelu(nn.tensor([1.0], "float64"))
+
+
+@pytest.mark.parametrize("name", ["mlp_ln__ts17", "resnet_train__ts17", "llama__dynamo23"])
+def test_an_export_of_pytorchs_has_pytorchs_gradients(name: str) -> None:
+    """The loss is the mean of the output times the cotangent."""
+    data = np.load(DATA / f"{name}.npz")
+    model = nn.from_onnx(DATA / f"{name}.onnx")
+    y = model(*[data[f"in_{n}"] for n in model.inputs])
+    cotangent = data["cotangent"]
+    np.testing.assert_allclose(y.numpy(), data[f"out_{model.outputs[0]}"], rtol=1e-3, atol=1e-5)
+    y.backward(nn.tensor((cotangent / cotangent.size).astype(np.float32)))
+    parameters = dict(model.named_parameters())
+    compared = [n for n in parameters if f"grads_{n}" in data]
+    assert len(compared) > 10
+    for n in compared:
+        grad, wanted = parameters[n].grad, data[f"grads_{n}"]
+        assert grad is not None
+        np.testing.assert_allclose(
+            grad.numpy(), wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max()
+        )

@@ -118,6 +118,18 @@ def test_a_body_is_recognized_where_a_graph_computes_it(
     assert {name: found.count(name) for name in set(found)} == wanted
 
 
+def test_a_refusal_is_explained(saved: Callable[..., Path], cli: Cli) -> None:
+    of.register_op(of.OpDef("Swish", "my.ops", SWISH), fuse=True)
+    path = saved(model_of("s = Tanh(x) a = Mul(x, s) y = Add(a, s)"))
+    result = cli("optimize", path, "--explain")
+    assert result.code == 0
+    assert "another node reads 's'" in " ".join(result.out.split())
+    result = cli("optimize", saved(model_of("s = Tanh(x) y = Mul(x, s)")), "--skip", "Swish")
+    assert result.code == 0
+    fused = onnx.load(path.with_suffix(".fused.onnx"))
+    assert all(n.domain != "my.ops" for n in fused.graph.node)
+
+
 def test_attributes_and_constants_of_a_body_are_read_from_the_graph() -> None:
     body = """Leaky <slope: float = 0.1> (x) => (y) {
   two = Constant <value = float {2.0}> ()

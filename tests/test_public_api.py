@@ -26,7 +26,10 @@ PUBLIC = (
     *(f"onnx_fuse.training.{name}" for name in ("history", "metrics", "optim", "sources")),
     *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "step", "trainer")),
     "onnx_fuse.nn",
-    *(f"onnx_fuse.nn.{name}" for name in ("functional", "graphs", "layers", "module", "optim")),
+    *(
+        f"onnx_fuse.nn.{name}"
+        for name in ("creation", "functional", "graphs", "layers", "module", "optim", "plans")
+    ),
     "onnx_fuse.validation",
     *(("onnx_fuse.torch",) if find_spec("torch") else ()),
 )

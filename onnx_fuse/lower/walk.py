@@ -11,8 +11,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED
 from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
+from onnx_fuse.lower.table import lowerings
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import (
@@ -43,12 +42,6 @@ from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
-# Modules of this folder whose LOWERINGS table serves operators: see llir.
-FAMILIES: tuple[str, ...] = (
-    *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
-    *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
-    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
-)
 FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "GatherElements",
           "GatherND", "Gemm", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
           "MatMul", "NegativeLogLikelihoodLoss", "RMSNormalization", "RotaryEmbedding",
@@ -63,15 +56,6 @@ SETUP_LIMIT = 1 << 20
 TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
-
-
-@cache
-def lowerings() -> dict[tuple[str, str], Lowering]:
-    """(domain, operator) -> its lowering, of all families."""
-    table: dict[tuple[str, str], Lowering] = {}
-    for family in FAMILIES:
-        table.update(import_module(f"onnx_fuse.lower.{family}").LOWERINGS)
-    return table
 
 
 def lower(
@@ -482,7 +466,7 @@ class Lowerer(Control):
     def _call_key(self, node: ir.Node) -> tuple[Any, ...] | None:
         """What calls have in common that may have one body in turn; None: it has its own."""
         kinds = {attribute.type for attribute in node.attributes.values()}
-        if node.domain != FUSE or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
+        if not carries_body(node) or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
             return None
         given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
         types = tuple(

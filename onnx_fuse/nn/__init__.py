@@ -6,9 +6,10 @@ of `onnx_fuse.gradient`, and `onnx_fuse.capture` makes one graph of what a funct
 
 from __future__ import annotations
 
-from onnx_fuse.nn import functional, layers, optim
+from onnx_fuse.nn import creation, functional, layers, optim
+from onnx_fuse.nn.creation import *  # noqa: F403 - the names of `creation.__all__`
 from onnx_fuse.nn.dispatch import no_grad, op_call
-from onnx_fuse.nn.functional import arange, cat, stack, where
+from onnx_fuse.nn.functional import cat, stack, where
 from onnx_fuse.nn.imported import ImportedModule, from_onnx
 from onnx_fuse.nn.layers import *  # noqa: F403 - the names of `layers.__all__`
 from onnx_fuse.nn.module import (
@@ -24,6 +25,7 @@ from onnx_fuse.nn.random import manual_seed, rand, randint, randn
 from onnx_fuse.nn.tensor import Tensor, tensor
 
 __all__ = [
+    *creation.__all__,
     *layers.__all__,
     "ImportedModule",
     "Module",
@@ -32,7 +34,6 @@ __all__ = [
     "Parameter",
     "Sequential",
     "Tensor",
-    "arange",
     "cat",
     "from_onnx",
     "functional",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.runner import Array, adopt, upload
-from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.runtime.tensor import DeviceTensor, bfloat16_array, capsule
 
 DType: TypeAlias = "str | type | np.dtype[Any]"
 
@@ -67,17 +67,18 @@ def _from_dlpack(data: Any) -> Array:
     """The memory of another library's tensor, shared."""
     if not hasattr(data, "__dlpack_device__") or int(data.__dlpack_device__()[0]) == 2:
         return adopt(data)
-    if str(data.dtype).endswith("bfloat16"):  # which NumPy's DLPack lacks
-        raise UsageError("bfloat16 does not pass between libraries on the host: cast it")
+    if str(getattr(data, "dtype", "")).endswith("bfloat16"):
+        return bfloat16_array(data)
     array: np.ndarray[Any, Any] = np.from_dlpack(data)
     return array
 
 
-def lent(array: Array) -> Array:
-    """The array for another library. Raises UsageError for a type that DLPack lacks in NumPy."""
-    if array.dtype.kind != "V" or type(array) is not np.ndarray:
-        return array
-    raise UsageError(f"{array.dtype.name} does not pass between libraries on the host: cast it")
+def exported(array: Array, options: Mapping[str, Any]) -> Any:
+    """The DLPack capsule of an array, with the `options` of its `__dlpack__`."""
+    if type(array) is np.ndarray and array.dtype.name == "bfloat16":  # which NumPy refuses
+        steps = [s // array.dtype.itemsize for s in array.strides]
+        return capsule(array.ctypes.data, (1, 0), array.shape, steps, array.dtype, array)
+    return array.__dlpack__(**options)
 
 
 def placed(array: Array, device: str | None) -> Array:

@@ -295,11 +295,9 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
         stops += [(target, plan.reason) for target in edge.stopped]
         if not plan.wrt:
             continue
-        given = [
-            _zeros(edge, i) if dys[i] is None else dys[i]
-            for i in range(plan.count)
-            if plan.floats[i]
-        ]
+        if any(dy is not None and i not in plan.seeds for i, dy in enumerate(dys)):
+            raise UsageError(plan.blocked)
+        given = [_zeros(edge, i) if dys[i] is None else dys[i] for i in plan.seeds]
         for target, dx in zip(edge.targets, plan.backward([*edge.saved, *given]), strict=True):
             if type(target) is tuple:
                 earlier, i = target

@@ -54,7 +54,7 @@ def with_initializers(
 def export(module: Any, path: str | os.PathLike[str], args: Sequence[Any]) -> None:
     """Write a module as an ONNX file: see `Module.export`."""
     tensors = [a if isinstance(a, Tensor) else Tensor(a) for a in args]
-    recorder = Recorder()
+    recorder = Recorder(grad=False)
     names = names_of(module.forward, tensors, {})
     for tensor in tensors:
         recorder.argument(tensor, names.get(id(tensor), "x"))

@@ -12,19 +12,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.nn import random
+from onnx_fuse.nn import operators, random
 from onnx_fuse.nn.dispatch import op_call, operation
 from onnx_fuse.nn.tensor import Tensor, where
 from onnx_fuse.ops.loss import LOSSES
 
 __all__ = [
-    "arange",
     "batch_norm",
     "binary_cross_entropy_with_logits",
     "cat",
     "conv2d",
     "cross_entropy",
     "dropout",
+    "einsum",
     "elu",
     "embedding",
     "gelu",
@@ -443,6 +443,12 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return made
 
 
+def einsum(equation: str, *tensors: Tensor) -> Tensor:
+    """The sum of products of `tensors` that `equation` writes, as "ij,jk->ik"."""
+    made: Tensor = operators.einsum(*tensors, equation=equation)
+    return made
+
+
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`tensors` of one shape along a new axis `dim`."""
     return cat([t.unsqueeze(dim) for t in tensors], dim)
@@ -461,12 +467,6 @@ def one_hot(index: Tensor, num_classes: int) -> Tensor:
     """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
     made: Tensor = op_call("OneHot", [index, np.array(num_classes), [0, 1]])
     return made
-
-
-def arange(start: int, end: int | None = None, step: int = 1, device: str | None = None) -> Tensor:
-    """The int64 numbers from `start` to `end` - 1 by `step`, on `device`; up to `start` alone."""
-    first, last = (0, start) if end is None else (start, end)
-    return Tensor(np.arange(first, last, step, dtype=np.int64), device=device)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
@@ -27,42 +28,44 @@ class Captured:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        arguments: Sequence[Tensor],
-        results: Sequence[Tensor],
-        gpu: bool,
+        self, recorder: Recorder, arguments: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
         self._modules, self._count = recorder.modules, len(results)
-        states = list(recorder.states.values())
-        self._leaves = list(recorder.leaves.values())
-        held = [leaf for leaf in self._leaves if leaf.grad is not None]
-        ends = [recorder.value(t) for t in results] + [value for _, value in states]
-        ends += [recorder.value(leaf.grad) for leaf in held]
-        self._states, self._held = [tensor for tensor, _ in states], held
-        self._fresh = [x for x in self._leaves if id(x) not in recorder.cleared]
-        known = [value for _, value in recorder.inputs]
-        self._outside = [(t, t._data.shape, t._data.dtype) for t, _ in recorder.inputs]
-        self._renewals = {i: recorder.renewals[v] for i, v in enumerate(known)
-                          if v in recorder.renewals}  # fmt: skip
-        self.model = recorder.finished(ends, gpu)
-        """The ONNX graph."""
-        inputs = self.model.graph.inputs
-        order = {v: i for i, v in enumerate(inputs)}
-        count = len(arguments)
-        places = [*(i for i in range(count)), *(order[v] for v in known)]
-        values = list(inputs)
-        inputs.clear()
-        inputs.extend(values[i] for i in places)  # arguments first, then what is outside
         self._differentiates = recorder.differentiates
-        domains = {d: v for d, v in self.model.graph.opset_imports.items() if d}
+        leaves = list(recorder.leaves.values())
+        held = [leaf for leaf in leaves if leaf.grad is not None]
+        fresh = [leaf for leaf in leaves if id(leaf) not in recorder.cleared]
+        states = [tensor for tensor, _ in recorder.states.values()]
+        ends = [*results, *states, *(leaf.grad for leaf in held)]
+        values = [recorder.value(tensor) for tensor in ends]
+        # A target is a tensor, or the number of an argument: each replay has others of these.
+        place = {id(t): i for i, t in enumerate(arguments)}
+        self._states, self._held, self._leaves, self._fresh = (
+            [place.get(id(t), t) for t in tensors] for tensors in (states, held, leaves, fresh)
+        )
+        self._outside = [(tensor, _kind(tensor)) for tensor, _ in recorder.inputs]
+        self._renewals = [
+            (tensor, recorder.renewals[value])
+            for tensor, value in recorder.inputs
+            if value in recorder.renewals
+        ]
+        gpu = any(t.device != "cpu" for t in (*arguments, *(t for t, _ in recorder.inputs)))
+        self.model = recorder.finished(values, gpu)
+        """The ONNX graph; its first inputs are the arguments, the others what is outside."""
+        inputs = self.model.graph.inputs
+        others = [value for _, value in recorder.inputs]
+        first = [value for value in inputs if value not in others]
+        inputs.clear()
+        inputs.extend([*first, *others])
+        imports = self.model.graph.opset_imports
         self._operation = Operation(
             "a captured graph",
             copied(self.model),
-            opset=self.model.graph.opset_imports[""],
-            domains=domains,
-            whole=None if recorder.differentiates else count,
+            opset=imports[""],
+            domains={domain: version for domain, version in imports.items() if domain},
+            whole=len(arguments),
+            fuses=not recorder.differentiates,
         )
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
@@ -70,23 +73,24 @@ class Captured:
         return (
             (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
             and all(module.training is mode for module, mode in self._modules)
-            and all(
-                t._data.shape == shape and t._data.dtype == dtype
-                for t, shape, dtype in self._outside
-            )
+            and all(_kind(t) == kind for t, kind in self._outside)
         )
 
     def replay(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run the graph; assigns the tensors that the function assigns, and returns its results."""
-        for leaf in self._fresh:
+
+        def tensor(target: Any) -> Tensor:
+            return arguments[target] if type(target) is int else target
+
+        for leaf in map(tensor, self._fresh):
             if leaf.grad is not None:
                 raise UsageError(
                     "a captured function cannot add to gradients that are there already: call "
-                    "zero_grad() in it"
+                    "zero_grad() in it, or before it"
                 )
-        for i, refresh in self._renewals.items():
-            self._outside[i][0]._data = Tensor(refresh(), device=self._outside[i][0].device)._data
-        given = [*arguments, *(t for t, _, _ in self._outside)]
+        for number, refresh in self._renewals:
+            number._data = Tensor(refresh(), device=number.device)._data
+        given = [*arguments, *(t for t, _ in self._outside)]
         if self._differentiates:
             with no_grad():
                 made = apply(self._operation, given)
@@ -95,12 +99,12 @@ class Captured:
         found = list(made) if isinstance(made, tuple) else [made]
         results, rest = found[: self._count], found[self._count :]
         with no_grad():
-            for tensor, new in zip(self._states, rest, strict=False):
-                tensor._data = new._data
-        for leaf in self._leaves:
+            for target, new in zip(self._states, rest, strict=False):
+                tensor(target)._data = new._data
+        for leaf in map(tensor, self._leaves):
             leaf.grad = None
-        for leaf, grad in zip(self._held, rest[len(self._states) :], strict=True):
-            leaf.grad = grad
+        for target, grad in zip(self._held, rest[len(self._states) :], strict=True):
+            tensor(target).grad = grad
         return results
 
     def file(self, names: dict[int, str]) -> Any:
@@ -108,7 +112,7 @@ class Captured:
 
         `names` are those of tensors, by identity.
         """
-        tensors = [t for t, _, _ in self._outside]
+        tensors = [t for t, _ in self._outside]
         fixed = self.shapes if self.sizes else None
         return with_initializers(self.model, tensors, names, fixed)
 
@@ -119,6 +123,15 @@ class Captured:
             for name, tensor in module._named():
                 found.setdefault(id(tensor), name)
         return found
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What a graph takes for granted of a tensor that it reads from outside."""
+    return tensor._data.shape, tensor._data.dtype, tensor.device, tensor.requires_grad
+
+
+MANY = 32
+"""Graphs of one function from which on a warning says that it is captured again and again."""
 
 
 class Capture:
@@ -143,7 +156,8 @@ class Capture:
         tensors: list[Tensor] = []
         form = flat((args, kwargs), tensors)
         kinds = tuple([(t._data.dtype.num, t.ndim, t.device, t.requires_grad) for t in tensors])
-        key = (form, kinds, MODE.grad)
+        same = [id(t) for t in tensors]  # two arguments that are one tensor are one in the graph
+        key = (form, kinds, tuple(map(same.index, same)), MODE.grad)
         for captured, shape in self._captured.get(key, ()):
             if captured.fits(tensors):
                 self._last = captured
@@ -154,7 +168,7 @@ class Capture:
         return self if instance is None else Bound(self, instance)
 
     def _first(self, key: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        recorder = Recorder()
+        recorder = Recorder(MODE.grad)
         names = names_of(self._function, args, kwargs)
         for tensor in tensors:
             recorder.argument(tensor, names.get(id(tensor), "x"))
@@ -165,9 +179,16 @@ class Capture:
             MODE.recorder = None
         results: list[Tensor] = []
         shape = form_of(result, results)
-        gpu = any(t.device != "cpu" for t in (*tensors, *results))
-        captured = self._last = Captured(recorder, tensors, results, gpu)
+        captured = self._last = Captured(recorder, tensors, results)
         self._captured.setdefault(key, []).append((captured, shape))
+        if len(self.graphs) == MANY:
+            name = getattr(self._function, "__qualname__", "a function")
+            warnings.warn(
+                f"{name} has been captured {MANY} times, for other sizes or "
+                "Python values: make its numbers Tensors, and read no sizes in it",
+                CaptureWarning,
+                stacklevel=3,
+            )
         return result
 
     @property
@@ -205,7 +226,7 @@ class Block:
     def __enter__(self) -> Block:
         if MODE.recorder is not None:
             raise UsageError("a block cannot be captured within another capture")
-        self._recorder = MODE.recorder = Recorder()
+        self._recorder = MODE.recorder = Recorder(MODE.grad)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -217,8 +238,7 @@ class Block:
         grads = {id(leaf.grad) for leaf in recorder.leaves.values()}
         living = [t for t, _ in recorder.living() if id(t) not in taken | grads]
         self._results = living
-        gpu = any(t.device != "cpu" for t in living)
-        self._captured = Captured(recorder, [], living, gpu)
+        self._captured = Captured(recorder, [], living)
 
     def replay(self) -> None:
         """Run the graph on what its tensors hold now; its results get new elements."""

@@ -57,16 +57,25 @@ class Module:
 
     # ---- parts ----
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def named_children(self) -> Iterator[tuple[str, Module]]:
         """The modules that are parts of this one, with their names."""
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
 
+    def children(self) -> Iterator[Module]:
+        """The modules that are parts of this one."""
+        for _, module in self.named_children():
+            yield module
+
+    def register_buffer(self, name: str, tensor: Tensor) -> None:
+        """Make `tensor` part of the module's state under `name`, as an assignment does."""
+        setattr(self, name, tensor)
+
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """This module and all within it, with their full names, which begin with `prefix`."""
         yield prefix, self
-        for name, child in self.children():
+        for name, child in self.named_children():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def modules(self) -> Iterator[Module]:
@@ -156,7 +165,7 @@ class Module:
                 f"the state lacks {', '.join(missing) or 'nothing'} and has "
                 f"{', '.join(extra) or 'nothing'} besides"
             )
-        found = {n: np.asarray(state[n]) for n in own if n in state}
+        found = {n: np.array(state[n]) for n in own if n in state}  # whose owner may change them
         for name, array in found.items():
             if array.shape != own[name]._data.shape:
                 raise DataError(
@@ -186,7 +195,7 @@ class Module:
     def __repr__(self) -> str:
         own = ", ".join(f"{n}={list(v._data.shape)}" for n, v in vars(self).items()
                         if isinstance(v, Tensor))  # fmt: skip
-        lines = [f"  ({n}): {c!r}".replace("\n", "\n  ") for n, c in self.children()]
+        lines = [f"  ({n}): {c!r}".replace("\n", "\n  ") for n, c in self.named_children()]
         inner = "\n" + "\n".join(lines) + "\n" if lines else own
         return f"{type(self).__name__}({inner})"
 
@@ -218,10 +227,10 @@ class ModuleList(Module):
         vars(self)[str(len(self))] = module
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.children())
+        return len(list(self.children()))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([module for _, module in self.children()])
+        return self.children()
 
     def __getitem__(self, index: int) -> Any:
         return list(self)[index]
@@ -272,22 +281,22 @@ class ModuleDict(Module):
         vars(self)[name] = module
 
     def __getitem__(self, name: str) -> Any:
-        return dict(self.children())[name]
+        return dict(self.named_children())[name]
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.children())
+        return len(list(self.children()))
 
     def keys(self) -> list[str]:
         """The names of the modules."""
-        return [name for name, _ in self.children()]
+        return [name for name, _ in self.named_children()]
 
     def values(self) -> list[Any]:
         """The modules in their order."""
-        return [module for _, module in self.children()]
+        return list(self.children())
 
     def items(self) -> list[tuple[str, Any]]:
         """The modules with their names."""
-        return list(self.children())
+        return list(self.named_children())
 
 
 # ---- files -------------------------------------------------------------------------------------

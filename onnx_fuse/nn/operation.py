@@ -32,12 +32,14 @@ class Operation:
     """A function that emits ONNX nodes, and what was made of it for inputs of each kind.
 
     `domains` are the operator sets besides ai.onnx that its nodes are of. `whole` is for a graph of
-    many nodes, which is fused before it is differentiated: the number of its first inputs, whose
-    sizes are open, where the other inputs are parameters. What is `random` draws anew each time, so
-    that no backward may compute it again.
+    many nodes: the number of its first inputs, whose sizes are open, where those of the others,
+    its parameters, are fixed; it `fuses` before it is differentiated. What is `random` draws anew
+    each time, so that no backward may compute it again.
     """
 
-    __slots__ = ("_classes", "build", "domains", "name", "opset", "plans", "random", "whole")
+    __slots__ = (
+        *("_classes", "build", "domains", "fuses", "name", "opset", "plans", "random", "whole"),
+    )
 
     def __init__(
         self,
@@ -47,10 +49,12 @@ class Operation:
         opset: int = CANONICAL_OPSET,
         domains: Mapping[str, int] | None = None,
         whole: int | None = None,
+        fuses: bool = True,
         random: bool = False,
     ) -> None:
         self.name, self.build, self.opset = name, build, opset
         self.domains, self.whole, self.random = dict(domains or {}), whole, random
+        self.fuses = fuses and whole is not None
         self.plans: dict[Any, Plan] = {}
         """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
         self._classes: dict[Any, Plan] = {}
@@ -127,8 +131,8 @@ class Plan:
     """
 
     __slots__ = (
-        *("_backward", "_gpu", "_name", "_reverse", "count", "floats", "forward", "reason"),
-        *("refusal", "sources", "stops", "wrt"),
+        *("_backward", "_gpu", "_name", "_reverse", "blocked", "count", "floats", "forward"),
+        *("reason", "refusal", "seeds", "sources", "stops", "wrt"),
     )
 
     def __init__(
@@ -145,24 +149,24 @@ class Plan:
         self.count = len(model.graph.outputs)
         self.floats = [v.dtype is None or v.dtype.is_floating_point() for v in model.graph.outputs]
         """Which results are of a floating-point type: these may have gradients."""
+        self.seeds = [i for i, is_float in enumerate(self.floats) if is_float]
+        """The results whose gradients the backward reads."""
+        self.blocked = ""
+        """Why it reads no others."""
         self.wrt = [i for i in range(len(ends)) if needs >> i & 1]
         """The inputs that the backward gives gradients of, in its order."""
         self.sources: list[int] = []
         """What the backward reads: an input by its number among those present, or ~k for result k
-        of the forward; the gradients of the floating-point results follow."""
+        of the forward; the gradients of the results in `seeds` follow."""
         self.refusal = ""
         """Why there is no backward, or "" if there is one."""
         self.stops: list[int] = []
         """Inputs that no gradient flows to, because of `reason`."""
         self.reason = ""
-        if operation.whole is not None:
+        if operation.fuses:
             passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
-        if needs and any(self.floats):
-            try:
-                model = self._differentiated(model, operation, ends)
-            except ModelError as error:
-                self.refusal = str(error)
-                model = operation.model(ends)
+        if needs and self.seeds:
+            model = self._pair(model, operation, ends)
         self.forward = runner(model, gpu, operation.name)
 
     def backward(self, arrays: Sequence[Array]) -> list[Array]:
@@ -172,6 +176,26 @@ class Plan:
             self._backward = runner(self._reverse, self._gpu, f"the gradient of {self._name}")
             self._reverse = None
         return self._backward(arrays)
+
+    def _pair(self, model: ir.Model, operation: Operation, ends: Sequence[Any]) -> ir.Model:
+        """The forward of a graph that gets a backward, or the graph with a `refusal`.
+
+        Gradients may flow through the first result alone: others are a norm's mean, or inner values
+        of a fused operator.
+        """
+        every, wrt, why = self.seeds, self.wrt, ""
+        for seeds in (every, every[:1]) if len(every) > 1 else (every,):
+            self.seeds, self.wrt, self.stops = seeds, wrt, []
+            try:
+                made = self._differentiated(model, operation, ends)
+            except ModelError as error:
+                why = why or str(error)
+                model = operation.model(ends)
+            else:
+                self.blocked = why
+                return made
+        self.refusal = why
+        return model
 
     def _differentiated(
         self, model: ir.Model, operation: Operation, ends: Sequence[Any]
@@ -183,7 +207,7 @@ class Plan:
         wrt = [named[f"x{i}"] for i in self.wrt]
         dys: dict[ir.Value, ir.Value | None] = {}
         for i, y in enumerate(graph.outputs):
-            if self.floats[i]:
+            if i in self.seeds:
                 dys[y] = ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
         graph.inputs.extend(v for v in dys.values() if v is not None)
         fused = self._gpu is not None
@@ -225,7 +249,7 @@ class Plan:
         dys: dict[ir.Value, ir.Value | None] = {
             y: ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
             for i, y in enumerate(model.graph.outputs)
-            if self.floats[i]
+            if i in self.seeds
         }
         try:
             autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])

@@ -81,6 +81,21 @@ def variance(
 
 
 @operation
+def rsqrt(op: Any, x: Any) -> Any:
+    return op.Reciprocal(op.Sqrt(x))
+
+
+@operation
+def norm(op: Any, x: Any, *, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+    return op.ReduceL2(x, None if axes is None else op.constant(list(axes)), keepdims=int(keepdim))
+
+
+@operation
+def einsum(op: Any, *values: Any, equation: str) -> Any:
+    return op.Einsum(*values, equation=equation)
+
+
+@operation
 def cast(op: Any, x: Any, *, dtype: str) -> Any:
     return op.Cast(x, to=int(ir.DataType.from_numpy(dtype_of(dtype))))
 

@@ -21,7 +21,7 @@ from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
-from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.canonicalize import clean
 
@@ -35,13 +35,15 @@ class CaptureWarning(UserWarning):
 class Recorder:
     """The graph of a capture as it grows. `sizes` says whether Python has read an open size."""
 
-    def __init__(self) -> None:
+    def __init__(self, grad: bool = True) -> None:
         imports = {"": CANONICAL_OPSET}
         self.model = ir.Model(
             ir.Graph([], [], nodes=[], opset_imports=imports, name="nn"), ir_version=10
         )
         self.op = autodiff.Emitter(self.model)
         self.sizes = False
+        self.grad = grad
+        """Whether operators are remembered for gradients, but where a block stops that."""
         self.inputs: list[tuple[Any, ir.Value]] = []
         """Tensors that the graph reads and was not given as arguments, such as parameters."""
         self.renewals: dict[ir.Value, Callable[[], Array]] = {}
@@ -56,6 +58,7 @@ class Recorder:
         """The modules that were called, with their modes."""
         self.differentiates = False
         self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
+        self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
         self._kept: list[Any] = []  # so that no identity comes twice
 
     # ---- what `nn` tells it ----
@@ -77,7 +80,10 @@ class Recorder:
             if value.shape is None or value.dtype is None:  # where inference says nothing
                 value.dtype = ir.DataType.from_numpy(tensor._data.dtype)
                 value.shape = value.shape or ir.Shape([None] * tensor.ndim)
-            self._bind(tensor, value)
+            stops = not tensor.requires_grad and any(
+                x is not None and type(x) is not np.ndarray and x.requires_grad for x in inputs
+            )
+            self._bind(tensor, self._stopped(value) if stops else value)
 
     def backward(self, loss: Any, gradient: Any, new: Sequence[tuple[Any, Any]]) -> None:
         """Add a Backward node: the gradients `new` of leaves by a result."""
@@ -86,10 +92,11 @@ class Recorder:
             if leaf.grad is not None and not self.knows(leaf.grad):
                 raise UsageError(
                     "a captured function cannot add to gradients that were there before: call "
-                    "zero_grad() in it"
+                    "zero_grad() in it, or before it"
                 )
             self.leaves[id(leaf)] = leaf
         values = [self.value(leaf) for leaf, _ in new]
+        self._check_flow(self.value(loss), values)
         dy = None if gradient is None else self.value(gradient)
         node = ir.Node(
             _DOMAIN, "Backward", [self.value(loss), dy, *values], num_outputs=len(values),
@@ -101,16 +108,47 @@ class Recorder:
             self._bind(grad, result)
         self.op.nodes.append(node)
 
+    def _check_flow(self, loss: ir.Value, leaves: Sequence[ir.Value]) -> None:
+        """Raise UsageError unless the graph's gradients flow where those of the tape do."""
+        reached, todo = {loss}, [loss]
+        while todo:
+            value = todo.pop()
+            node = None if value in leaves else value.producer()
+            if node is None or (node.op_type == "StopGradient" and node.domain == FUSE):
+                continue
+            new = [v for v in reads(node) if v is not None and v not in reached]
+            reached.update(new)
+            todo += new
+        if not reached.issuperset(leaves) or not reached.isdisjoint(self._before):
+            raise UsageError(
+                "the gradient of a captured function flows to what was computed before it, or to "
+                "the former elements of a Tensor that was assigned to: capture the whole "
+                "computation, and assign after backward()"
+            )
+
     def assigned(self, tensor: Any, given: Any) -> None:
         """Note that a tensor has the elements of another from now on."""
         value = self.value(given)
+        if tensor.requires_grad and self.knows(tensor):
+            self._before.add(self.value(tensor))
         self.states[id(tensor)] = tensor, value
         self._bind(tensor, value)
         self._kept.append(tensor)
 
     def same(self, tensor: Any, other: Any) -> None:
-        """Note that `other` has the elements of `tensor`."""
-        self._bind(other, self.value(tensor))
+        """Note that `other` has the elements of `tensor`, as a constant for gradients."""
+        value = self.value(tensor)
+        self._bind(other, self._stopped(value) if tensor.requires_grad else value)
+
+    def _stopped(self, value: ir.Value) -> ir.Value:
+        """The value, which no gradient flows through."""
+        if not self.grad or value.dtype is None or not value.dtype.is_floating_point():
+            return value
+        made: ir.Value = self.op.node(
+            "StopGradient", [value], domain=FUSE, outputs=[self.op.fresh(f"{value.name}.constant")]
+        )
+        made.type, made.shape = value.type, value.shape
+        return made
 
     def renewed(self, tensor: Any, refresh: Callable[[], Array]) -> None:
         """Note that a tensor has another value at each replay, which `refresh` makes."""
@@ -195,6 +233,11 @@ class Recorder:
         graph.outputs.extend(outputs)
         if self.differentiates:
             assemble(self.model, gpu)
+            for node in [n for n in graph if n.op_type == "StopGradient" and n.domain == FUSE]:
+                old, new = node.outputs[0], node.inputs[0]
+                assert new is not None
+                ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
         op = autodiff.Emitter(self.model)
         for i, value in enumerate(graph.outputs):
             if value.producer() is None or value in graph.outputs[:i]:

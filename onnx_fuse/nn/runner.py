@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.evaluate import viewer
+from onnx_fuse.passes.precision import widened
 
 Array: TypeAlias = Any
 """A NumPy array, or a DeviceTensor."""
@@ -68,22 +69,53 @@ def _on_host(model: ir.Model, name: str) -> Run:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     else:
         options.intra_op_num_threads = 1
-    with ort.faults(name):
+    narrow = any(
+        v.dtype == ir.DataType.FLOAT16 for v in (*model.graph.inputs, *model.graph.outputs)
+    )
+    try:
         session = ort.session(model, options)
+    except Exception as error:
+        if not ort.is_fault(error):
+            raise
+        if narrow:
+            return _in_float32(model, name)
+        raise UsageError(f"{name}: onnxruntime: {ort.plain(error)}") from error
     quiet = onnxruntime.RunOptions()
     quiet.log_severity_level = ort.FATAL
     inputs = [str(v.name) for v in model.graph.inputs]
     outputs = [str(v.name) for v in model.graph.outputs]
     call = session.run
+    wide: Run | None = None  # once a kernel has turned out to be missing in float16
 
     def run(arrays: Sequence[Array]) -> list[Array]:
+        nonlocal wide
+        if wide is not None:
+            return wide(arrays)
         try:
             found: list[Array] = call(outputs, dict(zip(inputs, arrays, strict=False)), quiet)
         except Exception as error:
             if not ort.is_fault(error):
                 raise
+            if narrow:
+                wide = _in_float32(model, name)
+                return wide(arrays)
             raise UsageError(f"{name}: {_operands(arrays)}: {ort.plain(error)}") from error
         return found
+
+    return run
+
+
+def _in_float32(model: ir.Model, name: str) -> Run:
+    """The same for float16, of which onnxruntime's CPU lacks kernels, computed in float32."""
+    half = [v.dtype == ir.DataType.FLOAT16 for v in model.graph.outputs]
+    inner = _on_host(widened(model, (ir.DataType.FLOAT16,), ir.DataType.FLOAT), name)
+
+    def run(arrays: Sequence[Array]) -> list[Array]:
+        found = inner([a.astype(np.float32) if a.dtype == np.float16 else a for a in arrays])
+        with np.errstate(over="ignore"):
+            return [
+                y.astype(np.float16) if narrow else y for y, narrow in zip(found, half, strict=True)
+            ]
 
     return run
 

@@ -14,9 +14,9 @@ from onnx_fuse.nn.arrays import (
     DType,
     as_array,
     axes_of,
+    exported,
     ints,
     is_float,
-    lent,
     np_name,
     ones_like,
     placed,
@@ -30,8 +30,8 @@ __all__ = ["Tensor", "tensor"]
 Number: TypeAlias = "bool | int | float"
 
 
-def _unary(name: str, text: str) -> Callable[[Tensor], Tensor]:
-    call = operators.emitter(name)
+def _unary(name: str, text: str, call: Any = None) -> Callable[[Tensor], Tensor]:
+    call = call or operators.emitter(name)
 
     def method(self: Tensor) -> Tensor:
         made: Tensor = call(self)
@@ -80,6 +80,9 @@ class Tensor:
         device: str | None = None,
         requires_grad: bool = False,
     ) -> None:
+        if isinstance(data, Tensor) and MODE.recorder is not None:
+            data = data.detach() if dtype is None else data.detach().to(dtype)
+            MODE.recorder.same(data, self)
         array = as_array(data)
         if dtype is not None and array.dtype != dtype_of(np_name(dtype)):
             array = Tensor(array).to(dtype)._data
@@ -161,13 +164,11 @@ class Tensor:
         return array if dtype is None else array.astype(dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
-        data = self._data
-        return (data if data.dtype.kind != "V" or type(data) is not np.ndarray else lent(data)
-                ).__dlpack__(**options)  # fmt: skip
+        return exported(self._data, options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        found: tuple[int, int] = self._data.__dlpack_device__()
-        return found
+        data = self._data
+        return (1, 0) if type(data) is np.ndarray else data.__dlpack_device__()
 
     def item(self) -> Any:
         """The one element as a Python number."""
@@ -235,7 +236,8 @@ class Tensor:
         if self._edge is not None:
             raise UsageError("copy_ is for leaves: this Tensor is the result of an operator")
         with no_grad():
-            given = source if isinstance(source, Tensor) else Tensor(source, device=self.device)
+            own = isinstance(source, Tensor)
+            given = source if own else Tensor(np.array(Tensor(source)._data), device=self.device)
             given = given.to(self._data.dtype).to(self.device).detach()
             if given._data.shape != self._data.shape:
                 given = given.expand(*self._data.shape)
@@ -257,6 +259,8 @@ class Tensor:
         return made
 
     def _moved(self, device: str) -> Tensor:
+        if MODE.recorder is not None and MODE.recorder.knows(self):
+            raise UsageError("a captured function cannot move its tensors to another device")
         if self._edge is not None and MODE.grad:
             raise UsageError("a gradient does not pass from one device to another")
         return Tensor(placed(self._data, device), requires_grad=self.requires_grad)
@@ -343,6 +347,7 @@ class Tensor:
     exp = _unary("Exp", "e to the power of each element.")
     log = _unary("Log", "The natural logarithm of each element.")
     sqrt = _unary("Sqrt", "The square root of each element.")
+    rsqrt = _unary("rsqrt", "1 / √x of each element.", operators.rsqrt)
     sin = _unary("Sin", "The sine of each element.")
     cos = _unary("Cos", "The cosine of each element.")
     tanh = _unary("Tanh", "The hyperbolic tangent of each element.")
@@ -444,6 +449,20 @@ class Tensor:
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """The index (int64) of the first smallest element along `dim`, or of all (`keepdim`)."""
         return self._arg("ArgMin", dim, keepdim)
+
+    def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
+        """log Σ exp(x) over axes `dim`, with `keepdim` as in `sum`."""
+        made: Tensor = self._reduced("ReduceLogSumExp", dim, keepdim)
+        return made
+
+    def norm(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """√Σ x² over axes `dim`, with `keepdim` as in `sum`."""
+        made: Tensor = operators.norm(self, axes=axes_of(dim), keepdim=keepdim)
+        return made
+
+    def sort(self, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+        """The elements in order along `dim` (`descending` or not), and their indices."""
+        return self.topk(self.shape[dim], dim, largest=descending)
 
     def cumsum(self, dim: int) -> Tensor:
         """The running sum along axis `dim`."""

@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
@@ -25,7 +26,7 @@ from onnx_fuse.ops.grad_helpers import (
     text,
     to_like,
 )
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 
@@ -275,6 +276,12 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
 
 register(
     OpDef("DequantizeLinear", grad=_dequantize),
+    OpDef(
+        "StopGradient",
+        FUSE,
+        body="StopGradient (x) => (y) { y = Identity (x) }",
+        grad=NoGrad("its input counts as a constant"),
+    ),
     OpDef("Add", grad=_add),
     OpDef("Sum", grad=_add),
     OpDef("Sub", grad=_sub),

@@ -1,6 +1,6 @@
 """The LLIR: a flat list of calls, problems over buffers; and the contract of a lowering.
 
-A family of operators is a module of onnx_fuse/lower, named in `walk.FAMILIES`, that holds a table
+A family of operators is a module of onnx_fuse/lower, named in `table.FAMILIES`, that holds a table
 
     LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
 

@@ -90,7 +90,8 @@ class DeviceTensor:
         if stream != -1:  # which asks for no order
             self.before(device.LEGACY if stream is None else int(stream))
         self._lend()
-        return _export(self)
+        place = self.address, (_CUDA, self.device_id)
+        return capsule(*place, self.shape, dense_strides(self.shape), self.dtype, self)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy in host memory."""
@@ -197,22 +198,47 @@ _DELETE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
 _DROP_CAPSULE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_capsule)
 
 
-def _export(tensor: DeviceTensor) -> Any:
-    rank = len(tensor.shape)
-    shape = (ctypes.c_int64 * max(rank, 1))(*tensor.shape)
-    strides = (ctypes.c_int64 * max(rank, 1))(*dense_strides(tensor.shape))
-    code = _BFLOAT if tensor.dtype.name == "bfloat16" else _CODES[tensor.dtype.kind]
+def capsule(
+    data: int,
+    place: tuple[int, int],
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    dtype: np.dtype[Any],
+    owner: Any,
+) -> Any:
+    """A DLPack capsule of memory at address `data` that `owner` keeps alive.
+
+    `place` is DLPack's (device type, number); `sizes` and `steps` count elements of `dtype`.
+    """
+    rank = len(sizes)
+    shape = (ctypes.c_int64 * max(rank, 1))(*sizes)
+    strides = (ctypes.c_int64 * max(rank, 1))(*steps)
+    code = _BFLOAT if dtype.name == "bfloat16" else _CODES[dtype.kind]
     managed = _DLManagedTensor(
-        _DLTensor(
-            tensor.address, _CUDA, tensor.device_id, rank, code, 8 * tensor.dtype.itemsize, 1,
-            shape, strides, 0,
-        ),
+        _DLTensor(data, *place, rank, code, 8 * dtype.itemsize, 1, shape, strides, 0),
         None,
         _DELETE,
-    )  # fmt: skip
+    )
     address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, strides, tensor)
+    _exported[address] = (managed, shape, strides, owner)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     return new(address, b"dltensor", ctypes.cast(_DROP_CAPSULE, ctypes.c_void_p))
+
+
+def bfloat16_array(value: Any) -> np.ndarray[Any, Any]:
+    """The bfloat16 elements of another library's host tensor, shared: NumPy's DLPack has none."""
+    held = value.__dlpack__()
+    api = ctypes.pythonapi
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    address = api.PyCapsule_GetPointer(held, b"dltensor")
+    tensor = _DLManagedTensor.from_address(address).tensor
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape)
+    reach = 1 + sum((d - 1) * s for d, s in zip(shape, strides, strict=True)) if all(shape) else 0
+    memory: Any = (ctypes.c_uint16 * reach).from_address((tensor.data or 0) + tensor.byte_offset)
+    memory.owner = value  # the capsule goes, and the memory is the tensor's
+    flat: np.ndarray[Any, Any] = np.frombuffer(memory, dtype_of("bfloat16"))
+    return np.lib.stride_tricks.as_strided(flat, shape, tuple(2 * s for s in strides))

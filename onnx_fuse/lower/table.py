@@ -1,0 +1,24 @@
+"""The table of lowerings: which function serves an operator."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+from onnx_fuse.program.call import Lowering
+
+# Modules of this folder whose LOWERINGS table serves operators: see llir.
+FAMILIES: tuple[str, ...] = (
+    *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
+    *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
+    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
+)
+
+
+@cache
+def lowerings() -> dict[tuple[str, str], Lowering]:
+    """(domain, operator) -> its lowering, of all families."""
+    table: dict[tuple[str, str], Lowering] = {}
+    for family in FAMILIES:
+        table.update(import_module(f"onnx_fuse.lower.{family}").LOWERINGS)
+    return table

@@ -1,0 +1,130 @@
+"""`plan`: one fused operator made ready for operands of given shapes, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn import dispatch
+from onnx_fuse.nn.arrays import DType, is_float, np_name
+from onnx_fuse.nn.dispatch import no_grad, op_call
+from onnx_fuse.nn.tensor import Tensor
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops import OPS
+from onnx_fuse.runtime.tensor import dtype_of
+
+__all__ = ["OperatorPlan", "plan"]
+
+
+class OperatorPlan:
+    """A fused operator that is made ready once and run many times; `plan` makes it.
+
+    The operands of each run are arrays, Tensors, or tensors of any library with DLPack, which are
+    read where they are.
+
+    Args:
+        op: The operator; `shapes`, `dtypes`, `save`, `attributes` and `device` are those of `plan`.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        shapes: Mapping[str, Sequence[int]],
+        dtypes: DType | Mapping[str, DType],
+        save: Sequence[str],
+        attributes: Mapping[str, Any],
+        device: str,
+    ) -> None:
+        body = body_of(op)
+        if FusedName.of(op).exposed or body is None:
+            raise UsageError(f"this package has no fused operator '{op}'")
+        function = body((), CANONICAL_OPSET, "")
+        self.operands = [str(value.name) for value in function.inputs]
+        """The names of the operands, in the order of `forward`."""
+        text = f'<opset_import: ["" : {CANONICAL_OPSET}], domain: "{FUSE}">{OPS[FUSE, op].body}'
+        inner = {name for node in onnx.parser.parse_function(text).node for name in node.output}
+        if set(shapes) != set(self.operands):
+            raise UsageError(f"{op} has the operands {', '.join(self.operands)}: shapes differ")
+        for name in save:
+            if name not in inner:
+                raise UsageError(f"{op} has no inner value '{name}' to save")
+        self._saves, self._device = tuple(save), device
+        self._type = str(FusedName.of(op).exposing(*save))
+        self._attributes = dict(attributes)
+        kinds = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(self.operands, dtypes)
+        self._ends = [
+            (tuple(shapes[name]), dtype_of(np_name(kinds[name]))) for name in self.operands
+        ]
+        self._result: Any = None
+        self._leaves: list[Tensor] = []
+        self.saved: dict[str, Tensor] = {}
+        """The inner values of the last `forward` that were asked for, by name."""
+        self.forward(*(np.zeros(shape, dtype) for shape, dtype in self._ends))
+
+    def forward(self, *operands: Any) -> Tensor:
+        """Run the operator on `operands` of the plan's shapes and dtypes, and return its result.
+
+        Raises UsageError for an operand of another shape or dtype.
+        """
+        leaves = []
+        for name, operand, (shape, dtype) in zip(self.operands, operands, self._ends, strict=True):
+            leaf = Tensor(operand, device=self._device).detach()
+            if leaf._data.shape != shape or leaf._data.dtype != dtype:
+                wanted = f"{dtype.name}{list(shape)}"
+                found = f"{leaf._data.dtype.name}{list(leaf._data.shape)}"
+                raise UsageError(f"the plan's {name} is {wanted}, not {found}")
+            leaves.append(leaf.requires_grad_(is_float(dtype)))
+        made = op_call(self._type, leaves, self._attributes, FUSE, outputs=1 + len(self._saves))
+        results = made if isinstance(made, tuple) else (made,)
+        self._leaves, self._result = leaves, results[0]
+        self.saved = {
+            name: value.detach() for name, value in zip(self._saves, results[1:], strict=True)
+        }
+        found_result: Tensor = results[0].detach()
+        return found_result
+
+    def backward(self, dy: Any) -> dict[str, Tensor]:
+        """The gradients of the last `forward` by operand, for the gradient `dy` of its result."""
+        edge, index = self._result._edge, self._result._index
+        with no_grad():
+            given = Tensor(dy, device=self._device)
+            found = dispatch.gradients(edge, index, given._data)
+        names = {id(leaf): name for leaf, name in zip(self._leaves, self.operands, strict=True)}
+        return {names[id(leaf)]: Tensor(array) for leaf, array in found}
+
+
+def plan(
+    op: str,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: DType | Mapping[str, DType] = "float32",
+    *,
+    save: Sequence[str] = (),
+    attributes: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+) -> OperatorPlan:
+    """Make a fused operator ready to run: kernels are chosen and compiled, memory is planned.
+
+    Args:
+        op: The operator, such as "LayerNormGemmGelu".
+        shapes: The shape of each operand, by the names in the operator's body.
+        dtypes: The element type of all operands, or of each by name.
+        save: Inner values that `forward` keeps, such as "mean", "rstd" and "z".
+        attributes: The operator's attributes.
+        device: "cpu", "cuda" or "cuda:N".
+
+    Returns:
+        A plan with `forward(*operands)`, `saved` and `backward(dy)`.
+
+    Raises:
+        UsageError: There is no such operator, operand or inner value.
+    """
+    return OperatorPlan(op, shapes, dtypes, save, dict(attributes or {}), device)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,65 @@
+"""Plans of one fused operator: results, saved values and gradients against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onnx_fuse as of
+from onnx_fuse import UsageError, nn
+
+RNG = np.random.default_rng(0)
+SHAPES = {"x": (4, 8), "scale": (8,), "bias": (8,), "w": (8, 6), "c": (6,)}
+
+
+def arrays() -> dict[str, Any]:
+    return {k: RNG.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def test_a_plan_runs_again_and_again_and_gives_what_it_saves() -> None:
+    plan = of.plan("LayerNormGemmRelu", SHAPES, save=("mean", "rstd", "z"))
+    assert plan.operands == ["x", "scale", "bias", "w", "c"]
+    for _ in range(2):
+        a = arrays()
+        y = plan.forward(*a.values())
+        mean = a["x"].mean(1, keepdims=True)
+        rstd = 1 / np.sqrt(a["x"].var(1, keepdims=True) + 1e-5)
+        z = ((a["x"] - mean) * rstd * a["scale"] + a["bias"]) @ a["w"] + a["c"]
+        np.testing.assert_allclose(plan.saved["mean"].numpy(), mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(plan.saved["rstd"].numpy(), rstd, rtol=1e-4)
+        np.testing.assert_allclose(plan.saved["z"].numpy(), z, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(y.numpy(), np.maximum(z, 0), rtol=1e-4, atol=1e-5)
+        dy = RNG.standard_normal(y.shape).astype(np.float32)
+        found = plan.backward(dy)
+        tensors = {k: nn.tensor(v, requires_grad=True) for k, v in a.items()}
+        n = nn.functional.layer_norm(tensors["x"], 8, tensors["scale"], tensors["bias"])
+        (n @ tensors["w"] + tensors["c"]).relu().backward(nn.tensor(dy))
+        assert set(found) == set(SHAPES)
+        for name, tensor in tensors.items():
+            assert tensor.grad is not None
+            np.testing.assert_allclose(
+                found[name].numpy(), tensor.grad.numpy(), rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"op": "Nonsense"}, "no fused operator 'Nonsense'"),
+        ({"op": "LayerNormGemm_mean"}, "no fused operator"),
+        ({"shapes": {"x": (4, 8)}}, "operands x, scale, bias, w, c"),
+        ({"save": ("middle",)}, "no inner value 'middle'"),
+    ],
+)
+def test_what_is_no_plan_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        of.plan(**{"op": "LayerNormGemm", "shapes": SHAPES, **given})
+
+
+def test_operands_are_those_that_were_planned() -> None:
+    plan, a = of.plan("LayerNormGemm", SHAPES), arrays()
+    a["c"] = a["c"].astype(np.float64)
+    with pytest.raises(UsageError, match=r"the plan's c is float32\[6\], not float64\[6\]"):
+        plan.forward(*a.values())
