@@ -481,7 +481,7 @@ class Lowerer(Control):
     def _call_key(self, node: ir.Node) -> tuple[Any, ...] | None:
         """What calls have in common that may have one body in turn; None: it has its own."""
         kinds = {attribute.type for attribute in node.attributes.values()}
-        if node.domain != FUSE or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
+        if not carries_body(node) or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
             return None
         given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
         types = tuple(
