@@ -215,6 +215,7 @@ PRODUCTS = (
         FusionCase(f"activation_{name}", f"{X}, {LIN}", PLAIN + body, (f"Gemm{fused}",))
         for name, fused, body in (
             ("leaky_relu", "LeakyRelu", "y = LeakyRelu <alpha = 0.2> (z)"),
+            ("relu_6", "ClippedRelu", scalar("o", 0) + scalar("six", 6) + "y = Clip (z, o, six)"),
             ("sigmoid", "Sigmoid", "y = Sigmoid (z)"),
             ("tanh", "Tanh", "y = Tanh (z)"),
             ("elu", "Elu", "y = Elu <alpha = 0.7> (z)"),

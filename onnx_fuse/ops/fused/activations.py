@@ -36,6 +36,8 @@ from onnx_fuse.ops.rewrite import (
 
 def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
     """The table's row for a standalone activation node, and the attributes a fused op inherits."""
+    if node.op_type == "Clip" and not node.domain:
+        return _clipped(node)
     for row in ACTIVATIONS.values():
         if (node.op_type, node.domain) != (row.op_type, row.domain):
             continue
@@ -46,6 +48,15 @@ def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
             }
             return row, taken
     return None
+
+
+def _clipped(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
+    """The row of a Clip between 0 and a number above it that an attribute, of float32, holds."""
+    low, high = (scalar(v) for v in [*node.inputs[1:], None, None][:2])
+    if low != 0 or np.signbit(low) or high is None or not is_float(node.inputs[0]):
+        return None
+    exact = 0 < high < np.inf and float(np.float32(high)) == high
+    return (ACTIVATIONS["ClippedRelu"], {"alpha": high}) if exact else None
 
 
 def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
@@ -68,7 +79,7 @@ def _bodies(row: Activation, name: str, inputs: str, text: str) -> str:
 register(
     *(
         OpDef(a.name, FUSE, body=_bodies(a, a.name, "z", a.forward), grad=_grad)
-        for a in (ACTIVATIONS["QuickGelu"], ACTIVATIONS["Silu"])
+        for a in (ACTIVATIONS[name] for name in ("ClippedRelu", "QuickGelu", "Silu"))
     ),
     *(
         OpDef(
