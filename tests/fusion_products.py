@@ -230,6 +230,30 @@ PRODUCTS = (
                 "HardSwish",
                 "s = HardSigmoid <alpha = 0.16666667> (z)\n y = Mul (s, z)",
             ),
+            *(
+                (
+                    f"hard_swish_of_relu_6_{name}",
+                    "HardSwish",
+                    scalar("o", 0)
+                    + scalar("three", 3)
+                    + scalar("six", 6)
+                    + scalar("sixth", 1 / 6)
+                    + "a = Add (z, three)\n u = Clip (a, o, six)\n"
+                    + ending,
+                )
+                for name, ending in (
+                    ("last", "t = Mul (z, u)\n y = Div (t, six)"),
+                    ("first", "d = Mul (u, sixth)\n y = Mul (z, d)"),
+                )
+            ),
+            (
+                "hard_sigmoid_of_relu_6",
+                "HardSigmoid",
+                scalar("o", 0)
+                + scalar("three", 3)
+                + scalar("six", 6)
+                + "a = Add (three, z)\n u = Clip (a, o, six)\n y = Div (u, six)",
+            ),
             ("gelu", "Gelu", "y = Gelu (z)"),
             ("gelu_tanh", "GeluTanh", 'y = Gelu <approximate = "tanh"> (z)'),
             ("gelu_erf_half_last", "Gelu", ERF + "t = Mul (z, e1)\n y = Mul (t, half)"),
