@@ -50,12 +50,14 @@ def hard_swish(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return z * np.clip(z / 6 + 0.5, 0, 1), np.where(z >= 3, 1, (z > -3) * (z / 3 + 0.5))
 
 
-PIECEWISE = ("relu", "leaky_relu", "elu", "selu", "hard_sigmoid", "hard_swish")
+PIECEWISE = ("relu", "clipped_relu", "leaky_relu", "elu", "selu", "hard_sigmoid", "hard_swish")
 """Activations whose slope compares z, and so is a number where z is NaN."""
 CURVES = {
     "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid,
     "quick_gelu": lambda z: silu(z, 1.702), "tanh": lambda z: (np.tanh(z), 1 - np.tanh(z) ** 2),
-    "relu": lambda z: (np.maximum(z, 0), (z > 0) * 1.0), "mish": mish, "elu": elu,
+    "relu": lambda z: (np.maximum(z, 0), (z > 0) * 1.0),
+    "clipped_relu": lambda z: (np.clip(z, 0, 6), 1.0 - ((z < 0) | (z > 6))),
+    "mish": mish, "elu": elu,
     "selu": lambda z: elu(z, 1.6732632, 1.0507010), "hard_sigmoid": hard_sigmoid,
     "hard_swish": hard_swish, "softplus": lambda z: (np.logaddexp(0, z), sigmoid(z)[0]),
     "leaky_relu": lambda z: (np.where(z < 0, 0.01 * z, z), np.where(z < 0, 0.01, 1.0)),

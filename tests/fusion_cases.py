@@ -188,6 +188,27 @@ FUSION_CASES = (
     ),
     *(
         FusionCase(
+            f"conv_clip_{name}",
+            "float[B,3,S,T] x, float[6,3,3,3] w, float[6] c",
+            scalar("low", low)
+            + scalar("high", high)
+            + "z = Conv <pads = [1,1,1,1]> (x, w, c)\n"
+            + f"y = Clip ({operands})",
+            fused,
+            output="float[B,6,S,T] y",
+            reason="" if fused else "none of the activations",
+        )
+        for name, low, high, operands, fused in (
+            ("from_0_to_6", 0, 6, "z, low, high", ("ConvClippedRelu",)),
+            ("from_0_to_half", 0, 0.5, "z, low, high", ("ConvClippedRelu",)),
+            ("from_minus_1", -1, 6, "z, low, high", ()),
+            ("to_0", 0, 0, "z, low, high", ()),
+            ("without_bounds", 0, 6, "z", ()),
+            ("without_a_low_bound", 0, 6, "z, , high", ()),
+        )
+    ),
+    *(
+        FusionCase(
             f"conv_sum_that_is_no_bias_{name}",
             f"float[B,3,S,6] x, float[6,3,3,3] w, {inputs}",
             f"z = Conv <pads = [1,1,1,1]> (x, {weights})\n s = Add (z, b)\n y = Relu (s)",

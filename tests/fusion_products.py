@@ -215,6 +215,7 @@ PRODUCTS = (
         FusionCase(f"activation_{name}", f"{X}, {LIN}", PLAIN + body, (f"Gemm{fused}",))
         for name, fused, body in (
             ("leaky_relu", "LeakyRelu", "y = LeakyRelu <alpha = 0.2> (z)"),
+            ("relu_6", "ClippedRelu", scalar("o", 0) + scalar("six", 6) + "y = Clip (z, o, six)"),
             ("sigmoid", "Sigmoid", "y = Sigmoid (z)"),
             ("tanh", "Tanh", "y = Tanh (z)"),
             ("elu", "Elu", "y = Elu <alpha = 0.7> (z)"),
@@ -228,6 +229,30 @@ PRODUCTS = (
                 "hard_swish_of_opset_13",
                 "HardSwish",
                 "s = HardSigmoid <alpha = 0.16666667> (z)\n y = Mul (s, z)",
+            ),
+            *(
+                (
+                    f"hard_swish_of_relu_6_{name}",
+                    "HardSwish",
+                    scalar("o", 0)
+                    + scalar("three", 3)
+                    + scalar("six", 6)
+                    + scalar("sixth", 1 / 6)
+                    + "a = Add (z, three)\n u = Clip (a, o, six)\n"
+                    + ending,
+                )
+                for name, ending in (
+                    ("last", "t = Mul (z, u)\n y = Div (t, six)"),
+                    ("first", "d = Mul (u, sixth)\n y = Mul (z, d)"),
+                )
+            ),
+            (
+                "hard_sigmoid_of_relu_6",
+                "HardSigmoid",
+                scalar("o", 0)
+                + scalar("three", 3)
+                + scalar("six", 6)
+                + "a = Add (three, z)\n u = Clip (a, o, six)\n y = Div (u, six)",
             ),
             ("gelu", "Gelu", "y = Gelu (z)"),
             ("gelu_tanh", "GeluTanh", 'y = Gelu <approximate = "tanh"> (z)'),

@@ -35,6 +35,7 @@ def _trunc_div(a: Any, b: Any) -> Any:
 
 STEPS: dict[str, Any] = {
     "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
+    "ClippedRelu": lambda x, a: np.clip(x, 0, a),
     "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
     "HardSwish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
     "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),

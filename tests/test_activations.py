@@ -23,7 +23,7 @@ from onnx_fuse.program.problem import CHIPS
 
 KINDS = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 FAMILIES = ("Gemm", "LayerNormGemm", "RMSNormGemm", "Conv", "ConvAdd", "GroupNorm")
-ALPHA = {"LeakyRelu": 0.3, "Elu": 0.7, "QuickGelu": 1.702, "HardSigmoid": 1 / 6}
+ALPHA = {"ClippedRelu": 6.0, "LeakyRelu": 0.3, "Elu": 0.7, "QuickGelu": 1.702, "HardSigmoid": 1 / 6}
 """What an activation with an attribute is tried with."""
 
 

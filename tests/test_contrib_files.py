@@ -239,6 +239,29 @@ def test_what_onnxruntimes_optimizer_wrote_is_fused_and_trained(
         np.testing.assert_allclose(got[key] / scale, expected[key] / scale, atol=2e-4)
 
 
+def test_what_onnxruntime_optimized_for_one_cpu_is_fused_and_checked(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """At its highest level convolutions are in blocks of channels, in operators of its own."""
+    patches = FusionCase(
+        "patches",
+        "float[B,3,16,16] x, float[16,3,4,4] p, float[16] e, float[16] g, float[16] b, "
+        "float[16,24] w, float[24] c",
+        "f = Conv <kernel_shape = [4,4], strides = [4,4]> (x, p, e)\n"
+        "to = Constant <value = int64[3] {0,16,-1}> ()\n r = Reshape (f, to)\n"
+        "t = Transpose <perm = [0,2,1]> (r)\n n = LayerNormalization (t, g, b)\n"
+        "m = MatMul (n, w)\n z = Add (m, c)\n y = Relu (z)",
+        opset=17,
+    )
+    save(patches.model(), tmp_path / "m.onnx")
+    path = optimized_by_onnxruntime(tmp_path / "m.onnx", tmp_path / "ort.onnx", "ORT_ENABLE_ALL")
+    if not any(n.domain == "com.microsoft.nchwc" for n in onnx.load(path).graph.node):
+        pytest.skip("onnxruntime has no blocked convolutions for this CPU")
+    found = cli("optimize", path, "-o", tmp_path / "o.onnx")
+    assert found.code == 0, found.err
+    assert "LayerNormGemmRelu" in {n.op_type for n in onnx.load(tmp_path / "o.onnx").graph.node}
+
+
 # ---- a block of BERT as onnxruntime's transformer optimizer writes it ------------------------
 
 BLOCK = """

@@ -20,6 +20,7 @@ from onnx_fuse.torch.functional import ACTIVATIONS  # noqa: E402
 ACTS: dict[str | None, Callable[..., Any]] = {
     None: lambda z: z,
     "relu": F.relu,
+    "clipped_relu": F.relu6,
     "leaky_relu": F.leaky_relu,
     "elu": F.elu,
     "selu": F.selu,

@@ -37,6 +37,7 @@ from onnx_fuse.onnx.common import (
 from onnx_fuse.onnx.opsets import canonical, constant_weights
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.shapes import without_weights
+from onnx_fuse.onnx.types import NCHWC
 from onnx_fuse.onnx.weights import PLACE, InContainer, Weights, parts
 
 _READ = "onnx_fuse.read"
@@ -403,7 +404,7 @@ def _check_operators(model: ir.Model) -> None:
     onnx.checker.check_model(proto)
 
 
-_KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
+_KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft", NCHWC)
 
 
 def opaque(model: ir.Model) -> str | None:

@@ -1,5 +1,8 @@
 """Element types by the operators' own type constraints, where shape inference says nothing.
 
+And of onnxruntime's operators of blocked channels (com.microsoft.nchwc), which the files have that
+it optimized for one CPU: the standard has none of them.
+
 Inference gives up on a node whole: on GroupNormalization with a dynamic channel axis, whose
 function needs the size, not even the element type of its output is told, nor that of any node
 after it. The type needs no size: the schema says which input it follows.
@@ -19,6 +22,30 @@ _ELEMENT = {
 }
 _KEEPS_SHAPE = frozenset(("GroupNormalization",))
 """Operators that inference is silent about although the output has the shape of the input."""
+
+
+NCHWC = "com.microsoft.nchwc"
+
+
+def _blocked_shape(node: ir.Node, x: ir.Shape) -> list[int | ir.SymbolicDim | None] | None:
+    """What is known of the output's shape of an operator on [N, C, H, W] in blocks of channels."""
+    if len(x) != 4:
+        return None
+    match node.op_type:
+        case "ReorderInput":  # C is rounded up to whole blocks, whose length is the CPU's
+            return [x[0], None, *(x[1:3] if _attribute(node, "channels_last") else x[2:])]
+        case "ReorderOutput":
+            channels = _attribute(node, "channels")
+            if _attribute(node, "channels_last"):
+                return [x[0], *x[2:], channels]
+            return [x[0], channels, *x[2:]]
+        case "GlobalAveragePool" | "GlobalMaxPool":
+            return [x[0], x[1], 1, 1]
+    return [x[0], None, None, None]
+
+
+def _attribute(node: ir.Node, name: str) -> int:
+    return node.attributes.get_int(name, 0)
 
 
 def element_type(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
@@ -59,6 +86,8 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
     """
     found = False
     for node in nodes:
+        if node.domain == NCHWC:
+            found = _complete_blocked(node) or found
         for i, value in enumerate(node.outputs):
             if value.type is None and (dtype := element_type(node, i, opset)) is not None:
                 value.type = ir.TensorType(dtype)
@@ -68,3 +97,12 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
             if y.shape is None and x.shape is not None:
                 y.shape, found = x.shape.copy(), True
     return found
+
+
+def _complete_blocked(node: ir.Node) -> bool:
+    x, y = node.inputs[0], node.outputs[0]
+    if x is None or x.dtype is None or x.shape is None or y.shape is not None:
+        return False
+    shape = _blocked_shape(node, x.shape)
+    y.type, y.shape = ir.TensorType(x.dtype), None if shape is None else ir.Shape(shape)
+    return shape is not None

@@ -114,6 +114,21 @@ ACTIVATIONS: dict[str, Activation] = {
             value="return max_nan(x, 0.0f);",
             slope="return z > 0.0f ? y : 0.0f;",
         ),
+        Activation(  # ReLU6, which files have as a Clip between constants: see `activation_of`
+            "ClippedRelu",
+            "ClippedRelu",
+            _const("zero", "0.0") + _const("a", "@alpha") + "  y = Clip (z, zero, a)\n",
+            _const("zero", "0.0")
+            + _const("one", "1.0")
+            + _const("a", "@alpha")
+            + "  under = Less (z, zero)\n  over = Greater (z, a)\n  p = Or (under, over)\n"
+            "  d = Where (p, zero, one)\n",
+            attributes="alpha: float = 6.0",
+            domain=FUSE,
+            pointwise="{0} < 0 ? ({t})0 : {0} > ({t}){1} ? ({t}){1} : {0}",
+            value="return x < 0.0f ? 0.0f : x > alpha ? alpha : x;",
+            slope="return z < 0.0f || z > alpha ? 0.0f : y;",
+        ),
         Activation(
             "LeakyRelu",
             "LeakyRelu",

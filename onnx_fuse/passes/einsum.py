@@ -90,7 +90,8 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
         for axis, letter in enumerate(term):
             size = dim(value, axis)
             sizes[letter] = size if size not in (None, 1) else sizes.get(letter, size)
-    found = [_plan(*order, out) for order in (terms, terms[::-1])]
+    first, second = terms
+    found = [_plan(first, second, out), _plan(second, first, out)]
     plans = [p for p in found if p is not None and _fits(p, values, sizes)]
     if not plans:
         return False

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.common import FUSE, base_name
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import OPERATORS
+from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gated import NAME as GATED
 from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
 from onnx_fuse.ops.fused.layerscale import NAME_16 as LAYER_SCALE_16
@@ -250,7 +251,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     source = _source(x)
     if source is None:
         return "it reads an input of the model or a weight, not a product"
-    if node.op_type not in OPERATORS:
+    if node.op_type not in OPERATORS and activation_of(node) is None:
         return "it is none of the activations that fuse behind a product or convolution"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"

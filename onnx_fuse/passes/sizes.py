@@ -70,9 +70,9 @@ def infer_reshapes(model: ir.Model) -> bool:
     kept = {str(d) for value in ends for d in value.shape or ()}
     plain = {name: size for name, (k, s) in meaning.items() if (size := _dim(k, s)) is not None}
     first: dict[Size, str] = {}  # of the symbols for 4 B, say, one is as good as all
-    for name, size in meaning.items():
-        if name not in kept and _dim(*size) is None:
-            plain[name] = first.setdefault(size, name)
+    for name, composed in meaning.items():
+        if name not in kept and _dim(*composed) is None:
+            plain[name] = first.setdefault(composed, name)
     plain = {name: size for name, size in plain.items() if name not in kept}
     for node in graph if plain else ():
         for value in node.outputs:

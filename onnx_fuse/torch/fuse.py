@@ -107,7 +107,7 @@ def _activation_of(module: nn.Module) -> str | None:
     kind = type(module)
     plain = {
         nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
-        nn.Mish: "mish", nn.SELU: "selu", nn.Hardswish: "hard_swish",
+        nn.Mish: "mish", nn.SELU: "selu", nn.Hardswish: "hard_swish", nn.ReLU6: "clipped_relu",
     }  # fmt: skip
     if kind in plain:
         return plain[kind]

@@ -36,6 +36,8 @@ from onnx_fuse.ops.rewrite import (
 
 def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
     """The table's row for a standalone activation node, and the attributes a fused op inherits."""
+    if node.op_type == "Clip" and not node.domain:
+        return _clipped(node)
     for row in ACTIVATIONS.values():
         if (node.op_type, node.domain) != (row.op_type, row.domain):
             continue
@@ -46,6 +48,15 @@ def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
             }
             return row, taken
     return None
+
+
+def _clipped(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
+    """The row of a Clip between 0 and a number above it that an attribute, of float32, holds."""
+    low, high = (scalar(v) for v in [*node.inputs[1:], None, None][:2])
+    if low != 0 or np.signbit(low) or high is None or not is_float(node.inputs[0]):
+        return None
+    exact = 0 < high < np.inf and float(np.float32(high)) == high
+    return (ACTIVATIONS["ClippedRelu"], {"alpha": high}) if exact else None
 
 
 def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
@@ -68,7 +79,7 @@ def _bodies(row: Activation, name: str, inputs: str, text: str) -> str:
 register(
     *(
         OpDef(a.name, FUSE, body=_bodies(a, a.name, "z", a.forward), grad=_grad)
-        for a in (ACTIVATIONS["QuickGelu"], ACTIVATIONS["Silu"])
+        for a in (ACTIVATIONS[name] for name in ("ClippedRelu", "QuickGelu", "Silu"))
     ),
     *(
         OpDef(
@@ -445,7 +456,45 @@ def _older(rw: Rewriter, node: ir.Node) -> bool:
     return rw.replace(y, op, [y.outputs[0]], [op.node(name, [x])])
 
 
+def _shifted(rw: Rewriter, node: ir.Node) -> bool:
+    """Clip(x + 3, 0, 6) / 6 as HardSigmoid, as TensorFlow and torch before opset 14 write it.
+
+    A Mul by x may stand before the quotient, or behind it: HardSwish.
+    """
+    found, add = _clipped(node), producer(node.inputs[0], "Add")
+    if found is None or found[1] != {"alpha": 6.0} or add is None:
+        return False
+    if node.outputs[0].dtype == ir.DataType.DOUBLE:
+        return False  # onnxruntime has no HardSigmoid in double
+    at = next((i for i in (0, 1) if number(add, i) == 3), None)
+    x, end = add.inputs[1 - at] if at is not None else None, sole_consumer(node.outputs[0])
+    if x is None or end is None or end.domain:
+        return False
+    op = Builder()
+    s: ir.Value = op.HardSigmoid(x, alpha=float(np.float32(1 / 6)))
+    if not _sixth(end, node.outputs[0]):
+        if end.op_type != "Mul" or other_operand(end, node.outputs[0]) is not x:
+            return False
+        product = end.outputs[0]
+        after = sole_consumer(product)
+        if after is None or not _sixth(after, product):
+            return False
+        end, s = after, op.HardSwish(x)
+    return rw.replace(end, op, [end.outputs[0]], [s])
+
+
+def _sixth(node: ir.Node, value: ir.Value) -> bool:
+    """Whether a node is `value` / 6, or times the number of its type that is nearest to 1/6."""
+    if node.domain or node.op_type not in ("Div", "Mul") or value.dtype is None:
+        return False
+    if node.op_type == "Div":
+        return node.inputs[0] is value and number(node, 1) == 6
+    at = 1 if node.inputs[0] is value else 0
+    return number(node, at) == float(value.dtype.numpy().type(1 / 6))
+
+
 RULES = (
+    Rule("Activation", 0, ("Clip",), _shifted),
     Rule("Activation", 0, ("Tanh", "HardSigmoid"), _older),
     Rule("Activation", 0, ("PRelu",), _one_slope, training=False),
     Rule("Activation", 0, ("Swish", "SwiGLU"), _native),

@@ -159,7 +159,7 @@ def _biased(rw: Rewriter, conv: ir.Node) -> ir.Node | None:
     if rw.training:
         bias = typed(op.Reshape(c, [-1]), c, [filters])
     attributes = {name: a.value for name, a in conv.attributes.items()}
-    y = op.node("Conv", [conv.inputs[0], w, bias], attributes=attributes)
+    y: ir.Value = op.node("Conv", [conv.inputs[0], w, bias], attributes=attributes)
     rw.replace(add, op, [add.outputs[0]], [y])
     return y.producer()
 

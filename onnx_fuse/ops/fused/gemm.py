@@ -298,7 +298,9 @@ def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:
     if node.op_type == "MatMul" and canonical_norm(_producer_below(node.inputs[0])):
         norm = _producer_below(node.inputs[0])
         assert norm is not None
-        reason = f"the right operand has rank {rank(node.inputs[1])}, not a weight's 2"
+        size, reason = rank(node.inputs[1]), "the norm's number of axes is not known"
+        if size != 2:
+            reason = f"the right operand has rank {size}, not a weight's 2"
         rw.refuse("LayerNormGemm", [norm, node], reason)
 
 

@@ -86,7 +86,8 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
     if node.op_type == "Cast":
         return _cast(node, found)
     if found.wide:
-        return f"{node.op_type} in {_name(value)} follows a product in {_name(a)}"
+        own = _name(found.product.outputs[0])
+        return f"{node.op_type} in {_name(value)} follows a product in {own}"
     scores = a if other is b else b
     if other is not None and node.op_type in ("Add", "Sub", "Mul", "Div"):
         if rank(value) is None or rank(value) != rank(scores):
