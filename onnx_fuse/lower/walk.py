@@ -24,10 +24,10 @@ from onnx_fuse.lower.context import WEIGHT_LIMIT, NotStatic, Slot, captured, dat
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED
 from onnx_fuse.lower.sequences import followed, sequence
-from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
+from onnx_fuse.lower.stages import beyond_tensors, by_passes, oldest, stages
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, base_name, one_line
+from onnx_fuse.onnx.common import DEFAULT, FUSE, base_name, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
@@ -52,8 +52,6 @@ PREVIEW = "ai.onnx.preview"
 """Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
 SETUP_LIMIT = 1 << 20
 """Bytes that a call may write at most to run once, before the first run, and not in each."""
-
-TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -677,31 +675,3 @@ class Lowerer(Control):
         for entry in model.opset_import:
             if entry.domain == "" and since:
                 entry.version = max(since)
-
-
-# ---- helpers ------------------------------------------------------------------------------------
-
-
-def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:
-    """The first opset whose operator is the node's: later ones take further types, and no more."""
-    schema = onnx.defs.get_schema(node.op_type, opset, "")
-
-    def same(a: Any, b: Any) -> bool:
-        ends = [[(p.name, p.option) for p in (*s.inputs, *s.outputs)] for s in (a, b)]
-        return bool(
-            ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)
-        )
-
-    def takes(schema: Any) -> bool:
-        variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
-        wanted = [d and f"tensor({TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
-        return all(w is None or w in p.types for w, p in zip(wanted, variadic, strict=True))
-
-    while schema.since_version > CANONICAL_OPSET:
-        if not onnx.defs.has(node.op_type, schema.since_version - 1):
-            break
-        before = onnx.defs.get_schema(node.op_type, schema.since_version - 1, "")
-        if not (same(before, schema) and takes(before)):
-            break
-        schema = before
-    return int(schema.since_version)
