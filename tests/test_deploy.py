@@ -136,7 +136,7 @@ def test_a_session_reads_a_compiled_file_without_any_onnx_library(tmp_path: Path
         "launches = [x for c in program.calls for x in c.launches]\n"
         "nvrtc.compile_all(launches, 'sm_90a')\n"
         "for b in program.buffers:\n"
-        "    assert b.kind != 'weight' or session._executable.weight(b.name).nbytes == b.nbytes\n"
+        "    assert b.kind != 'weight' or session._executable.shared.weight(b.name).nbytes == b.nbytes\n"
         "names = [end.name for end in session.get_inputs() + session.get_outputs()]\n"
         "heavy = {'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'google', 'sympy', 'ml_dtypes',\n"
         "         'cuda.core', 'cuda.bindings.nvrtc', 'safetensors', 'typer', 'rich'}\n"

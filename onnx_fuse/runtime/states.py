@@ -91,7 +91,7 @@ class CudaStates:
                 model = guarded(model, successors, guards)
                 successors = {**successors, f"{SOUND}.next": SOUND}
             self._executables[key] = Executable(
-                model, math=self._math, state=successors, home=self._home
+                model, math=self._math, state=successors, home=self._home.shared
             )
         names = [*scalars, *outputs]
         pending = self._executables[key].send(names, feeds)
