@@ -108,19 +108,24 @@ class Choice:
         return self.kernel.workspace(problem, self.config, hw)
 
 
+ADDED: dict[str, list[Kernel]] = {}
+"""The candidates that a user has registered (`plugins`), which come before the others."""
+
+
 def candidates(op: str) -> Sequence[Kernel]:
     """The candidates of `op`, best first; empty where the op has no kernel."""
+    added = ADDED.get(op, ())
     if op not in MODULES:
-        return ()
+        return added
     kernels: Mapping[str, Sequence[Kernel]] = import_module(f"{__name__}.{MODULES[op]}").KERNELS
-    return kernels[op]
+    return (*added, *kernels[op]) if added else kernels[op]
 
 
 def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
     """op -> candidate name asked for by ONNX_FUSE_KERNEL, overridden by `prefs`."""
     entries = (entry.partition("=") for entry in config.KERNEL.value.split(",") if entry)
     asked = {op: name for op, _, name in entries}
-    if unknown := asked.keys() - MODULES.keys():
+    if unknown := asked.keys() - MODULES.keys() - ADDED.keys():
         raise UsageError(
             f"{config.KERNEL.name}: no operator with kernels to choose from is called "
             f"{', '.join(sorted(unknown))}; there are {', '.join(MODULES)}"

@@ -27,7 +27,7 @@ from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, oldest, stages
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import DEFAULT, FUSE, base_name, one_line
+from onnx_fuse.onnx.common import DEFAULT, base_name, carries_body, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
@@ -473,7 +473,7 @@ class Lowerer(Control):
     def _call_key(self, node: ir.Node) -> tuple[Any, ...] | None:
         """What calls have in common that may have one body in turn; None: it has its own."""
         kinds = {attribute.type for attribute in node.attributes.values()}
-        if node.domain != FUSE or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
+        if not carries_body(node) or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
             return None
         given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
         types = tuple(
@@ -533,7 +533,7 @@ class Lowerer(Control):
 
     def _body(self, node: ir.Node) -> ir.Graph | None:
         single = self._single(node)
-        if node.domain == FUSE:
+        if carries_body(node):
             return inline(single).graph
         if contrib.lookup(node) is not None:
             if contrib.expand(single):
@@ -665,7 +665,7 @@ class Lowerer(Control):
     def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
         """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
         graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
-        if graphs or any(node.domain == FUSE for node in nodes):
+        if graphs or any(map(carries_body, nodes)):
             return
         since = [
             oldest(node, [self._dtype(v) for v in node.inputs], self.opset)

@@ -222,7 +222,17 @@ def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
             made = function(node, arrays)
     except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError):
         return None  # no valid node: onnxruntime says what is wrong with it
-    return None if made is None else [np.asarray(made)]
+    return None if made is None else [np.asarray(made, order="C")]
+
+
+def viewer(node: ir.Node) -> Callable[[Sequence[Array | None]], Array]:
+    """What `exact` does for a node that only moves elements, as a function of its inputs.
+
+    The result may share the memory of an input. The function raises ValueError or IndexError for
+    inputs that do not fit.
+    """
+    function = _EXACT[node.op_type]
+    return lambda arrays: np.asarray(function(node, arrays))
 
 
 _Exact = Callable[[ir.Node, Sequence[Any]], "Array | None"]
@@ -268,7 +278,7 @@ def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 @_exactly("Transpose")
 def _transpose(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     order = node.attributes.get_ints("perm")
-    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)), order="C")
+    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)))
 
 
 @_exactly("Squeeze")
@@ -333,7 +343,7 @@ def _size(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 def _expand(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     x, shape = arrays
     wide = np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))
-    return np.asarray(np.broadcast_to(x, wide), order="C")
+    return np.broadcast_to(x, wide)
 
 
 @_exactly("ConstantOfShape")

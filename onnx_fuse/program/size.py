@@ -65,7 +65,7 @@ class Trace:
         self.guards: dict[str, None] = {}
         """Python expressions over the symbols, each true for the sizes traced."""
         self._narrow: set[str] = set()
-        self.told = 0
+        self.text_depth = 0
         """Above 0 while text is for people alone: a size in it is no decision."""
         self.asked: set[Any] = set()
         """Comparisons that are among the guards."""
@@ -103,11 +103,11 @@ class Trace:
     @contextlib.contextmanager
     def formatting(self) -> Iterator[None]:
         """Inside, text is for people: reasons and messages, never macros or names."""
-        self.told += 1
+        self.text_depth += 1
         try:
             yield
         finally:
-            self.told -= 1
+            self.text_depth -= 1
 
     def largest(self) -> dict[str, int]:
         """The largest size of each dimension's class, as far as the choices so far say."""
@@ -264,12 +264,12 @@ class Size:
         return bits
 
     def __str__(self) -> str:
-        return str(self.value if self.trace.told else self.plain())
+        return str(self.value if self.trace.text_depth else self.plain())
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return format(self.value if self.trace.told else self.plain(), spec)
+        return format(self.value if self.trace.text_depth else self.plain(), spec)
 
 
 class Ratio:

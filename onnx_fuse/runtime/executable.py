@@ -36,6 +36,7 @@ from onnx_fuse.runtime.weights import Weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from onnx_fuse.runtime.budget import Budget
     from onnx_fuse.runtime.precompile import Precompiler
     from onnx_fuse.runtime.program_cache import Origin
     from onnx_fuse.runtime.specialize import Specializer
@@ -85,9 +86,10 @@ class Executable:
 
     A `Deployed` model has its programs already; nothing of ONNX or NVRTC is imported for it.
     `state` maps outputs to the inputs or initializers they replace in place: those stay on the
-    device (`weights` reaches them) and are not fed. `home` are the Resources whose such
-    tensors, and whose stream, this one shares. Any number of threads may
-    run it. Raises DeviceError for what the GPU, its driver or NVRTC cannot do.
+    device (`weights` reaches them) and are not fed. `home` are the Resources whose such tensors,
+    and whose stream, this one shares. `memory` bounds the bytes that a program takes
+    (`runtime.budget`). Any number of threads may run it. Raises DeviceError for what the GPU, its
+    driver or NVRTC cannot do.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Executable:
         device_id: int = 0,
         home: Resources | None = None,
         seed: int = 0,
+        memory: Budget | None = None,
     ) -> None:
         device.probe(device_id)
         if not isinstance(model, Deployed):
@@ -111,7 +114,7 @@ class Executable:
         retire = _weakly(self._retire)
         self.shared = Resources(model, self.state, device_id, home, seed, retire)
         """What its instances refer to, and not to this."""
-        self.hw = self.shared.hw
+        self.hw, self._memory = self.shared.hw, memory
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
@@ -130,7 +133,14 @@ class Executable:
         from onnx_fuse.runtime.specialize import Specializer
 
         assert not isinstance(self.model, Deployed), "it has its programs"
-        return Specializer(self.model, self.hw, math=self.math, prefs=self.prefs, state=self.state)
+        return Specializer(
+            self.model,
+            self.hw,
+            math=self.math,
+            prefs=self.prefs,
+            state=self.state,
+            memory=self._memory,
+        )
 
     @cached_property
     def _ahead(self) -> Precompiler | None:
