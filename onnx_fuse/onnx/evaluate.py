@@ -68,8 +68,8 @@ def evaluate(
     if key not in _REMEMBERED:
         if len(_REMEMBERED) == _MOST:
             _REMEMBERED.clear()
-        answers = _ask(asked, known, opsets)
-        _REMEMBERED[key] = [answers.get(value) for value in nodes[0].outputs]
+        computed = _ask(asked, known, opsets)
+        _REMEMBERED[key] = [computed.get(value) for value in nodes[0].outputs]
     pairs = zip(nodes[0].outputs, _REMEMBERED[key], strict=True)
     return {value: answer.copy() for value, answer in pairs if answer is not None}
 

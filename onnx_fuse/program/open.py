@@ -118,8 +118,8 @@ class Recipe:
         return self._places, self._steps, self._result, self._numbered, code
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *rest, code = state
-        self._set(*rest, marshal.loads(code))
+        places, steps, result, numbered, code = state
+        self._set(places, steps, result, numbered, marshal.loads(code))
 
     def at(self, values: Iterable[int]) -> Any:
         """The object with the sizes that these values of the symbols give."""

@@ -246,8 +246,14 @@ class Executable:
 
     def _later(self, instance: Instance) -> Stages:
         if instance.stages is None:
-            how = {"math": self.math, "prefs": self.prefs, "device_id": self.device_id}
-            inner = partial(Executable, **how, home=self.shared, seed=self.shared.seed)
+            inner = partial(
+                Executable,
+                math=self.math,
+                prefs=self.prefs,
+                device_id=self.device_id,
+                home=self.shared,
+                seed=self.shared.seed,
+            )
             instance.stages = Stages(instance, inner)
         return instance.stages
 
