@@ -225,12 +225,13 @@ class Lowerer(Control):
             wide = weights.astype(np.float32)
             with np.errstate(over="ignore"):
                 wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
-            if not np.isfinite(wq.astype(np.float32)).all():
+            rounded = wq.astype(np.float32)
+            if not np.isfinite(rounded).all():
                 return None  # a product beyond float16: it stays in the operand path
             cv = row.astype(np.float64)
             if b:
                 cv = cv + b[0].astype(np.float64) @ wide
-            cs = wq.astype(np.float32).sum(0, dtype=np.float64)
+            cs = rounded.sum(0, dtype=np.float64)
             found = {"wq": np.ascontiguousarray(wq.T if trans else wq),
                      "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
             kept[name] = value, found
