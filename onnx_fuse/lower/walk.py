@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
+from onnx_fuse.kernels import same_choices
 from onnx_fuse.lower.context import WEIGHT_LIMIT, NotStatic, Slot, captured, data_type, type_proto
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED
@@ -83,7 +84,8 @@ def lower(
     `state` maps outputs to the inputs (or initializers) whose next value they are: those are
     written in place. The initializers among them are never taken for constants.
     """
-    return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
+    with same_choices():
+        return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
 
 
 class Lowerer(Control):
