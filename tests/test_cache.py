@@ -75,7 +75,9 @@ def described(p: Program, path: Path, **options: Any) -> tuple[Any, ...]:
     """All of a program, the bytes of its weights and constants included."""
     opened = InferenceSession(path, device="cuda", **options)
     weights = {
-        b.name: (p.constants[b.id] if b.id in p.constants else opened._executable.weight(b.name))
+        b.name: (
+            p.constants[b.id] if b.id in p.constants else opened._executable.shared.weight(b.name)
+        )
         for b in p.buffers
         if b.kind == "weight"
     }

@@ -349,6 +349,27 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
     assert ops.count("LayerNormGemmGrad") == count
 
 
+def test_calls_of_one_operator_take_its_body_in_turn(monkeypatch):
+    """The program is the one that a body for each call makes, with fewer of them."""
+    numbers = [", ".join(map(str, np.linspace(-1, 1, n))) for n in (36, 36, 30)]
+    text = """agraph (float[4,6] x) => (float[4,5] y)
+    <float[6,6] a = {A}, float[6,6] b = {B}, float[6,5] c = {C}>
+    { p = MatMul(x, a) q = Tanh(p) r = MatMul(q, b) s = Tanh(r) y = MatMul(s, c) }"""
+    for name, row in zip("ABC", numbers, strict=True):
+        text = text.replace(f"{{{name}}}", f"{{{row}}}")
+    graph, spec = training_model(text_model(text), loss="mse", optimizer=optim.AdamW())
+    feeds = {v.name: np.zeros(v.shape.numpy(), v.dtype.numpy()) for v in graph.graph.inputs}
+    state = {s.next: s.name for s in spec.states if s.next}
+    made = []
+    inline = walk.inline
+    monkeypatch.setattr(walk, "inline", lambda model: made.append(1) or inline(model))
+    program = program_of(graph, feeds, state=state)
+    few = len(made)
+    monkeypatch.setattr(walk.Lowerer, "_call_key", lambda *_: None)
+    assert repr(program_of(graph, feeds, state=state)) == repr(program)
+    assert len(made) - few == few + 1, "of three updates two are of one shape"
+
+
 def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
     """The training step's Program, its states in place, beside float32's on onnxruntime."""
     monkeypatch.setattr(

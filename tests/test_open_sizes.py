@@ -22,13 +22,14 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import host
-from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, Config, Problem
 from onnx_fuse.program.size import (
     Size,
     Trace,
     broadcast,
+    coarse,
     maximum,
     minimum,
     size_class,
@@ -170,6 +171,46 @@ def test_whoever_shares_k_has_a_part_of_it(dtype: str, m: int, n: int, batch: in
         for t in lengths:
             if all(eval(guard, {"b": batch, "t": t}) for guard in trace.guards):
                 assert choice == list(found[t][1:])
+
+
+def test_whatever_holds_sizes_is_built_anew() -> None:
+    """Dataclasses, tuples of any length, lists, dicts and arrays; what holds none is shared."""
+    trace = Trace()
+    t = trace.symbol("t", 6)
+    closed = Tensor(1, "float32", (4, 8), (8, 1))
+
+    def made(t: int) -> dict[str, object]:
+        return {
+            "tensor": Tensor(3, "float32", (t, 8), (8, 1), 2 * t),
+            "nested": ((t,), [t, "x", closed], (closed, -0.0, True, 1, None)),
+            "inner": {"n": (t * t, (closed,))},
+        }
+
+    arrays = np.array([[t, 2], [3, t + 1]], object)
+    opened = Open((made(t), arrays, closed), trace, {"part": (t // 4,), "plain": closed})
+    for each in (opened, pickle.loads(pickle.dumps(opened))):
+        for n in (6, 9):
+            found, array, kept = each.at({"t": n})
+            assert repr(found) == repr(made(n))
+            np.testing.assert_array_equal(array, [[n, 2], [3, n + 1]])
+            assert array.dtype == np.int64
+            assert kept is found["nested"][1][2]
+            assert each.part("part", {"t": n}) == (n // 4,)
+            assert each.part("plain", {"t": n}) == closed
+    assert opened.part("other", {"t": 6}) is None
+
+
+def test_a_limit_by_the_way_is_asked_of_the_largest_lengths() -> None:
+    """A length whose class is a guard takes part with its largest; a batch of few stays open."""
+    trace = Trace()
+    b, t = trace.symbol("b", 3), trace.symbol("t", 100)
+    assert coarse(b * t) > 200
+    assert set(trace.guards) == {"not (-200+b*t) <= 0"}, "nothing has asked for a class yet"
+    assert upper_bound(t) == 128
+    guards = set(trace.guards)
+    assert coarse(b * minimum(t, 512)) <= 3 * 128
+    assert set(trace.guards) - guards == {"(-384+128*b) <= 0"}
+    assert coarse(7) == 7
 
 
 def test_what_two_traces_hold_is_not_mixed() -> None:

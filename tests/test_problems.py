@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnx_fuse import config
+from onnx_fuse import config, kernels
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import MODULES, candidates, select, site, tuning
 from onnx_fuse.kernels.costs import pays, seconds
@@ -155,3 +155,27 @@ def test_a_rule_keeps_no_class_of_an_open_size() -> None:
         grids.append([call.launches[0].grid[0] for call in program.calls])
     assert specializer.traced == 1
     assert all(np.diff([g[0] for g in grids]) > 0)
+
+
+def test_a_lowering_chooses_once_for_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one shape ask once, forced kernels are other questions, and nothing outlives it."""
+    asked: list[object] = []
+    choose = kernels._select
+
+    def chosen(op: str, *rest: Any) -> Any:
+        asked.append((op, *rest))
+        return choose(op, *rest)
+
+    monkeypatch.setattr(kernels, "_select", chosen)
+    problem = Problem.of("Gemm", m=64, n=64, k=64, lda=64, ldb=64, align=16)
+    for rounds in (1, 2):
+        with kernels.same_choices():
+            first = select("Gemm", problem, H200)
+            assert select("Gemm", problem, H200) is first
+            forced = select("Gemm", problem, H200, {"Gemm": "simt"})
+            assert forced is not None
+            assert forced.kernel.name == "simt"
+        assert len(asked) == 2 * rounds
+    select("Gemm", problem, H200)
+    select("Gemm", problem, H200)
+    assert len(asked) == 6

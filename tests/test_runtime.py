@@ -363,7 +363,8 @@ def test_nothing_is_given_back_into_a_graph_that_is_captured(gpu: FakeGpu) -> No
 
 
 def test_what_another_library_has_seen_goes_back_when_the_gpu_is_idle(gpu: FakeGpu) -> None:
-    (y, _) = session()._on_cuda().run(None, {"x": x_of(4), "b": BIAS}, on_device=True)
+    runs = session()
+    (y, _) = runs._on_cuda().run(None, {"x": x_of(4), "b": BIAS}, on_device=True)
     capsule = y.__dlpack__(stream=1)
     del y
     assert gpu.counts["cuMemFreeAsync"] == 0, "its consumer may come"

@@ -61,7 +61,8 @@ def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(device, "start", lambda device_id: calls.append(f"context {device_id}"))
     runner = object.__new__(Executable)
-    runner.device_id, runner._stream = 1, Stream()  # type: ignore[assignment]
+    runner.device_id = 1
+    runner.shared = SimpleNamespace(stream=Stream())  # type: ignore[assignment]
     runner._host_value(DeviceTensor(256, (2,), "int64", 1, None))
     assert calls == ["context 1", "16 bytes from 256", "reading a feed"]
 

@@ -185,3 +185,38 @@ def test_stages_give_onnxruntimes_results(name: str) -> None:
     for output, want in zip(names, expected, strict=True):
         assert got[output].dtype == want.dtype
         np.testing.assert_array_equal(got[output], want, err_msg=output)
+
+
+def test_a_body_with_a_deferred_node_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage knows nodes and values by name: a call of which some is deferred has its own body."""
+    model = text_model(
+        """<ir_version: 10, opset_import: ["" : 21, "onnx_fuse" : 1]>
+        agraph (float[4,6] x, float[4,6] y) => (float[4,6] p, float[4,6] q, float[4,6] r)
+        { p = onnx_fuse.Two(x) q = onnx_fuse.Two(y) r = onnx_fuse.Two(x) }"""
+    )
+    lowerer = walk.Lowerer(model, dict.fromkeys("xy", ((4, 6), "float32")), H200)
+    for value in model.graph.inputs:
+        lowerer.slots[value] = walk.Slot(tensor=lowerer.scratch("float32", (4, 6)))
+    bodies: list[ir.Graph] = []
+    text = "agraph (float[4,6] a) => (float[4,6] c) { b = Neg(a) c = Exp(b) }"
+
+    def body(_: ir.Node) -> ir.Graph:
+        bodies.append(text_model(text).graph)
+        return bodies[-1]
+
+    monkeypatch.setattr(lowerer, "_body", body)
+    node, first, second, third = lowerer._node, *model.graph
+    # of the second call the node before the last is deferred, and so the one behind it
+    monkeypatch.setattr(
+        lowerer,
+        "_node",
+        lambda n: lowerer._defer(n) if owner is second and n.op_type == "Neg" else node(n),
+    )
+    for owner in (first, second, third):
+        assert lowerer._expand(owner)
+    _, two, _ = bodies
+    assert [n.op_type for n in lowerer.later] == ["Neg", "Exp", "Identity"]
+    assert all(n in two for n in lowerer.later[:2])
+    assert lowerer.slots[second.outputs[0]].later
+    assert not lowerer.slots[third.outputs[0]].later
+    assert len(lowerer.calls) == 4

@@ -8,7 +8,9 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -149,13 +151,30 @@ def select(
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
     trace = problem.trace
-    if trace is None:
+    memo = _CHOICES.get() if trace is None else trace.memo
+    if memo is None:
         return _select(op, problem, hw, prefs, records)
     key = (op, problem, hw, tuple(sorted((prefs or {}).items())), records)
-    if key not in trace.memo:
-        trace.memo[key] = _select(op, problem, hw, prefs, records)
-    found: Choice | None = trace.memo[key]
+    if key not in memo:
+        memo[key] = _select(op, problem, hw, prefs, records)
+    found: Choice | None = memo[key]
     return found
+
+
+_CHOICES: ContextVar[dict[Any, Any] | None] = ContextVar("choices", default=None)
+
+
+@contextmanager
+def same_choices() -> Iterator[None]:
+    """Within the block a problem of plain sizes that comes again keeps its choice.
+
+    Problems with open sizes do so anyway: their trace remembers it.
+    """
+    token = _CHOICES.set({})
+    try:
+        yield
+    finally:
+        _CHOICES.reset(token)
 
 
 def _select(

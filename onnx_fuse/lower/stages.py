@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
 from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import FUSE, carries_body
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, carries_body
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
 from onnx_fuse.program.call import Loop, Stage, Tensor
@@ -256,3 +256,31 @@ def run_loop(
 
 def _number(value: Any) -> int:
     return int(np.asarray(value).reshape(-1)[0])
+
+
+_TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+
+
+def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:
+    """The first opset whose operator is the node's: later ones take further types, and no more."""
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+
+    def same(a: Any, b: Any) -> bool:
+        ends = [[(p.name, p.option) for p in (*s.inputs, *s.outputs)] for s in (a, b)]
+        return bool(
+            ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)
+        )
+
+    def takes(schema: Any) -> bool:
+        variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
+        wanted = [d and f"tensor({_TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
+        return all(w is None or w in p.types for w, p in zip(wanted, variadic, strict=True))
+
+    while schema.since_version > CANONICAL_OPSET:
+        if not onnx.defs.has(node.op_type, schema.since_version - 1):
+            break
+        before = onnx.defs.get_schema(node.op_type, schema.since_version - 1, "")
+        if not (same(before, schema) and takes(before)):
+            break
+        schema = before
+    return int(schema.since_version)

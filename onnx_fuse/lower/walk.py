@@ -18,22 +18,16 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
+from onnx_fuse.kernels import same_choices
 from onnx_fuse.lower.context import WEIGHT_LIMIT, NotStatic, Slot, captured, data_type, type_proto
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED
 from onnx_fuse.lower.sequences import followed, sequence
-from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
+from onnx_fuse.lower.stages import beyond_tensors, by_passes, oldest, stages
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import (
-    CANONICAL_OPSET,
-    DEFAULT,
-    FUSE,
-    base_name,
-    carries_body,
-    one_line,
-)
+from onnx_fuse.onnx.common import DEFAULT, base_name, carries_body, one_line
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
@@ -52,8 +46,6 @@ PREVIEW = "ai.onnx.preview"
 """Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
 SETUP_LIMIT = 1 << 20
 """Bytes that a call may write at most to run once, before the first run, and not in each."""
-
-TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -76,7 +68,8 @@ def lower(
     `state` maps outputs to the inputs (or initializers) whose next value they are: those are
     written in place. The initializers among them are never taken for constants.
     """
-    return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
+    with same_choices():
+        return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
 
 
 class Lowerer(Control):
@@ -218,12 +211,13 @@ class Lowerer(Control):
             wide = weights.astype(np.float32)
             with np.errstate(over="ignore"):
                 wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
-            if not np.isfinite(wq.astype(np.float32)).all():
+            rounded = wq.astype(np.float32)
+            if not np.isfinite(rounded).all():
                 return None  # a product beyond float16: it stays in the operand path
             cv = row.astype(np.float64)
             if b:
                 cv = cv + b[0].astype(np.float64) @ wide
-            cs = wq.astype(np.float32).sum(0, dtype=np.float64)
+            cs = rounded.sum(0, dtype=np.float64)
             found = {"wq": np.ascontiguousarray(wq.T if trans else wq),
                      "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
             kept[name] = value, found
@@ -668,31 +662,3 @@ class Lowerer(Control):
         for entry in model.opset_import:
             if entry.domain == "" and since:
                 entry.version = max(since)
-
-
-# ---- helpers ------------------------------------------------------------------------------------
-
-
-def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:
-    """The first opset whose operator is the node's: later ones take further types, and no more."""
-    schema = onnx.defs.get_schema(node.op_type, opset, "")
-
-    def same(a: Any, b: Any) -> bool:
-        ends = [[(p.name, p.option) for p in (*s.inputs, *s.outputs)] for s in (a, b)]
-        return bool(
-            ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)
-        )
-
-    def takes(schema: Any) -> bool:
-        variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
-        wanted = [d and f"tensor({TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
-        return all(w is None or w in p.types for w, p in zip(wanted, variadic, strict=True))
-
-    while schema.since_version > CANONICAL_OPSET:
-        if not onnx.defs.has(node.op_type, schema.since_version - 1):
-            break
-        before = onnx.defs.get_schema(node.op_type, schema.since_version - 1, "")
-        if not (same(before, schema) and takes(before)):
-            break
-        schema = before
-    return int(schema.since_version)

@@ -168,8 +168,10 @@ def home(gpu: int) -> Any:
 def _on_gpu(model: ir.Model, gpu: int) -> Run:
     from onnx_fuse.runtime.executable import Executable
 
-    executable = Executable(model, device_id=gpu, home=home(gpu))
-    executable.pool = home(gpu).pool  # what one operator's tensors leave, the next one's take
+    executable = Executable(model, device_id=gpu, home=home(gpu).shared)
+    executable.shared.pool = home(
+        gpu
+    ).shared.pool  # what one operator's tensors leave, the next one's take
     inputs = [str(v.name) for v in model.graph.inputs]
     outputs = [str(v.name) for v in model.graph.outputs]
 
@@ -209,7 +211,7 @@ def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
 
     owner, dense = home(gpu), np.ascontiguousarray(array)
     stream = owner.stream
-    memory = owner.pool.allocate(dense.nbytes, "a tensor")
+    memory = owner.shared.pool.allocate(dense.nbytes, "a tensor")
     if dense.nbytes:
         stream.upload(memory.address, dense.ctypes.data, dense.nbytes)
         stream.wait("a copy to the GPU")

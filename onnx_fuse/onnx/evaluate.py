@@ -65,12 +65,14 @@ def evaluate(
     if key is None:
         found.update(_ask(asked, {**known, **found}, opsets))
         return found
-    if key not in _REMEMBERED:
-        if len(_REMEMBERED) == _MOST:
+    remembered = _REMEMBERED.get(key)
+    if remembered is None:
+        computed = _ask(asked, known, opsets)
+        remembered = [computed.get(value) for value in nodes[0].outputs]
+        if len(_REMEMBERED) >= _MOST:
             _REMEMBERED.clear()
-        answers = _ask(asked, known, opsets)
-        _REMEMBERED[key] = [answers.get(value) for value in nodes[0].outputs]
-    pairs = zip(nodes[0].outputs, _REMEMBERED[key], strict=True)
+        _REMEMBERED[key] = remembered
+    pairs = zip(nodes[0].outputs, remembered, strict=True)
     return {value: answer.copy() for value, answer in pairs if answer is not None}
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -201,6 +202,11 @@ class Call:
     """What is computed: passes rewrite it, and the last one makes its launches."""
     expression: Expression | None = field(default=None, repr=False)
     host: ModelBytes = field(default=b"", repr=False)
+
+    @cached_property
+    def buffers(self) -> frozenset[int]:
+        """The buffers that the call reads or writes."""
+        return frozenset([t.buffer for _, t in (*self.reads, *self.writes)])
 
     def __str__(self) -> str:
         reads = ", ".join(f"{name}={tensor}" for name, tensor in self.reads)

@@ -84,8 +84,8 @@ Step = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
 class Recipe:
     """How to build an object anew with other sizes; what holds none is used as it is.
 
-    It has a list of places. One holds what is used as it is, or one of the object's sizes, or what
-    a step makes of the contents of earlier places.
+    It has a list of places. One holds what is used as it is, or what a step makes of the contents
+    of earlier places, or one of the object's sizes, which are counted from the end.
     """
 
     def __init__(self, value: Any, symbols: Sequence[str]) -> None:
@@ -95,39 +95,33 @@ class Recipe:
         self._known: dict[Any, int] = {}
         self._objects: dict[int, tuple[Any, int | None]] = {}
         result = self._place(value)
-        text = "".join(f"{size}, " for size in self._sizes)
+        text = "".join(f"{size}, " for size in reversed(self._sizes))
         code = _compiled(f"def numbers({', '.join(symbols)}):\n    return ({text})\n")
-        self._set(self._places, self._steps, result, tuple(self._sizes.values()), code)
+        self._set(self._places, self._steps, result, code)
         del self._sizes, self._known, self._objects
 
-    def _set(
-        self,
-        places: list[Any],
-        steps: list[Step],
-        result: int,
-        numbered: tuple[int, ...],
-        code: CodeType,
-    ) -> None:
-        self._places, self._steps, self._result = places, steps, result
-        self._numbered, self._code = numbered, code
+    def _set(self, places: list[Any], steps: list[Step], result: int, code: CodeType) -> None:
+        self._places, self._steps, self._result, self._code = places, steps, result, code
         self._numbers = _function(code, "numbers")
-        self._work = [(place, _getter(parts), make) for place, parts, make in steps]
+        # what takes several places out of a list gives a tuple already
+        self._work = [
+            (place, _getter(parts), None if make is tuple and len(parts) > 1 else make)
+            for place, parts, make in steps
+        ]
 
     def __getstate__(self) -> tuple[Any, ...]:
-        code = marshal.dumps(self._code)
-        return self._places, self._steps, self._result, self._numbered, code
+        return self._places, self._steps, self._result, marshal.dumps(self._code)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *rest, code = state
-        self._set(*rest, marshal.loads(code))
+        places, steps, result, code = state
+        self._set(places, steps, result, marshal.loads(code))
 
     def at(self, values: Iterable[int]) -> Any:
         """The object with the sizes that these values of the symbols give."""
-        places = self._places.copy()
-        for place, number in zip(self._numbered, self._numbers(*values), strict=True):
-            places[place] = number
+        places = [*self._places, *self._numbers(*values)]
         for place, get, make in self._work:
-            places[place] = make(get(places))
+            parts = get(places)
+            places[place] = parts if make is None else make(parts)
         return places[self._result]
 
     def _new(self, content: Any = None) -> int:
@@ -160,9 +154,7 @@ class Recipe:
             return None
         if kind is Size:
             text = expression(value)
-            if text not in self._sizes:
-                self._sizes[text] = self._new()
-            return self._sizes[text]
+            return self._sizes.setdefault(text, -1 - len(self._sizes))
         known = self._objects.get(id(value))
         if known is not None:
             return known[1]
@@ -207,7 +199,8 @@ class Recipe:
 def _getter(places: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
     """What takes the contents of these places out of a list."""
     if len(places) == 1:
-        return itemgetter(slice(places[0], places[0] + 1))
+        first = places[0]
+        return itemgetter(slice(first, first + 1 or None))
     return itemgetter(*places)
 
 

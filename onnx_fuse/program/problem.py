@@ -81,7 +81,7 @@ class _Attrs:
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
+def _names(kind: Any) -> tuple[str, ...]:
     """The names of a dataclass's fields."""
     return tuple(f.name for f in fields(kind))
 
@@ -94,7 +94,7 @@ def _sizes(value: object) -> Iterator[Size]:
         for part in value:
             yield from _sizes(part)
     elif is_dataclass(value):
-        for name in _names(type(value)):
+        for name in _names(type(value)):  # type: ignore[arg-type]
             yield from _sizes(getattr(value, name))
 
 
@@ -141,7 +141,7 @@ class AnyProblem:
 
     def fields(self) -> dict[str, Any]:
         """Its fields' values by name."""
-        return {name: getattr(self, name) for name in _names(type(self))}
+        return {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]
 
     @cached_property
     def trace(self) -> Trace | None:
@@ -225,14 +225,14 @@ class Problem(_Attrs, AnyProblem):
     @classmethod
     def of(cls, op: str, **values: Value) -> Problem:
         """Problem from keywords: its own fields by name, everything else into `attrs`."""
-        own = _names(cls)
+        own = _names(cls)  # type: ignore[arg-type]
         attrs = {key: value for key, value in values.items() if key not in own}
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return cls(op, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
 
     def replace(self, **values: Value) -> Problem:
         """This problem with some fields or attrs replaced."""
-        own = _names(type(self))
+        own = _names(type(self))  # type: ignore[arg-type]
         attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]

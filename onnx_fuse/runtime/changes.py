@@ -7,7 +7,7 @@ to that is the same for every shape (`spots`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from onnx_fuse.program.call import Call, Program
@@ -28,6 +28,17 @@ class Spots(NamedTuple):
 def workspace_key(call: int) -> int:
     """What stands for the workspace of a call among the buffers."""
     return -1 - call
+
+
+def operands(address: Mapping[int, int], i: int, call: Call) -> dict[str, int]:
+    """The addresses of call `i`'s operands by name; `address` has each buffer's and workspace's."""
+    found = {
+        name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype] if t.offset else address[t.buffer]
+        for name, t in (*call.reads, *call.writes)
+    }
+    if call.workspace:
+        found["workspace"] = address[workspace_key(i)]
+    return found
 
 
 def changes(program: Program) -> tuple[Change, ...] | None:

@@ -51,8 +51,8 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 def allocated(what: str, call: Callable[..., Sequence[Any]], *given: Any) -> Any:
     """The value of a driver call that takes memory; raises DeviceMemoryError.
 
-    Sessions that nobody has are in circles of references: where memory is short, Python's garbage
-    collector gives theirs back first.
+    What nobody has may be in a circle of references with what a caller made of it: where memory is
+    short, Python's garbage collector gives its memory back first.
     """
     result = call(*given)
     if int(result[0]) == _OUT_OF_MEMORY:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,16 +22,14 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
-from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
-from onnx_fuse.runtime.memory import Arena, Constants
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
-from onnx_fuse.runtime.staging import Downloads, Pending, Uploads
-from onnx_fuse.runtime.streams import StreamOrder
+from onnx_fuse.runtime.resources import Resources
+from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
 from onnx_fuse.runtime.weights import Weights
 
@@ -87,10 +86,10 @@ class Executable:
 
     A `Deployed` model has its programs already; nothing of ONNX or NVRTC is imported for it.
     `state` maps outputs to the inputs or initializers they replace in place: those stay on the
-    device (`weights` reaches them) and are not fed. `home` is an Executable whose such
-    tensors, and whose stream, this one shares and which must outlive it. `memory` bounds the bytes
-    that a program takes (`runtime.budget`). Any number of threads may run it. Raises DeviceError
-    for what the GPU, its driver or NVRTC cannot do.
+    device (`weights` reaches them) and are not fed. `home` are the Resources whose such tensors,
+    and whose stream, this one shares. `memory` bounds the bytes that a program takes
+    (`runtime.budget`). Any number of threads may run it. Raises DeviceError for what the GPU, its
+    driver or NVRTC cannot do.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Executable:
         prefs: Mapping[str, str] | None = None,
         state: Mapping[str, str] | None = None,
         device_id: int = 0,
-        home: Executable | None = None,
+        home: Resources | None = None,
         seed: int = 0,
         memory: Budget | None = None,
     ) -> None:
@@ -112,10 +111,10 @@ class Executable:
             expand_standard_updates(model)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
-        self.hw = Hardware.detect(device_id)
-        self._home, self._seed, self._memory = home, seed, memory
-        self._stream: device.Stream | None = None
-        self.uploads, self.downloads = Uploads(), Downloads()
+        retire = _weakly(self._retire)
+        self.shared = Resources(model, self.state, device_id, home, seed, retire)
+        """What its instances refer to, and not to this."""
+        self.hw, self._memory = self.shared.hw, memory
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
@@ -158,35 +157,12 @@ class Executable:
     @property
     def stream(self) -> device.Stream:
         """The stream of all its work; made at first use, which needs the device's context."""
-        if self._stream is None:
-            with self._lock:  # one, whatever threads come first
-                if self._stream is None:
-                    device.start(self.device_id)
-                    stream = device.Stream() if self._home is None else self._home.stream
-                    self._turns = StreamOrder(stream)
-                    self._stream = stream
-        return self._stream
+        return self.shared.stream
 
-    @cached_property
+    @property
     def weights(self) -> Weights:
         """What stays on the device, by name."""
-        home = None if self._home is None else self._home.weights
-        return Weights(self.stream, self.device_id, home, self._seed)
-
-    @cached_property
-    def pool(self) -> device.Pool:
-        """Where outputs that stay on the GPU, constants and the arena come from."""
-        return device.Pool(self.stream, self.device_id)
-
-    @cached_property
-    def arena(self) -> Arena:
-        """What all shapes run in."""
-        return Arena(self.pool, self._retire)
-
-    @cached_property
-    def constants(self) -> Constants:
-        """The constants of all programs, on the device."""
-        return Constants(self.pool, self.stream)
+        return self.shared.weights
 
     @staticmethod
     def _ends(model: ir.Model | Deployed) -> ir.Graph | Deployed:
@@ -197,29 +173,6 @@ class Executable:
         """Raise DeviceError where programs that are compiled already are for another GPU."""
         if isinstance(self.model, Deployed):
             self.model.target(self.hw)
-
-    def weight(self, name: str) -> np.ndarray:
-        """A weight of the model as the file has it."""
-        if isinstance(self.model, Deployed):
-            return self.model.weight(name)
-        value = self.model.graph.initializers[name].const_value
-        assert value is not None
-        return value.numpy()
-
-    def has_weights(self, program: Program) -> bool:
-        """Whether those of the program are on the device; asks nothing of it."""
-        return "weights" in vars(self) and self.weights.have(program)
-
-    def inner(self, model: ir.Model) -> Executable:
-        """An Executable of a part of this one's work."""
-        return Executable(
-            model,
-            math=self.math,
-            prefs=self.prefs,
-            device_id=self.device_id,
-            home=self,
-            seed=self._seed,
-        )
 
     # ---- run ----
 
@@ -288,12 +241,20 @@ class Executable:
             values = instance.arrays(fetch, room, self._later(instance).run())
             return Pending(names, lambda: None, lambda: values)
         pending = instance.send(fetch, stream)
-        self.downloads.limit_pending(pending)
+        self.shared.downloads.limit_pending(pending)
         return pending
 
     def _later(self, instance: Instance) -> Stages:
         if instance.stages is None:
-            instance.stages = Stages(instance)
+            inner = partial(
+                Executable,
+                math=self.math,
+                prefs=self.prefs,
+                device_id=self.device_id,
+                home=self.shared,
+                seed=self.shared.seed,
+            )
+            instance.stages = Stages(instance, inner)
         return instance.stages
 
     def adopt(self, value: Any) -> np.ndarray | DeviceTensor:
@@ -366,7 +327,7 @@ class Executable:
         for names in alike.values():
             value = values[names[0]]
             step = aligned(value.nbytes)
-            memory = self.pool.allocate(step * len(names), f"output {', '.join(names)}")
+            memory = self.shared.pool.allocate(step * len(names), f"output {', '.join(names)}")
             for i, name in enumerate(names):
                 address = memory.address + i * step
                 made[name] = DeviceTensor(address, value.shape, value.dtype, self.device_id, memory)
@@ -403,7 +364,7 @@ class Executable:
         `feeds` are the binding's, checked; none are looked at where `ready(binding, stream)`.
         """
         own = self.stream
-        target = own if stream is None else self._turns.stream(stream)
+        target = own if stream is None else self.shared.order.stream(stream)
         prepared = self.ready(binding, stream)
         if prepared is None:
             self._bound(binding, binding.feeds if feeds is None else feeds, target)
@@ -421,7 +382,7 @@ class Executable:
         instance = prepared.instance
         device.start(self.device_id)
         with self._lock:
-            self._turns.enter(stream)
+            self.shared.order.enter(stream)
             instance.place(prepared.placement)
             if prepared.copies:
                 instance.feed(prepared.feeds, stream)
@@ -430,8 +391,8 @@ class Executable:
                 binding.late = None
             else:
                 binding.late = instance.send(prepared.fetch, stream)
-                self.downloads.limit_pending(binding.late)
-            self._turns.leave(stream)
+                self.shared.downloads.limit_pending(binding.late)
+            self.shared.order.leave(stream)
         binding.results = prepared.results if prepared.fetch is None else dict(prepared.results)
 
     def ready(self, binding: Binding, stream: Any = None) -> Prepared | None:
@@ -459,10 +420,10 @@ class Executable:
             # between kernels, hosts and later stages work in the stream of this
             where = stream if instance.whole_on_gpu else own
             stream.before(where)
-            self._turns.enter(where)
+            self.shared.order.enter(where)
             values = self._kept(instance, adopted, kept, binding.places, inputs, where)
             binding.late = self._sent(instance, fetched, where) if fetched else None
-            self._turns.leave(where)
+            self.shared.order.leave(where)
             where.before(stream)
             binding.results = {n: values.get(n) for n in binding.targets}
             # what values decide, lowering knew or no place is bound for is found out each time
@@ -565,12 +526,12 @@ class Executable:
     ) -> Instance:
         self.stream.catch_up()
         try:
-            return Instance(self, made, inputs, outputs)
+            return Instance(self.shared, made, inputs, outputs)
         except device.DeviceMemoryError:
             if all(shape.instance is None for shape in self._shapes.values()):
                 raise
             self._give_up()
-            return Instance(self, made, inputs, outputs)
+            return Instance(self.shared, made, inputs, outputs)
 
     def _retire(self) -> None:
         """Give up the memory of all shapes, which are made anew when they come again."""
@@ -637,7 +598,7 @@ class Executable:
 
     def _resident(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of what stays on the device."""
-        if self._home is None and "weights" not in vars(self):
+        if not self.shared.has_residents:
             return {}  # asking would wait for the GPU
         return {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
 
@@ -660,7 +621,7 @@ class Executable:
         with self._lock:
             self.stream.catch_up()
             self.stream.wait("release_memory")
-            held = self.arena.nbytes
+            held = self.shared.arena.nbytes
             self._give_up()
             self._shapes.clear()
             return held
@@ -668,8 +629,20 @@ class Executable:
     def _give_up(self) -> None:
         """Give the memory of all shapes back to the driver."""
         self._retire()
-        self.arena.release()
-        self.pool.trim()
+        self.shared.arena.release()
+        self.shared.pool.trim()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a bound method as long as its object lives."""
+    own = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = own()
+        if found is not None:
+            found()
+
+    return call
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from onnx_fuse.runtime.schedule import Segment
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.instance import Instance
 
@@ -24,7 +27,8 @@ class HostCall:
     def __init__(self, instance: Instance, segment: Segment) -> None:
         from onnx_fuse.runtime import ort
 
-        self._instance, self._call = instance, segment.calls[0]
+        self._instance: Instance = weakref.proxy(instance)  # which has this
+        self._call = segment.calls[0]
         with ort.faults(f"{self._call.nodes[0]}, which has no kernel"):
             self._session = ort.session(segment.host)
 
@@ -59,8 +63,10 @@ class HostCall:
 class Stages:
     """The stages behind a Program's calls, whose results have decided about their shapes."""
 
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
+    def __init__(self, instance: Instance, inner: Callable[[ir.Model], Executable]) -> None:
+        """`inner` makes the Executable of a stage's model."""
+        self._instance: Instance = weakref.proxy(instance)  # which has this
+        self._make = inner
         self._hosts: dict[int, Any] = {}
         self._inner: dict[int, Executable] = {}
 
@@ -102,7 +108,7 @@ class Stages:
             import onnx_ir as ir
 
             proto = onnx.ModelProto.FromString(self._instance.program.stages[k].model)
-            self._inner[k] = self._instance.owner.inner(ir.serde.deserialize_model(proto))
+            self._inner[k] = self._make(ir.serde.deserialize_model(proto))
         return self._inner[k]
 
     def _on_device(

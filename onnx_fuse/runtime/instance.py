@@ -20,7 +20,7 @@ from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.changes import workspace_key
+from onnx_fuse.runtime.changes import operands, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
@@ -33,7 +33,7 @@ from onnx_fuse.runtime.zero_copy import ZeroCopy
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.resources import Resources
 
 GAP = 64 << 10
 """Bytes between two arrays that one copy to the GPU takes along."""
@@ -86,7 +86,7 @@ class Instance:
 
     def __init__(
         self,
-        owner: Executable,
+        owner: Resources,
         made: PlannedProgram,
         inputs: Mapping[str, DeviceTensor] | None = None,
         outputs: Mapping[str, DeviceTensor] | None = None,
@@ -131,8 +131,9 @@ class Instance:
         owner.stream.fill(base, 0, total)  # gaps between tensors travel with them
         self.address |= {b: base + at for b, at in offsets.items()}
         self.address |= {b: base + total + at for b, at in self.plan.offsets.items()}
-        self._workspaces = {i: base + total + at for i, at in self.plan.workspaces.items()}
-        self.address |= {workspace_key(i): at for i, at in self._workspaces.items()}
+        self.address |= {
+            workspace_key(i): base + total + at for i, at in self.plan.workspaces.items()
+        }
         self._staged = {b: base + at for b, at in offsets.items()}  # where copies go in and out
         self._apart: dict[int, device.Memory] = {}
         if not config.ARENA.value:
@@ -250,7 +251,7 @@ class Instance:
     def _set_up(self) -> None:
         """Make what depends on nothing but sizes."""
         for call in self.made.ends.setup:
-            pointers = self._pointers(-1, call)
+            pointers = operands(self.address, -1, call)
             for launch in call.launches:
                 bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
@@ -300,21 +301,9 @@ class Instance:
                 elif b.kind == "temp" and b.id in padded:
                     self.owner.stream.fill(memory.address, 0xFF, b.nbytes)
                 self.address[b.id] = memory.address
-        for i in self._workspaces:
+        for i in self.plan.workspaces:
             self._apart[-1 - i] = device.Memory(self.program.calls[i].workspace, "a workspace")
-            self._workspaces[i] = self._apart[-1 - i].address
-
-    def _pointers(self, i: int, call: Call) -> dict[str, int]:
-        address = self.address
-        pointers = {
-            name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
-            if t.offset
-            else address[t.buffer]
-            for name, t in (*call.reads, *call.writes)
-        }
-        if call.workspace:
-            pointers["workspace"] = self._workspaces[i]
-        return pointers
+            self.address[workspace_key(i)] = self._apart[-1 - i].address
 
     # ---- where inputs and outputs stand ----
 
@@ -396,7 +385,7 @@ class Instance:
         parts = [
             HostCall(self, s)
             if s.host
-            else Launches(s, self.plan.order, self.owner.hw, self._pointers, self.address)
+            else Launches(s, self.plan.order, self.owner.hw, self.address)
             for s in segments(self.program)
         ]
         return Variant(self.now.where, parts)
@@ -491,7 +480,7 @@ class Instance:
         found = []
         for i, call in enumerate(self.program.calls):
             if call.launches:
-                pointers = self._pointers(i, call)
+                pointers = operands(self.address, i, call)
                 bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
 
                 def enqueue(steps: list[Step] = bound) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,8 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.changes import Change, Spots, spots
+from onnx_fuse.runtime.changes import Change, Spots, operands, spots
 from onnx_fuse.runtime.schedule import Order, Segment, copies, overlappable
-
-Pointers = Callable[[int, Call], Mapping[str, int]]
-"""(number of a call, call) -> the addresses of its operands by name, as they are now."""
 
 
 class Launches:
@@ -33,11 +30,10 @@ class Launches:
         segment: Segment,
         order: Order,
         hw: Hardware,
-        pointers: Pointers,
         address: Mapping[int, int],
     ) -> None:
         """`address` has each buffer's, and that of a workspace by `workspace_key`."""
-        self._segment, self._order, self._hw, self._pointers = segment, order, hw, pointers
+        self._segment, self._order, self._hw = segment, order, hw
         self._address = address
         self._graph: device.Graph | None = None
         self._what = ""
@@ -49,7 +45,7 @@ class Launches:
         call = segment.calls[0]
         try:
             for i, call in enumerate(segment.calls):
-                addresses = pointers(segment.first + i, call)
+                addresses = operands(address, segment.first + i, call)
                 for launch in call.launches:
                     self._steps.append(bind(launch, addresses, hw))
                     self._calls.append(i)
@@ -113,7 +109,7 @@ class Launches:
         self._segment, self._graph, self._held = segment, None, {}
         k = 0
         for i, call in enumerate(segment.calls):
-            addresses = self._pointers(segment.first + i, call)
+            addresses = operands(self._address, segment.first + i, call)
             for launch in call.launches:
                 step = self._steps[k]
                 if not (isinstance(step, Bound) and step.update(launch, addresses)):
@@ -168,7 +164,7 @@ class Launches:
             if k in self._held:
                 self._write(k)
             else:
-                addresses = self._pointers(self._segment.first + i, call)
+                addresses = operands(self._address, self._segment.first + i, call)
                 step.place(addresses)
                 changed = self._stands(k, call, addresses)
             if self._graph is None:

@@ -94,7 +94,11 @@ class CudaStates:
                 model = guarded(model, successors, guards)
                 successors = {**successors, f"{SOUND}.next": SOUND}
             self._executables[key] = Executable(
-                model, math=self._math, state=successors, home=self._home, memory=self._memory
+                model,
+                math=self._math,
+                state=successors,
+                home=self._home.shared,
+                memory=self._memory,
             )
         names = [*scalars, *outputs]
         pending = self._executables[key].send(names, feeds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ import torch
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.changes import workspace_key
+from onnx_fuse.runtime.changes import operands, workspace_key
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram
@@ -60,7 +60,7 @@ class Layout:
         self.plan, self.hw = made.plan, executable.hw
         calls = (*program.setup, *program.calls)
         nvrtc.compile_all([x for c in calls for x in c.launches], self.hw.arch)
-        self.fixed = executable.weights.of(program, executable.weight)
+        self.fixed = executable.weights.of(program, executable.shared.weight)
         self._place_constants(executable)
         inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
         self.fed = [names.index(n) for n, _ in inputs]
@@ -94,28 +94,20 @@ class Layout:
         program = self.program
         constants = [b for b in program.buffers if b.kind == "constant"]
         known = {b.id: program.constants[b.id] for b in constants if b.id in program.constants}
-        placed = executable.constants.place(known)
+        placed = executable.shared.constants.place(known)
         self._held: list[Any] = [placed]
         self.fixed |= {b.id: 0 for b in constants}  # those of no bytes have no place
         self.fixed |= {b: constant.address for b, constant in placed.items()}
         for b in constants:
             if b.id not in known:
-                memory = executable.pool.allocate(b.nbytes, b.name or "a constant")
+                memory = executable.shared.pool.allocate(b.nbytes, b.name or "a constant")
                 self._held.append(memory)
                 self.fixed[b.id] = memory.address
         for call in program.setup:
-            found = pointers(call, self.fixed)
+            found = operands(self.fixed, -1, call)
             for launch in call.launches:
                 bind(launch, found, self.hw).enqueue(executable.stream.handle)
         executable.stream.wait("preparing a graph")  # from now on every stream may read it
-
-
-def pointers(call: Call, address: Mapping[int, int]) -> dict[str, int]:
-    """The addresses of a call's operands by name."""
-    return {
-        name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
-        for name, t in (*call.reads, *call.writes)
-    }
 
 
 class Steps:
@@ -126,22 +118,13 @@ class Steps:
         self._address = dict(layout.fixed)
         self._stand(places)
         plan, hw = layout.plan, layout.hw
-        self._parts = [
-            Launches(s, plan.order, hw, self._pointers, self._address)
-            for s in segments(layout.program)
-        ]
+        self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
 
     def _stand(self, places: Sequence[int]) -> None:
         plan, arena = self._layout.plan, places[0]
         self._address.update(zip(self._layout.movable, places[1:], strict=True))
         self._address |= {b: arena + at for b, at in plan.offsets.items()}
         self._address |= {workspace_key(i): arena + at for i, at in plan.workspaces.items()}
-
-    def _pointers(self, i: int, call: Call) -> Mapping[str, int]:
-        found = pointers(call, self._address)
-        if call.workspace:
-            found["workspace"] = self._address[workspace_key(i)]
-        return found
 
     def address(self, tensor: Tensor) -> int:
         """Where a tensor of the program stands."""

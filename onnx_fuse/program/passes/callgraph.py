@@ -45,7 +45,7 @@ def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
 
 def rename_buffers(call: Call, same: Mapping[int, int]) -> Call:
     """The call on other buffers."""
-    if not any(t.buffer in same for _, t in (*call.reads, *call.writes)):
+    if call.buffers.isdisjoint(same):
         return call
     reads, writes = (
         tuple((n, rename_buffer(t, same)) for n, t in part) for part in (call.reads, call.writes)

@@ -148,7 +148,7 @@ def _may_wait(calls: Sequence[Call], i: int, until: int, beside: Collection[int]
         call = calls[j]
         if j in beside and copy_fusion.independent(calls[i], call):
             continue
-        if any(t.buffer in writes for _, t in (*call.reads, *call.writes)):
+        if not call.buffers.isdisjoint(writes):
             return False
         if any(t.buffer in reads for _, t in call.writes):
             return False

@@ -1,0 +1,98 @@
+"""What the shapes of a model share on one GPU: a stream, weights, memory, staging."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.deployed import Deployed
+from onnx_fuse.runtime.memory import Arena, Constants
+from onnx_fuse.runtime.staging import Downloads, Uploads
+from onnx_fuse.runtime.streams import StreamOrder
+from onnx_fuse.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class Resources:
+    """The stream, weights and memory that an Executable and its instances use.
+
+    It refers to neither of them, so that an Executable that nobody has gives its memory back at
+    once. Nothing is made before its first use, which needs the device's context.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model | Deployed,
+        state: Mapping[str, str],
+        device_id: int,
+        home: Resources | None,
+        seed: int,
+        retire: Callable[[], None],
+    ) -> None:
+        """`home` lends its stream and its weights; `retire` lets go of the arena's block."""
+        self.model, self.state, self.device_id, self.seed = model, state, device_id, seed
+        self.hw = Hardware.detect(device_id)
+        self.uploads, self.downloads = Uploads(), Downloads()
+        self._home, self._retire = home, retire
+        self._stream: device.Stream | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def stream(self) -> device.Stream:
+        """The stream of all work."""
+        if self._stream is None:
+            with self._lock:  # one, whatever threads come first
+                if self._stream is None:
+                    device.start(self.device_id)
+                    stream = device.Stream() if self._home is None else self._home.stream
+                    self.order = StreamOrder(stream)
+                    """The order of runs in callers' streams, once there is a stream."""
+                    self._stream = stream
+        return self._stream
+
+    @cached_property
+    def weights(self) -> Weights:
+        """What stays on the device, by name."""
+        home = None if self._home is None else self._home.weights
+        return Weights(self.stream, self.device_id, home, self.seed)
+
+    @cached_property
+    def pool(self) -> device.Pool:
+        """Where outputs that stay on the GPU, constants and the arena come from."""
+        return device.Pool(self.stream, self.device_id)
+
+    @cached_property
+    def arena(self) -> Arena:
+        """What all shapes run in."""
+        return Arena(self.pool, self._retire)
+
+    @cached_property
+    def constants(self) -> Constants:
+        """The constants of all programs, on the device."""
+        return Constants(self.pool, self.stream)
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether weights or states may be on the device; asks nothing of it."""
+        return self._home is not None or "weights" in vars(self)
+
+    def has_weights(self, program: Program) -> bool:
+        """Whether those of the program are on the device; asks nothing of it."""
+        return "weights" in vars(self) and self.weights.have(program)
+
+    def weight(self, name: str) -> np.ndarray:
+        """A weight of the model as the file has it."""
+        if isinstance(self.model, Deployed):
+            return self.model.weight(name)
+        value = self.model.graph.initializers[name].const_value
+        assert value is not None
+        return value.numpy()
