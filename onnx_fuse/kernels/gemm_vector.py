@@ -51,13 +51,13 @@ class Vector:
         if problem.op == "LayerNormGemm" and problem.attr("stats"):
             return "it makes the statistics itself"
         more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias")
-        if other := [name for name in more if problem.attr(name)]:
+        if other := [name for name in more if problem.extras.get(name)]:
             return f"its epilogue has no {', '.join(other)}"
-        if problem.attr("beta") and problem.attr("residual"):
+        if problem.epilogue.beta and problem.epilogue.residual:
             return "the epilogue takes one extra operand"
-        if operand(problem) and problem.integer("c_cols", 1) != 1:
+        if operand(problem) and problem.epilogue.c_cols != 1:
             return "c is read as a dense row"
-        act = problem.text("act")
+        act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
         if not aligned(problem) or (problem.k if problem.trans_b else problem.n) % 8:
@@ -127,8 +127,8 @@ class Vector:
             Num("i32", problem.k), Num("i64", ld(problem)[1]),
             Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
             Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
-            Num("f32", problem.number("act_alpha", 1.0)),
+            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
+            Num("f32", problem.epilogue.act_alpha),
         )  # fmt: skip
         grid = (ceil(problem.n / (columns * warps if each else columns)), 1, 1)
         return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), args, defines),)

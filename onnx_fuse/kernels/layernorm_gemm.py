@@ -35,7 +35,8 @@ def _pad(size: int) -> int:
 
 def gemm_problem(problem: Problem, **values: Value) -> Problem:
     """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
-    kept = {name: problem.attr(name) for name in KEPT if problem.attr(name)}
+    given = problem.extras
+    kept = {name: given[name] for name in KEPT if given.get(name)}
     kept |= {"static_b": True} if problem.attr("static_b") and problem.attr("folded") else {}
     return Problem.of(
         "Gemm",
@@ -158,7 +159,7 @@ class Apply:
     def _gemm(self, problem: Problem) -> Problem:
         # the weights are older than the launch before, the normalisation: they may be read ahead
         ahead = {"static_b": True} if isinstance(self.inner, Cluster | Wgmma) else {}
-        return gemm_problem(problem, bias=bool(problem.attr("bias")), **ahead)
+        return gemm_problem(problem, bias=bool(problem.epilogue.bias), **ahead)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

@@ -108,7 +108,7 @@ class FewRows(Unconditional):
             "WHOLE": _row_bytes(problem) % 64 == 0 and problem.k % block == 0,
             "BLOCK": block, "CB": columns, "SETS": sets, "TILES": tiles,
             "WARPS": warps, "ZERO": bool(problem.text("zero")),
-            "BIAS": bool(problem.attr("bias")), "AHEAD": bool(problem.attr("static_b")),
+            "BIAS": bool(problem.epilogue.bias), "AHEAD": bool(problem.attr("static_b")),
         })  # fmt: skip
         args: tuple[Arg, ...] = (
             *map(Ptr, ("a", "q", "scale", "zero", "bias", "y")),
@@ -128,7 +128,7 @@ class Unpacked:
 
     def _gemm(self, problem: Problem) -> Problem:
         shape = {"m": problem.m, "n": problem.n, "k": problem.k}
-        bias = {"bias": True} if problem.attr("bias") else {}
+        bias = {"bias": True} if problem.epilogue.bias else {}
         return Problem.of(
             "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math, **bias
         )

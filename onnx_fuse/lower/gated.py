@@ -8,7 +8,6 @@ pass over its two halves cheaper, or no kernel has that epilogue, it is written 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import inf, prod
 
 import numpy as np
@@ -91,9 +90,9 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
         m, math = prod(x.shape[:-1]), ctx.math
         problem = Problem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
     problem = problem.upper_bound()
-    plain = tuple(pair for pair in problem.attrs if pair[0] not in attrs)
+    plain = problem.with_epilogue(act="", act_alpha=1.0, gate=False)
     seconds = []
-    for asked in (problem, replace(problem, attrs=plain)):
+    for asked in (problem, plain):
         # a kernel that the user asks for may have no such epilogue
         unfit = forced(ctx.prefs).get(asked.op) in refusals(asked.op, asked, ctx.hw)
         choice = None if unfit else select(asked.op, asked, ctx.hw, ctx.prefs)

@@ -20,6 +20,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
+from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
@@ -314,7 +315,7 @@ def norm_product(
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
         problem, reads = made, {"x": x, **folded}
-    columns = n // 2 if problem.attr("gate") else n
+    columns = n // 2 if problem.epilogue.gate else n
     writes = {"y": ctx.output(node, 0, (*x.shape[:-1], columns), x.dtype)}
     stat = (*x.shape[:-1], 1)
     for i, extra in enumerate(exposed, 1):
@@ -338,11 +339,13 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
     """
     if problem.trans_b or problem.dtype not in ("float16", "bfloat16"):
         return False
-    keys = ("act", "act_alpha", "rms")
-    how = {key: problem.attr(key) for key in keys if problem.attr(key)}
+    forward = problem.epilogue
+    behind = Epilogue(act=forward.act, act_alpha=forward.act_alpha)
+    how: dict[str, Value] = {"rms": True} if problem.attr("rms") else {}
     problem = problem.upper_bound()
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-    pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **how))
+    gradient = Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, epilogue=behind, **how)
+    pair = (problem, gradient)
     apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
     shared = [select(p.op, p.replace(folded=True), ctx.hw, ctx.prefs) for p in pair]
     if None in apart or None in shared:
@@ -452,7 +455,7 @@ def _apart_seconds(problem: Problem, hw: Hardware) -> float:
         Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=problem.math),
     )
     products = sum(choice.seconds for p in both if (choice := select(p.op, p, hw)))
-    passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.attr("act") else 0)
+    passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.epilogue.act else 0)
     return products + 4 * passes / hw.bandwidth + 15 * hw.launch_seconds
 
 
