@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnx_fuse import session
 from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.save import attach_functions, to_proto
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def load(model: Model) -> Result:
 
 
 def optimize(
-    model: Model,
+    model: Any,
+    args: Any = None,
     *,
     level: int = 2,
     fuse: Sequence[str] = (),
@@ -50,7 +52,9 @@ def optimize(
     with them; `onnx.shape_inference` adds them.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
+        model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
+            torch.nn.Module. It is not changed.
+        args: The arguments of a module's forward, which it is exported with in inference mode.
         level: 0 brings the graph to one form, 1 adds exact fusions, 2 merges products and tidies
             layouts too, 3 adds rewrites that round differently (`passes.LEVELS`).
         fuse: Names of fusions to turn on whatever the level (`passes.FUSIONS`).
@@ -61,10 +65,11 @@ def optimize(
 
     Raises:
         ModelError: The file is malformed, or uses what is not supported.
-        UsageError: There is no such level or fusion.
+        UsageError: There is no such level or fusion, or a module comes without `args`.
     """
     from onnx_fuse import passes
 
+    model = exported(model, args)
     graph = session.load(model)
     passes.optimize(graph, level=level, fuse=fuse, skip=skip)
     return _in_kind(model, graph)

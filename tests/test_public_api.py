@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ PUBLIC = (
     *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
     *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "optim")),
     *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
+    "onnx_fuse.nn",
+    *(f"onnx_fuse.nn.{name}" for name in ("functional", "graphs", "layers", "module", "optim")),
     "onnx_fuse.validation",
+    *(("onnx_fuse.torch",) if find_spec("torch") else ()),
 )
 """Modules whose names users may rely on; all others are the package's own."""
 MODEL = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")

@@ -1,22 +1,27 @@
 """The backward of an ONNX graph, as ONNX: one reverse walk over the rules of `ops`.
 
-`backward` extends a model in place; `gradient` makes the file that `onnx-fuse gradient` writes.
+`backward` extends a model in place; `gradient` makes the file that `onnx-fuse gradient` writes;
+`partition` makes a model of the forward and one of the backward.
 """
 
 from __future__ import annotations
 
 from onnx_fuse.autodiff.emit import Emitter, Whole
-from onnx_fuse.autodiff.model import attach_loss, gradient, is_weight, trainable
+from onnx_fuse.autodiff.model import attach_loss, gradient, is_weight, open_parameters, trainable
+from onnx_fuse.autodiff.partition import Partition, partition
 from onnx_fuse.autodiff.training_ops import expand_training_ops
 from onnx_fuse.autodiff.walk import backward
 
 __all__ = [
     "Emitter",
+    "Partition",
     "Whole",
     "attach_loss",
     "backward",
     "expand_training_ops",
     "gradient",
     "is_weight",
+    "open_parameters",
+    "partition",
     "trainable",
 ]

@@ -20,7 +20,7 @@ from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rewrite import CONSTANT, rank
 from onnx_fuse.passes.canonicalize import canonicalize
 from onnx_fuse.passes.constants import lift_parameters, starts_recurrence
-from onnx_fuse.passes.params import parts, unpack_values
+from onnx_fuse.passes.params import pack_values, parts, unpack_values
 
 
 def attach_loss(
@@ -141,6 +141,33 @@ def gradient(
             graph.outputs.append(out)
     graph.extend(op.nodes)
     return model
+
+
+def open_parameters(model: ir.Model, values: Sequence[ir.Value]) -> list[str]:
+    """Turn these initializers into inputs, in place; returns the names of the new inputs.
+
+    An initializer that a pass packed comes to be made by nodes, of inputs that have the original
+    parameters' names and shapes.
+    """
+    graph, op = model.graph, Emitter(model)
+    op.stem = "parameters"
+    inputs: dict[str, ir.Value] = {}
+    for value in values:
+        for part in parts(value)[1]:
+            if part.name not in inputs:
+                shape = ir.Shape(part.shape)
+                inputs[part.name] = ir.Value(name=part.name, type=value.type, shape=shape)
+    for value in values:
+        new = pack_values(op, value, inputs)
+        ir.convenience.replace_all_uses_with(value, new, replace_graph_outputs=True)
+        del graph.initializers[str(value.name)]
+    for node in reversed(op.nodes):
+        if len(graph):
+            graph.insert_before(graph[0], node)
+        else:
+            graph.append(node)
+    graph.inputs.extend(inputs.values())
+    return list(inputs)
 
 
 def is_weight(value: ir.Value) -> bool:

@@ -84,3 +84,14 @@ def unpack_values(op: Builder, value: ir.Value, packed: ir.Value) -> dict[str, i
             piece = op.Transpose(piece, perm=[int(i) for i in np.argsort(part.perm)])
         result[part.name] = typed(piece, value, part.shape)
     return result
+
+
+def pack_values(op: Builder, value: ir.Value, originals: Mapping[str, ir.Value]) -> ir.Value:
+    """`pack` as nodes, of values of the original parameters by name."""
+    axis, found = parts(value)
+    pieces = [originals[part.name] for part in found]
+    for i, part in enumerate(found):
+        if part.perm is not None:
+            turned = op.Transpose(pieces[i], perm=list(part.perm))
+            pieces[i] = typed(turned, value, part.packed_shape)
+    return pieces[0] if axis is None else typed(op.Concat(*pieces, axis=axis), value, value.shape)

@@ -56,13 +56,12 @@ class Epilogue:
     @property
     def given(self) -> dict[str, Any]:
         """The fields that are not as they are by default, by name."""
-        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        return {name: value for name, value, default in values if value != default}
+        return {k: value for k, default in DEFAULTS.items() if (value := vars(self)[k]) != default}
 
     def among(self, *names: str) -> list[str]:
         """Those of these fields that are set."""
         return [name for name in names if getattr(self, name)]
 
 
-FIELDS = frozenset(f.name for f in fields(Epilogue))
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Epilogue)}
 NONE = Epilogue()

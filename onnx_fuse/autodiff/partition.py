@@ -1,0 +1,172 @@
+"""A graph and its backward as two models: what the first keeps, the second reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnx_fuse.autodiff.emit import Emitter, Whole
+from onnx_fuse.autodiff.subgraphs import reads
+from onnx_fuse.autodiff.walk import backward
+from onnx_fuse.onnx.save import inline
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.ops.grad_helpers import is_float
+from onnx_fuse.passes.canonicalize import clean
+
+_VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
+"""Operators whose result is made again for the backward, rather than kept: they move no value."""
+_SIZES = frozenset(("Shape", "Size"))
+"""Operators whose result is kept in place of the tensor that they measure."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The two halves of a graph that is differentiated.
+
+    The first inputs of `backward` are the gradients of the float outputs, in their order; the
+    others have the names of outputs of `forward` and of inputs of the graph. Its outputs are the
+    gradients of the inputs that were asked for, in that order.
+    """
+
+    forward: ir.Model
+    """The graph, with inner values that the backward reads as further outputs."""
+    backward: ir.Model
+    """The gradients."""
+
+
+def partition(
+    model: ir.Model,
+    wrt: Sequence[str],
+    *,
+    fused: bool = False,
+    whole: Whole | None = None,
+    recompute: bool = False,
+) -> Partition:
+    """Differentiate a graph by some of its inputs, and cut it in two.
+
+    Args:
+        model: A graph in canonical form (`session.load`). It is not changed.
+        wrt: Names of float inputs.
+        fused, whole: As in `backward`.
+        recompute: Keep nothing: the backward then holds what it needs of the forward, and depends
+            on inputs alone, so that it can be differentiated in its turn.
+
+    Raises:
+        ModelError: A node on the way has no gradient.
+    """
+    joint = inline(model) if recompute else model.clone()
+    graph = joint.graph
+    if any(v.type is None for n in graph for v in n.outputs):
+        infer_shapes(joint)
+    own = [v.name or "" for v in graph.inputs]
+    named = {v.name: v for v in graph.inputs}
+    op = Emitter(joint)
+    dys: dict[ir.Value, ir.Value | None] = {}
+    for y in graph.outputs:
+        if is_float(y) and y not in dys:
+            dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
+    found = backward(joint, dys, [named[name] for name in wrt], fused=fused, whole=whole)
+    outputs = list(graph.outputs)  # of nodes that may have become their bodies
+    gradients: list[ir.Value] = []
+    op = Emitter(joint)
+    for name in wrt:
+        g, label = found[name], op.fresh(f"{name}.grad")
+        if g.producer() is None or g in gradients or g in outputs:
+            g = op.node("Identity", [g], outputs=[label])
+        g.name, g.type, g.shape = label, named[name].type, named[name].shape
+        gradients.append(g)
+    graph.extend(op.nodes)
+    infer_shapes(joint)  # of what nodes return besides since
+    ends = [dy for dy in dys.values() if dy is not None]
+    kept = [] if recompute else _kept(graph, outputs, gradients, set(ends))
+    graph.inputs.extend(ends)
+    first, given = ([str(v.name) for v in values] for values in (ends, kept))
+    named_outputs = [str(v.name) for v in outputs]
+    more = [name for name in given if name not in named_outputs]
+    forward = _cut(joint, own, [*named_outputs, *more])
+    behind = _cut(joint, [*first, *own], [str(g.name) for g in gradients], given)
+    inputs = behind.graph.inputs
+    unread = {v for v in inputs if not v.uses() and not v.is_graph_output()}
+    read = [v for v in inputs if v.name in first or v not in unread]
+    inputs.clear()
+    inputs.extend(read)
+    return Partition(forward, behind)
+
+
+def _kept(
+    graph: ir.Graph,
+    outputs: Sequence[ir.Value],
+    gradients: Sequence[ir.Value],
+    dys: set[ir.Value],
+) -> list[ir.Value]:
+    """The values that pass from the forward to the backward, inputs aside."""
+    first = _ancestors(outputs)
+    depends: set[ir.Value] = set(dys)
+    for node in graph:
+        if any(v in depends for v in reads(node)):
+            depends.update(node.outputs)
+    needed = _ancestors(gradients)
+    kept: dict[ir.Value, None] = {}
+    sizes: dict[ir.Value, ir.Value | None] = {}
+    seen: set[ir.Value] = set()
+    todo = [v for v in gradients if v not in depends]
+    for node in graph:
+        if node in needed and any(v in depends for v in node.outputs):
+            todo += [v for v in reads(node) if v is not None and v not in depends]
+    while todo:
+        value = todo.pop()
+        maker = value.producer()
+        if value in seen or maker is None:
+            continue
+        seen.add(value)
+        standard = not maker.domain
+        if maker.op_type in _SIZES and standard:
+            sizes[value] = maker.inputs[0]
+        elif maker in first and not (maker.op_type in _VIEWS and standard):
+            if maker.op_type != "Constant":
+                kept[value] = None
+        else:
+            todo += [v for v in reads(maker) if v is not None]
+    for value, measured in sizes.items():
+        if measured is not None and measured.producer() is not None and measured not in kept:
+            kept[value] = None
+    order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
+    return sorted(kept, key=order.__getitem__)
+
+
+def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+    """The nodes that make these values."""
+    found: set[ir.Node] = set()
+    todo = [node for v in values if (node := v.producer()) is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
+    return found
+
+
+def _cut(
+    joint: ir.Model, inputs: Sequence[str], outputs: Sequence[str], given: Sequence[str] = ()
+) -> ir.Model:
+    """A copy with these ends alone; the values `given` become inputs behind the others."""
+    model = joint.clone()
+    graph = model.graph
+    values = {v.name: v for v in graph.inputs}
+    values |= {v.name: v for v in graph.initializers.values()}
+    values |= {v.name: v for node in graph for v in node.outputs}
+    fed, results = [values[name] for name in inputs], [values[name] for name in outputs]
+    graph.outputs.clear()
+    for name in given:
+        old = values[name]
+        new = ir.Value(name=name, type=old.type, shape=old.shape)
+        old.name = f"{name}.made"
+        ir.convenience.replace_all_uses_with(old, new)
+        fed.append(new)
+    graph.inputs.clear()
+    graph.inputs.extend(fed)
+    graph.outputs.extend(results)
+    clean(model)
+    return model

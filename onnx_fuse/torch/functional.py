@@ -1,0 +1,419 @@
+"""Fused functions of torch tensors: each is one operator of ours, with a fused gradient."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from onnx_fuse import passes, session
+from onnx_fuse.autodiff import Emitter
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.ops.loss import LOSSES
+from onnx_fuse.torch.graph import BUILDERS, DTYPES, Graph, built
+from onnx_fuse.torch.library import Operator
+
+ACTIVATIONS = tuple(BY_KEY)
+"""The names that `activation` may have."""
+_ONNX = {kind: dtype for dtype, kind in DTYPES.items()}
+_ATTENTION_OPSET = 24
+
+
+class _Sketch:
+    """A graph while it is built: `op` emits nodes, `input` adds an input."""
+
+    def __init__(self, dtype: str, opset: int = CANONICAL_OPSET) -> None:
+        imports = {"": opset, FUSE: 1}
+        self._graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="function")
+        self._model = ir.Model(self._graph, ir_version=10)
+        self.op = Emitter(self._model)
+        self.dtype = ir.DataType[dtype]
+
+    def input(self, name: str, *shape: int | str, dtype: ir.DataType | None = None) -> ir.Value:
+        kind = ir.TensorType(dtype or self.dtype)
+        self._graph.inputs.append(ir.Value(name=name, type=kind, shape=ir.Shape(shape)))
+        return self._graph.inputs[-1]
+
+    def weight(self) -> ir.Value:
+        """torch's weight [N, K] as the product's operand [K, N]."""
+        turned: ir.Value = self.op.Transpose(self.input("weight", "N", "K"), perm=[1, 0])
+        return turned
+
+    def bias(self, there: bool) -> ir.Value:
+        """The bias, or -0.0, which changes no sum."""
+        if there:
+            return self.input("bias", "N")
+        zero: ir.Value = self.op.constant(np.full(1, -0.0, self.dtype.numpy()))
+        return zero
+
+    def graph(self, key: str, y: ir.Value, *shape: int | str) -> Graph:
+        """The finished graph, with `y` as its only output."""
+        y.name, y.shape = "y", ir.Shape(shape)
+        self._graph.extend(self.op.nodes)
+        self._graph.outputs.append(y)
+        model = session.load(self._model)
+        passes.optimize(model, training=True)
+        return Graph(key, model)
+
+
+def _product_graph(
+    norm: str, dtype: str, epsilon: str, activation: str, bias: str, key: str
+) -> Graph:
+    sketch = _Sketch(dtype)
+    x = sketch.input("x", "M", "K")
+    w, c = sketch.weight(), sketch.bias(bias == "1")
+    affine = {"": (), "LayerNorm": ("ln_weight", "ln_bias"), "RMSNorm": ("norm_weight",)}[norm]
+    scales = [sketch.input(name, "K") for name in affine]
+    name = FusedName.make("Gemm", BY_KEY[activation].name if activation else "", norm=norm)
+    attributes: dict[str, Any] = {"epsilon": float(epsilon)} if norm else {}
+    if norm == "RMSNorm" and dtype == "DOUBLE":
+        attributes["stash_type"] = int(ir.DataType.DOUBLE)
+    y = sketch.op.node(str(name), [x, *scales, w, c], domain=FUSE, attributes=attributes)
+    return sketch.graph(key, y, "M", "N")
+
+
+@cache
+def _layernorm_linear_graph(dtype: str, epsilon: str, activation: str, bias: str) -> Graph:
+    key = built("layernorm_linear", dtype, epsilon, activation, bias)
+    return _product_graph("LayerNorm", dtype, epsilon, activation, bias, key)
+
+
+@cache
+def _rms_norm_linear_graph(dtype: str, epsilon: str, activation: str, bias: str) -> Graph:
+    key = built("rms_norm_linear", dtype, epsilon, activation, bias)
+    return _product_graph("RMSNorm", dtype, epsilon, activation, bias, key)
+
+
+@cache
+def _linear_activation_graph(dtype: str, activation: str, bias: str) -> Graph:
+    key = built("linear_activation", dtype, activation, bias)
+    return _product_graph("", dtype, "0", activation, bias, key)
+
+
+@cache
+def _attention_graph(
+    dtype: str, heads: str, groups: str, width: str, causal: str, scale: str, mask: str
+) -> Graph:
+    """`mask` is "", or its element type and axes such as "BOOL 11ST"."""
+    sketch = _Sketch(dtype, _ATTENTION_OPSET)
+    q = sketch.input("q", "B", int(heads), "S", int(width))
+    k = sketch.input("k", "B", int(groups), "T", int(width))
+    v = sketch.input("v", "B", int(groups), "T", "E")
+    inputs = [q, k, v]
+    if mask:
+        kind, _, axes = mask.partition(" ")
+        sizes = {"1": 1, "H": int(heads)}
+        shape = [sizes.get(a, a) for a in axes]
+        inputs.append(sketch.input("mask", *shape, dtype=ir.DataType[kind]))
+    factor = float(scale) if scale else 1 / math.sqrt(int(width))
+    y = sketch.op.Attention(*inputs, is_causal=int(causal), scale=factor)
+    key = built("attention", dtype, heads, groups, width, causal, scale, mask)
+    return sketch.graph(key, y, "B", int(heads), "S", "E")
+
+
+@cache
+def _linear_cross_entropy_graph(
+    dtype: str, wide: str, ignore_index: str, smoothing: str, reduction: str, bias: str
+) -> Graph:
+    sketch = _Sketch(dtype)
+    x = sketch.input("x", "M", "K")
+    w, c = sketch.weight(), sketch.bias(bias == "1")
+    labels = sketch.input("target", "M", dtype=ir.DataType.INT64)
+    op = sketch.op
+    logits = op.node("Gemm", [x, w, c], domain=FUSE)
+    logits.shape = ir.Shape(["M", "N"])
+    narrow = sketch.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    if narrow:  # sums of exponentials want more bits
+        logits = op.Cast(logits, to=int(ir.DataType.FLOAT))
+    options = {
+        "ignore_index": int(ignore_index),
+        "label_smoothing": float(smoothing),
+        "reduction": reduction,
+    }
+    loss = LOSSES["cross_entropy"].build(op, logits, labels, options)
+    if narrow and wide == "0":
+        loss = op.Cast(loss, to=int(sketch.dtype))
+    key = built("linear_cross_entropy", dtype, wide, ignore_index, smoothing, reduction, bias)
+    return sketch.graph(key, loss, *(["M"] if reduction == "none" else []))
+
+
+BUILDERS.update(
+    layernorm_linear=_layernorm_linear_graph,
+    rms_norm_linear=_rms_norm_linear_graph,
+    linear_activation=_linear_activation_graph,
+    attention=_attention_graph,
+    linear_cross_entropy=_linear_cross_entropy_graph,
+)
+
+
+# ---- operators -------------------------------------------------------------------------------
+
+
+@cache
+def _dtype(kind: torch.dtype) -> str:
+    if not kind.is_floating_point or kind not in _ONNX:
+        raise UsageError(f"there is no fused function of {kind}")
+    return _ONNX[kind].name
+
+
+def _flag(value: object) -> str:
+    return "0" if value is None or value is False else "1"
+
+
+_LAYERNORM_LINEAR = Operator(
+    "layernorm_linear",
+    ("x", "weight", "bias?", "ln_weight", "ln_bias"),
+    ("float eps", "str activation"),
+    saves=3,
+    graph=lambda x, weight, bias, ln_weight, ln_bias, eps, activation: _layernorm_linear_graph(
+        _dtype(x.dtype), repr(eps), activation, _flag(bias)
+    ),
+    flat=2,
+    rows=True,
+).define()
+_RMS_NORM_LINEAR = Operator(
+    "rms_norm_linear",
+    ("x", "weight", "bias?", "norm_weight"),
+    ("float eps", "str activation"),
+    saves=2,
+    graph=lambda x, weight, bias, norm_weight, eps, activation: _rms_norm_linear_graph(
+        _dtype(x.dtype), repr(eps), activation, _flag(bias)
+    ),
+    flat=2,
+    rows=True,
+).define()
+_LINEAR_ACTIVATION = Operator(
+    "linear_activation",
+    ("x", "weight", "bias?"),
+    ("str activation",),
+    saves=1,
+    graph=lambda x, weight, bias, activation: _linear_activation_graph(
+        _dtype(x.dtype), activation, _flag(bias)
+    ),
+    flat=2,
+    rows=True,
+).define()
+_LINEAR_CROSS_ENTROPY = Operator(
+    "linear_cross_entropy",
+    ("x", "weight", "bias?", "target"),
+    ("int ignore_index", "float label_smoothing", "str reduction", "bool wide"),
+    saves=6,
+    graph=lambda x, weight, bias, target, ignore_index, smoothing, reduction, wide: (
+        _linear_cross_entropy_graph(
+            _dtype(x.dtype), _flag(wide), str(ignore_index), repr(smoothing), reduction, _flag(bias)
+        )
+    ),
+    flat=2,
+).define()
+
+
+def _attention_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Graph:
+    what = ""
+    if mask is not None:
+        kind = ir.DataType.BOOL if mask.dtype == torch.bool else _ONNX[mask.dtype]
+        axes = zip(mask.shape, "BHST", strict=True)
+        what = f"{kind.name} {''.join('1' if size == 1 else axis for size, axis in axes)}"
+    heads, groups, width = (str(int(n)) for n in (q.shape[1], k.shape[1], q.shape[-1]))
+    factor = "" if scale is None else repr(float(scale))
+    return _attention_graph(_dtype(q.dtype), heads, groups, width, _flag(causal), factor, what)
+
+
+_ATTENTION = Operator(
+    "attention",
+    ("q", "k", "v", "mask?"),
+    ("bool causal", "float? scale"),
+    saves=2,
+    graph=_attention_of,
+).define()
+
+
+# ---- functions -------------------------------------------------------------------------------
+
+
+def check_activation(name: str | None) -> str | None:
+    """The name. Raises UsageError where there is no such activation."""
+    if name is not None and name not in BY_KEY:
+        raise UsageError(f"there is no activation '{name}': choose one of {', '.join(BY_KEY)}")
+    return name
+
+
+def _activation(name: str | None) -> str:
+    return check_activation(name) or ""
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in the type of an autocast region, where one is active; others as they are."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    kind = torch.get_autocast_dtype(device)
+    return [
+        x.to(kind) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    ]
+
+
+def fused_layernorm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+) -> Tensor:
+    """act(linear(layer_norm(x))), in one operator forward and one backward.
+
+    Args:
+        x: [..., K], float32, float64, float16 or bfloat16; contiguous, or it is copied.
+        weight: [N, K], as nn.Linear has it, of x's type.
+        bias: [N], or None.
+        ln_weight, ln_bias: [K], or None for 1 and 0.
+        eps: What is added to the variance.
+        activation: None, or a name such as "relu", "gelu", "gelu_tanh" or "silu" (`ACTIVATIONS`).
+
+    Returns:
+        [..., N] of x's type; in an autocast region of its type.
+
+    Raises:
+        ValueError: Sizes or types do not fit each other.
+        UsageError: There is no such activation, or no kernel for x's type.
+    """
+    ln_weight = x.new_ones(x.shape[-1:]) if ln_weight is None else ln_weight
+    ln_bias = x.new_zeros(x.shape[-1:]) if ln_bias is None else ln_bias
+    tensors = _autocast(x, weight, bias, ln_weight, ln_bias)
+    return _LAYERNORM_LINEAR(*tensors, eps, _activation(activation))
+
+
+def rms_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """act(linear(rms_norm(x))), in one operator forward and one backward.
+
+    Args:
+        x, weight, bias, activation: As in `fused_layernorm_linear`.
+        norm_weight: [K], or None for 1.
+        eps: What is added to the mean square; None is the machine epsilon of x's type.
+
+    Returns:
+        [..., N] of x's type; in an autocast region of its type.
+
+    Raises:
+        ValueError, UsageError: As in `fused_layernorm_linear`.
+    """
+    norm_weight = x.new_ones(x.shape[-1:]) if norm_weight is None else norm_weight
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    tensors = _autocast(x, weight, bias, norm_weight)
+    return _RMS_NORM_LINEAR(*tensors, eps, _activation(activation))
+
+
+def linear_activation(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """act(linear(x)), in one operator forward and one backward.
+
+    Args:
+        x, weight, bias, activation: As in `fused_layernorm_linear`.
+
+    Returns:
+        [..., N] of x's type; in an autocast region of its type.
+
+    Raises:
+        ValueError, UsageError: As in `fused_layernorm_linear`.
+    """
+    return _LINEAR_ACTIVATION(*_autocast(x, weight, bias), _activation(activation))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale q kᵀ + mask) v, without the scores in memory on a GPU.
+
+    Args:
+        q: [B, H, S, D].
+        k: [B, G, T, D]; where G divides H, each head of k and v serves H / G heads of q.
+        v: [B, G, T, E].
+        mask: Up to four axes that broadcast to [B, H, S, T]: bool, where False hides a key, or of
+            q's type, which is added. A query that sees no key gets zeros.
+        causal: Query i sees keys 0 to i alone.
+        scale: Any number but 0; the default is 1 / √D.
+
+    Returns:
+        [B, H, S, E] of q's type; in an autocast region of its type.
+
+    Raises:
+        ValueError: Sizes or types do not fit each other.
+    """
+    if scale == 0:
+        raise ValueError("a scale of 0 takes the mean of v: v.mean(2) does")
+    if q.dim() != 4 or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(
+            f"q {list(q.shape)} and k {list(k.shape)} are not [batch, heads, rows, width] with "
+            "heads of q a multiple of those of k"
+        )
+    q, k, v, mask = _autocast(q, k, v, mask)  # type: ignore[assignment]
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    return _ATTENTION(q, k, v, mask, causal, scale)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """cross_entropy(linear(x), target), in float32 from logits of 16 bits on.
+
+    The logits [M, C] are in memory once, for the backward too.
+
+    Args:
+        x: [..., K].
+        weight: [C, K], of x's type.
+        target: int64 [...], class numbers.
+        bias: [C], or None.
+        ignore_index: The class number that does not count.
+        label_smoothing: The share of the target that is spread over all classes.
+        reduction: "mean", "sum", or "none" for a loss of each row.
+
+    Returns:
+        A scalar, or target's shape for "none", of x's type; float32 in an autocast region.
+
+    Raises:
+        ValueError: Sizes or types do not fit each other.
+        UsageError: There is no such reduction.
+    """
+    if reduction not in ("mean", "sum", "none") or (reduction == "none" and label_smoothing):
+        raise UsageError(
+            f"reduction '{reduction}' is not mean, sum or (without label_smoothing) none"
+        )
+    wide = torch.is_autocast_enabled(x.device.type)
+    x, weight, bias = _autocast(x, weight, bias)  # type: ignore[assignment]
+    options = (ignore_index, float(label_smoothing), reduction, wide)
+    loss = _LINEAR_CROSS_ENTROPY(x, weight, bias, target.reshape(-1), *options)
+    return loss.reshape(target.shape) if reduction == "none" else loss

@@ -1,0 +1,381 @@
+"""Fused modules in the place of torch's own, where the code of a forward proves it exact.
+
+A forward is traced by torch.fx, in training and in inference mode and with and without each
+optional argument. A norm is fused into linear layers that read it, where nothing else does; an
+activation, or a cross entropy, into the one linear layer that it reads. The modules change their
+class in place: names, parameters and state dicts stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from onnx_fuse.errors import CheckFailed
+from onnx_fuse.torch.functional import (
+    fused_layernorm_linear,
+    linear_activation,
+    linear_cross_entropy,
+    rms_norm_linear,
+)
+
+VARIANTS = 32
+"""Ways to call a forward that are traced at most."""
+
+
+# ---- what the modules become -----------------------------------------------------------------
+
+
+class PassedLayerNorm(nn.LayerNorm):
+    """A LayerNorm that its readers compute: it returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+
+class PassedRMSNorm(nn.RMSNorm):
+    """An RMSNorm that its readers compute: it returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+
+class PassedActivation(nn.Module):
+    """An activation that the layer before it computes: it returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+
+class PassedLinear(nn.Linear):
+    """A linear layer that the loss behind it computes: it returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+
+class FusedLinear(nn.Linear):
+    """A linear layer that computes a norm before it, an activation behind it, or both."""
+
+    before: tuple[nn.Module, ...] = ()  # in a tuple, since its parameters are not this one's
+    activation: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(linear(norm(x)))."""
+        if not self.before:
+            return linear_activation(x, self.weight, self.bias, self.activation)
+        (norm,) = self.before
+        if isinstance(norm, nn.LayerNorm):
+            affine = (norm.weight, norm.bias, norm.eps)
+            return fused_layernorm_linear(x, self.weight, self.bias, *affine, self.activation)
+        scale = (norm.weight, norm.eps)
+        return rms_norm_linear(x, self.weight, self.bias, *scale, self.activation)
+
+
+class FusedCrossEntropy(nn.CrossEntropyLoss):
+    """A cross entropy that computes the linear layer before it."""
+
+    before: tuple[nn.Linear, ...] = ()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """cross_entropy(linear(x), target)."""
+        (linear,) = self.before
+        if x.dim() == 2 and target.dim() == 1 and not target.is_floating_point():
+            return linear_cross_entropy(
+                x, linear.weight, target, bias=linear.bias, ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing, reduction=self.reduction,
+            )  # fmt: skip
+        return super().forward(F.linear(x, linear.weight, linear.bias), target)
+
+
+_NORMS: dict[type, type] = {nn.LayerNorm: PassedLayerNorm, nn.RMSNorm: PassedRMSNorm}
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """Its name among ours; None for another module, or other attributes."""
+    kind = type(module)
+    plain = {
+        nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
+        nn.Mish: "mish", nn.SELU: "selu", nn.Hardswish: "hard_swish",
+    }  # fmt: skip
+    if kind in plain:
+        return plain[kind]
+    if isinstance(module, nn.GELU) and kind is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
+        return "leaky_relu" if module.negative_slope == 0.01 else None
+    if isinstance(module, nn.ELU) and kind is nn.ELU:
+        return "elu" if module.alpha == 1.0 else None
+    return None
+
+
+# ---- finding them ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Modules that may become one."""
+
+    kind: str
+    """"norm", "activation" or "cross_entropy": what a linear layer is fused with."""
+    names: tuple[str, ...]
+    """The names of the modules; the linear layers come last."""
+    reason: str = ""
+    """Why they stay apart; "" where they are fused."""
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        own = type(m).__module__.startswith("onnx_fuse.torch")
+        return own or super().is_leaf_module(m, module_qualified_name)
+
+
+def _variants(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The arguments that a trace fixes, for each way to call a forward."""
+    choices: dict[str, tuple[Any, ...]] = {}
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.default is None:
+            choices[name] = (None, ...)
+        elif isinstance(parameter.default, bool):
+            choices[name] = (True, False)
+    for values in itertools.product(*choices.values()):
+        pairs = zip(choices, values, strict=True)
+        yield {name: value for name, value in pairs if value is not ...}
+
+
+def _traces(module: nn.Module) -> list[fx.Graph] | str:
+    """Its forward's graphs, or the reason why there is none."""
+    variants = list(itertools.islice(_variants(module), VARIANTS + 1))
+    if len(variants) > VARIANTS:
+        return f"its forward has too many optional arguments ({VARIANTS} ways to call it at most)"
+    modes = {each: each.training for each in module.modules()}
+    found = []
+    try:
+        for training in (True, False):
+            module.train(training)
+            found += [_Tracer().trace(module, fixed) for fixed in variants]
+    except Exception as error:  # noqa: BLE001 - whatever a forward does with what is no tensor
+        line = str(error).strip().splitlines()
+        return f"its forward cannot be traced: {line[0] if line else type(error).__name__}"
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+    return found
+
+
+def _scopes(module: nn.Module, name: str, failed: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """The outermost modules that can be traced, with their graphs."""
+    traced = _traces(module)
+    if not isinstance(traced, str):
+        yield name, traced
+        return
+    failed[name] = traced
+    for child_name, child in module.named_children():
+        if not type(child).__module__.startswith("torch.nn.modules") or list(child.children()):
+            yield from _scopes(child, f"{name}.{child_name}" if name else child_name, failed)
+
+
+def _size_of(node: fx.Node) -> bool:
+    """Whether a node asks for a tensor's shape alone."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim")
+    return node.op == "call_function" and node.target is getattr and node.args[1] in (
+        "shape", "ndim", "device", "dtype",
+    )  # fmt: skip
+
+
+class _Scope:
+    """The graphs of one forward, and the modules that they call."""
+
+    def __init__(self, module: nn.Module, graphs: Sequence[fx.Graph], shared: set[int]) -> None:
+        self.graphs, self.shared = graphs, shared
+        self.modules = dict(module.named_modules())
+        self.calls: dict[str, list[list[fx.Node]]] = {}
+        for i, graph in enumerate(graphs):
+            for node in graph.nodes:
+                if node.op == "call_module":
+                    lists = self.calls.setdefault(str(node.target), [[] for _ in graphs])
+                    lists[i].append(node)
+
+    def obstacle(self, name: str) -> str:
+        """Why a module cannot change what it computes, "" where it can."""
+        module = self.modules[name]
+        if id(module) in self.shared:
+            return f"'{name}' stands in several places"
+        if any(len(nodes) > 1 for nodes in self.calls.get(name, ())):
+            return f"'{name}' is called more than once"
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(module, each, None) for each in hooks):
+            return f"'{name}' has hooks"
+        if hasattr(module, "parametrizations"):
+            return f"'{name}' has parametrizations"
+        return ""
+
+    def readers(self, name: str) -> list[fx.Node]:
+        """All nodes that read a module's result for more than its shape."""
+        nodes = [n for nodes in self.calls[name] for n in nodes]
+        return [user for n in nodes for user in n.users if not _size_of(user)]
+
+    def linear(self, node: fx.Node, reads: str) -> bool:
+        """Whether a node is a linear layer's call on the result of the module `reads`."""
+        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+            return False
+        given = node.args[0]
+        by = isinstance(given, fx.Node) and given.op == "call_module" and given.target == reads
+        return by and type(self.modules[str(node.target)]) in (nn.Linear, FusedLinear)
+
+
+def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
+    for name in scope.calls:
+        norm = scope.modules[name]
+        if type(norm) not in _NORMS:
+            continue
+        readers = scope.readers(name)
+        linears = [str(n.target) for n in readers if scope.linear(n, name)]
+        if not linears:
+            continue
+        names = tuple(dict.fromkeys((name, *linears)))
+        layers = [scope.modules[each] for each in names[1:]]
+        reason = next((r for each in names if (r := scope.obstacle(each))), "")
+        others = [n for n in readers if not scope.linear(n, name)]
+        if others:
+            what = others[0].target if others[0].op != "output" else "the forward's result"
+            reason = f"'{name}' is read by {what} too"
+        elif any(tuple(norm.normalized_shape) != (layer.in_features,) for layer in layers):
+            reason = f"'{name}' is not over the last axis alone"
+        elif any(getattr(layer, "before", ()) for layer in layers):
+            reason = "the linear layer is fused with a norm already"
+        yield Candidate("norm", names, reason), (norm, *layers)
+
+
+def _activations(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
+    for name in scope.calls:
+        linear = scope.modules[name]
+        readers = scope.readers(name)
+        if type(linear) not in (nn.Linear, FusedLinear) or not readers:
+            continue
+        targets = {str(n.target) if n.op == "call_module" else "" for n in readers}
+        act = next((t for t in targets if t and _activation_of(scope.modules[t])), None)
+        loss = next((t for t in targets if t and type(scope.modules[t]) is nn.CrossEntropyLoss), "")
+        other = act or loss
+        if not other:
+            continue
+        kind, names = ("activation" if act else "cross_entropy"), (other, name)
+        reason = next((r for each in names if (r := scope.obstacle(each))), "")
+        reads = all(n.args and isinstance(n.args[0], fx.Node) and n.args[0].target == name
+                    and (len(n.args) == (1 if act else 2)) and not n.kwargs
+                    for n in readers)  # fmt: skip
+        if len(targets) > 1 or not reads:
+            reason = f"'{name}' has other readers than '{other}'"
+        elif act and getattr(linear, "activation", None):
+            reason = "the linear layer has an activation already"
+        elif loss and type(linear) is FusedLinear:
+            reason = "the linear layer is fused with others"
+        elif loss and scope.modules[loss].weight is not None:
+            reason = f"'{loss}' weighs the classes"
+        yield Candidate(kind, names, reason), (scope.modules[other], linear)
+
+
+# ---- swapping --------------------------------------------------------------------------------
+
+
+def _swap(kind: str, modules: Sequence[Any]) -> None:
+    first, *linears = modules
+    if kind == "norm":
+        for linear in linears:
+            linear.__class__ = FusedLinear
+            linear.before = (first,)
+        first.__class__ = _NORMS[type(first)]
+    elif kind == "activation":
+        (linear,) = linears
+        linear.__class__, linear.activation = FusedLinear, _activation_of(first)
+        first.__class__ = PassedActivation
+    else:
+        (linear,) = linears
+        first.__class__, first.before = FusedCrossEntropy, (linear,)
+        linear.__class__ = PassedLinear
+
+
+def _run(module: nn.Module, swap: bool) -> list[Candidate]:
+    seen: dict[int, int] = {}
+    for _, each in module.named_modules(remove_duplicate=False):
+        seen[id(each)] = seen.get(id(each), 0) + 1
+    shared = {key for key, count in seen.items() if count > 1}
+    failed: dict[str, str] = {}
+    found: list[Candidate] = []
+    for name, graphs in _scopes(module, "", failed):
+        inner = module.get_submodule(name) if name else module
+        for find in (_norms, _activations):
+            candidates = list(find(_Scope(inner, graphs, shared)))
+            for candidate, modules in candidates:
+                full = tuple(f"{name}.{n}" if name else n for n in candidate.names)
+                found.append(Candidate(candidate.kind, full, candidate.reason))
+                if swap and not candidate.reason:
+                    _swap(candidate.kind, modules)
+    reached = {n for c in found for n in c.names}
+    for name, each in module.named_modules():
+        if type(each) in _NORMS and name not in reached:
+            owner = name.rpartition(".")[0]
+            if owner in failed:
+                found.append(Candidate("norm", (name,), f"'{owner}': {failed[owner]}"))
+    return found
+
+
+def explain(module: nn.Module) -> list[Candidate]:
+    """What `fuse` would do: each group of modules, with the reason where it stays apart."""
+    return _run(module, swap=False)
+
+
+def fuse(module: nn.Module, args: tuple[Any, ...] | None = None) -> nn.Module:
+    """Fuse LayerNorm and RMSNorm with the linear layers behind them, and these with activations.
+
+    Modules change in place; the names of parameters and the state dict stay. What cannot be proved
+    exact stays apart (`explain` says why). The proof is about the forward that owns the modules: a
+    caller that takes such a norm out of the model and calls it by itself gets its input back.
+
+    Args:
+        module: A model of nn.Modules, such as an nn.Sequential or a transformer's block. A linear
+            layer before an nn.CrossEntropyLoss is fused with it.
+        args: Arguments of a forward. With them the results before and after are compared, in
+            inference mode.
+
+    Returns:
+        The module.
+
+    Raises:
+        CheckFailed: The results for `args` differ; the module is as it was.
+    """
+    if args is None:
+        _run(module, swap=True)
+        return module
+    modes = {each: each.training for each in module.modules()}
+    classes = {each: (type(each), dict(vars(each))) for each in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            before = module(*args)
+            _run(module, swap=True)
+            after = module(*args)
+        try:
+            torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
+        except AssertionError as error:
+            for each, (kind, state) in classes.items():
+                each.__class__ = kind
+                vars(each).clear()
+                vars(each).update(state)
+            raise CheckFailed(f"the fused module computes something else: {error}") from error
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+    return module

@@ -1,0 +1,327 @@
+"""Graphs on torch tensors in GPU memory: our kernels in torch's current stream.
+
+Inputs are read and outputs written where torch has them; outputs and temporaries come from torch's
+allocator. So a run waits for nothing, copies nothing, and may be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import bind
+from onnx_fuse.errors import UsageError
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.changes import workspace_key
+from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.launches import Launches
+from onnx_fuse.runtime.plan import PlannedProgram
+from onnx_fuse.runtime.schedule import segments
+from onnx_fuse.runtime.tensor import dtype_of
+
+SHAPES = 256
+"""Sets of shapes and streams whose launches are kept; the least recently used go first."""
+PLACES = 4
+"""Sets of addresses of one shape that have launches of their own: torch's allocator gives the same
+ones step after step."""
+_ALIGNED = 16
+_NAMES = {
+    torch.float32: "float32", torch.float64: "float64", torch.float16: "float16",
+    torch.bfloat16: "bfloat16", torch.int64: "int64", torch.int32: "int32", torch.int16: "int16",
+    torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
+}  # fmt: skip
+_TORCH = {name: kind for kind, name in _NAMES.items()}
+
+
+Sizes = tuple[Any, ...]
+"""The precision of products and the shapes of the inputs."""
+
+
+class Layout:
+    """A Program of one shape, with the memory that all its launches share."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        made: PlannedProgram,
+        names: Sequence[str],
+        where: torch.device,
+    ) -> None:
+        program = self.program = made.program
+        self.plan, self.hw = made.plan, executable.hw
+        calls = (*program.setup, *program.calls)
+        nvrtc.compile_all([x for c in calls for x in c.launches], self.hw.arch)
+        self.fixed = executable.weights.of(program, executable.weight)
+        self._place_constants(executable)
+        inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
+        self.fed = [names.index(n) for n, _ in inputs]
+        """The inputs that are read, by their numbers."""
+        self.results: list[tuple[tuple[int, ...], torch.dtype]] = []
+        """Shape and type of each output."""
+        self.placed: list[int] = []
+        """The outputs that kernels write, by their numbers."""
+        self.copied: list[tuple[int, torch.Tensor | Tensor]] = []
+        """The other outputs: each with the tensor that it is a copy of."""
+        written = {b.id for b in program.buffers if b.kind == "output"}
+        buffers: list[int] = []
+        for i, (_, value) in enumerate(program.outputs):
+            assert value is not None, "a program without stages knows its outputs"
+            if isinstance(value, Tensor):
+                self.results.append((value.shape, _TORCH[value.dtype]))
+                if value.buffer in written and value.buffer not in buffers:
+                    self.placed.append(i)
+                    buffers.append(value.buffer)
+                else:
+                    self.copied.append((i, value))
+            else:
+                known = torch.from_numpy(np.array(value)).to(where)
+                self.results.append((tuple(known.shape), known.dtype))
+                self.copied.append((i, known))
+        self.movable = [*(t.buffer for _, t in inputs), *buffers]
+        """The buffers whose places a run brings: those of `fed`, then those of `placed`."""
+
+    def _place_constants(self, executable: Executable) -> None:
+        """Upload what lowering knew, and run once what depends on that alone."""
+        program = self.program
+        constants = [b for b in program.buffers if b.kind == "constant"]
+        known = {b.id: program.constants[b.id] for b in constants if b.id in program.constants}
+        placed = executable.constants.place(known)
+        self._held: list[Any] = [placed]
+        self.fixed |= {b.id: 0 for b in constants}  # those of no bytes have no place
+        self.fixed |= {b: constant.address for b, constant in placed.items()}
+        for b in constants:
+            if b.id not in known:
+                memory = executable.pool.allocate(b.nbytes, b.name or "a constant")
+                self._held.append(memory)
+                self.fixed[b.id] = memory.address
+        for call in program.setup:
+            found = pointers(call, self.fixed)
+            for launch in call.launches:
+                bind(launch, found, self.hw).enqueue(executable.stream.handle)
+        executable.stream.wait("preparing a graph")  # from now on every stream may read it
+
+
+def pointers(call: Call, address: Mapping[int, int]) -> dict[str, int]:
+    """The addresses of a call's operands by name."""
+    return {
+        name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype]
+        for name, t in (*call.reads, *call.writes)
+    }
+
+
+class Steps:
+    """The launches of a layout for one set of addresses: the arena's, then those of `movable`."""
+
+    def __init__(self, layout: Layout, places: Sequence[int]) -> None:
+        self._layout, self._places = layout, places
+        self._address = dict(layout.fixed)
+        self._stand(places)
+        plan, hw = layout.plan, layout.hw
+        self._parts = [
+            Launches(s, plan.order, hw, self._pointers, self._address)
+            for s in segments(layout.program)
+        ]
+
+    def _stand(self, places: Sequence[int]) -> None:
+        plan, arena = self._layout.plan, places[0]
+        self._address.update(zip(self._layout.movable, places[1:], strict=True))
+        self._address |= {b: arena + at for b, at in plan.offsets.items()}
+        self._address |= {workspace_key(i): arena + at for i, at in plan.workspaces.items()}
+
+    def _pointers(self, i: int, call: Call) -> Mapping[str, int]:
+        found = pointers(call, self._address)
+        if call.workspace:
+            found["workspace"] = self._address[workspace_key(i)]
+        return found
+
+    def address(self, tensor: Tensor) -> int:
+        """Where a tensor of the program stands."""
+        return self._address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
+
+    def move(self, places: Sequence[int]) -> None:
+        """Take other addresses."""
+        old, self._places = self._places, places
+        pairs = zip(self._layout.movable, old[1:], places[1:], strict=True)
+        moved = [b for b, a, c in pairs if a != c]
+        self._stand(places)
+        if old[0] != places[0]:
+            plan = self._layout.plan
+            moved += plan.offsets
+            moved += [
+                t.buffer for i in plan.workspaces for _, t in self._layout.program.calls[i].writes
+            ]
+        for part in self._parts:
+            part.move(moved)
+
+    def launch(self, stream: device.Stream) -> None:
+        """Enqueue all."""
+        for part in self._parts:
+            part.launch(stream)
+
+
+class Turn:
+    """A layout's launches in one stream, by addresses.
+
+    Streams share none: launches may count in memory of their own, which needs an order.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._steps: OrderedDict[tuple[int, ...], Steps] = OrderedDict()
+
+    def steps(self, places: tuple[int, ...]) -> Steps:
+        """Those for these addresses of the arena and of `Layout.movable`."""
+        found = self._steps.get(places)
+        if found is not None:
+            self._steps.move_to_end(places)
+            return found
+        if len(self._steps) < PLACES:
+            found = Steps(self._layout, places)
+        else:
+            _, found = self._steps.popitem(last=False)
+            found.move(places)
+        self._steps[places] = found
+        return found
+
+
+class GpuRunner:
+    """A graph on one GPU: lowered once, with launches for each set of shapes and each stream.
+
+    Float32 products are IEEE's under torch's precision "highest", and tf32's otherwise.
+    """
+
+    def __init__(self, model: ir.Model, device_id: int) -> None:
+        self.device_id, self._model = device_id, model
+        self._executables: dict[str, Executable] = {}
+        self._layouts: OrderedDict[Sizes, Layout | None] = OrderedDict()
+        self._turns: dict[tuple[int, Sizes], Turn] = {}
+        self._captured: list[Steps] = []  # a graph that nobody here knows may launch them again
+        self._handles: dict[int, device.Stream] = {}
+        self._lock = threading.Lock()
+
+    def run(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The outputs, in torch's current stream; `inputs` and `outputs` are the graph's ends.
+
+        Raises UsageError while a CUDA graph is captured, for shapes that have not run before.
+        """
+        if current_device() != self.device_id:
+            with torch.cuda.device(self.device_id):
+                return self.run(inputs, outputs, tensors)
+        where, handle = tensors[0].device, current_stream(self.device_id)
+        math = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        sizes = (math, *[t.shape for t in tensors])
+        with self._lock:
+            if sizes not in self._layouts:
+                self._layouts[sizes] = self._layout(math, inputs, tensors)
+            layout = self._layouts[sizes]
+            if layout is None:
+                return self._through_binding(math, inputs, outputs, tensors, handle)
+            given = [t if t.data_ptr() % _ALIGNED == 0 else t.clone() for t in tensors]
+            arena = torch.empty(layout.plan.arena, dtype=torch.uint8, device=where)
+            results = [torch.empty(s, dtype=kind, device=where) for s, kind in layout.results]
+            places = (
+                arena.data_ptr(),
+                *[given[i].data_ptr() for i in layout.fed],
+                *[results[i].data_ptr() for i in layout.placed],
+            )
+            stream = self._handles.get(handle)
+            if stream is None:
+                stream = self._handles[handle] = device.Stream(handle)
+            if capturing():
+                steps = Steps(layout, places)
+                self._captured.append(steps)
+            else:
+                turn = self._turns.get((handle, sizes))
+                if turn is None:
+                    turn = self._turns[handle, sizes] = Turn(layout)
+                steps = turn.steps(places)
+            steps.launch(stream)
+            for i, source in layout.copied:
+                y = results[i]
+                if isinstance(source, torch.Tensor):
+                    y.copy_(source)
+                elif y.numel():
+                    stream.move(y.data_ptr(), steps.address(source), y.nbytes)
+        return results
+
+    def _layout(
+        self, math: str, inputs: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> Layout | None:
+        """What all streams share for these shapes; None for what needs the host between kernels."""
+        if capturing():
+            raise UsageError(
+                "a CUDA graph is being captured, and these shapes have not run before: run once "
+                "before the capture"
+            )
+        while len(self._layouts) >= SHAPES:
+            old, _ = self._layouts.popitem(last=False)
+            for key in [key for key in self._turns if key[1] == old]:
+                del self._turns[key]
+        executable = self._executable(math)
+        device.start(self.device_id)
+        ends = zip(inputs, tensors, strict=True)
+        shapes = {end.name: (tuple(t.shape), _NAMES[t.dtype]) for end, t in ends}
+        made = executable.specializer.of(shapes)
+        if made.program.stages or any(call.host for call in made.program.calls):
+            return None
+        names = [end.name for end in inputs]
+        return Layout(executable, made, names, tensors[0].device)
+
+    def _executable(self, math: str) -> Executable:
+        if math not in self._executables:
+            model = self._model.clone()
+            self._executables[math] = Executable(model, math=math, device_id=self.device_id)
+        return self._executables[math]
+
+    def _through_binding(
+        self,
+        math: str,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        handle: int,
+    ) -> list[torch.Tensor]:
+        """Run a graph that needs the host between its kernels."""
+        if capturing():
+            raise UsageError("this graph has operators without kernels: it cannot be captured")
+        executable = self._executable(math)
+        binding = executable.io_binding()
+        for end, t in zip(inputs, tensors, strict=True):
+            kind = dtype_of(_NAMES[t.dtype])
+            shape = tuple(t.shape)
+            binding.bind_input(end.name, "cuda", self.device_id, kind, shape, t.data_ptr())
+        for end in outputs:
+            binding.bind_output(end.name, "cuda")
+        executable.run_with_iobinding(binding, stream=handle or device.LEGACY, synchronize=False)
+        return [
+            torch.from_numpy(y).to(tensors[0].device)
+            if isinstance(y, np.ndarray)
+            else torch.from_dlpack(y)
+            for y in binding.get_outputs()
+        ]
+
+
+def current_device() -> int:
+    """The number of torch's current GPU."""
+    return int(torch.cuda.current_device())
+
+
+def current_stream(device_id: int) -> int:
+    """The handle of torch's current stream."""
+    return int(torch._C._cuda_getCurrentRawStream(device_id))
+
+
+def capturing() -> bool:
+    """Whether torch's current stream is captured into a CUDA graph."""
+    return bool(torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,176 @@
+"""A graph as a function of torch tensors: its ends, its halves for autograd, and where it runs."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnx_fuse.autodiff import partition
+from onnx_fuse.errors import UsageError
+from onnx_fuse.torch.host import HostRunner
+
+DTYPES = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.DOUBLE: torch.float64,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+    ir.DataType.INT64: torch.int64,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT16: torch.int16,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.UINT8: torch.uint8,
+    ir.DataType.BOOL: torch.bool,
+}
+"""Torch's names of the element types that both sides have."""
+
+
+class End:
+    """An input or output of a graph: name, torch's dtype, and a size or a symbol for each axis."""
+
+    def __init__(self, value: ir.Value) -> None:
+        self.name = value.name or ""
+        if value.dtype not in DTYPES:
+            raise UsageError(f"'{self.name}' is of type {value.dtype}, which torch does not have")
+        self.dtype = DTYPES[value.dtype]
+        self.sizes: tuple[int | str | None, ...] | None = None
+        if value.shape is not None:
+            self.sizes = tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+    def shape(self, symbols: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The sizes with these numbers for symbols; None where they do not tell it."""
+        if self.sizes is None:
+            return None
+        found = tuple(symbols.get(d) if isinstance(d, str) else d for d in self.sizes)
+        return None if None in found else found
+
+
+class Graph:
+    """An ONNX graph in canonical form whose inputs are all that it computes with.
+
+    `key` names it within this process. The graphs derived of it are kept as long as it is.
+    `fused` allows operators of ours in its backward that its forward does not have.
+    """
+
+    def __init__(self, key: str, model: ir.Model, *, fused: bool = False) -> None:
+        self.key, self.model, self.fused = key, model, fused
+        self.inputs = [End(v) for v in model.graph.inputs]
+        self.outputs = [End(v) for v in model.graph.outputs]
+        self.cuda: dict[int, Any] = {}
+        """What runs it on each GPU, by its number."""
+        self._made: dict[str, Graph] = {}
+        self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        return self
+
+    @cached_property
+    def host(self) -> HostRunner:
+        """What runs it on the CPU."""
+        return HostRunner(self.model)
+
+    def symbols(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The size of each symbol. Raises ValueError for tensors that do not fit the inputs."""
+        found: dict[str, Any] = {}
+        for end, tensor in zip(self.inputs, tensors, strict=True):
+            if tensor.dtype != end.dtype:
+                raise ValueError(f"{end.name} is {tensor.dtype}, but {end.dtype} is needed")
+            if end.sizes is None:
+                continue
+            if tensor.dim() != len(end.sizes):
+                raise ValueError(
+                    f"{end.name} has {tensor.dim()} axes, but {len(end.sizes)} are needed"
+                )
+            for axis, (size, wanted) in enumerate(zip(tensor.shape, end.sizes, strict=True)):
+                known = found.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+                if type(known) is int and type(size) is int and known != size:  # while traced, not
+                    raise ValueError(f"{end.name} has size {size} at axis {axis}, not {known}")
+        return found
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Compute the outputs on the device of the tensors."""
+        tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        symbols = self.symbols(tensors)
+        device = tensors[0].device
+        shapes = [end.shape(symbols) for end in self.outputs]
+        if device.type == "cuda":
+            return list(self.on(device.index).run(self.inputs, self.outputs, tensors))
+        if device.type != "cpu":
+            raise UsageError(f"a tensor is on '{device}': there is 'cpu', and 'cuda'")
+        return self.host.run(self.inputs, self.outputs, tensors, shapes)
+
+    def on(self, device_id: int) -> Any:
+        """What runs it on a GPU."""
+        runner = self.cuda.get(device_id)
+        if runner is None:
+            from onnx_fuse.torch.gpu import GpuRunner
+
+            with self._lock:
+                runner = self.cuda.setdefault(device_id, GpuRunner(self.model, device_id))
+        return runner
+
+    # ---- derivatives ----
+
+    def derived(self, part: str) -> Graph:
+        """The graph "forward:101", "backward:101" or "gradient:101", for the inputs in the mask.
+
+        A forward has what its backward reads as further outputs. The first inputs of a backward and
+        of a gradient are the gradients of the float outputs; the others have the names of outputs
+        of the forward, and of inputs of this graph. A gradient reads inputs alone.
+        """
+        with self._lock:
+            if part not in self._made:
+                kind, _, mask = part.partition(":")
+                wrt = [e.name for e, bit in zip(self.inputs, mask, strict=True) if bit == "1"]
+                whole = kind == "gradient"
+                halves = partition(self.model, wrt, fused=self.fused and not whole, recompute=whole)
+                made = {"gradient": halves.backward}
+                if kind != "gradient":
+                    made = {"forward": halves.forward, "backward": halves.backward}
+                for name, model in made.items():
+                    key = f"{name}:{mask}"
+                    self._made[key] = Graph(f"{self.key}/{key}", model, fused=self.fused)
+            return self._made[part]
+
+    @property
+    def floats(self) -> str:
+        """The mask of all inputs that may have a gradient."""
+        return "".join("1" if e.dtype.is_floating_point else "0" for e in self.inputs)
+
+
+_ROOTS: weakref.WeakValueDictionary[str, Graph] = weakref.WeakValueDictionary()
+BUILDERS: dict[str, Callable[..., Graph]] = {}
+"""What makes the graph of a function of ours, by the name in its key."""
+
+
+def enter(graph: Graph) -> Graph:
+    """Let `find` know a graph as long as somebody holds it; returns one of the same key, if any."""
+    return _ROOTS.setdefault(graph.key, graph)
+
+
+def built(name: str, *parts: object) -> str:
+    """The key of the graph that the builder `name` makes of these arguments."""
+    return f"{name}({','.join(map(str, parts))})"
+
+
+_BUILT = re.compile(r"(\w+)\((.*)\)")
+
+
+def find(key: str) -> Graph:
+    """The graph of a key. Raises UsageError where the module it belongs to is gone."""
+    root, *parts = key.split("/")
+    graph = _ROOTS.get(root)
+    if graph is None:
+        match = _BUILT.fullmatch(root)
+        if match is None or match[1] not in BUILDERS:
+            raise UsageError(f"graph '{root}' is not in this process: make its module first")
+        graph = BUILDERS[match[1]](*match[2].split(","))
+    for part in parts:
+        graph = graph.derived(part)
+    return graph

@@ -1,0 +1,99 @@
+"""Graphs on torch tensors in host memory: onnxruntime reads and writes them where they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from onnx_fuse.onnx.save import inline
+from onnx_fuse.passes.precision import widened
+from onnx_fuse.runtime import ort
+from onnx_fuse.validation.reference import reference_evaluator
+
+_NUMPY = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+_NARROW = (torch.float16, torch.bfloat16)
+_NOWHERE = np.zeros(64, np.uint8)
+"""Where tensors without elements stand, since onnxruntime refuses the address 0."""
+
+
+class HostRunner:
+    """A graph on onnxruntime's CPU.
+
+    One with 16-bit floats is computed in float32, since onnxruntime lacks most of its kernels in 16
+    bits; the results are rounded once. One in float64 that onnxruntime lacks a kernel for runs on
+    ONNX's own evaluator, which is for checks alone.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        narrow = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        ends = (*model.graph.inputs, *model.graph.initializers.values(), *model.graph.outputs)
+        if any(v.dtype in narrow for v in ends):
+            model = widened(model, narrow, ir.DataType.FLOAT)
+        self._evaluator: Any = None
+        with ort.faults("running a graph on the CPU"):
+            try:
+                self._session = ort.session(model)
+            except Exception as error:
+                if not ort.is_fault(error) or all(v.dtype != ir.DataType.DOUBLE for v in ends):
+                    raise
+                warnings.warn(
+                    f"runs slowly, on ONNX's own evaluator: onnxruntime: {ort.plain(error)}",
+                    stacklevel=2,
+                )
+                self._evaluator = reference_evaluator(inline(model))
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[tuple[int, ...] | None],
+    ) -> list[torch.Tensor]:
+        """The outputs. `inputs` and `outputs` are the graph's ends, with name and dtype.
+
+        `shapes` are those of the outputs, None where the run itself tells.
+        """
+        if self._evaluator is not None:
+            feeds = {end.name: t.numpy() for end, t in zip(inputs, tensors, strict=True)}
+            found = self._evaluator.run([end.name for end in outputs], feeds)
+            return [
+                torch.from_numpy(np.array(y)).to(e.dtype)
+                for y, e in zip(found, outputs, strict=True)
+            ]
+        binding = self._session.io_binding()
+        tensors = [t.float() if t.dtype in _NARROW else t for t in tensors]  # alive until the end
+        for end, tensor in zip(inputs, tensors, strict=True):
+            shape, place = tuple(tensor.shape), tensor.data_ptr() or _NOWHERE.ctypes.data
+            binding.bind_input(end.name, "cpu", 0, _NUMPY[tensor.dtype], shape, place)
+        results: list[torch.Tensor] = []
+        for end, known in zip(outputs, shapes, strict=True):
+            dtype = torch.float32 if end.dtype in _NARROW else end.dtype
+            made = torch.empty(known or (), dtype=dtype)
+            results.append(made)
+            if known is None:
+                binding.bind_output(end.name, "cpu")
+            else:
+                place = made.data_ptr() or _NOWHERE.ctypes.data
+                binding.bind_output(end.name, "cpu", 0, _NUMPY[dtype], known, place)
+        with ort.faults("running a graph on the CPU"):
+            self._session.run_with_iobinding(binding)
+        if None in shapes:
+            arrays = [value.numpy() for value in binding.get_outputs()]
+            for i, known in enumerate(shapes):
+                if known is None:
+                    results[i] = torch.from_numpy(np.array(arrays[i]))
+        return [r.to(end.dtype) for r, end in zip(results, outputs, strict=True)]

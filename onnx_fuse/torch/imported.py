@@ -1,0 +1,179 @@
+"""An ONNX file as an nn.Module: its graph forward, and the generated backward."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from onnx_fuse import autodiff, passes, session
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import bind_defaults
+from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.load import read
+from onnx_fuse.onnx.save import save, to_proto
+from onnx_fuse.passes.constants import lift_parameters, set_parameter
+from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.program.problem import PRECISIONS
+from onnx_fuse.torch.graph import Graph, enter
+from onnx_fuse.torch.library import mask_of, run_graph
+from onnx_fuse.training import shared
+from onnx_fuse.training.weights import is_selected, model_names
+
+
+class OnnxModule(nn.Module):
+    """A graph whose weights are parameters under their ONNX names; `from_onnx` makes one.
+
+    Names with dots are those of submodules, so that the state dict has the names of the file. It
+    computes what the file says in training mode too: a file that was exported for inference has no
+    Dropout, and its BatchNormalizations keep their statistics, which are buffers.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        trainable: bool | Sequence[str] = True,
+        precision: str = "fp32",
+        untie: bool = False,
+    ) -> None:
+        super().__init__()
+        if precision not in ("fp32", "bf16", "fp16"):
+            raise UsageError(f"there is no precision '{precision}': choose fp32, bf16 or fp16")
+        given = read(model)
+        if untie:
+            given = given.clone()
+            shared.untie(given.graph)
+        graph = session.load(given.clone())
+        bind_defaults(graph)
+        lift_parameters(graph)
+        names = set(graph.graph.initializers)
+        passes.optimize(graph, level=1, training=True)
+        dtype, _ = PRECISIONS[precision]
+        if dtype != "float32":
+            lower_precision(graph, ir.DataType[dtype.upper()], masters=True)
+        weights = [v for v in autodiff.trainable(graph) if names.issuperset(model_names(v))]
+        weights = [v for v in weights if autodiff.is_weight(v)]
+        statistics = {
+            name
+            for node in graph.graph
+            if node.op_type == "BatchNormalization"
+            for v in node.inputs[3:5]
+            if v is not None and v in weights
+            for name in model_names(v)
+        }
+        self.input_names = [str(v.name) for v in graph.graph.inputs]
+        self.output_names = [str(v.name) for v in graph.graph.outputs]
+        arrays = {name: _content(given, graph, name) for v in weights for name in model_names(v)}
+        self._names = autodiff.open_parameters(graph, weights)
+        self._places: list[tuple[nn.Module, str]] = []
+        globs = None if isinstance(trainable, bool) else trainable
+        for name in self._names:
+            trains = trainable is not False and is_selected(name, globs, ())
+            holder, last = self._holder(name)
+            tensor = torch.from_numpy(arrays[name])
+            if name in statistics:
+                holder.register_buffer(last, tensor)
+            else:
+                holder.register_parameter(last, nn.Parameter(tensor, requires_grad=trains))
+            self._places.append((holder, last))
+        data = to_proto(graph, shapes=False).SerializeToString(deterministic=True)
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        self._graph = enter(Graph(f"onnx:{digest}", graph, fused=True))
+        self._given = _Given(given)
+
+    def _holder(self, name: str) -> tuple[nn.Module, str]:
+        """The submodule that has a parameter, and its name there."""
+        holder: nn.Module = self
+        *path, last = name.split(".")
+        for part in path:
+            part = _attribute(holder, part, nn.Module)
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        return holder, _attribute(holder, last)
+
+    def forward(self, *args: Tensor, **named: Tensor) -> Any:
+        """The outputs for the inputs, which are given in their order or by name.
+
+        Returns a tensor, or a tuple where the graph has several outputs. Raises ValueError for
+        tensors that do not fit the graph's inputs, TypeError for a name that it does not have.
+        """
+        missing = self.input_names[len(args) :]
+        if len(args) > len(self.input_names) or set(missing) != set(named):
+            raise TypeError(f"the inputs are {', '.join(self.input_names)}")
+        weights = [getattr(holder, last) for holder, last in self._places]
+        tensors = [*args, *(named[name] for name in missing), *weights]
+        mask = mask_of(tensors) if torch.is_grad_enabled() else ""
+        key = f"{self._graph.key}/forward:{mask}" if "1" in mask else self._graph.key
+        found = run_graph(key, tensors)[: len(self.output_names)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file as it was given, with the present weights in place of its own."""
+        model = self._given.model.clone()
+        for name, (holder, last) in zip(self._names, self._places, strict=True):
+            array = getattr(holder, last).detach().cpu().numpy()
+            set_parameter(model, name, np.array(array, order="C"))
+        tensors = (v.const_value for v in self._given.model.graph.initializers.values())
+        save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
+
+
+class _Given:
+    """The model as it was given, which copies of a module share."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Given:
+        return self
+
+
+def _attribute(holder: nn.Module, name: str, kind: type | None = None) -> str:
+    """`name`, or one like it where the module has another attribute of that name."""
+    name = name or "_"
+    while hasattr(holder, name) and not (kind and isinstance(getattr(holder, name), kind)):
+        name += "_"
+    return name
+
+
+def _content(given: ir.Model, graph: ir.Model, name: str) -> np.ndarray[Any, Any]:
+    """A weight's own content, which nobody else writes to."""
+    value = given.graph.initializers.get(name)
+    if value is None or value.const_value is None:
+        nodes = (n for n in given.graph for v in n.outputs if v.name == name)
+        found = next(nodes).outputs[0].const_value
+        assert found is not None
+        return np.array(found.numpy())
+    return np.array(value.const_value.numpy())
+
+
+def from_onnx(
+    model: Model,
+    trainable: bool | Sequence[str] = True,
+    *,
+    precision: str = "fp32",
+    untie: bool = False,
+) -> OnnxModule:
+    """Make an nn.Module of an ONNX model, to be trained with any of torch's optimizers.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model.
+        trainable: Whether the weights ask for gradients, or globs over the names of those that do.
+        precision: "fp32"; or "bf16" or "fp16" to compute in 16 bits, with weights in float32.
+        untie: Give each place that reads a tensor of one repeated number a parameter of its own:
+            exporters keep the ones and zeros of all new LayerNorms once.
+
+    Returns:
+        The module. Its inputs and outputs are the model's, in their order.
+
+    Raises:
+        ModelError: The model is malformed or unsupported.
+        UsageError: There is no such precision.
+    """
+    return OnnxModule(model, trainable, precision, untie)

@@ -1,0 +1,395 @@
+"""The operators that torch knows: `onnx_fuse::graph`, which runs any graph, and those with a name.
+
+Every operator has a fake kernel, which gives shapes without computing, a gradient and a rule for
+vmap: eager mode, torch.compile, torch.export and torch.func need no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils import _pytree as tree
+
+from onnx_fuse.torch.graph import Graph, find
+
+LIBRARY = Library("onnx_fuse", "DEF")
+
+
+def fake(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes that the graph would return; sizes that nobody knows are new symbols.
+
+    Raises ValueError for an output whose very rank is unknown.
+    """
+    symbols = graph.symbols(tensors)
+    found = []
+    for end in graph.outputs:
+        if end.sizes is None:
+            raise ValueError(f"the rank of '{end.name}' shows in a run alone: it cannot be traced")
+        shape = [symbols.get(d) if isinstance(d, str) else d for d in end.sizes]
+        if None in shape:
+            context = torch.library.get_ctx()
+            shape = [context.new_dynamic_size() if d is None else d for d in shape]
+        found.append(tensors[0].new_empty(shape, dtype=end.dtype))
+    return found
+
+
+def mask_of(tensors: Sequence[Tensor]) -> str:
+    """Which tensors ask for a gradient, as the names of derived graphs have it."""
+    return "".join("1" if t.requires_grad else "0" for t in tensors)
+
+
+def gradients(
+    graph: Graph,
+    wanted: Sequence[bool],
+    dys: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    kept: Mapping[str, Tensor],
+    forward: str,
+) -> list[Tensor | None]:
+    """The gradients of those inputs of `graph` that are wanted, None for the others.
+
+    `dys` has one for each output; `kept` has by name what the forward of the mask `forward`
+    returned. Gradients that will be differentiated themselves are computed of the inputs alone, and
+    so are all where there was no such forward.
+    """
+    pairs = zip(wanted, graph.inputs, strict=True)
+    mask = "".join("1" if w and end.dtype.is_floating_point else "0" for w, end in pairs)
+    again = torch.is_grad_enabled() or not forward
+    derived = graph.derived(f"gradient:{mask}" if again else f"backward:{forward}")
+    known = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | dict(kept)
+    given = [dy for dy, end in zip(dys, graph.outputs, strict=True) if end.dtype.is_floating_point]
+    symbols = graph.symbols(inputs)
+    tensors = []
+    for end, dy in zip(derived.inputs, given, strict=False):
+        if dy is None:
+            shape = end.shape(symbols)
+            assert shape is not None, "a gradient's shape is the output's"
+            dy = inputs[0].new_zeros(shape, dtype=end.dtype)
+        tensors.append(dy)
+    tensors += [known[end.name] for end in derived.inputs[len(given) :]]
+    results = iter(run_graph(derived.key, tensors))
+    made = [next(results) if bit == "1" else None for bit in (mask if again else forward)]
+    return [g if w else None for g, w in zip(made, wanted, strict=True)]
+
+
+def tangent(
+    graph: Graph, tangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """The tangents of the float outputs at those of the inputs, None for 0.
+
+    J t is the gradient by g of (Jᵀ g) · t.
+    """
+    given = [t for t in tangents if t is not None]
+    mask = "".join("0" if t is None else "1" for t in tangents)
+    transposed = graph.derived(f"gradient:{mask}")
+    count = sum(end.dtype.is_floating_point for end in graph.outputs)
+    twice = transposed.derived(f"gradient:{'1' * count}{'0' * (len(transposed.inputs) - count)}")
+    symbols = graph.symbols(inputs)
+    known = dict(zip([end.name for end in graph.inputs], inputs, strict=True))
+    for end in transposed.inputs[:count]:
+        shape = end.shape(symbols)
+        assert shape is not None, "a gradient's shape is the output's"
+        known[end.name] = inputs[0].new_zeros(shape, dtype=end.dtype)
+    rest = [known[end.name] for end in twice.inputs[len(given) :]]
+    return run_graph(twice.key, [*given, *rest])
+
+
+def one_by_one(op: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    """The rule of vmap for any operator: each of the batch by itself."""
+    flat, spec = tree.tree_flatten(args)
+    dims = tree.tree_flatten(in_dims, is_leaf=lambda d: d is None)[0]
+    size = info.batch_size
+
+    def piece(i: int) -> Any:
+        return [
+            x if d is None else x.select(d, i) if size else x.new_zeros(x.movedim(d, 0).shape[1:])
+            for x, d in zip(flat, dims, strict=True)
+        ]
+
+    each = [op(*tree.tree_unflatten(piece(i), spec)) for i in range(max(size, 1))]
+    columns = [torch.stack(column)[:size] for column in zip(*each, strict=True)]
+    zeros = [0] * len(columns)
+    return (columns, zeros) if isinstance(each[0], list) else (tuple(columns), tuple(zeros))
+
+
+class _UnderTransforms(torch.autograd.Function):
+    """An operator under torch.func's transforms, which see no gradient of an operator itself.
+
+    Its first argument has `call`, `setup`, `backward`, `jvp` and `vmap`.
+    """
+
+    @staticmethod
+    def forward(of: Any, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(of.call(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.of = inputs[0]
+        ctx.of.setup(ctx, inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.of.backward(_Shifted(ctx), *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(ctx.of.jvp(ctx, *tangents[1:]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], of: Any, *args: Any) -> tuple[Any, Any]:
+        return of.vmap(info, in_dims[1:], *args)  # type: ignore[no-any-return]
+
+
+class _Shifted:
+    """A context without the argument that `_UnderTransforms` has before an operator's own."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.needs_input_grad = ctx, ctx.needs_input_grad[1:]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _transformed() -> bool:
+    """Whether torch.func's transforms are at work, outside of torch.compile's own."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+# ---- onnx_fuse::graph ------------------------------------------------------------------------
+
+LIBRARY.define("graph(str key, Tensor[] tensors) -> Tensor[]")
+
+
+def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run the graph of this key (`torch.ops.onnx_fuse.graph`)."""
+    if _transformed():
+        return list(_UnderTransforms.apply(_Any, key, *tensors))
+    found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
+    return found
+
+
+class _Any:
+    """`onnx_fuse::graph` with its tensors as arguments."""
+
+    @staticmethod
+    def call(key: str, *tensors: Tensor) -> list[Tensor]:
+        found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
+        return found
+
+    @staticmethod
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+        key, *tensors = inputs
+        base, _, last = key.rpartition("/")
+        ctx.mask = last.removeprefix("forward:") if last.startswith("forward:") else ""
+        ctx.key = base if ctx.mask else key
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[len(find(ctx.key).outputs) :])
+        ctx.kept = len(output) if ctx.mask else 0
+        ctx.save_for_backward(*output[: ctx.kept], *tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> list[Tensor | None]:
+        graph = find(ctx.key)
+        made = iter(tangent(graph, tangents[1:], ctx.saved_tensors[ctx.kept :]))
+        return [next(made) if e.dtype.is_floating_point else None for e in graph.outputs]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        graph, known = find(ctx.key), {}
+        kept, inputs = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
+        if ctx.mask:
+            ends = graph.derived(f"forward:{ctx.mask}").outputs
+            known = dict(zip([end.name for end in ends], kept, strict=True))
+        dys, wanted = grads[: len(graph.outputs)], ctx.needs_input_grad[1:]
+        return None, *gradients(graph, wanted, dys, inputs, known, ctx.mask)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+        return one_by_one(run_graph, info, (in_dims[0], in_dims[1:]), args[0], args[1:])
+
+
+def _setup(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
+    _Any.setup(ctx, (inputs[0], *inputs[1]), output)
+
+
+class _Flat(_Shifted):
+    """A context whose needs_input_grad is that of the tensors as arguments."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.needs_input_grad = ctx, (False, *ctx.needs_input_grad[1])
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[None, list[Tensor | None]]:
+    return None, list(_Any.backward(_Flat(ctx), *grads)[1:])
+
+
+def _register(name: str, kernel: Any, shapes: Any, setup: Any, backward: Any, vmap: Any) -> None:
+    """Enter the parts of an operator that is defined."""
+    full = f"onnx_fuse::{name}"
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(full, shapes, lib=LIBRARY)
+    torch.library.register_autograd(full, backward, setup_context=setup, lib=LIBRARY)
+    torch.library.register_vmap(full, vmap, lib=LIBRARY)
+
+
+_register(
+    "graph",
+    lambda key, tensors: find(key).run(tensors),
+    lambda key, tensors: fake(find(key), tensors),
+    _setup,
+    _backward,
+    lambda info, in_dims, *args: one_by_one(torch.ops.onnx_fuse.graph, info, in_dims, *args),
+)
+
+
+# ---- operators with a name -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A function with an operator of its own, `onnx_fuse::name`.
+
+    Its arguments are `tensors` (those that end in "?" may be None), then `attributes`, then
+    `save`, which says whether its inner values are wanted too. Its results are the function's, and
+    behind it `saves` inner values; without `save` these have no elements.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    attributes: tuple[str, ...]
+    """Further arguments, as in a schema of torch's: "float eps"."""
+    saves: int
+    """The inner values that the gradient reads, at most."""
+    graph: Callable[..., Graph]
+    """Makes the graph of tensors, None for those left out, and attributes."""
+    flat: int = 0
+    """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
+    rows: bool = False
+    """Whether each row of the first tensor makes a row of every result."""
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Run it; `args` are the tensors and the attributes."""
+        given = [x for x in args[: len(self.tensors)] if x is not None]
+        if _transformed():
+            result: Tensor = _UnderTransforms.apply(self, *args, False)[0]
+            return result
+        save = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        return self.call(*args, save)[0]
+
+    def call(self, *args: Any) -> tuple[Tensor, ...]:
+        """The operator itself."""
+        found: tuple[Tensor, ...] = getattr(torch.ops.onnx_fuse, self.name)(*args)
+        return found
+
+    def define(self) -> Operator:
+        """Make torch know it."""
+        kinds = [
+            f"Tensor? {t.removesuffix('?')}" if t.endswith("?") else f"Tensor {t}"
+            for t in self.tensors
+        ]
+        results = ", ".join(["Tensor"] * (1 + self.saves))
+        arguments = ", ".join((*kinds, *self.attributes, "bool save"))
+        LIBRARY.define(f"{self.name}({arguments}) -> ({results})")
+        shapes = self._fake
+        _register(self.name, self._kernel, shapes, self.setup, self.backward, self.vmap)
+        return self
+
+    def _split(self, args: Sequence[Any]) -> tuple[Graph, list[Tensor], torch.Size]:
+        """The graph, its tensors, and the first one's shape."""
+        count = len(self.tensors)
+        graph = self.graph(*args[:count], *args[count : count + len(self.attributes)])
+        tensors = [x for x in args[:count] if x is not None]
+        shape = tensors[0].shape
+        return graph, self._flattened(tensors), shape
+
+    def _flattened(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.flat and tensors[0].dim() != self.flat:
+            lead = tensors[0].shape[: tensors[0].dim() - self.flat + 1]
+            rows = 1
+            for size in lead:
+                rows = rows * size
+            tensors[0] = tensors[0].reshape(rows, *tensors[0].shape[len(lead) :])
+        return tensors
+
+    def _results(self, found: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
+        """The function's result in the caller's shape, and a tensor for each inner value."""
+        y, *kept = found
+        assert len(kept) <= self.saves, "torch would crash"
+        if self.rows and len(shape) != self.flat:
+            y = y.reshape(*shape[: len(shape) - self.flat + 1], *y.shape[1:])
+        kept += [y.new_empty(0) for _ in range(self.saves - len(kept))]
+        return y, *kept
+
+    def _kernel(self, *args: Any) -> tuple[Tensor, ...]:
+        graph, tensors, shape = self._split(args)
+        if args[-1]:
+            graph = graph.derived(f"forward:{graph.floats}")
+        return self._results(graph.run(tensors), shape)
+
+    def _fake(self, *args: Any) -> tuple[Tensor, ...]:
+        graph, tensors, shape = self._split(args)
+        if args[-1]:
+            graph = graph.derived(f"forward:{graph.floats}")
+        return self._results(fake(graph, tensors), shape)
+
+    def setup(self, ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+        count = len(self.tensors)
+        ctx.attributes, ctx.saved = inputs[count:-1], inputs[-1]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs[:count], *(output if ctx.saved else ()))
+        ctx.save_for_forward(*inputs[:count])
+
+    def jvp(self, ctx: Any, *tangents: Tensor | None) -> list[Tensor | None]:
+        """The tangent of the function's result; inner values have none."""
+        args = ctx.saved_tensors[: len(self.tensors)]
+        graph, tensors, shape = self._split((*args, *ctx.attributes))
+        along = [t for t, x in zip(tangents, args, strict=False) if x is not None]
+        if along[0] is not None:
+            along[0] = along[0].reshape(tensors[0].shape)
+        (y,) = tangent(graph, along, tensors)
+        return [self._results([y], shape)[0], *[None] * self.saves]
+
+    def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = len(self.tensors)
+        args, found = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        graph, tensors, shape = self._split((*args, *ctx.attributes))
+        forward = graph.floats if ctx.saved else ""
+        dy = grads[0]
+        known = {}
+        if forward:
+            y, *kept = found
+            names = [end.name for end in graph.derived(f"forward:{forward}").outputs]
+            if self.rows:
+                y = y.reshape(tensors[0].shape[0], *y.shape[len(shape) - self.flat + 1 :])
+            known = dict(zip(names, (y, *kept), strict=False))
+        if dy is not None and self.rows and len(shape) != self.flat:
+            dy = dy.reshape(tensors[0].shape[0], *dy.shape[len(shape) - self.flat + 1 :])
+        present = [x is not None for x in args]
+        wanted = [w for w, there in zip(ctx.needs_input_grad, present, strict=False) if there]
+        made = gradients(graph, wanted, [dy], tensors, known, forward)
+        if made[0] is not None:
+            made[0] = made[0].reshape(shape)
+        results = iter(made)
+        every = [next(results) if there else None for there in present]
+        return (*every, *[None] * (len(ctx.attributes) + 1))
+
+    def vmap(self, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+        if not self.rows or in_dims[0] is None or any(d is not None for d in in_dims[1:]):
+            return one_by_one(self.call, info, in_dims, *args)
+        x = args[0].movedim(in_dims[0], 0)
+        y, *kept = self.call(x, *args[1:])
+        if not args[-1]:
+            return (y, *kept), (0, *[None] * len(kept))
+        rows = 1
+        for size in x.shape[1 : x.dim() - self.flat + 1]:
+            rows = rows * size
+        kept = [k.reshape(info.batch_size, rows, *k.shape[1:]) if k.dim() > 1 else k for k in kept]
+        return (y, *kept), (0, *(0 if k.dim() > 2 else None for k in kept))

@@ -1,0 +1,146 @@
+"""A graph cut into a forward and a backward computes what the two as one graph compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir
+import pytest
+
+from onnx_fuse import session
+from onnx_fuse.autodiff import Partition, gradient, open_parameters, partition, trainable
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.runtime import ort
+
+# name: graph, inputs asked for, inner values that pass from one half to the other
+CASES = {
+    "one fused operator": (
+        """agraph (float[M,K] x, float[N,K] w, float[N] c, float[K] s, float[K] b)
+        => (float[M,N] y) { t = Transpose <perm = [1, 0]> (w)
+        y = onnx_fuse.LayerNormGemmGelu <epsilon = 0.001> (x, s, b, t, c) }""",
+        "xwcsb",
+        {"y.mean", "y.rstd", "y.z"},
+    ),
+    "an output that the backward reads": (
+        "agraph (float[M,K] x) => (float[M,K] y) { y = Tanh(x) }",
+        "x",
+        {"y"},
+    ),
+    "nothing but inputs": (
+        "agraph (float[M,K] x, float[M,K] w) => (float[M,K] y) { y = Mul(x, w) }",
+        "xw",
+        set(),
+    ),
+    "views are made again, sizes are kept": (
+        """agraph (float[M,K] x, float[M,K] w) => (float[] y) { e = Exp(x) t = Transpose(e)
+        u = Transpose(w) p = Mul(t, u) y = ReduceSum <keepdims = 0> (p) }""",
+        "xw",
+        {"e", "p.shape"},
+    ),
+    "an output that gets no gradient": (
+        """agraph (float[M,K] x) => (float[M,K] y, int64[M] i) { y = Sin(x)
+        i = ArgMax <axis = 1, keepdims = 0> (x) }""",
+        "x",
+        set(),
+    ),
+    "two outputs of one value's making": (
+        """agraph (float[M,K] x) => (float[M,K] y, float[M,K] z)
+        { y = Exp(x) z = Mul(y, x) }""",
+        "x",
+        {"y"},
+    ),
+}
+SIZES = {"M": 3, "K": 4, "N": 5}
+
+
+def arrays(model: onnx_ir.Model, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    found = {}
+    for value in model.graph.inputs:
+        assert value.shape is not None
+        shape = [d if isinstance(d, int) else SIZES[str(d.value)] for d in value.shape]
+        found[str(value.name)] = rng.standard_normal(shape).astype(np.float32)
+    return found
+
+
+def run(model: onnx_ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    names = [str(v.name) for v in model.graph.outputs]
+    given = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
+    return dict(zip(names, ort.run(ort.session(model), given, names), strict=True))
+
+
+def both(
+    model: onnx_ir.Model, halves: Partition, feeds: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The results of the forward and of the backward."""
+    made = run(halves.forward, feeds)
+    return made | run(halves.backward, feeds | made)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_halves_compute_what_the_whole_computes(name: str, recompute: bool) -> None:
+    text, wrt, kept = CASES[name]
+    model = session.load(text_model(text))
+    halves = partition(model, list(wrt), recompute=recompute)
+    whole = gradient(model, list(wrt))
+    feeds = arrays(whole)
+    expected = run(whole, feeds)
+    found = both(model, halves, feeds)
+    for key, array in expected.items():
+        np.testing.assert_allclose(found[key], array, rtol=1e-5, atol=1e-6, err_msg=key)
+    own = {str(v.name) for v in model.graph.inputs}
+    dys = {str(v.name) for v in whole.graph.inputs} - own
+    read = {str(v.name) for v in halves.backward.graph.inputs} - own - dys
+    assert len(read) == (0 if recompute else len(kept))
+    if not recompute and "p.shape" not in kept:
+        assert read == kept
+
+
+@pytest.mark.parametrize("name", ["one fused operator", "nothing but inputs"])
+def test_gradients_of_gradients_are_those_of_differences(name: str) -> None:
+    text, wrt, _ = CASES[name]
+    model = session.load(text_model(text))
+    first = partition(model, list(wrt), recompute=True).backward
+    second = partition(first, ["x"], recompute=True).backward
+    drawn = arrays(first) | arrays(second, seed=2)
+    feeds = {k: a.astype(np.float64) for k, a in drawn.items()}
+    step = np.random.default_rng(1).standard_normal(feeds["x"].shape)
+
+    def along(t: float) -> float:
+        """Σ u · (gradients at x + t step), with u the cotangents of the second backward."""
+        at = {k: a.astype(np.float32) for k, a in (feeds | {"x": feeds["x"] + t * step}).items()}
+        found = run(first, at)
+        return float(sum((feeds[f"{k}.grad"] * v).sum() for k, v in found.items()))
+
+    exact = run(second, {k: a.astype(np.float32) for k, a in feeds.items()})
+    slope = (along(1e-2) - along(-1e-2)) / 2e-2
+    # differences in float32: a step of 1e-2 leaves three digits
+    (dx,) = exact.values()
+    np.testing.assert_allclose((dx * step).sum(), slope, rtol=2e-2, atol=2e-2)
+
+
+def test_parameters_that_a_pass_packed_are_inputs_in_their_own_shapes() -> None:
+    from onnx_fuse import passes
+
+    model = session.load(
+        text_model(
+            """agraph (float[M,2] x) => (float[M,2] p, float[M,2] q)
+            <float[2,2] a = {1,2,3,4}, float[2,2] b = {5,6,7,8}, float[2] c = {0,1}>
+            { p = Gemm <transB = 1> (x, a, c) q = Gemm <transB = 1> (x, b, c) }"""
+        )
+    )
+    x = np.array([[1, -1], [0.5, 2]], np.float32)
+    before = run(model, {"x": x})
+    weights = {
+        str(v.name): v.const_value.numpy().copy()
+        for v in model.graph.initializers.values()
+        if v.const_value is not None
+    }
+    passes.optimize(model, training=True)
+    names = open_parameters(model, trainable(model))
+    assert sorted(names) == ["a", "b", "c"]
+    after = run(model, {"x": x, **weights})
+    for key, array in before.items():
+        np.testing.assert_allclose(after[key], array, rtol=1e-6)
+    shapes = {str(v.name): tuple(v.shape or ()) for v in model.graph.inputs[1:]}
+    assert shapes == {"a": (2, 2), "b": (2, 2), "c": (2,)}

@@ -1,0 +1,130 @@
+"""How graphs run on torch's CUDA tensors, over a GPU made of host memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_gpu import FakeGpu  # noqa: E402
+
+from onnx_fuse.errors import UsageError  # noqa: E402
+from onnx_fuse.onnx.build import text_model  # noqa: E402
+from onnx_fuse.session import load  # noqa: E402
+from onnx_fuse.torch import gpu as module  # noqa: E402
+from onnx_fuse.torch.graph import Graph  # noqa: E402
+
+TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
+int64[2] s) { q = Add(x, b) y = Tanh(q) t = Transpose(y) z = Neg(t) same = Identity(x)
+s = Shape(x) }"""
+
+
+class Torch:
+    """What torch says of its present state."""
+
+    def __init__(self) -> None:
+        self.stream, self.capturing = 7, False
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    found = Torch()
+    monkeypatch.setattr(module, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "current_stream", lambda device_id: found.stream)
+    monkeypatch.setattr(module, "capturing", lambda: found.capturing)
+    return found
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    yield FakeGpu().use(monkeypatch)
+    gc.collect()  # what dies gives its memory back to this GPU
+
+
+def runner() -> tuple[Any, Any]:
+    graph = Graph("test", load(text_model(TEXT)))
+    made = module.GpuRunner(graph.model, 0)
+    return made, lambda *tensors: made.run(graph.inputs, graph.outputs, tensors)
+
+
+def check(run: Any, rows: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, b = torch.randn(rows, 8, generator=generator), torch.randn(8, generator=generator)
+    y, z, same, s = run(x, b)
+    torch.testing.assert_close(y, torch.tanh(x + b))
+    torch.testing.assert_close(z, -torch.tanh(x + b).t())
+    assert torch.equal(same, x)
+    assert same.data_ptr() != x.data_ptr() or not rows
+    assert s.tolist() == [rows, 8]
+
+
+def test_runs_in_any_shape_wait_for_nothing_once_it_is_known(gpu: FakeGpu, now: Torch) -> None:
+    _, run = runner()
+    for rows in (4, 5, 0):
+        check(run, rows)
+    gpu.counts.clear()
+    gpu.order.clear()
+    for seed in range(12):
+        for rows in (4, 5):
+            check(run, rows, seed)
+    assert {stream for _, stream, *_ in gpu.order} == {7}
+    assert {name for name, *_ in gpu.order} <= {"launch", "cuMemcpyDtoDAsync"}
+    assert not [n for n in gpu.counts if "Alloc" in n or "Synchronize" in n or "Event" in n]
+
+
+def test_each_stream_has_launches_of_its_own(gpu: FakeGpu, now: Torch) -> None:
+    made, run = runner()
+    for stream in (7, 8, 7):
+        now.stream = stream
+        gpu.order.clear()
+        check(run, 4)
+        assert {s for name, s, *_ in gpu.order if name == "launch"} == {stream}
+    first, second = made._turns.values()
+    assert not set(map(id, first._steps.values())) & set(map(id, second._steps.values()))
+
+
+def test_a_capture_needs_a_run_before_and_keeps_its_launches(gpu: FakeGpu, now: Torch) -> None:
+    made, run = runner()
+    now.capturing = True
+    with pytest.raises(UsageError, match="run once before the capture"):
+        check(run, 4)
+    now.capturing = False
+    check(run, 4)
+    now.capturing, now.stream = True, 9
+    gpu.counts.clear()
+    check(run, 4)
+    assert not [n for n in gpu.counts if "Alloc" in n or "Synchronize" in n or "Event" in n]
+    assert len(made._captured) == 1
+
+
+def test_old_shapes_go(gpu: FakeGpu, now: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHAPES", 2)
+    made, run = runner()
+    for rows in (4, 5, 6, 4):
+        check(run, rows)
+    assert len(made._layouts) == len(made._turns) == 2
+
+
+def test_tensors_at_odd_addresses_are_copied_first(gpu: FakeGpu, now: Torch) -> None:
+    _, run = runner()
+    memory = torch.randn(41)
+    x, b = memory[1:33].view(4, 8), torch.zeros(8)
+    assert x.data_ptr() % 16
+    torch.testing.assert_close(run(x, b)[0], torch.tanh(x))
+
+
+def test_a_graph_that_needs_the_host_runs_by_a_binding(gpu: FakeGpu, now: Torch) -> None:
+    text = """agraph (float[N] x) => (int64[1,M] i, float[N] y) { i = NonZero(x) y = Neg(x) }"""
+    graph = Graph("test", load(text_model(text)))
+    made = module.GpuRunner(graph.model, 0)
+    x = torch.tensor([0.0, 1, 0, 2])
+    assert made._layout("ieee", graph.inputs, [x]) is None
+    now.capturing = True
+    with pytest.raises(UsageError, match="cannot be captured"):
+        made._through_binding("ieee", graph.inputs, graph.outputs, [x], 7)
+    assert np.array_equal(np.flatnonzero(x.numpy()), [1, 3])
