@@ -17,16 +17,13 @@ from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
 
 
-def free_axis(launch: Launch) -> str | None:
-    """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
-    # what common.cuh knows of the grid is the whole one's size
-    text = source_text(launch.source).replace(source_text("common.cuh"), "")
-    if "__grid_constant__" in text:
-        return None
-    for k, axis in ((1, "y"), (2, "z")):
-        if launch.grid[k] == 1 and f"blockIdx.{axis}" not in text and f"gridDim.{axis}" not in text:
-            return axis
-    return None
+def free_axis(kernel: Kernel, launch: Launch) -> str | None:
+    """A grid axis that the kernel does not look at and the launch does not use, None for none.
+
+    A candidate declares those that its kernel does not look at as `free_axes`, of "y" and "z".
+    """
+    axes: str = getattr(kernel, "free_axes", "")
+    return next((axis for axis in axes if launch.grid["xyz".index(axis)] == 1), None)
 
 
 def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
@@ -39,7 +36,7 @@ def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
     (launch,) = launches
     plain = all(isinstance(a, Num) or a == Ptr(getattr(a, "name", "")) for a in launch.args)
     alone = launch.cluster > 1 or launch.smem or "\n" in launch.source or not launch.source
-    return plain and not alone and free_axis(launch) is not None
+    return plain and not alone and free_axis(choice.kernel, launch) is not None
 
 
 class BatchedKernel(RuleBased):
@@ -55,7 +52,7 @@ class BatchedKernel(RuleBased):
         """One launch."""
         kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
         (launch,) = kernel.launch(problem.problem, problem.config, hw)
-        axis, count, bound = free_axis(launch), problem.count, problem.bound
+        axis, count, bound = free_axis(kernel, launch), problem.count, problem.bound
         pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
         rows = 1 << (count - 1).bit_length()  # few distinct sources for many counts
         words: list[Ptr | int] = []

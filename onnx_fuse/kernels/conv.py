@@ -47,6 +47,7 @@ class Direct(RuleBased):
 
     name = "direct"
     source = "conv/direct.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Few filters a group: others would read x again for each."""

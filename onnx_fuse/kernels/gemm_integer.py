@@ -36,6 +36,7 @@ class MmaInt8(Unconditional):
 
     name = "mma_s8"
     source = "quant/mma_s8_sm80.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

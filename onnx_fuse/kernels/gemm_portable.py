@@ -166,6 +166,7 @@ class Simt(Unconditional, _Portable):
 
     name = "simt"
     source = "gemm/simt.cu"
+    free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -220,6 +221,7 @@ class Fma(_Portable):
 
     name = "fma"
     source = "gemm/fma_sm80.cu"
+    free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -328,6 +330,7 @@ class Mma(Unconditional, _Portable):
 
     name = "mma"
     source = "gemm/mma_sm80.cu"
+    free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

@@ -33,6 +33,7 @@ class Skinny:
 
     name = "skinny"
     source = "layernorm_gemm/skinny.cu"
+    free_axes = "z"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

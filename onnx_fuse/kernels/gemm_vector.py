@@ -29,6 +29,7 @@ class Vector:
 
     name = "vector"
     source = "gemm/vector.cu"
+    free_axes = "yz"
 
     def sources(self) -> tuple[str, ...]:
         """The source file of the kernel."""

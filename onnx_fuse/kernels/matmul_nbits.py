@@ -37,6 +37,7 @@ class FewRows(Unconditional):
 
     name = "mma"
     source = "quant/matmul_nbits.cu"
+    free_axes = "z"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

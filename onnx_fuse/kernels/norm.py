@@ -55,6 +55,7 @@ class Row(RuleBased):
 
     name = "row"
     source = "layernorm/row.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Norm, hw: Hardware) -> str | None:
         """Rows of any length; few columns where registers hold their weights."""
@@ -115,6 +116,7 @@ class _Grad(RuleBased):
 
     name = "row"
     source = "layernorm/grad.cu"
+    free_axes = "z"
 
     def _macros(self, problem: NormGrad, config: Config) -> dict[str, object]:
         vec, threads, items = grad_shape(problem, config.integer("team"))

@@ -15,6 +15,7 @@ class Slope(RuleBased):
     """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
 
     source = "pointwise/act_grad.cu"
+    free_axes = "z"
 
     def cost(self, problem: SlopeProduct, config: Config, hw: Hardware) -> float:
         """Its bytes, at twice the rate where L2 holds what the product before has left."""
@@ -32,6 +33,7 @@ class Parts(RuleBased):
     """norm/sum_parts.cu. Operands: part out0."""
 
     source = "norm/sum_parts.cu"
+    free_axes = "z"
 
     def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
