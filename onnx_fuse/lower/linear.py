@@ -15,10 +15,10 @@ from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.rows import act_parts
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
-from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue

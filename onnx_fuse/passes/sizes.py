@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.evaluate import exact
-from onnx_fuse.ops.rewrite import attribute, dim, rank
+from onnx_fuse.ops.rewrite import attribute
 
 Size: TypeAlias = tuple[int, tuple[str, ...]]
 Sizes: TypeAlias = list[Size | None]
