@@ -35,7 +35,7 @@ def seconds(
     *,
     records: bool = True,
 ) -> float:
-    """Of the kernel that would be chosen, for the largest sizes of the problem's class.
+    """Seconds of the kernel that would be chosen, at the largest sizes of the class.
 
     Infinity where there is none, or where the one asked for does not serve the problem. Without
     `records` by the models alone: a timing of one problem does not compare with a guess of another.

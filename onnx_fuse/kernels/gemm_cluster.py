@@ -160,7 +160,7 @@ class Cluster:
         return found
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each CTA of a cluster has steps of k, and tiles to share a's with."""
+        """Whether each CTA of a cluster has steps of k, and tiles to share a's with."""
         _, bn, split, share, _ = self._shape(config)
         if split > 1 and (split - 1) * self._steps(problem, config) >= ceil(problem.k / BK):
             return False

@@ -261,7 +261,7 @@ class Fma(_Portable):
         return FMA_TILES[bm, bn][0] * bm * bn // 64
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each of the blocks that share k has a part of it."""
+        """Whether each of the blocks that share k has a part of it."""
         split = config.integer("split")
         return split == 1 or split <= ceil(problem.k / 64)
 

@@ -82,7 +82,7 @@ class Skinny:
         return found
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where whole groups of columns exist."""
+        """Whether the columns are whole groups."""
         return problem.trans_b or problem.n % config.integer("nt") == 0
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:

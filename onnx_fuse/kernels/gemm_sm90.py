@@ -175,7 +175,7 @@ class Wgmma:
         return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each split has steps of k."""
+        """Whether each split has steps of k."""
         splits = config.integer("splits")
         return splits == 1 or (splits - 1) * ceil(self._steps(problem) / splits) < self._steps(
             problem

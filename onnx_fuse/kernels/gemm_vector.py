@@ -80,7 +80,7 @@ class Vector:
         return ceil(k / 256) if trans_b else ceil(k / (256 // columns * warps))
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where all of k is in registers."""
+        """Whether registers hold all of k."""
         columns = config.integer("each") or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, config.integer("warps"), columns)
         return (columns if problem.trans_b else 1) * steps <= STEPS

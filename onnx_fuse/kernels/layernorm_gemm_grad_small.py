@@ -128,7 +128,7 @@ class FewRows:
         return found
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each split has a step of n."""
+        """Whether each split has a step of n."""
         return config.integer("splits") <= max(1, ceil(problem.n / N_STEP) // 2)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:

@@ -73,7 +73,7 @@ class Row(RuleBased):
         return super().cost(problem, config, hw) + again / hw.bandwidth
 
     def fits(self, problem: Norm, config: Config) -> bool:
-        """Where the registers still hold the weights of few columns."""
+        """Whether the registers still hold the weights of few columns."""
         vec, _, items = self._shape(problem, config)
         return _unheld(problem.columns, vec * items, problem.dtype) is None
 
@@ -149,7 +149,7 @@ class GradRow(_Grad):
         return super().cost(problem, config, hw) + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: Config) -> bool:
-        """Where a row still fits in registers."""
+        """Whether a row still fits in registers."""
         vec, _, items = grad_shape(problem, config.integer("team"))
         held = vec * items
         return held <= _GRAD_KEPT and _unheld(problem.k, held, problem.dtype) is None

@@ -48,7 +48,7 @@ class RuleBased(Unconditional):
         return known.floor(hw) + hw.launch_seconds
 
     def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
-        """None."""
+        """No bytes: a rule needs no workspace unless its class says so."""
         return 0
 
     def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -83,7 +83,7 @@ def _padded(length: int) -> int:
 
 
 def _room(rows: int, length: int, keys: int) -> tuple[Ptr, Ptr, int]:
-    """Where keys and indices stand in the workspace, and its bytes."""
+    """The offsets of keys and indices in the workspace, and its bytes."""
     at = -(-8 * keys // 16) * 16
     return Ptr("workspace"), Ptr("workspace", at), at + 4 * rows * _padded(length)
 

@@ -18,7 +18,7 @@ class Slope(RuleBased):
     free_axes = "z"
 
     def cost(self, problem: SlopeProduct, config: Config, hw: Hardware) -> float:
-        """Its bytes, at twice the rate where L2 holds what the product before has left."""
+        """Seconds for its bytes, at twice the rate where L2 still holds dy."""
         whole = 3 * problem.m * problem.n * ITEMSIZE[problem.dtype]
         rate = hw.bandwidth * (2 if whole <= hw.l2_bytes / 2 else 1)
         return hw.launch_seconds + problem.bytes / rate
@@ -46,7 +46,7 @@ class Columns(RuleBased):
     source = "norm/fold.cu"
 
     def cost(self, problem: Fold, config: Config, hw: Hardware) -> float:
-        """Its bytes at 0.85 of a copy's rate, and a launch."""
+        """Seconds for its bytes at 0.85 of a copy's rate, and for a launch."""
         return problem.bytes / (0.85 * hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Fold, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -37,7 +37,7 @@ _alpha, _alpha1 = _float("alpha", 0.01), _float("alpha", 1.0)
 
 
 def _where(op: Any, condition: ir.Value, a: Any, b: Any, like: ir.Value) -> Tensor:
-    """Where with numbers as branches, which take the dtype of `like`."""
+    """A Where whose branches may be numbers, which take the dtype of `like`."""
     a, b = (v if isinstance(v, ir.Value) else op.constant(float(v), like.dtype) for v in (a, b))
     return op.Where(condition, a, b)
 

@@ -143,7 +143,7 @@ class AnyProblem:
     op: str
 
     def fields(self) -> dict[str, Any]:
-        """Its fields' values by name."""
+        """The values of the fields by name."""
         return {name: getattr(self, name) for name in _names(type(self))}
 
     @cached_property
@@ -198,7 +198,7 @@ class AnyProblem:
         return max(self.flops / self.rate(hw), (moved or self.bytes) / hw.bandwidth)
 
     def __str__(self) -> str:
-        """Its operator, and the fields that are not as they are by default."""
+        """The operator, and the fields that differ from their defaults."""
         usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         own = (f"{k}={v}" for k, v in self.fields().items() if v is not usual[k] and v != usual[k])
         return " ".join((self.op, *own))
@@ -303,7 +303,7 @@ class Problem(_Attrs, AnyProblem):
         return not self.m * self.n
 
     def rate(self, hw: Hardware) -> float:
-        """Of its products; fp32 by split bfloat16 counts each of them."""
+        """The rate of its products; fp32 by split bfloat16 takes several of them."""
         passes = {"bf16x3": 3, "bf16x6": 6}.get(self.math, 1) if self.dtype == "float32" else 1
         kind = "tf32" if (self.dtype, self.math) == ("float32", "tf32") else self.dtype
         return hw.rate("bfloat16" if passes > 1 else kind) / passes

@@ -175,7 +175,7 @@ class Executable:
 
     @cached_property
     def pool(self) -> device.Pool:
-        """Where outputs that stay on the GPU, constants and the arena come from."""
+        """The memory pool of outputs that stay on the GPU, of constants and of the arena."""
         return device.Pool(self.stream, self.device_id)
 
     @cached_property
@@ -481,7 +481,7 @@ class Executable:
                 )
 
     def run_in_place(self, names: Sequence[str], feeds: Feeds, *, on_device: bool) -> list[Any]:
-        """As `run`, but GPU tensors are read where they stand."""
+        """Do what `run` does, but read GPU tensors in place."""
         stream = self.stream
         with self._lock:
             adopted = self._adopted(feeds, stream)
@@ -642,7 +642,7 @@ class Executable:
         return {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
 
     def instances(self) -> list[Instance]:
-        """Those that have memory, the least recently used first."""
+        """The instances that have memory, the least recently used first."""
         return [s.instance for s in self._shapes.values() if s.instance is not None]
 
     def programs(self) -> list[Program]:

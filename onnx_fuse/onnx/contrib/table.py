@@ -217,7 +217,7 @@ def write(node: ir.Node) -> tuple[list[ir.Node], list[ir.Value | None]]:
 
 
 def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) -> list[ir.Node]:
-    """Those of `nodes` that the results are made of; the others no longer read anything."""
+    """The nodes that the results depend on; the others are cut off from their inputs."""
     wanted, kept = {v for v in results if v is not None}, []
     for node in reversed(nodes):
         if any(v in wanted for v in node.outputs):

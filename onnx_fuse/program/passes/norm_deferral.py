@@ -143,7 +143,7 @@ class Choices:
         self._seconds: dict[AnyProblem, float] = {}
 
     def seconds(self, *problems: AnyProblem) -> float:
-        """By the cost models alone: a record of one would not compare with a guess of another."""
+        """Seconds by the cost models alone, which compare where records would not."""
         for problem in problems:
             if problem not in self._seconds:
                 found = seconds(problem, self.ctx.hw, self.ctx.prefs, records=False)
@@ -182,7 +182,7 @@ class Choices:
         products: Mapping[int, Call],
         residuals: Mapping[int, Call],
     ) -> dict[int, Call] | None:
-        """None where the weights cannot be folded."""
+        """The calls that replace the norm, or None where the weights cannot be folded."""
         ctx, found, part = self.ctx, {}, {}
         if source is not None:
             part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
@@ -228,7 +228,7 @@ class Choices:
 
 
 def _problem(call: Call) -> Problem:
-    """Of a call that makes a product."""
+    """The problem of a call that makes a product."""
     assert isinstance(call.problem, Problem)
     return call.problem
 
