@@ -295,7 +295,7 @@ class _Free:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Within the block Python's cyclic garbage collector is off: it would go through the whole model
+    """Within the block Python's cyclic garbage collector is off: it would walk the whole model
     again and again, which takes half of a lowering's time.
     """
     was = gc.isenabled()
