@@ -195,7 +195,7 @@ def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> N
         { y = ReduceSum <keepdims = 0> (a, axes) z = ReduceSum <keepdims = 0> (b, axes) }""")
     rows = ((1000, 96), "float16")
     launches = [x for c in lower(model, {"a": rows, "b": rows}, hw).calls for x in c.launches]
-    assert [x.entry for x in launches] == ["twins", "twins"]
+    assert [x.entry for x in launches] == ["batched", "batched"]
     assert not [dirt for x in launches for dirt in _dirty(((x.source, x.defines), ""), hw.arch)]
 
 

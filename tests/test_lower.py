@@ -262,7 +262,7 @@ def test_small_equal_calls_share_a_launch():
     text += "{ y = Softmax(x) w = Softmax(z) }"
     feeds = {name: np.ones((7, 96), np.float32) for name in "xz"}
     (call,) = program_of(text_model(text), feeds).calls
-    assert call.launches[0].entry == "twins"
+    assert call.launches[0].entry == "batched"
 
 
 def test_the_gradient_of_a_batch_norm_takes_the_forwards_statistics():

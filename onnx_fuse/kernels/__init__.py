@@ -79,7 +79,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
-    **dict.fromkeys(("Several", "PointwiseMany", "CopyMany"), "batched"),
+    **dict.fromkeys(("BatchedCalls", "PointwiseMany", "CopyMany"), "batched"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),

@@ -42,7 +42,7 @@ def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
 class BatchedKernel(RuleBased):
     """The kernel as a device function, called once a row of a table of pointers."""
 
-    name = "twins"
+    name = "batched"
 
     def sources(self) -> tuple[str, ...]:
         """What its text includes."""
@@ -67,17 +67,17 @@ class BatchedKernel(RuleBased):
                 numbers.append(arg)
             else:
                 column = sum(isinstance(a, Ptr) for a in launch.args[:i])
-                passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
+                passed.append(f"CallPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
         text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
         source = f"""{text}
-struct TwinPointer {{
+struct CallPointer {{
     u64 p;
     template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
 }};
-struct TwinRow {{ u64 p[{len(pointers)}]; }};
-struct TwinRows {{ TwinRow at[{rows}]; }};
+struct CallPointers {{ u64 p[{len(pointers)}]; }};
+struct CallTable {{ CallPointers at[{rows}]; }};
 extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
-    twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
+    batched(const __grid_constant__ CallTable rows{"".join(parameters)}) {{
     after_previous_launch();
     {launch.entry}({", ".join(passed)});
 }}
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
         x, y, z = launch.grid
         grid = (x, count, z) if axis == "y" else (x, y, count)
         table = Table(tuple(words))
-        return (Launch(source, "twins", grid, launch.block, (table, *numbers), launch.defines),)
+        return (Launch(source, "batched", grid, launch.block, (table, *numbers), launch.defines),)
 
 
 class MultiTensor(RuleBased):
@@ -132,5 +132,7 @@ class MultiCopy(RuleBased):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Several": (BatchedKernel(),), "PointwiseMany": (MultiTensor(),), "CopyMany": (MultiCopy(),),
-}  # fmt: skip
+    "BatchedCalls": (BatchedKernel(),),
+    "PointwiseMany": (MultiTensor(),),
+    "CopyMany": (MultiCopy(),),
+}

@@ -125,7 +125,7 @@ class BatchedCalls(AnyProblem):
     The operand `name` of call i is "name.i", of those that are `bound`.
     """
 
-    op = "Several"
+    op = "BatchedCalls"
     problem: AnyProblem
     count: int
     bound: tuple[str, ...]

@@ -122,7 +122,7 @@ def _upper_bound(value: Any, classes: Classes) -> Any:
     return _with(value, lambda size: upper_bound(size, classes))
 
 
-def _told(value: Any) -> Any:
+def _concrete(value: Any) -> Any:
     return _with(value, lambda size: size.value)
 
 
@@ -159,7 +159,7 @@ class AnyProblem:
 
     def concrete(self: P) -> P:
         """This problem with the numbers of its open sizes: for people to read, for no decision."""
-        changed = {k: _told(v) for k, v in self.fields().items() if _open(v)}
+        changed = {k: _concrete(v) for k, v in self.fields().items() if _open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     @property

@@ -76,7 +76,7 @@ class Deployed:
         return [shapes for i, shapes in enumerate(found) if shapes not in found[:i]]
 
     def check_precision(self, precision: str) -> None:
-        """Raise UsageError where the caller asks for another precision; "fp32" may be no wish."""
+        """Raise UsageError for another precision; "fp32" is also what no choice looks like."""
         if precision not in ("fp32", self.precision):
             raise UsageError(
                 f"{self.container.path}: compiled for precision {self.precision}, not {precision}: "

@@ -124,10 +124,10 @@ class Precompiler:
     def _hand_over(self) -> None:
         """A thread's: tell the process, which is started if need be, what is wanted."""
         try:
-            while (wish := self._next()) is not None:
+            while (request := self._next()) is not None:
                 specializer = self._specializer()
                 if specializer is not None:
-                    self._tell(specializer, *wish)
+                    self._tell(specializer, *request)
         except BaseException:
             with self._changed:
                 self._busy = False

@@ -418,7 +418,7 @@ def test_feeds_may_change_while_steps_are_under_way() -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.launches("generated", "twins")
+@pytest.mark.launches("generated", "batched")
 def test_small_equal_calls_share_a_launch() -> None:
     names = range(5)
     ends = [", ".join(f"float[7,96] {c}{i}" for i in names) for c in "xy"]
