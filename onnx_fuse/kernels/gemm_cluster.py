@@ -12,6 +12,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -31,7 +32,7 @@ from onnx_fuse.program.size import upper_bound
 BK = 64
 
 
-class Cluster:
+class Cluster(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "cluster"
@@ -189,10 +190,6 @@ class Cluster:
         sums += slope_seconds(problem, bn + 10)
         start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""

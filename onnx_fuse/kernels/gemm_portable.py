@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -125,14 +125,11 @@ def slope_seconds(problem: Problem, elements: float) -> float:
     return 4.6e-8 * elements if problem.epilogue.dact else 0.0
 
 
-class _Portable:
+class _Portable(WithoutWorkspace):
     """What the two portable kernels share."""
 
     name: str
     source: str
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        return 0
 
     def _refusal(self, problem: Problem) -> str | None:
         if problem.epilogue.dw or problem.epilogue.moments:

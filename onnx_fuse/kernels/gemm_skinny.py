@@ -13,6 +13,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -28,7 +29,7 @@ from onnx_fuse.program.problem import (
 )
 
 
-class Skinny:
+class Skinny(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with its statistics in the same launch."""
 
     name = "skinny"
@@ -109,10 +110,6 @@ class Skinny:
         side = {4: 0.97, 8: 1.0, 16: 0.99}[warps] * (1.1 if wn > 1 else 1.0)
         slope = slope_seconds(problem, 4 * mt * nt * wn / warps / cluster)
         return slope + hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
         mt, nt, wn, warps, cluster = (

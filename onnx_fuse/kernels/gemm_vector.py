@@ -7,6 +7,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import aligned, epilogue_defines, type_defines
+from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -24,7 +25,7 @@ STEPS = 16
 """Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
 
 
-class Vector:
+class Vector(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "vector"
@@ -99,10 +100,6 @@ class Vector:
         else:
             shape = 1.6e-6 / columns + (0.4e-6 if blocks < 24 else 0.0)
         return start + shape + max(0.4 * stream, stream - 1.5e-6)
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""

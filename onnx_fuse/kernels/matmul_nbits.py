@@ -19,7 +19,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -32,7 +32,7 @@ def _row_bytes(problem: Problem) -> int:
     return bits // 8
 
 
-class FewRows(Unconditional):
+class FewRows(WithoutWorkspace, Unconditional):
     """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
 
     name = "mma"
@@ -92,10 +92,6 @@ class FewRows(Unconditional):
         chain = 9e-7 * waves * ceil(_row_bytes(problem) / 64 / warps)
         uneven = ceil(blocks / hw.sm_count) * hw.sm_count / blocks  # some multiprocessors have more
         return 2.3e-6 + max(chain, uneven * (0.56 * stream + 1.2 * issue))
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
