@@ -17,41 +17,48 @@ class Epilogue:
     alpha: float = 1.0
     """The sum is multiplied by it."""
     layernorm: bool = False
-    """A LayerNormalization of a's rows that was left to the epilogue: weights hold its scale."""
+    """A LayerNormalization of a's rows that was left to the epilogue: b holds its scale. "row0" is
+    rstd and "row1" mean; "col0" is cs and "col1" cv, in float32 (`kernels.layernorm_gemm`)."""
     bias: bool = False
-    """A number for each column is added."""
+    """The row "col1", of type `bias_dtype`, is added."""
     row_bias: bool = False
-    """A number for each row is added."""
+    """The column "row0", of type `bias_dtype`, is added; not with bias, layernorm, dx or dw."""
     bias_dtype: str = ""
     """The dtype of the bias, where it is not the operands'."""
     beta: float = 0.0
-    """c is added, times this, before the activation."""
+    """c is added, times this number, before the activation: the C of ONNX's Gemm."""
     c_rows: int | None = None
     """The stride of c's rows in elements; None: its rows are dense."""
     c_cols: int = 1
     """The stride of c's columns in elements."""
     save_z: bool = False
-    """What the activation is applied to is stored, too."""
+    """The pre-activation is stored to "z"; with dx, (x - mean) rstd is."""
     act: str = ""
     """The activation, by its key in `ops.activations`. Of a gradient: the forward's."""
     act_alpha: float = 1.0
     """The activation's number, where it has one."""
     gate: bool = False
-    """Half of the columns gate the others: y = act(gate) * other, [M, N / 2]."""
+    """y [M, N / 2] is act(gate) times the other half. The columns of b, and what goes with them, are
+    blocks of 16: 8 gates and the 8 that they let through, in pairs (`lower.gated.interleaved`)."""
     dact: bool = False
-    """The result is multiplied by the slope of the activation at c."""
+    """The result is multiplied by act'(c) instead: c is the stored pre-activation."""
     layer_scale: bool = False
-    """The result is multiplied by a number for each column."""
+    """The result is multiplied by the row "col0", of the bias's type; only with a bias."""
     residual: bool | str = False
-    """c is added last; "norm": its LayerNormalization is."""
+    """c is added last; "norm": (c - mean) rstd gamma is, with "row0" rstd, "row1" mean and "col0"
+    gamma. "col0" and "col1" are float32 then, and beta is in the bias."""
     dx: bool = False
-    """The result becomes the gradient of a LayerNormalization's input."""
+    """The result becomes the gradient of a LayerNormalization's input: "row0" to "row3" are rstd,
+    mean, c1 and c2, and c is x."""
     dw: bool = False
-    """The result becomes the gradient of the weights behind a LayerNormalization."""
+    """The result becomes the gradient of the weights behind a LayerNormalization: "row0" is gamma,
+    "row1" beta, of the operands' type, "col1" dbias in float32, and c is W. "part" [tiles of n, 2,
+    m] takes the row sums of dgamma and dbeta."""
     accumulate: bool = False
-    """The result is added to what y holds."""
+    """The result is rounded and added to what y holds."""
     moments: int = 0
-    """The stored rows' sums and sums of squares are stored in so many parts; 0: they are not."""
+    """The number of tiles of n, for each of which "part" [moments, m] takes the mean and the sum of
+    squared deviations of each row of y; 0: none."""
 
     @property
     def given(self) -> dict[str, Any]:
