@@ -1,9 +1,10 @@
 """LayerNormGemm candidates: y = act(LayerNormalization(x; gamma, beta, epsilon) op(w) + c).
 
 Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; of its epilogue act, act_alpha, save_z,
-residual, gate and bias (c is there); attrs epsilon, rms (no mean, no beta), folded (wq, cs, cv are given, made once
-by `rows.fold`), static_b (they are the same throughout a graph), stats (mean, rstd are given: their
-producer wrote them), parts (x's producer left as many "moments" of each row in "part").
+residual, gate and bias (c is there). Its attrs: epsilon, rms (no mean, no beta), folded (wq, cs, cv
+are given, made once by `rows.fold`), static_b (they are the same throughout a graph), stats (mean,
+rstd are given: their producer wrote them), parts (x's producer left as many "moments" of each row
+in "part").
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 """

@@ -5,9 +5,9 @@
     G  = xhᵀ dz;  dw = gamma G + beta dc      epilogue of the second, with the row sums of
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
-Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align, folded (the
-forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's gradient ("apart"),
-or to what dx holds ("here": "add" is dx).
+Problem: m, n, k, dtype of the forward (w is [k, n]), and its activation in the epilogue. Its attrs:
+align, folded (the forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's
+gradient ("apart"), or to what dx holds ("here": "add" is dx).
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
 where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
 

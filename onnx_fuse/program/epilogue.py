@@ -38,8 +38,9 @@ class Epilogue:
     act_alpha: float = 1.0
     """The activation's number, where it has one."""
     gate: bool = False
-    """y [M, N / 2] is act(gate) times the other half. The columns of b, and of the bias, are in
-    blocks of 16: 8 gates and the 8 that they let through, in pairs (`lower.gated.interleaved`)."""
+    """y [M, N / 2] is act(gate) times the other half. The columns of b and of the bias stand in
+    blocks of 16: 8 gates and the 8 that they let through, in pairs (`lower.gated.interleaved`).
+    """
     dact: bool = False
     """The result is multiplied by act'(c) instead: c is the stored pre-activation."""
     layer_scale: bool = False
