@@ -101,10 +101,10 @@ NORMS = ("LayerNormalization", "RMSNormalization")
 
 def activated(p: Problem, v: np.ndarray) -> np.ndarray:
     """act(v), as the problem's epilogue has it."""
-    row = BY_KEY[p.text("act")]
+    row = BY_KEY[p.epilogue.act]
     numbers = dict(row.numbers)
     if row.attributes:
-        numbers["alpha"] = p.number("act_alpha")
+        numbers["alpha"] = p.epilogue.act_alpha
     found: np.ndarray = STEPS[row.name](v, *numbers.values())
     return found
 
@@ -240,18 +240,18 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return _nbits(p, read) if p.op == "MatMulNBits" else _integers(p, read)
     assert p.op in ("Gemm", "LayerNormGemm"), p
     if p.batch:
-        assert {name for name, v in p.attrs if v} <= BATCHED, p
+        assert {name for name, v in p.extras.items() if v} <= BATCHED, p
         assert not p.trans_a | p.trans_b, p
         a, b = (read[name].reshape((*p.batch, *read[name].shape[-2:])) for name in "ab")
-        v = a @ b + (read["row0"][:, None] if p.attr("row_bias") else 0)
+        v = a @ b + (read["row0"][:, None] if p.epilogue.row_bias else 0)
         c = read["c"].reshape(v.shape) if "c" in read else 0
-        v = v + (c if p.attr("beta") else 0)
-        v = activated(p, v) if p.attr("act") else v
-        return {"y": v + (c if p.attr("residual") else 0)}
+        v = v + (c if p.epilogue.beta else 0)
+        v = activated(p, v) if p.epilogue.act else v
+        return {"y": v + (c if p.epilogue.residual else 0)}
     assert not p.trans_a, p
     known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
-    known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "scale"}
-    assert {name for name, v in p.attrs if v} <= known | {"align", "lda", "ldb"}, p
+    known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "layer_scale"}
+    assert {name for name, v in p.extras.items() if v} <= known | {"align", "lda", "ldb"}, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
         read["b" if p.op == "Gemm" else "wq"],
@@ -268,28 +268,28 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             square = squares.sum(0) + ((means - mean) ** 2).sum(0) * (p.k / p.integer("parts"))
         out["mean"], out["rstd"] = mean, 1 / np.sqrt(square / p.k + p.number("epsilon"))
         v = out["rstd"][:, None] * (v - np.outer(out["mean"], read["cs"])) + read["cv"]
-    elif p.attr("bias"):
+    elif p.epilogue.bias:
         v = v + read["col1"]
-    elif p.attr("row_bias"):
+    elif p.epilogue.row_bias:
         v = v + read["row0"][:, None]
-    if p.attr("beta"):
-        v = v + p.number("beta") * read["c"].reshape(p.m, p.n)
-    if p.attr("gate"):  # pairs of a gate and another, 8 to a block: the even columns of y first
+    if p.epilogue.beta:
+        v = v + p.epilogue.beta * read["c"].reshape(p.m, p.n)
+    if p.epilogue.gate:  # pairs of a gate and another, 8 to a block: the even columns of y first
         blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
         v, through = blocks[..., 0], blocks[..., 1]
-    if p.attr("act"):
+    if p.epilogue.act:
         v = activated(p, v)
-    v = v * through if p.attr("gate") else v
-    if p.attr("scale"):
+    v = v * through if p.epilogue.gate else v
+    if p.epilogue.layer_scale:
         v = v * read["col0"]
-    if p.attr("residual"):
+    if p.epilogue.residual:
         c = read["c"].reshape(p.m, p.n)
-        if p.attr("residual") == "norm":
+        if p.epilogue.residual == "norm":
             c = (c - read["row1"].reshape(-1, 1)) * read["row0"].reshape(-1, 1) * read["col0"]
         v = v + c
-    if p.attr("moments"):
+    if p.epilogue.moments:
         tiles = v.astype(dtype_of(p.out)).astype(np.float64)
-        tiles = tiles.reshape(p.m, p.integer("moments"), -1)
+        tiles = tiles.reshape(p.m, p.epilogue.moments, -1)
         out["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
     return out | {"y": v}
 
@@ -321,7 +321,7 @@ def _nbits(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     group = read["groups"].astype(int) if p.attr("groups") else np.arange(p.k) // block
     w = (unpacked(read["q"])[:, : p.k] - zero[:, group]) * scale[:, group]
     y = read["a"].reshape(p.m, p.k) @ w.T
-    return {"y": y + read["bias"] if p.attr("bias") else y}
+    return {"y": y + read["bias"] if p.epilogue.bias else y}
 
 
 def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

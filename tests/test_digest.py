@@ -165,8 +165,8 @@ def test_a_records_key_is_read_as_it_was_made() -> None:
         found = tuning.read(name)
         assert isinstance(found, Problem)
         assert tuning.key(problem.op, found) == name
-        assert (found.m, found.batch, found.out, found.trans_b, found.text("act")) == (
-            problem.m, problem.batch, problem.out, problem.trans_b, problem.text("act")
+        assert (found.m, found.batch, found.out, found.trans_b, found.epilogue.act) == (
+            problem.m, problem.batch, problem.out, problem.trans_b, problem.epilogue.act
         )  # fmt: skip
     softmax = Softmax(outer=2, length=77, inner=1, dtype="float16")
     assert tuning.read(tuning.key("Softmax", softmax)) == softmax

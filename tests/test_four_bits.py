@@ -75,7 +75,7 @@ def test_the_weights_of_a_product_stay_in_four_bits(
     assert product.op == "MatMulNBits"
     held = [b.nbytes for b in program.buffers if b.kind in ("weight", "constant")]
     assert max(held) <= K * N // 2
-    assert bool(product.attr("bias")) == ("c" in tail)
+    assert bool(product.epilogue.bias) == ("c" in tail)
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
     found = interpret(program, feeds, weights)["y"]
     limit = {"float32": 1e-5, "float16": 1e-2}[dtype] * np.abs(expected.astype(np.float64)).max()

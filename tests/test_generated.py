@@ -234,7 +234,7 @@ def test_batched_launches_compile() -> None:
     assert all("x3" in call.kernel for call in calls)
     for call in calls:
         (launch,) = call.launches
-        assert nvrtc.resources(launch.source, launch.defines)["twins"].clean
+        assert nvrtc.resources(launch.source, launch.defines)["batched"].clean
 
 
 def test_bounds_are_taken_off_whatever_they_hold() -> None:

@@ -66,8 +66,8 @@ PROBLEMS = (
         dtype="float16",
     ),
     Problem.of("Gemm", m=256, n=784, k=64, row_bias=True, residual=True, math="bf16x3"),
-    Problem.of("Gemm", m=4096, n=384, k=1536, bias=True, scale=True, residual=True, **BF16),
-    Problem.of("Gemm", m=64, n=384, k=1536, bias=True, scale=True, trans_b=True, **BF16),
+    Problem.of("Gemm", m=4096, n=384, k=1536, bias=True, layer_scale=True, residual=True, **BF16),
+    Problem.of("Gemm", m=64, n=384, k=1536, bias=True, layer_scale=True, trans_b=True, **BF16),
     Problem.of("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
     Problem.of("Gemm", m=256, n=512, k=512, trans_b=True, bias=True, act="gelu", save_z=True),
     Problem.of("Gemm", m=512, n=784, k=256, trans_a=True),
@@ -195,7 +195,7 @@ def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> N
         { y = ReduceSum <keepdims = 0> (a, axes) z = ReduceSum <keepdims = 0> (b, axes) }""")
     rows = ((1000, 96), "float16")
     launches = [x for c in lower(model, {"a": rows, "b": rows}, hw).calls for x in c.launches]
-    assert [x.entry for x in launches] == ["twins", "twins"]
+    assert [x.entry for x in launches] == ["batched", "batched"]
     assert not [dirt for x in launches for dirt in _dirty(((x.source, x.defines), ""), hw.arch)]
 
 

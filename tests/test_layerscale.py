@@ -115,7 +115,9 @@ def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
     program = lower(model, shapes, CHIPS["H200"])
     assert len(program.calls) == count
     scaled = [
-        bool(c.problem.attr("scale")) for c in program.calls if isinstance(c.problem, Problem)
+        bool(c.problem.epilogue.layer_scale)
+        for c in program.calls
+        if isinstance(c.problem, Problem)
     ]
     assert scaled == [after != "itself"]
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}

@@ -118,8 +118,8 @@ def test_a_residual_stays_apart_where_no_kernel_adds_it_before_the_activation_as
     model = text_model(f"agraph ({ends}) => (float16[16,4096] y) {body}")
     calls = walk.lower(model, shapes, H200).calls
     product = next(c.problem for c in calls if isinstance(c.problem, Problem))
-    assert product.attr("residual") or product.attr("beta") == 1.0
-    assert (len(calls) == 1) == bool(product.attr("act"))
+    assert product.epilogue.residual or product.epilogue.beta == 1.0
+    assert (len(calls) == 1) == bool(product.epilogue.act)
 
 
 def test_the_floor_of_a_convolution_counts_its_products():
@@ -262,7 +262,7 @@ def test_small_equal_calls_share_a_launch():
     text += "{ y = Softmax(x) w = Softmax(z) }"
     feeds = {name: np.ones((7, 96), np.float32) for name in "xz"}
     (call,) = program_of(text_model(text), feeds).calls
-    assert call.launches[0].entry == "twins"
+    assert call.launches[0].entry == "batched"
 
 
 def test_the_gradient_of_a_batch_norm_takes_the_forwards_statistics():
@@ -618,7 +618,7 @@ def test_a_gated_product_of_constant_weights_is_one_call(norm, place, dtype, chi
     model, feeds, want = gated_model(f"{norm}{place}GemmSilu", dtype)
     program = program_of(model, feeds, hw=CHIPS[chip])
     (call,) = program.calls
-    assert call.problem.attr("gate")
+    assert call.problem.epilogue.gate
     assert dict(call.writes)["y"].shape == (32, 48)
     if norm and dtype == "float32":
         return  # the norm is in the launches
@@ -653,11 +653,11 @@ def test_a_gated_product_of_computed_weights_is_its_parts():
 def test_a_kernel_without_that_epilogue_may_be_asked_for(monkeypatch):
     model, feeds, _ = gated_model("GateFirstGemmSilu", "float16")
     (call,) = program_of(model, feeds, prefs={"Gemm": "mma"}).calls
-    assert call.problem.attr("gate")
+    assert call.problem.epilogue.gate
     monkeypatch.setattr(cublaslt, "version", lambda: 130100)
     product, over = program_of(model, feeds, prefs={"Gemm": "cublaslt"}).calls
     assert "cublaslt" in product.why
-    assert not product.problem.attr("gate")
+    assert not product.problem.epilogue.gate
     assert over.kernel == "Silu+Mul"
 
 

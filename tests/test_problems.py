@@ -10,8 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from onnx_fuse import config, kernels
+from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.errors import UsageError
-from onnx_fuse.kernels import MODULES, candidates, select, site, tuning
+from onnx_fuse.kernels import CALLS_EARLY, MODULES, candidates, select, site, tuning
 from onnx_fuse.kernels.costs import pays, seconds
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower import walk
@@ -155,6 +156,24 @@ def test_a_rule_keeps_no_class_of_an_open_size() -> None:
         grids.append([call.launches[0].grid[0] for call in program.calls])
     assert specializer.traced == 1
     assert all(np.diff([g[0] for g in grids]) > 0)
+
+
+def test_what_candidates_declare_of_their_kernels_is_so() -> None:
+    common, checked = source_text("common.cuh"), 0
+    for kernel in (kernel for op in MODULES for kernel in candidates(op)):
+        text = (
+            source_text(kernel.source).replace(common, "")
+            if vars(type(kernel)).get("source")
+            else ""
+        )
+        for axis in getattr(kernel, "free_axes", "") if text else "":
+            assert "__grid_constant__" not in text, kernel.source
+            assert f"blockIdx.{axis}" not in text, kernel.source
+            assert f"gridDim.{axis}" not in text, kernel.source
+            checked += 1
+    assert checked > 40
+    early = {p for p in source_root().rglob("*.cu") if "if (NEXT_ALONE)" in p.read_text()}
+    assert {str(p.relative_to(source_root())) for p in early} == CALLS_EARLY
 
 
 def test_a_lowering_chooses_once_for_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_a_residual_is_added_in_the_product():
     program = program_of(text_model(text), feeds)
     (call,) = program.calls
     assert call.problem is not None
-    assert call.problem.attr("residual")
+    assert call.problem.epilogue.residual
     assert dict(call.reads)["c"] == dict(program.inputs)["r"]
 
 
@@ -87,11 +87,11 @@ def test_a_norm_is_left_to_the_products_that_read_it(batch, rows, text):
     program = program_of(model, feeds)
     first, maker, reader, after, last = program.calls
     assert reader.problem.op == "LayerNormGemm"
-    assert after.problem.attr("residual") == "norm"
+    assert after.problem.epilogue.residual == "norm"
     assert last.kernel == "LayerNormalization", "an output"
     many = rows > 1000
-    assert bool(maker.problem.attr("moments")) == bool(reader.problem.attr("parts")) == many
-    assert not first.problem.attr("moments")
+    assert bool(maker.problem.epilogue.moments) == bool(reader.problem.attr("parts")) == many
+    assert not first.problem.epilogue.moments
     got = interpret(program, feeds, weights_of(model))["y"]
     want = post_norm_value(weights_of(model) | feeds)
     assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
@@ -207,7 +207,7 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
     kinds = [call.problem.op for call in calls if isinstance(call.problem, Problem)]
     if dtype == "bfloat16" or math.startswith("bf16"):
         assert kinds == ["LayerNormGemmGrad"]
-        assert calls[0].problem.text("act") == act.lower()
+        assert calls[0].problem.epilogue.act == act.lower()
         assert bool(calls[0].problem.attr("rms")) != layer
         names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
         names = [name for name in names if layer or name not in ("beta", "mean")]
@@ -334,8 +334,8 @@ def test_an_activation_is_applied_in_the_product(also):
     (product,) = [call for call in calls if isinstance(call.problem, Problem)]
     assert len(calls) == (2 if t == "t" else 1)
     assert product.problem is not None
-    assert product.problem.text("act") == "gelu"
-    assert bool(product.problem.attr("save_z")) == read_again == ("z" in dict(product.writes))
+    assert product.problem.epilogue.act == "gelu"
+    assert bool(product.problem.epilogue.save_z) == read_again == ("z" in dict(product.writes))
 
 
 def test_a_norms_backward_takes_in_what_follows_it():
@@ -464,7 +464,7 @@ def test_a_row_added_to_a_product_is_its_bias(row, column):
     calls = program_of(text_model(text), arrays(x=(2, 5, 3), w=(3, 4), c=shape)).calls
     (product,) = [call for call in calls if isinstance(call.problem, Problem)]
     assert len(calls) == (1 if column else 2)
-    assert {name for name in ("bias", "residual") if product.problem.attr(name)} == {column} - {""}
+    assert set(product.problem.epilogue.among("bias", "residual")) == {column} - {""}
     assert ("col1" in dict(product.reads)) == (column == "bias")
 
 
@@ -559,9 +559,9 @@ def block_gradient(rows, more="", node="", order="dx, r"):
 @pytest.mark.parametrize(("also", "moved"), [("", True), (", bfloat16[64,512] dh", False)])
 def test_a_product_stores_its_result_times_the_slope_of_the_activation_before(also, moved):
     program, product, grad = block_gradient(64, also)
-    assert bool(product.problem.attr("dact")) == moved
-    assert product.problem.text("act") == ("gelu" if moved else "")
-    assert grad.problem.text("act") == ("" if moved else "gelu")
+    assert bool(product.problem.epilogue.dact) == moved
+    assert product.problem.epilogue.act == ("gelu" if moved else "")
+    assert grad.problem.epilogue.act == ("" if moved else "gelu")
     z = dict(program.inputs)["z"]
     assert dict(product.reads).get("c") == (z if moved else None)
     assert dict(grad.reads)["dy"].buffer == product.writes[0][1].buffer
@@ -591,7 +591,7 @@ def test_of_an_activations_gradient_the_sums_for_the_bias_are_left(rows, more, s
     calls = [call for call in program.calls if call.launches[0].entry == "act_grad_rows"]
     first, *products = (call for call in program.calls if isinstance(call.problem, Problem))
     assert len(calls) == sums
-    assert (first.problem.attr("dact"), first.problem.text("act")) == (True, "silu")
+    assert (first.problem.epilogue.dact, first.problem.epilogue.act) == (True, "silu")
     assert dict(first.reads)["c"] == dict(program.inputs)["z"]
     dz = dict(first.writes)["y"].buffer
     assert all(dz in {t.buffer for _, t in call.reads} for call in (*products, *calls))

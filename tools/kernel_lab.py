@@ -108,7 +108,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
 
     g = t.Generator(device="cuda").manual_seed(seed)
     dt, out = getattr(t, problem.dtype), getattr(t, problem.out)
-    m, n, k, act = problem.m, problem.n, problem.k, problem.text("act")
+    m, n, k, act = problem.m, problem.n, problem.k, problem.epilogue.act
 
     def normal(*shape: int, scale: float = 1.0, dtype: Any = dt) -> Any:
         if not dtype.is_floating_point:
@@ -145,7 +145,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         if problem.attr("folded"):
             given |= {"wq": t.empty_like(stored_w), "cs": empty(n, dtype=t.float32),
                       "cv": empty(n, dtype=t.float32)}  # fmt: skip
-        if problem.attr("save_z"):
+        if problem.epilogue.save_z:
             outputs["z"] = empty(m, n)
         truth = {}
         if oracle:
@@ -154,7 +154,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
             xh = (wide(x) - mean) * rstd
             z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
             truth = {"y": ACT[act](t, z, 1.0) if act else z, "mean": mean[:, 0], "rstd": rstd[:, 0]}
-            if problem.attr("save_z"):
+            if problem.epilogue.save_z:
                 truth["z"] = z
         linear = stored_w if problem.trans_b else stored_w.mT
         return Op(given, outputs, truth, baseline=lambda: t.nn.functional.linear(x, linear, c))
@@ -203,48 +203,50 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
     given, outputs = {"a": stored_x, "b": stored_w}, {"y": y}
     f32 = t.float32
     for name in ("row0", "row1", "row2", "row3"):
-        given[name] = normal(m, dtype=dt if problem.attr("dw") or problem.attr("row_bias") else f32)
-    normed = problem.attr("residual") == "norm"
-    bias_dtype = f32 if problem.attr("layernorm") or problem.attr("dw") or normed else dt
+        given[name] = normal(
+            m, dtype=dt if problem.epilogue.dw or problem.epilogue.row_bias else f32
+        )
+    normed = problem.epilogue.residual == "norm"
+    bias_dtype = f32 if problem.epilogue.layernorm or problem.epilogue.dw or normed else dt
     given |= {"col0": normal(n, dtype=bias_dtype), "col1": normal(n, dtype=bias_dtype)}
     given["c"] = normal(*problem.batch, m, n, dtype=out)
-    if problem.attr("save_z"):
+    if problem.epilogue.save_z:
         outputs["z"] = empty(*problem.batch, m, n)
-    if problem.attr("dw"):
+    if problem.epilogue.dw:
         outputs["part"] = t.zeros(-(-n // 64), 2, m, device="cuda")
     truth = {}
     if oracle:
         v = wide(x) @ wide(w)
         r0, r1, r2, r3 = (wide(given[f"row{i}"])[:, None] for i in range(4))
         k0, k1, c = wide(given["col0"]), wide(given["col1"]), wide(given["c"])
-        alpha, a = problem.number("alpha", 1.0), problem.number("act_alpha", 1.0)
+        alpha, a = problem.epilogue.alpha, problem.epilogue.act_alpha
         if alpha != 1.0:
             v = alpha * v
-        if problem.attr("layernorm"):
+        if problem.epilogue.layernorm:
             v = r0 * (v - r1 * k0) + k1
-        if problem.attr("bias"):
+        if problem.epilogue.bias:
             v = v + k1
-        if problem.attr("row_bias"):
+        if problem.epilogue.row_bias:
             v = v + r0
-        if beta := problem.number("beta"):
+        if beta := problem.epilogue.beta:
             v = v + beta * c
-        if problem.attr("save_z"):
-            z = (c - r1) * r0 if problem.attr("dx") else v
+        if problem.epilogue.save_z:
+            z = (c - r1) * r0 if problem.epilogue.dx else v
             truth["z"] = z
-        if problem.attr("dact"):
+        if problem.epilogue.dact:
             z = c.clone().requires_grad_()
             (slope,) = t.autograd.grad(ACT[act](t, z, a).sum(), z)
             v = v * slope
         elif act:
             v = ACT[act](t, v, a)
-        if problem.attr("scale"):
+        if problem.epilogue.layer_scale:
             v = v * k0
-        if problem.attr("dx"):
+        if problem.epilogue.dx:
             v = r0 * (v - r2 - (c - r1) * r0 * r3)
-        if problem.attr("dw"):
+        if problem.epilogue.dw:
             truth["part"] = t.stack([(v * c).sum(-1), (c * k1).sum(-1)])
             v = r0 * v + r1 * k1
-        if problem.attr("residual"):
+        if problem.epilogue.residual:
             v = v + ((c - r1) * r0 * k0 if normed else c)
         truth["y"] = v
     left, right = (

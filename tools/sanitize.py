@@ -56,7 +56,7 @@ def entries() -> set[Feature]:
         text = without_bounds(path.read_text())
         name = path.relative_to(root).as_posix()
         found |= {(name, entry) for entry in re.findall(r"__global__\s+void\s+(\w+)\(", text)}
-    return found | {(GENERATED, entry) for entry in ("pointwise", "pointwise_many", "twins")}
+    return found | {(GENERATED, entry) for entry in ("pointwise", "pointwise_many", "batched")}
 
 
 def launches_of(callspec: Any, hw: Hardware) -> list[list[Launch]]:

@@ -15,7 +15,7 @@ from onnx_fuse.onnx.common import carries_body, one_line
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.types import element_type
 from onnx_fuse.ops.cells import Written, activations
-from onnx_fuse.ops.grad_helpers import fail, is_float, text
+from onnx_fuse.ops.grad_helpers import fail, may_be_float, text
 from onnx_fuse.ops.recurrent import GATES
 
 Whole: TypeAlias = Callable[[ir.Node], bool]
@@ -78,7 +78,7 @@ class Emitter(Builder):
         for value in node.outputs:
             value.name = value.name or self.fresh(f"{self.stem}/{node.op_type}")
         types = self._infer(node)
-        like = next((v.dtype for v in node.inputs if is_float(v) and v is not None), None)
+        like = next((v.dtype for v in node.inputs if may_be_float(v) and v is not None), None)
         for value in node.outputs:
             found = types.get(value.name or "")
             if found is not None:

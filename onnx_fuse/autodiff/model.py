@@ -12,12 +12,13 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import rank
 from onnx_fuse.onnx.common import DEFAULT, Model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.grad_helpers import is_float
+from onnx_fuse.ops.grad_helpers import may_be_float
 from onnx_fuse.ops.loss import LOSSES, label_value
-from onnx_fuse.ops.rewrite import CONSTANT, rank
+from onnx_fuse.ops.rewrite import CONSTANT
 from onnx_fuse.passes.canonicalize import canonicalize
 from onnx_fuse.passes.constants import lift_parameters, starts_recurrence
 from onnx_fuse.passes.params import pack_values, parts, unpack_values
@@ -80,7 +81,7 @@ def trainable(model: ir.Model) -> list[ir.Value]:
     return [
         v
         for v in model.graph.initializers.values()
-        if v.dtype and is_float(v) and CONSTANT not in v.metadata_props
+        if v.dtype and may_be_float(v) and CONSTANT not in v.metadata_props
         if not v.uses() or any(n.op_type != "Resize" or i not in (1, 2) for n, i in v.uses())
     ]
 
@@ -96,14 +97,14 @@ def gradient(
     graph = model.graph
     lift_parameters(model, wrt or ())
     infer_shapes(model)
-    if any(rank(v) is None for node in graph for v in node.outputs if is_float(v)):
+    if any(rank(v) is None for node in graph for v in node.outputs if may_be_float(v)):
         canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
         infer_shapes(model)
     holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
     for v in trainable(model):
         for part in parts(v)[1]:
             holders.setdefault(part.name, []).append(v)
-    holders.update({str(v.name): [v] for v in graph.inputs if is_float(v)})
+    holders.update({str(v.name): [v] for v in graph.inputs if may_be_float(v)})
     targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
     if wrt is None:
         targets = [name for name in targets if all(map(is_weight, holders[name]))]
@@ -117,7 +118,7 @@ def gradient(
     else:
         op = Emitter(model)
         for y in graph.outputs:
-            if is_float(y) and y not in dys:
+            if may_be_float(y) and y not in dys:
                 dy = ir.Value(
                     name=op.fresh(f"{_typeable(y.name)}.grad"), type=y.type, shape=y.shape
                 )
@@ -191,8 +192,8 @@ def _unknown(graph: ir.Graph, name: str) -> str:
     for value in roots(graph):
         if value.name == name:
             return f"'{name}' is of type {value.dtype}: it has no gradient"
-    inputs = [v for v in graph.inputs if is_float(v)]
-    weights = [v for v in graph.initializers.values() if is_float(v) and is_weight(v)]
+    inputs = [v for v in graph.inputs if may_be_float(v)]
+    weights = [v for v in graph.initializers.values() if may_be_float(v) and is_weight(v)]
     known = [str(v.name) for v in (*inputs, *weights)]
     listed = f"{', '.join(known[:8])}{', …' if len(known) > 8 else ''}"
     return f"the model has no initializer or input '{name}': it has {listed}"

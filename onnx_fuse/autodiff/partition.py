@@ -12,7 +12,7 @@ from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.grad_helpers import is_float
+from onnx_fuse.ops.grad_helpers import may_be_float
 from onnx_fuse.passes.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
@@ -65,7 +65,7 @@ def partition(
     op = Emitter(joint)
     dys: dict[ir.Value, ir.Value | None] = {}
     for y in graph.outputs:
-        if is_float(y) and y not in dys:
+        if may_be_float(y) and y not in dys:
             dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
     found = backward(joint, dys, [named[name] for name in wrt], fused=fused, whole=whole)
     outputs = list(graph.outputs)  # of nodes that may have become their bodies

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.grad_helpers import fail, is_float, size_of, zeros_like
+from onnx_fuse.ops.grad_helpers import fail, may_be_float, size_of, zeros_like
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 """`walk._walk`: the gradients of values of a graph, appended to it."""
@@ -142,7 +142,7 @@ def through_loop(
     ends = _apart(inner, own)[1 if loop else 0 :]
 
     # what the body reads at each step: adjoints of states, sums over the steps, then the scanned
-    floats = [i for i in range(count) if is_float(starts[i])]
+    floats = [i for i in range(count) if may_be_float(starts[i])]
     adjoints = {i: _like(inner, steps[i], "d") for i in floats}
     sums = [_like(inner, x, "sum") for x in outer]
     scans: list[tuple[ir.Value, ir.Value, int, int]] = []  # of the body, of the graph, axis, way
@@ -158,7 +158,7 @@ def through_loop(
         if dy is not None:
             wanted[ends[count + k]] = each = _like(inner, ends[count + k], "dy")
             scans.append((each, dy, axes_out[k], 1 - ways_out[k]))
-    moving = [i for i, x in enumerate(inputs) if x is not None and x in active and is_float(x)]
+    moving = [i for i, x in enumerate(inputs) if x is not None and x in active and may_be_float(x)]
     wrt = [*(steps[i] for i in floats), *(steps[count + i] for i in moving), *outer]
     found = walk(inner, own, wanted, wrt, strict=False)
 

@@ -16,7 +16,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import NoGrad, OpDef, lookup
-from onnx_fuse.ops.grad_helpers import fail, is_float, unbroadcast, zeros_like
+from onnx_fuse.ops.grad_helpers import fail, may_be_float, unbroadcast, zeros_like
 from onnx_fuse.ops.recurrent import GATES, steps_kind
 from onnx_fuse.passes.leaf_norm import without_rows
 
@@ -76,7 +76,7 @@ def _walk(
             dy = dy if y.shape is not None and not len(y.shape) else op.Expand(dy, op.Shape(y))
         pending.setdefault(y, []).append(dy)
     for node in reversed(nodes):
-        got = [_total(op, pending.get(y)) if is_float(y) else None for y in node.outputs]
+        got = [_total(op, pending.get(y)) if may_be_float(y) else None for y in node.outputs]
         if all(dy is None for dy in got):
             continue
         for y, dy in zip(node.outputs, got, strict=True):
@@ -126,7 +126,7 @@ def _mark(
             continue
         if definition is not None and not set(definition.saves) <= set(exposed):
             _expose(op, node, definition, exposed)
-        reached = [v for v in node.outputs if is_float(v)]
+        reached = [v for v in node.outputs if may_be_float(v)]
         if not reached:
             stops.append((node, "its output is not of a floating-point type"))
         active.update(reached)

@@ -71,7 +71,7 @@ def _address(ptr: Ptr, pointers: Mapping[str, int]) -> int:
 
 
 def _code(arg: Arg) -> str:
-    """Its format in `struct`, 8 bytes or a multiple of that."""
+    """The argument's format in `struct`, of 8 bytes or a multiple."""
     if isinstance(arg, Num):
         return _NUMBERS[arg.ctype]
     if isinstance(arg, Ptr):

@@ -52,7 +52,7 @@ def evaluate(tokens: Sequence[str]) -> int | None:
 
 
 class _Parser:
-    """By recursive descent; a value that is not known is None."""
+    """A recursive-descent parser; a value that is not known is None."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.tokens, self.at = tokens, 0

@@ -14,6 +14,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     batch_strides,
     ld,
+    ldc,
     operand,
 )
 
@@ -49,8 +50,8 @@ class Bound:
         compute = ComputeType.COMPUTE_64F if double else ComputeType.COMPUTE_32F
         if (problem.dtype, problem.math) == ("float32", "tf32"):
             compute = ComputeType.COMPUTE_32F_FAST_TF32
-        beta = problem.number("beta") or float(bool(problem.attr("residual")))
-        self._scale = np.array([problem.number("alpha", 1.0), beta], "f8" if double else "f4")
+        beta = problem.epilogue.beta or float(bool(problem.epilogue.residual))
+        self._scale = np.array([problem.epilogue.alpha, beta], "f8" if double else "f4")
         m, n, k = problem.m, problem.n, problem.k
         lda, ldb = ld(problem)
 
@@ -58,7 +59,7 @@ class Bound:
             word = np.array([value], dtype)
             setter(what, name, word.ctypes.data, word.nbytes)
 
-        self._put, self._bias = put, bool(problem.attr("bias"))
+        self._put, self._bias = put, bool(problem.epilogue.bias)
 
         def matrix(dtype: str, name: str, rows: int, cols: int, step: int) -> int:
             layout: int = lt.matrix_layout_create(CUDA_TYPES[dtype], rows, cols, step)
@@ -76,7 +77,7 @@ class Bound:
             self._a = matrix(problem.dtype, "a", *((m, k) if problem.trans_a else (k, m)), lda)
             self._y = self._c = matrix(problem.out, "y", n, m, n)
             if operand(problem):
-                row = problem.integer("c_rows", n) if problem.attr("beta") else n
+                row = ldc(problem)[0] if problem.epilogue.beta else n
                 self._c = matrix(problem.out, "c", n, m, row)
 
             kind = CUDA_TYPES["float64" if double else "float32"]
@@ -85,7 +86,7 @@ class Bound:
             kinds, setter = lt.MatmulDescAttribute, lt.matmul_desc_set_attribute
             put(setter, self._desc, kinds.TRANSA, "i4", problem.trans_b)
             put(setter, self._desc, kinds.TRANSB, "i4", problem.trans_a)
-            epilogue = lt.Epilogue.RELU * bool(problem.text("act"))
+            epilogue = lt.Epilogue.RELU * bool(problem.epilogue.act)
             if self._bias:
                 epilogue |= lt.Epilogue.BIAS
             put(setter, self._desc, kinds.EPILOGUE, "u4", epilogue or lt.Epilogue.DEFAULT)
@@ -99,7 +100,7 @@ class Bound:
             # parts of k are kept in the workspace, in float32, and summed in their order
             put(setter, prefer, kinds.REDUCTION_SCHEME_MASK, "u4", lt.ReductionScheme.COMPUTE_TYPE)
             align = problem.integer("align", 16)
-            align_c = ITEMSIZE[problem.out] if problem.attr("beta") else 16
+            align_c = ITEMSIZE[problem.out] if problem.epilogue.beta else 16
             for name, value in zip("ABCD", (align, align, align_c, 16), strict=True):
                 put(setter, prefer, kinds[f"MIN_ALIGNMENT_{name}_BYTES"], "u4", value)
             self._algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype)

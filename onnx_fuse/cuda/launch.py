@@ -126,7 +126,7 @@ class Bound:
         self._enqueue = _driver().cuLaunchKernelEx
         self._arguments = Arguments(launch, self._pointers(pointers))
         self.arguments = self._arguments.address
-        """Where the array that points to the arguments stands, for the whole life of this."""
+        """The address of the array that points to the arguments; it never changes."""
 
     def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
         return {**pointers, "sync": self._sync.address} if self._sync else pointers
@@ -136,7 +136,7 @@ class Bound:
         self._arguments.place(self._pointers(pointers))
 
     def update(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
-        """Be another launch of the same kernel; False where it is of another."""
+        """Become another launch of the same kernel; returns False for another kernel."""
         old = self.launch
         if (old.source, old.entry, old.defines, old.smem, old.sync) != (
             launch.source, launch.entry, launch.defines, launch.smem, launch.sync

@@ -57,6 +57,9 @@ class Kernel(Protocol):
         """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
 
 
+CALLS_EARLY = frozenset({"gemm/wgmma_sm90.cu", "sdpa/wgmma_sm90.cu"})
+"""Sources with the macro NEXT_ALONE, by which a launch calls for the next one at once."""
+
 # op -> module of its candidates; the module's KERNELS maps op -> candidates
 MODULES: dict[str, str] = {
     "Gemm": "gemm",
@@ -78,7 +81,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
-    **dict.fromkeys(("Several", "PointwiseMany", "CopyMany"), "batched"),
+    **dict.fromkeys(("BatchedCalls", "PointwiseMany", "CopyMany"), "batched"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
     **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),

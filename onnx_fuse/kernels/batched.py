@@ -17,16 +17,13 @@ from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
 
 
-def free_axis(launch: Launch) -> str | None:
-    """A grid axis that the kernel does not look at: "y" or "z"; None where there is none."""
-    # what common.cuh knows of the grid is the whole one's size
-    text = source_text(launch.source).replace(source_text("common.cuh"), "")
-    if "__grid_constant__" in text:
-        return None
-    for k, axis in ((1, "y"), (2, "z")):
-        if launch.grid[k] == 1 and f"blockIdx.{axis}" not in text and f"gridDim.{axis}" not in text:
-            return axis
-    return None
+def free_axis(kernel: Kernel, launch: Launch) -> str | None:
+    """A grid axis that the kernel does not look at and the launch does not use, None for none.
+
+    A candidate declares those that its kernel does not look at as `free_axes`, of "y" and "z".
+    """
+    axes: str = getattr(kernel, "free_axes", "")
+    return next((axis for axis in axes if launch.grid["xyz".index(axis)] == 1), None)
 
 
 def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
@@ -39,13 +36,13 @@ def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
     (launch,) = launches
     plain = all(isinstance(a, Num) or a == Ptr(getattr(a, "name", "")) for a in launch.args)
     alone = launch.cluster > 1 or launch.smem or "\n" in launch.source or not launch.source
-    return plain and not alone and free_axis(launch) is not None
+    return plain and not alone and free_axis(choice.kernel, launch) is not None
 
 
 class BatchedKernel(RuleBased):
     """The kernel as a device function, called once a row of a table of pointers."""
 
-    name = "twins"
+    name = "batched"
 
     def sources(self) -> tuple[str, ...]:
         """What its text includes."""
@@ -55,7 +52,7 @@ class BatchedKernel(RuleBased):
         """One launch."""
         kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
         (launch,) = kernel.launch(problem.problem, problem.config, hw)
-        axis, count, bound = free_axis(launch), problem.count, problem.bound
+        axis, count, bound = free_axis(kernel, launch), problem.count, problem.bound
         pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
         rows = 1 << (count - 1).bit_length()  # few distinct sources for many counts
         words: list[Ptr | int] = []
@@ -70,17 +67,17 @@ class BatchedKernel(RuleBased):
                 numbers.append(arg)
             else:
                 column = sum(isinstance(a, Ptr) for a in launch.args[:i])
-                passed.append(f"TwinPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
+                passed.append(f"CallPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
         text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
         source = f"""{text}
-struct TwinPointer {{
+struct CallPointer {{
     u64 p;
     template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
 }};
-struct TwinRow {{ u64 p[{len(pointers)}]; }};
-struct TwinRows {{ TwinRow at[{rows}]; }};
+struct CallPointers {{ u64 p[{len(pointers)}]; }};
+struct CallTable {{ CallPointers at[{rows}]; }};
 extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
-    twins(const __grid_constant__ TwinRows rows{"".join(parameters)}) {{
+    batched(const __grid_constant__ CallTable rows{"".join(parameters)}) {{
     after_previous_launch();
     {launch.entry}({", ".join(passed)});
 }}
@@ -88,7 +85,7 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
         x, y, z = launch.grid
         grid = (x, count, z) if axis == "y" else (x, y, count)
         table = Table(tuple(words))
-        return (Launch(source, "twins", grid, launch.block, (table, *numbers), launch.defines),)
+        return (Launch(source, "batched", grid, launch.block, (table, *numbers), launch.defines),)
 
 
 class MultiTensor(RuleBased):
@@ -135,5 +132,7 @@ class MultiCopy(RuleBased):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Several": (BatchedKernel(),), "PointwiseMany": (MultiTensor(),), "CopyMany": (MultiCopy(),),
-}  # fmt: skip
+    "BatchedCalls": (BatchedKernel(),),
+    "PointwiseMany": (MultiTensor(),),
+    "CopyMany": (MultiCopy(),),
+}

@@ -15,6 +15,7 @@ class Apply(RuleBased):
     """layernorm/channel.cu. Operands: x scale bias mean variance e1 e2 e3 y."""
 
     source = "layernorm/channel.cu"
+    free_axes = "yz"
 
     def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a vector a thread."""
@@ -36,6 +37,7 @@ class Running(RuleBased):
     """layernorm/channel.cu. Operands: old_mean old_variance mean variance new_mean new_variance."""
 
     source = "layernorm/channel.cu"
+    free_axes = "yz"
 
     def launch(self, problem: RunningStats, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a channel a thread."""
@@ -54,6 +56,7 @@ class Grad(RuleBased):
     """layernorm/channel_grad.cu. Operands: x dy scale mean variance part dscale dbias sums dx."""
 
     source = "layernorm/channel_grad.cu"
+    free_axes = "z"
 
     def launch(self, problem: ChannelGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch of the stage."""

@@ -47,6 +47,7 @@ class Direct(RuleBased):
 
     name = "direct"
     source = "conv/direct.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Few filters a group: others would read x again for each."""
@@ -83,7 +84,7 @@ class _Tiled(RuleBased):
         ]  # fmt: skip
 
     def fits(self, problem: Conv, config: Config) -> bool:
-        """Where the sum is long enough for its parts."""
+        """Whether the sum is long enough for its parts."""
         return config.integer("split") <= max(1, self._most(problem))
 
     def _tile(self, problem: Conv, config: Config) -> tuple[int, int, int, int]:
@@ -180,7 +181,7 @@ class Mma(_Tiled):
     half = True
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """With fewer than 12 channels of a step's 32 they would mostly multiply zeros."""
+        """Refuse fewer than 12 channels, since a step multiplies 32, mostly zeros then."""
         if problem.dtype not in ("float16", "bfloat16"):
             return f"for 16-bit operands, not {problem.dtype}"
         if problem.channels < 12:

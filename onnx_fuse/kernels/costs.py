@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 
 from onnx_fuse.kernels import refused, select
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Hardware
+
+
+@dataclass(frozen=True)
+class Passes(AnyProblem):
+    """The passes over memory of an alternative that is weighed and not lowered.
+
+    They move so many bytes in so many launches.
+    """
+
+    op = "Passes"
+    moved: int
+    launches: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are moved."""
+        return self.moved
 
 
 def seconds(
@@ -17,11 +35,13 @@ def seconds(
     *,
     records: bool = True,
 ) -> float:
-    """Of the kernel that would be chosen, for the largest sizes of the problem's class.
+    """Seconds of the kernel that would be chosen, at the largest sizes of the class.
 
     Infinity where there is none, or where the one asked for does not serve the problem. Without
     `records` by the models alone: a timing of one problem does not compare with a guess of another.
     """
+    if isinstance(problem, Passes):
+        return problem.upper_bound().floor(hw) + problem.launches * hw.launch_seconds
     if refused(problem, hw, prefs):
         return inf
     choice = select(problem.op, problem, hw, prefs, records=records)

@@ -13,7 +13,7 @@ from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import normed
 from onnx_fuse.kernels.rule_based import Unconditional
-from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ldc
 
 OPERANDS = tuple(map(Ptr, ("a", "b", "c", "y", "col1", "workspace")))
 # tiles, and the share of the chip's rate that they reach on tensor cores and on ordinary ones
@@ -61,21 +61,21 @@ class CublasLt(Unconditional):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its stored ReLU input a mask
         own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts", "accumulate",
-               "row_bias", "scale", "gate")  # fmt: skip
-        found = [name for name in own if problem.attr(name)]
+               "row_bias", "layer_scale", "gate")  # fmt: skip
+        found = [name for name in own if problem.extras.get(name)]
         if found := [*found, *(["residual=norm"] if normed(problem) else [])]:
             return f"no such epilogue: {', '.join(found)}"
-        act = problem.text("act")
-        if act not in ("", "relu") or (act and problem.attr("residual")):
-            return f"no such epilogue: {act}" + (" + c" if problem.attr("residual") else "")
-        if problem.attr("bias"):
-            bias = problem.text("bias_dtype", problem.dtype)
+        act = problem.epilogue.act
+        if act not in ("", "relu") or (act and problem.epilogue.residual):
+            return f"no such epilogue: {act}" + (" + c" if problem.epilogue.residual else "")
+        if problem.epilogue.bias:
+            bias = problem.epilogue.bias_dtype or problem.dtype
             if bias != problem.out or bias == "float64":
                 return f"no bias of {bias} for a result of {problem.out}"
-        if problem.attr("beta") and problem.attr("residual"):
+        if problem.epilogue.beta and problem.epilogue.residual:
             return "the epilogue takes one extra operand"
-        row = problem.integer("c_rows", problem.n)
-        if problem.attr("beta") and (row < problem.n or problem.integer("c_cols", 1) != 1):
+        rows, columns = ldc(problem)
+        if problem.epilogue.beta and (rows < problem.n or columns != 1):
             return "C is broadcast or transposed"
         if len(problem.batch) > 1:
             return f"{len(problem.batch)} batch dims (at most 1)"

@@ -12,6 +12,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -23,6 +24,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     TensorMap,
     ld,
+    ldc,
     operand,
 )
 from onnx_fuse.program.size import upper_bound
@@ -30,7 +32,7 @@ from onnx_fuse.program.size import upper_bound
 BK = 64
 
 
-class Cluster:
+class Cluster(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "cluster"
@@ -52,19 +54,19 @@ class Cluster:
             return "gamma and beta must be folded into the weights"
         if norm and (problem.k % 8 or problem.trans_a):
             return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
-        if problem.attr("dw") or problem.attr("moments") or problem.attr("parts"):
+        if problem.epilogue.dw or problem.epilogue.moments or problem.attr("parts"):
             return "no row sums of the result, none of parts"
-        if problem.attr("accumulate"):
+        if problem.epilogue.accumulate:
             return "y is written, not added to"
-        if problem.attr("row_bias"):
+        if problem.epilogue.row_bias:
             return "a bias is one number a column"
-        extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
+        extra = problem.epilogue.among("beta", "dact", "dx", "residual")
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
-        dense_c = (problem.integer("c_rows", problem.n), problem.integer("c_cols", 1))
+        dense_c = ldc(problem)
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
-        act = problem.text("act")
+        act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
         steps = [x * 2 for x in ld(problem)]
@@ -126,7 +128,7 @@ class Cluster:
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Tiles, k shared by 1 to 8 CTAs, a's tile by 1 to 4, one or two CTAs an SM."""
         found = []
-        steps, whole = ceil(problem.k / BK), 16 if problem.attr("gate") else 8
+        steps, whole = ceil(problem.k / BK), 16 if problem.epilogue.gate else 8
         for wgm in (1,) if problem.m <= 64 else (1, 2):
             for bn in (32, 64, 96, 128, 192, 256) if problem.trans_b else (64, 128, 192, 256):
                 tiles_n = ceil(problem.n / bn)
@@ -159,7 +161,7 @@ class Cluster:
         return found
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each CTA of a cluster has steps of k, and tiles to share a's with."""
+        """Whether each CTA of a cluster has steps of k, and tiles to share a's with."""
         _, bn, split, share, _ = self._shape(config)
         if split > 1 and (split - 1) * self._steps(problem, config) >= ceil(problem.k / BK):
             return False
@@ -188,10 +190,6 @@ class Cluster:
         sums += slope_seconds(problem, bn + 10)
         start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
@@ -254,8 +252,8 @@ class Cluster:
             Num("i32", m), Num("i32", n), Num("i32", k),
             Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
             Ptr(row0), Ptr(row1), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
-            Num("f32", problem.number("act_alpha", 1.0)),
+            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
+            Num("f32", problem.epilogue.act_alpha),
             Ptr("gamma" if self.norms else "none"), Ptr("beta" if self.norms else "none"),
         )  # fmt: skip
         threads = 128 * wgm + (128 if stats else 0) + 32

@@ -18,7 +18,7 @@ from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 BYTES = ("int8", "uint8")
@@ -31,11 +31,12 @@ TILES = {
 """Tile of y -> warps along it, bytes of k a step, steps in shared memory."""
 
 
-class MmaInt8(Unconditional):
+class MmaInt8(WithoutWorkspace, Unconditional):
     """The candidate of quant/mma_s8_sm80.cu, by mma.sync m16n8k32."""
 
     name = "mma_s8"
     source = "quant/mma_s8_sm80.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -63,10 +64,6 @@ class MmaInt8(Unconditional):
         )
         seconds = ceil(blocks / at_once) * (ceil(problem.k / 64) * step + 3e-7)
         return hw.launch_seconds / 2 + max(seconds + 1e-6, problem.bytes / (0.8 * hw.bandwidth))
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -19,59 +19,60 @@ from onnx_fuse.program.problem import (
     Ptr,
     batch_strides,
     ld,
+    ldc,
 )
 
 
 def gate_refusal(problem: Problem) -> str | None:
     """Why no epilogue can make the gated product; None where it can, or where there is no gate."""
-    if not problem.attr("gate"):
+    if not problem.epilogue.gate:
         return None
     if problem.n % 16 or problem.trans_b:
         return f"gates come in blocks of 8 columns, b's rows along k: n={problem.n}"
     with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments")
-    other = [name for name in with_c if problem.attr(name)]
-    if problem.batch or other or not problem.text("act"):
+    other = problem.epilogue.among(*with_c)
+    if problem.batch or other or not problem.epilogue.act:
         return f"a gate has an activation and no {', '.join(other) or 'batches'}"
     return None
 
 
 def normed(problem: Problem) -> bool:
     """Whether the residual is a LayerNormalization of c."""
-    return problem.attr("residual") == "norm"
+    return problem.epilogue.residual == "norm"
 
 
 def epilogue_defines(problem: Problem) -> dict[str, object]:
     """The epilogue's macros; defaults are left out, so that equal code has one key."""
     flags = {
-        "ALPHA": problem.attr("alpha", 1.0) != 1.0,
-        "EPI_LN": problem.attr("layernorm"),
-        "EPI_BIAS": problem.attr("bias") or problem.attr("row_bias"),
-        "EPI_C": problem.attr("beta"),
-        "SAVE_Z": problem.attr("save_z"),
-        "EPI_DACT": problem.attr("dact"),
-        "EPI_DX": problem.attr("dx"),
-        "EPI_DW": problem.attr("dw"),
-        "EPI_RMS": problem.attr("rms") and (problem.attr("dx") or problem.attr("dw")),
-        "ACCUMULATE": problem.attr("accumulate"),
-        "GATE": problem.attr("gate"),
+        "ALPHA": problem.epilogue.alpha != 1.0,
+        "EPI_LN": problem.epilogue.layernorm,
+        "EPI_BIAS": problem.epilogue.bias or problem.epilogue.row_bias,
+        "EPI_C": problem.epilogue.beta,
+        "SAVE_Z": problem.epilogue.save_z,
+        "EPI_DACT": problem.epilogue.dact,
+        "EPI_DX": problem.epilogue.dx,
+        "EPI_DW": problem.epilogue.dw,
+        "EPI_RMS": problem.attr("rms") and (problem.epilogue.dx or problem.epilogue.dw),
+        "ACCUMULATE": problem.epilogue.accumulate,
+        "GATE": problem.epilogue.gate,
     }
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
-    if problem.attr("row_bias"):
+    if problem.epilogue.row_bias:
         defines["EPI_BIAS"] = 2
-    if problem.attr("scale"):
+    if problem.epilogue.layer_scale:
         defines["EPI_SCALE"] = 1
-    if problem.attr("residual"):
+    if problem.epilogue.residual:
         defines["EPI_RES"] = 2 if normed(problem) else 1
-    return defines | activation_macros(problem.text("act"))
+    return defines | activation_macros(problem.epilogue.act)
 
 
 def type_defines(problem: Problem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
-    fp32_columns = problem.attr("layernorm") or problem.attr("dw") or normed(problem)
-    bias = problem.text("bias_dtype", problem.dtype)
+    fp32_columns = problem.epilogue.layernorm or problem.epilogue.dw or normed(problem)
+    bias = problem.epilogue.bias_dtype or problem.dtype
     types = {"T": problem.dtype, "TO": problem.out, "TV": "float32" if fp32_columns else bias}
-    if problem.attr("dw") or problem.attr("row_bias"):
-        types["TR"] = problem.out if problem.attr("dw") else bias
+    if problem.epilogue.dw or problem.epilogue.row_bias:
+        types["TR"] = problem.out if problem.epilogue.dw else bias
     return {name: C_TYPES[kind] for name, kind in types.items()}
 
 
@@ -90,7 +91,7 @@ def portable_args(problem: Problem) -> tuple[Arg, ...]:
     m, n, k = problem.m, problem.n, problem.k
     lda, ldb = ld(problem)
     sizes = (1,) * (3 - len(problem.batch)) + problem.batch
-    crow, ccol = problem.integer("c_rows", n), problem.integer("c_cols", 1)
+    crow, ccol = ldc(problem)
 
     def strides(name: str, dense: int) -> list[Arg]:
         return [Num("i64", step) for step in batch_strides(problem, name, dense)]
@@ -101,8 +102,8 @@ def portable_args(problem: Problem) -> tuple[Arg, ...]:
         *strides("a", m * k), *strides("b", k * n),
         Ptr("c"), *strides("c", m * n), Num("i64", crow), Num("i64", ccol),
         Ptr("z"), Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr("col0"), Ptr("col1"),
-        Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
-        Num("f32", problem.number("act_alpha", 1.0)), Ptr("part"),
+        Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
+        Num("f32", problem.epilogue.act_alpha), Ptr("part"),
     )  # fmt: skip
 
 
@@ -121,31 +122,28 @@ def tile_seconds(
 
 def slope_seconds(problem: Problem, elements: float) -> float:
     """What act'(c) takes a thread for its last elements, which nothing hides (H200, 2026-11)."""
-    return 4.6e-8 * elements if problem.attr("dact") else 0.0
+    return 4.6e-8 * elements if problem.epilogue.dact else 0.0
 
 
-class _Portable:
+class _Portable(WithoutWorkspace):
     """What the two portable kernels share."""
 
     name: str
     source: str
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        return 0
-
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.attr("dw") or problem.attr("moments"):
+        if problem.epilogue.dw or problem.epilogue.moments:
             return "sums over a row need a block that owns whole rows of its tile"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"
         if problem.batches > 65535:
             return f"{problem.batches} matrices (at most 65535 grid rows)"
-        if sum(bool(problem.attr(x)) for x in ("beta", "dact", "dx", "residual")) > 1:
+        if len(problem.epilogue.among("beta", "dact", "dx", "residual")) > 1:
             return "the epilogue takes one extra operand"
-        rows = [x for x in ("bias", "layernorm", "dx", "dw") if problem.attr(x)]
-        if problem.attr("row_bias") and (rows or normed(problem) or problem.dtype == "float64"):
+        rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
+        if problem.epilogue.row_bias and (rows or normed(problem) or problem.dtype == "float64"):
             return f"a bias a row in float, and alone: not {rows or problem.dtype}"
-        act = problem.text("act")
+        act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
         if max(problem.m, problem.n, problem.k) >= 2**31:
@@ -165,10 +163,11 @@ class Simt(Unconditional, _Portable):
 
     name = "simt"
     source = "gemm/simt.cu"
+    free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
-        fancy = any(problem.attr(x) for x in ("layernorm", "dx", "act", "dact"))
+        fancy = problem.epilogue.among("layernorm", "dx", "act", "dact")
         if fancy and problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"no such epilogue in {problem.dtype}"
         return self._refusal(problem)
@@ -219,6 +218,7 @@ class Fma(_Portable):
 
     name = "fma"
     source = "gemm/fma_sm80.cu"
+    free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -258,7 +258,7 @@ class Fma(_Portable):
         return FMA_TILES[bm, bn][0] * bm * bn // 64
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each of the blocks that share k has a part of it."""
+        """Whether each of the blocks that share k has a part of it."""
         split = config.integer("split")
         return split == 1 or split <= ceil(problem.k / 64)
 
@@ -327,6 +327,7 @@ class Mma(Unconditional, _Portable):
 
     name = "mma"
     source = "gemm/mma_sm80.cu"
+    free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

@@ -13,15 +13,28 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr, ld
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    ld,
+    ldc,
+)
 
 
-class Skinny:
+class Skinny(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with its statistics in the same launch."""
 
     name = "skinny"
     source = "layernorm_gemm/skinny.cu"
+    free_axes = "z"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -37,19 +50,19 @@ class Skinny:
             return f"{problem.m} rows (at most 512): w would be read too often"
         if problem.k % 8 or not aligned(problem):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
-        if problem.attr("dw") or problem.attr("moments") or problem.attr("parts"):
+        if problem.epilogue.dw or problem.epilogue.moments or problem.attr("parts"):
             return "no row sums of the result, none of parts"
-        if problem.attr("row_bias"):
+        if problem.epilogue.row_bias:
             return "a bias is one number a column"
-        extra = [x for x in ("beta", "dact", "dx", "residual") if problem.attr(x)]
+        extra = problem.epilogue.among("beta", "dact", "dx", "residual")
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
-        if extra and (problem.integer("c_rows", problem.n), problem.integer("c_cols", 1)) != (
+        if extra and ldc(problem) != (
             problem.n,
             1,
         ):
             return "c is read as a dense [M, N]"
-        act = problem.text("act")
+        act = problem.epilogue.act
         return f"no activation {act!r}" if act and act not in BY_KEY else gate_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
@@ -70,7 +83,7 @@ class Skinny:
         return found
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where whole groups of columns exist."""
+        """Whether the columns are whole groups."""
         return problem.trans_b or problem.n % config.integer("nt") == 0
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -97,10 +110,6 @@ class Skinny:
         side = {4: 0.97, 8: 1.0, 16: 0.99}[warps] * (1.1 if wn > 1 else 1.0)
         slope = slope_seconds(problem, 4 * mt * nt * wn / warps / cluster)
         return slope + hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
         mt, nt, wn, warps, cluster = (
@@ -142,8 +151,8 @@ class Skinny:
             Num("i64", lda), Num("i64", ldb), Num("f32", problem.number("epsilon", 1e-5)),
             Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"),
             Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
-            Num("f32", problem.number("act_alpha", 1.0)),
+            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
+            Num("f32", problem.epilogue.act_alpha),
         )  # fmt: skip
         columns = 8 * nt * wn
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)

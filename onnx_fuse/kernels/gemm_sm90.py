@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
@@ -27,6 +28,7 @@ from onnx_fuse.program.problem import (
     TensorMap,
     batch_strides,
     ld,
+    ldc,
     operand,
 )
 
@@ -45,9 +47,9 @@ SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    if problem.attr("layernorm") or normed(problem) or problem.attr("scale"):
+    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale:
         return 2
-    return int(bool(problem.attr("bias") or problem.attr("dw")))
+    return int(bool(problem.epilogue.bias or problem.epilogue.dw))
 
 
 def direct(problem: Problem, splits: int = 1) -> bool:
@@ -72,16 +74,16 @@ class Wgmma:
             return f"no {problem.out} result"
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
-        act = problem.text("act")
+        act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
-        extra = [x for x in ("beta", "dact", "dx", "dw", "residual") if problem.attr(x)]
+        extra = problem.epilogue.among("beta", "dact", "dx", "dw", "residual")
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
-        rows = [x for x in ("bias", "layernorm", "dx", "dw") if problem.attr(x)]
-        if problem.attr("row_bias") and (rows or normed(problem)):
+        rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
+        if problem.epilogue.row_bias and (rows or normed(problem)):
             return f"a bias a row comes alone, not with {rows}"
-        dense_c = (problem.integer("c_rows", problem.n), problem.integer("c_cols", 1))
+        dense_c = ldc(problem)
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
         steps = [x * 2 for x in ld(problem)]
@@ -93,8 +95,8 @@ class Wgmma:
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
-        parts = problem.integer("moments")
-        if parts and (planes or problem.batch or direct(problem) or problem.attr("accumulate")):
+        parts = problem.epilogue.moments
+        if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
@@ -150,11 +152,11 @@ class Wgmma:
             tiles_m, tiles_n = ceil(problem.m / bm), ceil(problem.n / bn)
             tiles = tiles_m * tiles_n * problem.batches
             whole = problem.text("rows") == "tiles"  # a row's tiles are on the chip at once
-            if problem.attr("moments") and problem.n != problem.integer("moments") * bn:
+            if problem.epilogue.moments and problem.n != problem.epilogue.moments * bn:
                 continue
-            if problem.attr("gate") and bn % 128:  # a TMA store has 64 columns of y
+            if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            alone = whole or problem.attr("moments") or problem.attr("parts")
+            alone = whole or problem.epilogue.moments or problem.attr("parts")
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
@@ -173,7 +175,7 @@ class Wgmma:
         return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each split has steps of k."""
+        """Whether each split has steps of k."""
         splits = config.integer("splits")
         return splits == 1 or (splits - 1) * ceil(self._steps(problem) / splits) < self._steps(
             problem
@@ -211,11 +213,11 @@ class Wgmma:
             share = 2.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
-        extra = 0.6e-6 * bool(problem.text("act")) + 0.5e-6 * bool(problem.attr("save_z"))
+        extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(problem.epilogue.save_z)
         if waves > 1:  # where nothing runs beside it, every kernel pays for it alike
             epilogue += extra if pingpong else 2 * extra
         tail += slope_seconds(problem, bm * bn / (128 if pingpong else 256))
-        if problem.attr("moments") or problem.attr("parts"):
+        if problem.epilogue.moments or problem.attr("parts"):
             tail += 0.5e-6
         if problem.text("rows") in ("stats", "rms") and splits == 1:
             tail += OWN_SECONDS if self._own(problem, config, hw) else SIDE_SECONDS
@@ -280,7 +282,7 @@ class Wgmma:
         )
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
-        wide = n // 2 if problem.attr("gate") else n
+        wide = n // 2 if problem.epilogue.gate else n
 
         def stored(name: str, used: object) -> TensorMap:
             return TensorMap(
@@ -290,8 +292,8 @@ class Wgmma:
 
         vectors: tuple[Arg, ...] = (
             Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr("col0"), Ptr("col1"),
-            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
-            Num("f32", problem.number("act_alpha", 1.0)), Ptr("part"),
+            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
+            Num("f32", problem.epilogue.act_alpha), Ptr("part"),
         )  # fmt: skip
         units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * splits
         types = type_defines(problem)
@@ -305,8 +307,10 @@ class Wgmma:
         tile |= {"SINGLE": 1} if batches * splits == 1 else {}
         tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
-        whole_c = bool(problem.attr("dx") or problem.attr("dw"))  # y and c begin with their buffers
-        if whole_c and not problem.attr("save_z") and out_size == 4 and splits == 1 and n % 4 == 0:
+        whole_c = bool(
+            problem.epilogue.dx or problem.epilogue.dw
+        )  # y and c begin with their buffers
+        if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
@@ -320,7 +324,7 @@ class Wgmma:
             lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
             types |= {"SIDE": side.upper()}
             types |= {"SIDE_LANES": str(lanes)} if side != "tiles" else {}
-        if problem.attr("moments"):
+        if problem.epilogue.moments:
             types |= {"MOMENTS": "1"}
         if parts := problem.integer("parts"):
             types |= {"PARTS": str(parts)}
@@ -332,7 +336,7 @@ class Wgmma:
             (blocks, 1, 1),
             (384, 1, 1),
             (
-                map_a, map_b, stored("y", True), stored("z", problem.attr("save_z")),
+                map_a, map_b, stored("y", True), stored("z", problem.epilogue.save_z),
                 stored("c", operand(problem)),
                 Ptr("workspace" if splits > 1 else "y"), Ptr("z"), Ptr("c"),
                 Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", batches),
@@ -380,12 +384,13 @@ class SplitWgmma:
     def _gemm(self, problem: Problem) -> Problem:
         own = {"lda", "ldb", "static_b"}  # the planes are made just before
         attrs = {name: value for name, value in problem.attrs if name not in own}
-        if problem.attr("bias") or problem.attr("row_bias"):
-            attrs["bias_dtype"] = problem.text("bias_dtype", problem.dtype)
+        epilogue = problem.epilogue
+        if epilogue.bias or epilogue.row_bias:
+            epilogue = replace(epilogue, bias_dtype=epilogue.bias_dtype or problem.dtype)
         return Problem.of(
             "Gemm", m=problem.m, n=problem.n, k=problem.k, dtype="bfloat16",
             out_dtype=problem.out, trans_a=problem.trans_a, trans_b=problem.trans_b,
-            **(attrs | {"planes": self.planes(problem)}),
+            epilogue=epilogue, **(attrs | {"planes": self.planes(problem)}),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:

@@ -7,6 +7,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import aligned, epilogue_defines, type_defines
+from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -24,11 +25,12 @@ STEPS = 16
 """Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
 
 
-class Vector:
+class Vector(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "vector"
     source = "gemm/vector.cu"
+    free_axes = "yz"
 
     def sources(self) -> tuple[str, ...]:
         """The source file of the kernel."""
@@ -51,13 +53,13 @@ class Vector:
         if problem.op == "LayerNormGemm" and problem.attr("stats"):
             return "it makes the statistics itself"
         more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias")
-        if other := [name for name in more if problem.attr(name)]:
+        if other := [name for name in more if problem.extras.get(name)]:
             return f"its epilogue has no {', '.join(other)}"
-        if problem.attr("beta") and problem.attr("residual"):
+        if problem.epilogue.beta and problem.epilogue.residual:
             return "the epilogue takes one extra operand"
-        if operand(problem) and problem.integer("c_cols", 1) != 1:
+        if operand(problem) and problem.epilogue.c_cols != 1:
             return "c is read as a dense row"
-        act = problem.text("act")
+        act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
         if not aligned(problem) or (problem.k if problem.trans_b else problem.n) % 8:
@@ -79,7 +81,7 @@ class Vector:
         return ceil(k / 256) if trans_b else ceil(k / (256 // columns * warps))
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where all of k is in registers."""
+        """Whether registers hold all of k."""
         columns = config.integer("each") or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, config.integer("warps"), columns)
         return (columns if problem.trans_b else 1) * steps <= STEPS
@@ -98,10 +100,6 @@ class Vector:
         else:
             shape = 1.6e-6 / columns + (0.4e-6 if blocks < 24 else 0.0)
         return start + shape + max(0.4 * stream, stream - 1.5e-6)
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
@@ -127,8 +125,8 @@ class Vector:
             Num("i32", problem.k), Num("i64", ld(problem)[1]),
             Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
             Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.number("alpha", 1.0)), Num("f32", problem.number("beta")),
-            Num("f32", problem.number("act_alpha", 1.0)),
+            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
+            Num("f32", problem.epilogue.act_alpha),
         )  # fmt: skip
         grid = (ceil(problem.n / (columns * warps if each else columns)), 1, 1)
         return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), args, defines),)

@@ -39,6 +39,7 @@ class Elements(RuleBased):
     """indexing/gather.cu. Operands: x index y."""
 
     source = "indexing/gather.cu"
+    free_axes = "yz"
 
     def launch(self, problem: GatherElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
@@ -54,6 +55,7 @@ class Tuples(_Tuples):
     """indexing/gather.cu. Operands: x index y."""
 
     source = "indexing/gather.cu"
+    free_axes = "yz"
 
     def launch(self, problem: GatherND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, up to 16 bytes a thread."""
@@ -82,6 +84,7 @@ class Lines(RuleBased):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"
+    free_axes = "yz"
 
     def launch(self, problem: ScatterElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a line a thread: its updates are in order."""
@@ -99,6 +102,7 @@ class Rows(_Tuples):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"
+    free_axes = "yz"
 
     def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a tuple."""

@@ -1,9 +1,10 @@
 """LayerNormGemm candidates: y = act(LayerNormalization(x; gamma, beta, epsilon) op(w) + c).
 
-Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; attrs epsilon, act, act_alpha, save_z,
-residual, gate, bias (c is there), rms (no mean, no beta), folded (wq, cs, cv are given, made once
-by `rows.fold`), static_b (they are the same throughout a graph), stats (mean, rstd are given: their
-producer wrote them), parts (x's producer left as many "moments" of each row in "part").
+Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; of its epilogue act, act_alpha, save_z,
+residual, gate and bias (c is there). Its attrs: epsilon, rms (no mean, no beta), folded (wq, cs, cv
+are given, made once by `rows.fold`), static_b (they are the same throughout a graph), stats (mean,
+rstd are given: their producer wrote them), parts (x's producer left as many "moments" of each row
+in "part").
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 """
@@ -35,7 +36,8 @@ def _pad(size: int) -> int:
 
 def gemm_problem(problem: Problem, **values: Value) -> Problem:
     """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
-    kept = {name: problem.attr(name) for name in KEPT if problem.attr(name)}
+    given = problem.extras
+    kept = {name: given[name] for name in KEPT if given.get(name)}
     kept |= {"static_b": True} if problem.attr("static_b") and problem.attr("folded") else {}
     return Problem.of(
         "Gemm",
@@ -158,7 +160,7 @@ class Apply:
     def _gemm(self, problem: Problem) -> Problem:
         # the weights are older than the launch before, the normalisation: they may be read ahead
         ahead = {"static_b": True} if isinstance(self.inner, Cluster | Wgmma) else {}
-        return gemm_problem(problem, bias=bool(problem.attr("bias")), **ahead)
+        return gemm_problem(problem, bias=bool(problem.epilogue.bias), **ahead)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""

@@ -5,9 +5,9 @@
     G  = xhᵀ dz;  dw = gamma G + beta dc      epilogue of the second, with the row sums of
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
-Problem: m, n, k, dtype of the forward (w is [k, n]); attrs act, act_alpha, align, folded (the
-forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's gradient ("apart"),
-or to what dx holds ("here": "add" is dx).
+Problem: m, n, k, dtype of the forward (w is [k, n]), and its activation in the epilogue. Its attrs:
+align, folded (the forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's
+gradient ("apart"), or to what dx holds ("here": "add" is dx).
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
 where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
 
@@ -113,7 +113,7 @@ class TwoGemms:
             ]
             return [how for how, _ in sorted(every, key=lambda pair: pair[1])][:6]
 
-        names = [name for name in self.for_dx if name != "tiles" or not problem.attr("act")]
+        names = [name for name in self.for_dx if name != "tiles" or not problem.epilogue.act]
         names = ["wgmma"] if self._planes(problem) else names
         dx = best({name: self._dx(problem, name) for name in names})
         dw = best({"wgmma": self._dw(problem)})
@@ -137,7 +137,7 @@ class TwoGemms:
     def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
         """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
         seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
-        if gemm.attr("dw") or gemm.attr("rows"):
+        if gemm.epilogue.dw or gemm.attr("rows"):
             return seconds
         planes, fed = gemm.integer("planes"), 0.7
         if planes:  # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
@@ -153,7 +153,7 @@ class TwoGemms:
         low = 2 * planes or size
         moved = (size + low) * m * k + size * k * n
         moved += 0 if problem.attr("folded") else (size + low) * k * n
-        moved += low * m * n if problem.attr("act") and not planes else 0
+        moved += low * m * n if problem.epilogue.act and not planes else 0
         moved += size * m * k if problem.attr("add") else 0
         moved += size * m * k if planes else 0  # xh by a pass of its own
         return (
@@ -175,13 +175,13 @@ class TwoGemms:
         self, problem: Problem, config: Config, hw: Hardware
     ) -> tuple[tuple[Launch, ...], int]:
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-        act, planes = problem.text("act"), self._planes(problem)
+        act, planes = problem.epilogue.act, self._planes(problem)
         size = 2 * planes or ITEMSIZE[dtype]
         how_dx, how_dw = self._split(config)
         gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
         own = bool(gemm_dx.attr("rows"))
         dots, rows = row_dots(
-            m, n, k, dtype, act=act, act_alpha=problem.number("act_alpha", 1.0), planes=planes
+            m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes
         )
         arena = Arena()
         xh, dz = (

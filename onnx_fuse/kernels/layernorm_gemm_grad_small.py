@@ -128,7 +128,7 @@ class FewRows:
         return found
 
     def fits(self, problem: Problem, config: Config) -> bool:
-        """Where each split has a step of n."""
+        """Whether each split has a step of n."""
         return config.integer("splits") <= max(1, ceil(problem.n / N_STEP) // 2)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -152,7 +152,7 @@ class FewRows:
         added = size * m * k / hw.bandwidth if problem.attr("add") else 0
         first = 1.5e-6 + max(busy, moved / (0.86 * hw.bandwidth))
         second = (1.1 + 0.2 * splits) * 1e-6 + 4 * (splits + 1) * m * k / (1.9 * hw.bandwidth)
-        if not problem.attr("act"):
+        if not problem.epilogue.act:
             return first + second + added
         passed = 3 * size * m * n  # from L2 where it fits: dy was made just before
         rate = hw.bandwidth * (2 if passed <= hw.l2_bytes / 2 else 1)
@@ -173,7 +173,7 @@ class FewRows:
         self, problem: Problem, config: Config, hw: Hardware
     ) -> tuple[tuple[Launch, ...], int]:
         tiles, splits = self._shape(config)
-        m, n, k, act = problem.m, problem.n, problem.k, problem.text("act")
+        m, n, k, act = problem.m, problem.n, problem.k, problem.epilogue.act
         of_g, of_dw = tiles.blocks_of(problem)
         row_parts, column_parts = splits * ceil(k / tiles.ak), splits * ceil(m / tiles.am)
         arena = Arena()
@@ -190,7 +190,7 @@ class FewRows:
             calls.append(Launch(
                 self.source, "grad_dz", (ceil(m * n / 2048), 1, 1), (256, 1, 1),
                 (Ptr("dy"), Ptr("z"), Num("i64", m * n),
-                 Num("f32", problem.number("act_alpha", 1.0)), dz),
+                 Num("f32", problem.epilogue.act_alpha), dz),
                 defines,
             ))  # fmt: skip
         calls.append(Launch(

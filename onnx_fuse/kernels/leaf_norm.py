@@ -21,7 +21,7 @@ class LeafFma(Fma):
     """gemm/fma_sm80.cu with LEAF, and the sum of its parts."""
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """Those with all of k in a block, their sums joined in a cluster where that can be."""
+        """The configurations whose blocks hold all of k, joined in clusters where possible."""
         whole = [how for how in super().configs(problem, hw) if how.integer("split") == 1]
         most = 8 if hw.cc >= 90 else 0
         return [

@@ -25,6 +25,7 @@ class Rows(RuleBased):
 
     name = "row"
     source = "loss/cross_entropy.cu"
+    free_axes = "yz"
 
     def configs(self, problem: CrossEntropy, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""

@@ -19,7 +19,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -32,11 +32,12 @@ def _row_bytes(problem: Problem) -> int:
     return bits // 8
 
 
-class FewRows(Unconditional):
+class FewRows(WithoutWorkspace, Unconditional):
     """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
 
     name = "mma"
     source = "quant/matmul_nbits.cu"
+    free_axes = "z"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -92,10 +93,6 @@ class FewRows(Unconditional):
         uneven = ceil(blocks / hw.sm_count) * hw.sm_count / blocks  # some multiprocessors have more
         return 2.3e-6 + max(chain, uneven * (0.56 * stream + 1.2 * issue))
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """No bytes: the kernel needs no workspace."""
-        return 0
-
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         warps, tiles = config.integer("warps"), config.integer("tiles")
@@ -108,7 +105,7 @@ class FewRows(Unconditional):
             "WHOLE": _row_bytes(problem) % 64 == 0 and problem.k % block == 0,
             "BLOCK": block, "CB": columns, "SETS": sets, "TILES": tiles,
             "WARPS": warps, "ZERO": bool(problem.text("zero")),
-            "BIAS": bool(problem.attr("bias")), "AHEAD": bool(problem.attr("static_b")),
+            "BIAS": bool(problem.epilogue.bias), "AHEAD": bool(problem.attr("static_b")),
         })  # fmt: skip
         args: tuple[Arg, ...] = (
             *map(Ptr, ("a", "q", "scale", "zero", "bias", "y")),
@@ -128,7 +125,7 @@ class Unpacked:
 
     def _gemm(self, problem: Problem) -> Problem:
         shape = {"m": problem.m, "n": problem.n, "k": problem.k}
-        bias = {"bias": True} if problem.attr("bias") else {}
+        bias = {"bias": True} if problem.epilogue.bias else {}
         return Problem.of(
             "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math, **bias
         )

@@ -55,6 +55,7 @@ class Row(RuleBased):
 
     name = "row"
     source = "layernorm/row.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Norm, hw: Hardware) -> str | None:
         """Rows of any length; few columns where registers hold their weights."""
@@ -72,7 +73,7 @@ class Row(RuleBased):
         return super().cost(problem, config, hw) + again / hw.bandwidth
 
     def fits(self, problem: Norm, config: Config) -> bool:
-        """Where the registers still hold the weights of few columns."""
+        """Whether the registers still hold the weights of few columns."""
         vec, _, items = self._shape(problem, config)
         return _unheld(problem.columns, vec * items, problem.dtype) is None
 
@@ -115,6 +116,7 @@ class _Grad(RuleBased):
 
     name = "row"
     source = "layernorm/grad.cu"
+    free_axes = "z"
 
     def _macros(self, problem: NormGrad, config: Config) -> dict[str, object]:
         vec, threads, items = grad_shape(problem, config.integer("team"))
@@ -147,7 +149,7 @@ class GradRow(_Grad):
         return super().cost(problem, config, hw) + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: Config) -> bool:
-        """Where a row still fits in registers."""
+        """Whether a row still fits in registers."""
         vec, _, items = grad_shape(problem, config.integer("team"))
         held = vec * items
         return held <= _GRAD_KEPT and _unheld(problem.k, held, problem.dtype) is None

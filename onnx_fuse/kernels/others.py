@@ -28,6 +28,7 @@ class Philox(RuleBased):
     """random/philox.cu. Operands: state x y."""
 
     source = "random/philox.cu"
+    free_axes = "yz"
 
     def launch(self, problem: Random, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, four numbers a thread."""
@@ -47,6 +48,7 @@ class Bins(RuleBased):
     """regions/roi_align.cu. Operands: x rois index y."""
 
     source = "regions/roi_align.cu"
+    free_axes = "yz"
 
     def launch(self, problem: RoiAlign, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a bin a thread."""
@@ -68,6 +70,7 @@ class OffsetTaps(RuleBased):
     """regions/deform_columns.cu. Operands: x offset mask columns."""
 
     source = "regions/deform_columns.cu"
+    free_axes = "yz"
 
     def launch(self, problem: DeformColumns, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, an offset a thread."""
@@ -86,6 +89,7 @@ class Suppression(RuleBased):
     """regions/nms.cu. Operands: boxes scores most iou least left chosen found."""
 
     source = "regions/nms.cu"
+    free_axes = "yz"
 
     def launch(self, problem: NmsChosen, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a class of an image."""
@@ -101,6 +105,7 @@ class Elimination(RuleBased):
     """linalg/det.cu. Operands: x work y."""
 
     source = "linalg/det.cu"
+    free_axes = "yz"
 
     def launch(self, problem: Determinant, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a matrix."""
@@ -115,6 +120,7 @@ class Counts(RuleBased):
     """text/tfidf.cu. Operands: x pool entry weight y."""
 
     source = "text/tfidf.cu"
+    free_axes = "yz"
 
     def launch(self, problem: NGrams, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a warp a count."""
@@ -130,6 +136,7 @@ class MinMax(RuleBased):
     """quant/range.cu. Operands: x scale zero."""
 
     source = "quant/range.cu"
+    free_axes = "yz"
 
     def _parts(self, problem: Range, hw: Hardware) -> int:
         return max(1, min(2 * hw.sm_count, -(-problem.size // 4096)))

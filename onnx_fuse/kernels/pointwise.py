@@ -25,6 +25,7 @@ class Tiles(RuleBased):
 
     name = "tiles"
     source = "indexing/transpose.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Pointwise, hw: Hardware) -> str | None:
         """A copy between views that run along different axes."""

@@ -22,6 +22,7 @@ class Windows(RuleBased):
     """pool/pool.cu. Operands: x y indices."""
 
     source = "pool/pool.cu"
+    free_axes = "yz"
 
     def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a result a thread."""
@@ -43,6 +44,7 @@ class Channels(RuleBased):
     """pool/lrn.cu. Operands: x y."""
 
     source = "pool/lrn.cu"
+    free_axes = "yz"
 
     def launch(self, problem: ChannelWindow, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, an element a thread."""
@@ -59,6 +61,7 @@ class Taps(RuleBased):
     """pool/resample.cu. Operands: x source weight y."""
 
     source = "pool/resample.cu"
+    free_axes = "yz"
 
     def launch(self, problem: Resample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, an element a thread."""
@@ -77,6 +80,7 @@ class Points(RuleBased):
     """pool/grid_sample.cu. Operands: x grid y."""
 
     source = "pool/grid_sample.cu"
+    free_axes = "yz"
 
     def launch(self, problem: GridSample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a point a thread."""
@@ -95,6 +99,7 @@ class Columns(RuleBased):
     """pool/col2im.cu. Operands: x y."""
 
     source = "pool/col2im.cu"
+    free_axes = "yz"
 
     def launch(self, problem: Col2Im, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a pixel a thread."""

@@ -54,6 +54,7 @@ class Steps(RuleBased):
 
     name = "steps"
     source = "recurrent/steps.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
         """So many units as shared memory has room for the states of."""

@@ -50,6 +50,7 @@ class Row(RuleBased):
 
     name = "row"
     source = "reduce/reduce.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Reduce, hw: Hardware) -> str | None:
         """None where the axis is the last, and otherwise the reason for a refusal."""
@@ -79,6 +80,7 @@ class Column(RuleBased):
 
     name = "column"
     source = "reduce/reduce.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Reduce, hw: Hardware) -> str | None:
         """None where the axis is not the last, and otherwise the reason for a refusal."""

@@ -23,7 +23,15 @@ class Unconditional:
         return True
 
 
-class RuleBased(Unconditional):
+class WithoutWorkspace:
+    """A candidate whose kernels need no memory beside their operands."""
+
+    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+        """No bytes."""
+        return 0
+
+
+class RuleBased(WithoutWorkspace, Unconditional):
     """A candidate that runs by the rule of its `launch` where its configuration names nothing.
 
     `select` takes the first of an operator's that serves the problem. Further configurations name
@@ -46,10 +54,6 @@ class RuleBased(Unconditional):
         """What the chip needs at least, and a launch."""
         known: AnyProblem = problem
         return known.floor(hw) + hw.launch_seconds
-
-    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
-        """None."""
-        return 0
 
     def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The kernel calls, in order."""

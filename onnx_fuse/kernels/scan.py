@@ -20,6 +20,7 @@ class Cumulative(RuleBased):
     """scan/cumsum.cu. Operands: x y."""
 
     source = "scan/cumsum.cu"
+    free_axes = "yz"
 
     def launch(self, problem: CumulativeSum, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch: a block a row, or for up to 32 columns."""
@@ -50,6 +51,7 @@ class InBlock(RuleBased):
 
     name = "block"
     source = "scan/topk.cu"
+    free_axes = "yz"
 
     def supports(self, problem: TopK, hw: Hardware) -> str | None:
         """The reason why shared memory cannot hold the rows of `problem`, or None if it can."""
@@ -81,7 +83,7 @@ def _padded(length: int) -> int:
 
 
 def _room(rows: int, length: int, keys: int) -> tuple[Ptr, Ptr, int]:
-    """Where keys and indices stand in the workspace, and its bytes."""
+    """The offsets of keys and indices in the workspace, and its bytes."""
     at = -(-8 * keys // 16) * 16
     return Ptr("workspace"), Ptr("workspace", at), at + 4 * rows * _padded(length)
 
@@ -121,6 +123,7 @@ class WholeRows(RuleBased):
 
     name = "sort"
     source = "scan/sort.cu"
+    free_axes = "yz"
 
     def _sorted(self, problem: TopK) -> tuple[list[Launch], Ptr, int]:
         rows, inner = problem.outer * problem.inner, problem.inner
@@ -149,6 +152,7 @@ class Order(RuleBased):
 
     name = "sort"
     source = "scan/sort.cu"
+    free_axes = "yz"
 
     def _sorted(self, problem: SortedRows) -> tuple[list[Launch], Ptr, int]:
         count, width = problem.count, problem.width

@@ -30,6 +30,7 @@ class Row(RuleBased):
 
     name = "row"
     source = "softmax/row.cu"
+    free_axes = "yz"
 
     def supports(self, problem: Softmax, hw: Hardware) -> str | None:
         """None where the axis is the last, and otherwise the reason for a refusal."""
@@ -60,6 +61,7 @@ class Column(RuleBased):
 
     name = "column"
     source = "softmax/column.cu"
+    free_axes = "yz"
 
     def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch: a block for up to 32 columns."""

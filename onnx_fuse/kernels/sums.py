@@ -15,9 +15,10 @@ class Slope(RuleBased):
     """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
 
     source = "pointwise/act_grad.cu"
+    free_axes = "z"
 
     def cost(self, problem: SlopeProduct, config: Config, hw: Hardware) -> float:
-        """Its bytes, at twice the rate where L2 holds what the product before has left."""
+        """Seconds for its bytes, at twice the rate where L2 still holds dy."""
         whole = 3 * problem.m * problem.n * ITEMSIZE[problem.dtype]
         rate = hw.bandwidth * (2 if whole <= hw.l2_bytes / 2 else 1)
         return hw.launch_seconds + problem.bytes / rate
@@ -32,6 +33,7 @@ class Parts(RuleBased):
     """norm/sum_parts.cu. Operands: part out0."""
 
     source = "norm/sum_parts.cu"
+    free_axes = "z"
 
     def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
@@ -42,6 +44,10 @@ class Columns(RuleBased):
     """norm/fold.cu. Operands: w gamma beta c low wq cs cv, of several folds with their number."""
 
     source = "norm/fold.cu"
+
+    def cost(self, problem: Fold, config: Config, hw: Hardware) -> float:
+        """Seconds for its bytes at 0.85 of a copy's rate, and for a launch."""
+        return problem.bytes / (0.85 * hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Fold, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch for all of them."""

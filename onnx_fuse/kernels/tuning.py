@@ -18,6 +18,7 @@ from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program import moves, problems
+from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Value
 
 if TYPE_CHECKING:
@@ -41,13 +42,17 @@ def canonical(problem: AnyProblem) -> AnyProblem:
         "a_strides": (), "b_strides": (), "c_strides": (),
     }  # fmt: skip
     kept = tuple(
-        (name, bool(value) if name in ("alpha", "beta") else value)
+        (name, 1 if value is True else value)
         for name, value in problem.attrs
         if name not in IGNORED and value is not False and dense.get(name) != value
     )
     if problem.integer("align", 16) % 16:
-        kept += (("unaligned", True),)
-    return replace(problem, attrs=tuple((k, 1 if value is True else value) for k, value in kept))
+        kept += (("unaligned", 1),)
+    given = problem.epilogue.given
+    epilogue: dict[str, Any] = {k: v for k, v in given.items() if k not in IGNORED}
+    epilogue = {k: 1 if v is True else v for k, v in epilogue.items()}
+    epilogue |= {name: number for name, number in (("alpha", 2), ("beta", 1)) if name in given}
+    return replace(problem, attrs=kept, epilogue=Epilogue(**epilogue))
 
 
 def key(op: str, problem: AnyProblem) -> str:

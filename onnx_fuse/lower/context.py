@@ -121,7 +121,7 @@ class Values:
         return names
 
     def _typed(self, value: ir.Value) -> onnx.TypeProto:
-        """Its type as ONNX has it, open sizes as names."""
+        """The value's type as ONNX has it, with names for open sizes."""
         dtype, shape = self._type(value)
         return type_proto(dtype, self._written(shape))
 
@@ -208,7 +208,7 @@ class Values:
     def _static(
         self, dtype: ir.DataType, dims: Sequence[int | str | None]
     ) -> tuple[str, tuple[int, ...]] | None:
-        """None where a dimension is not known."""
+        """The type and shape, or None where a dimension is not known."""
         shape = [d if isinstance(d, int) else self._open_sizes.get(d or "") for d in dims]
         if any(d is None for d in shape):
             return None

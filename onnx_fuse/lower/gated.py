@@ -8,14 +8,13 @@ pass over its two halves cheaper, or no kernel has that epilogue, it is written 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from math import inf, prod
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
-from onnx_fuse.kernels import refused, select
+from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.linear import (
     activation,
     bias_row,
@@ -91,15 +90,9 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
         m, math = prod(x.shape[:-1]), ctx.math
         problem = Problem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
     problem = problem.upper_bound()
-    plain = tuple(pair for pair in problem.attrs if pair[0] not in attrs)
-    seconds = []
-    for asked in (problem, replace(problem, attrs=plain)):
-        # a kernel that the user asks for may have no such epilogue
-        unfit = refused(asked, ctx.hw, ctx.prefs)
-        choice = None if unfit else select(asked.op, asked, ctx.hw, ctx.prefs)
-        seconds.append(inf if choice is None else choice.seconds)
+    plain = problem.with_epilogue(act="", act_alpha=1.0, gate=False)
     moved = problem.m * problem.n * 3 // 2 * ITEMSIZE[x.dtype]
-    return seconds[0] < seconds[1] + ctx.hw.launch_seconds + moved / ctx.hw.bandwidth
+    return pays((plain, Passes(moved)), (problem,), ctx.hw, ctx.prefs)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {(FUSE, name): gated_gemm for name in OPS}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_fuse.kernels import select
+from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.linear import alignment, matrix
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering
 from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.size import upper_bound
 
 
 def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -29,12 +29,10 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
         align=alignment(left.tensor, right.tensor),
         **({"turned": True} if turned else {}),
     )  # fmt: skip
-    both, alone = select(problem.op, problem, ctx.hw), select("Gemm", _product(problem), ctx.hw)
-    if both is None or alone is None:
+    if select(problem.op, problem, ctx.hw) is None:
         return "no kernel serves it"
-    # the body's other passes over W and G, its sums and its product of one row
-    passes = 6 * ctx.hw.launch_seconds + 24 * upper_bound(m * n) / ctx.hw.bandwidth
-    if both.seconds > alone.seconds + passes:
+    # the body's product, its passes over W and G, its sums and its product of one row
+    if not pays((_product(problem), Passes(24 * m * n, 6)), (problem,), ctx.hw):
         return "another product is faster by more than the passes cost"
     reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
     names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}

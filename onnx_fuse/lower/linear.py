@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.kernels import select
-from onnx_fuse.kernels.rows import act_parts, fold_seconds
+from onnx_fuse.kernels.costs import Passes, pays, seconds, total
+from onnx_fuse.kernels.rows import act_parts
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
-from onnx_fuse.ops.rewrite import dim
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem, Value
+from onnx_fuse.program.epilogue import Epilogue
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 PACKED = "its weight stays in 4 bits"
@@ -314,7 +316,7 @@ def norm_product(
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
         problem, reads = made, {"x": x, **folded}
-    columns = n // 2 if problem.attr("gate") else n
+    columns = n // 2 if problem.epilogue.gate else n
     writes = {"y": ctx.output(node, 0, (*x.shape[:-1], columns), x.dtype)}
     stat = (*x.shape[:-1], 1)
     for i, extra in enumerate(exposed, 1):
@@ -338,18 +340,16 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
     """
     if problem.trans_b or problem.dtype not in ("float16", "bfloat16"):
         return False
-    keys = ("act", "act_alpha", "rms")
-    how = {key: problem.attr(key) for key in keys if problem.attr(key)}
-    problem = problem.upper_bound()
+    forward = problem.epilogue
+    behind = Epilogue(act=forward.act, act_alpha=forward.act_alpha)
+    how: dict[str, Value] = {"rms": True} if problem.attr("rms") else {}
+    problem, hw = problem.upper_bound(), ctx.hw
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-    pair = (problem, Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, **how))
-    apart = [select(p.op, p, ctx.hw, ctx.prefs) for p in pair]
-    shared = [select(p.op, p.replace(folded=True), ctx.hw, ctx.prefs) for p in pair]
-    if None in apart or None in shared:
-        return False
-    seconds = [sum(c.seconds for c in choices if c) for choices in (apart, shared)]
-    moved = fold_seconds(k, n, dtype, ctx.hw) - ctx.hw.launch_seconds
-    return seconds[1] + (moved / 2 if master else moved) < seconds[0]
+    gradient = Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, epilogue=behind, **how)
+    pair = (problem, gradient)
+    fold = seconds(Fold(((k, n),), dtype), hw) - hw.launch_seconds
+    folded = total((p.replace(folded=True) for p in pair), hw, ctx.prefs)
+    return folded + (fold / 2 if master else fold) < total(pair, hw, ctx.prefs) < inf
 
 
 def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -393,7 +393,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     choice = select("LayerNormGemmGrad", problem, ctx.hw)
     if choice is None:
         return f"no kernel serves {problem}"
-    if x.dtype == "float32" and choice.seconds >= _apart_seconds(problem, ctx.hw):
+    if x.dtype == "float32" and not pays(_apart(problem), (problem,), ctx.hw):
         return "its products and passes apart are faster"
     reads = {key: row if key == "c" else ctx.dense(node, i) for i, key in enumerate(names)}
     if (made := ctx.folds.get(_places(reads))) is not None:
@@ -434,26 +434,21 @@ def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
         Problem.of("Gemm", n=k, k=n, trans_b=True, **how),
         Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
     )
-    once, each = ([select(p.op, p, hw) for p in way] for way in (whole, apart))
-    if None in once or None in each:
-        return False
     # the norm and its gradient, dz, its sums; small launches beside others take half their time
-    passes = 5 * m * k + (4 if act else 1) * m * n
-    more = 4 * passes / hw.bandwidth + (4 if act else 3) * hw.launch_seconds
-    return sum(c.seconds for c in once if c) < sum(c.seconds for c in each if c) + more
+    moved = 4 * (5 * m * k + (4 if act else 1) * m * n)
+    return pays((*apart, Passes(moved, 4 if act else 3)), whole, hw)
 
 
-def _apart_seconds(problem: Problem, hw: Hardware) -> float:
+def _apart(problem: Problem) -> tuple[AnyProblem, ...]:
     """The op's body: two products, passes over [m, n], [m, k] and [k, n], some fifteen launches."""
     problem = problem.upper_bound()
     m, n, k = problem.m, problem.n, problem.k
-    both = (
+    passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.epilogue.act else 0)
+    return (
         Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, math=problem.math),
         Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=problem.math),
+        Passes(4 * passes, 15),
     )
-    products = sum(choice.seconds for p in both if (choice := select(p.op, p, hw)))
-    passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.attr("act") else 0)
-    return products + 4 * passes / hw.bandwidth + 15 * hw.launch_seconds
 
 
 def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:

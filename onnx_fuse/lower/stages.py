@@ -129,7 +129,7 @@ def _given(
     slots: Mapping[ir.Value, Slot],
     contiguous: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, Tensor | None], dict[str, np.ndarray]]:
-    """Where values stand that a stage reads (None: nowhere yet), and those that are known."""
+    """The tensors that a stage reads (None: not made yet), and the values that are known."""
     inputs: dict[str, Tensor | None] = {}
     known: dict[str, np.ndarray] = {}
     for value in values:

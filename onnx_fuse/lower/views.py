@@ -102,7 +102,7 @@ def expand(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
-    """Where x[begin:end:step] starts on an axis of `size` elements, and how many it has."""
+    """The first element of x[begin:end:step] on an axis of `size`, and their number."""
     if step < 0:
         where = range(*slice(int(begin), int(end), step).indices(int(size)))
         return where.start, len(where)

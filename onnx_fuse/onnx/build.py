@@ -93,6 +93,25 @@ def const_array(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def rank(value: ir.Value | None) -> int | None:
+    """The number of axes where it is known, or None."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def dim(value: ir.Value | None, axis: int) -> int | None:
+    """The size of an axis where it is statically known, or None."""
+    size = rank(value)
+    if value is None or value.shape is None or size is None or not -size <= axis < size:
+        return None
+    extent = value.shape[axis]
+    return extent if isinstance(extent, int) else None
+
+
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """Input `index`, None where it is absent."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
 def unique_name(graph: ir.Graph, stem: str) -> str:
     """`stem`, or `stem_1`, `stem_2`, …: a value name new to the graph and its bodies."""
     taken: set[str | None] = set()

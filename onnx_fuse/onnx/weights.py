@@ -37,7 +37,7 @@ _FIXED = {1: 8, 5: 4}
 
 
 class Weights(Protocol):
-    """Where tensors that name `location` as their external data are, besides files of a folder."""
+    """A source of tensors whose external data is `location`, other than files of a folder."""
 
     location: str
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,
-    dim,
     fail,
-    rank,
+    known_rank,
     reshape,
     reshape_like,
     scatter_add,
@@ -39,7 +39,7 @@ def _heads(op: Any, x: Tensor, heads: int) -> Tensor:
 
 def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
     (q, k, v, mask, past_k, past_v, lengths), dy = arguments(node, 7), dys[0]
-    flat, y = rank(q) == 3, node.outputs[0]
+    flat, y = known_rank(q) == 3, node.outputs[0]
     if lengths is not None:
         raise fail(node, "it has nonpad_kv_seqlen, which belongs to an inference cache")
     if any(node.attributes.get_int(f"{side}_window_size", -1) >= 0 for side in ("left", "right")):
@@ -167,7 +167,7 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
     heads, turned = attributes.get("num_heads", 0), attributes.get("rotary_embedding_dim", 0)
 
     def halves(value: Tensor) -> tuple[Tensor, Tensor]:
-        if rank(value) == 3:
+        if known_rank(value) == 3:
             value = op.Reshape(value, op.constant([0, 0, heads, -1]))
         if turned:
             value = op.Slice(value, [0], [turned], [-1])
@@ -178,7 +178,7 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
         return first, second
 
     (x1, x2), (dy1, dy2) = halves(x), halves(dy)
-    axis = op.constant([2 if rank(x) == 3 else 1])
+    axis = op.constant([2 if known_rank(x) == 3 else 1])
     dcos = op.ReduceSum(op.Add(op.Mul(dy1, x1), op.Mul(dy2, x2)), axis, keepdims=0)
     dsin = op.ReduceSum(op.Sub(op.Mul(dy2, x1), op.Mul(dy1, x2)), axis, keepdims=0)
     if positions is not None:

@@ -13,24 +13,23 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.build import const_array, dim
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
     Values,
     arguments,
-    constant_ints,
-    dim,
     fail,
     filled,
-    ints,
+    ints_attribute,
+    known_rank,
     output,
-    rank,
     reshape,
     reshape_like,
     scatter_add,
     shape_of,
     sizes_of,
+    static_ints,
     table,
     text,
     to_like,
@@ -42,14 +41,14 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 def _window(node: ir.Node, n: int, kernel: list[int]) -> tuple[list[int], list[int], list[int]]:
     """(strides, dilations, extent of the dilated kernel) of `n` spatial axes."""
-    strides = ints(node, "strides", [1] * n) or []
-    dilations = ints(node, "dilations", [1] * n) or []
+    strides = ints_attribute(node, "strides", [1] * n) or []
+    dilations = ints_attribute(node, "dilations", [1] * n) or []
     extent = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
     return strides, dilations, extent
 
 
 def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
-    kernel = ints(node, "kernel_shape")
+    kernel = ints_attribute(node, "kernel_shape")
     if kernel is not None:
         return kernel
     sizes = [dim(weight, 2 + a) for a in range(n)] if weight is not None else [None]
@@ -66,7 +65,7 @@ def _padded(
     """
     n, mode = len(strides), text(node, "auto_pad", "NOTSET")
     if mode == "NOTSET":
-        return x, ints(node, "pads", [0] * 2 * n) or []
+        return x, ints_attribute(node, "pads", [0] * 2 * n) or []
     if mode == "VALID":
         return x, [0] * 2 * n
     totals: list[int | None] = []
@@ -184,7 +183,7 @@ def _bias_grad(op: Any, dy: ir.Value, n: int) -> Tensor:
 
 def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, weight, _), dy = arguments(node, 3), dys[0]
-    n, group = rank(x) - 2, node.attributes.get_int("group", 1)
+    n, group = known_rank(x) - 2, node.attributes.get_int("group", 1)
     kernel = _kernel(node, weight, n)
     strides, dilations, extent = _window(node, n, kernel)
     image, pads = _padded(op, node, x, strides, extent)
@@ -205,15 +204,15 @@ def _unpad(op: Any, dx: Tensor, image: ir.Value) -> Tensor:
 def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
     """The roles swap: dx = Conv(dy, weight); the weight's gradient sees dy as the image."""
     (x, weight, _), dy = arguments(node, 3), dys[0]
-    n, group = rank(x) - 2, node.attributes.get_int("group", 1)
+    n, group = known_rank(x) - 2, node.attributes.get_int("group", 1)
     kernel = _kernel(node, weight, n)
     strides, dilations, extent = _window(node, n, kernel)
-    pads = ints(node, "pads", [0] * 2 * n) or []
-    shape, mode = ints(node, "output_shape"), text(node, "auto_pad", "NOTSET")
+    pads = ints_attribute(node, "pads", [0] * 2 * n) or []
+    shape, mode = ints_attribute(node, "output_shape"), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
         pads = [0] * 2 * n
     if shape is not None or mode.startswith("SAME"):
-        extra = ints(node, "output_padding", [0] * n) or []
+        extra = ints_attribute(node, "output_padding", [0] * n) or []
         begins, ends = [], []
         for a in range(n):
             size = dim(x, 2 + a)
@@ -253,7 +252,7 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
 
 def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     """Each output's gradient added to all of its window: ConvTranspose with ones, by channel."""
-    n = rank(x) - 2
+    n = known_rank(x) - 2
     spatial = list(range(2, 2 + n))
     kernel = _kernel(node, None, n)
     strides, dilations, extent = _window(node, n, kernel)
@@ -287,12 +286,14 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
 
 def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """dy / (places the window counts), spread over the window."""
-    n = rank(x) - 2
+    n = known_rank(x) - 2
     kernel = _kernel(node, None, n)
     strides, dilations, extent = _window(node, n, kernel)
     ceil = node.attributes.get_int("ceil_mode", 0)
     include = node.attributes.get_int("count_include_pad", 0)
-    padded = any(ints(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith("SAME")
+    padded = any(ints_attribute(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith(
+        "SAME"
+    )
     if not ceil and (include or not padded):
         return _add_to_windows(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
     ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
@@ -325,11 +326,11 @@ def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> 
 
 
 def _global_axes(op: Any, x: ir.Value) -> Tensor:
-    return op.constant(list(range(2, rank(x))))
+    return op.constant(list(range(2, known_rank(x))))
 
 
 def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    sizes = [dim(x, a) for a in range(2, rank(x))]
+    sizes = [dim(x, a) for a in range(2, known_rank(x))]
     if None not in sizes:
         each = op.Mul(dy, 1 / math.prod(s for s in sizes if s is not None))
     else:
@@ -367,10 +368,10 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
         raise fail(node, "keep_aspect_ratio_policy is not 'stretch'")
     if transform == "tf_crop_and_resize":
         raise fail(node, "coordinate_transformation_mode is 'tf_crop_and_resize'")
-    n = rank(x)
-    axes = [a % n for a in ints(node, "axes", list(range(n))) or []]
+    n = known_rank(x)
+    axes = [a % n for a in ints_attribute(node, "axes", list(range(n))) or []]
     factors = const_array(scales)
-    whole = _repeats(node, x, axes, factors, constant_ints(sizes), mode, transform)
+    whole = _repeats(node, x, axes, factors, static_ints(sizes), mode, transform)
     if whole is not None:
         split: list[Any] = []
         summed: list[int] = []
@@ -442,7 +443,7 @@ def _repeats(
         ("asymmetric", "floor"),
     ):
         return None
-    repeats = [1] * rank(x)
+    repeats = [1] * known_rank(x)
     for i, axis in enumerate(axes):
         if factors is not None:
             factor = float(factors.reshape(-1)[i])
@@ -466,8 +467,12 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, grid), dy = arguments(node, 2), dys[0]
     mode = {"bilinear": "linear"}.get(found := text(node, "mode", "linear"), found)
     padding = text(node, "padding_mode", "zeros")
-    if rank(x) != 4 or mode not in ("linear", "nearest") or padding not in ("zeros", "border"):
-        raise fail(node, f"mode '{mode}' and padding '{padding}' on rank {rank(x)}")
+    if (
+        known_rank(x) != 4
+        or mode not in ("linear", "nearest")
+        or padding not in ("zeros", "border")
+    ):
+        raise fail(node, f"mode '{mode}' and padding '{padding}' on rank {known_rank(x)}")
     batch, channels, height, width = (op.Shape(x, start=a, end=a + 1) for a in range(4))
     flat = op.Reshape(x, op.Concat(batch, channels, [-1], axis=0), allowzero=1)
     rows = op.Reshape(dy, op.Concat(batch, channels, [-1], axis=0), allowzero=1)

@@ -8,18 +8,17 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.build import const_array, dim
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
     Values,
     arguments,
-    dim,
     fail,
+    known_rank,
     no_grad,
     norm_axis,
-    rank,
     reshape_like,
     split_evenly,
     table,
@@ -39,7 +38,7 @@ _alpha, _alpha1 = _float("alpha", 0.01), _float("alpha", 1.0)
 
 
 def _where(op: Any, condition: ir.Value, a: Any, b: Any, like: ir.Value) -> Tensor:
-    """Where with numbers as branches, which take the dtype of `like`."""
+    """A Where whose branches may be numbers, which take the dtype of `like`."""
     a, b = (v if isinstance(v, ir.Value) else op.constant(float(v), like.dtype) for v in (a, b))
     return op.Where(condition, a, b)
 
@@ -260,7 +259,7 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, scale, zero), dy = arguments(node, 3), dys[0]
     if node.attributes.get_int("block_size", 0):
         raise fail(node, "its scales are per block")
-    n = rank(x)
+    n = known_rank(x)
     per_axis = len(scale.shape or ()) == 1 and dim(scale, 0) != 1
     axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
     whole = op.CastLike(x, dy)

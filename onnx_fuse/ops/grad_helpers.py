@@ -13,11 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, given
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.evaluate import exact
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
-from onnx_fuse.ops.rewrite import dim as dim  # rules take it from here
 
 Tensor: TypeAlias = Any
 """The ir.Value that a call of the (untyped) builder returns."""
@@ -50,7 +49,7 @@ def no_grad(reason: str, *names: str) -> None:
 # ---- attributes ------------------------------------------------------------------------------
 
 
-def is_float(value: ir.Value | None) -> bool:
+def may_be_float(value: ir.Value | None) -> bool:
     """Whether a gradient can exist for the value; an unknown dtype may be one."""
     return value is not None and (value.dtype is None or value.dtype.is_floating_point())
 
@@ -60,15 +59,12 @@ def text(node: ir.Node, name: str, default: str) -> str:
     return node.attributes.get_string(name, default) or default
 
 
-def ints(node: ir.Node, name: str, default: Sequence[int] | None = None) -> list[int] | None:
+def ints_attribute(
+    node: ir.Node, name: str, default: Sequence[int] | None = None
+) -> list[int] | None:
     """An attribute that is a list of integers, or the default where it is absent."""
     found = node.attributes.get_ints(name, None)
     return list(found) if found is not None else (None if default is None else list(default))
-
-
-def given(node: ir.Node, index: int) -> ir.Value | None:
-    """Input `index`, None where it is absent."""
-    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def arguments(node: ir.Node, count: int) -> list[Any]:
@@ -80,7 +76,7 @@ def static(value: ir.Value | None, depth: int = 8) -> np.ndarray | None:
     """The value's content where the graph fixes it: a constant, or integers made of constants."""
     found = const_array(value)
     node = value.producer() if value is not None else None
-    if found is not None or node is None or node.domain or not depth or is_float(value):
+    if found is not None or node is None or node.domain or not depth or may_be_float(value):
         return found
     if node.op_type == "Shape" and node.inputs[0] is not None:
         sizes = dims(node.inputs[0])
@@ -103,7 +99,7 @@ _STATIC = frozenset(
 )
 
 
-def constant_ints(value: ir.Value | None) -> list[int] | None:
+def static_ints(value: ir.Value | None) -> list[int] | None:
     """The content of a constant as a flat list of integers, or None where it is not fixed."""
     array = static(value)
     return None if array is None else [int(i) for i in array.reshape(-1)]
@@ -140,7 +136,7 @@ def output(op: Any, node: ir.Node, index: int, dtype: ir.DataType | None, label:
 # ---- shapes ----------------------------------------------------------------------------------
 
 
-def rank(value: ir.Value) -> int:
+def known_rank(value: ir.Value) -> int:
     """The number of axes. Raises ModelError where it is unknown."""
     if value.shape is None:
         producer = value.producer()
@@ -188,7 +184,7 @@ def sizes_of(op: Any, value: ir.Value) -> list[Any]:
     """Each axis as a number, or as an int64 vector of one."""
     return [
         d if (d := dim(value, a)) is not None else op.Shape(value, start=a, end=a + 1)
-        for a in range(rank(value))
+        for a in range(known_rank(value))
     ]
 
 
@@ -259,9 +255,9 @@ def pad(
     Never by Pad's own `axes` input: where onnxruntime (1.31) moves a Transpose past such a Pad, it
     permutes the amounts as if there were one for every axis.
     """
-    whole: list[Any] = [0] * (2 * rank(x))
+    whole: list[Any] = [0] * (2 * known_rank(x))
     for axis, low, high in zip(axes, before, after, strict=True):
-        whole[axis % rank(x)], whole[axis % rank(x) + rank(x)] = low, high
+        whole[axis % known_rank(x)], whole[axis % known_rank(x) + known_rank(x)] = low, high
     if all(isinstance(size, int) and size == 0 for size in whole):
         return x
     return op.Pad(x, vector(op, whole))
@@ -269,7 +265,7 @@ def pad(
 
 def pieces(op: Any, vector: Tensor, count: int) -> list[Tensor]:
     """A vector's entries as vectors of one; numbers where it is constant."""
-    known = constant_ints(vector)
+    known = static_ints(vector)
     if known is not None:
         return list(known)
     return [op.Slice(vector, [i], [i + 1], [0]) for i in range(count)]
@@ -277,12 +273,12 @@ def pieces(op: Any, vector: Tensor, count: int) -> list[Tensor]:
 
 def norm_axis(axis: int, value: ir.Value) -> int:
     """An axis counted from the front, from one that may be negative."""
-    return axis if axis >= 0 else axis + rank(value)
+    return axis if axis >= 0 else axis + known_rank(value)
 
 
 def swap_last(op: Any, value: ir.Value) -> Tensor:
     """The transpose of the last two axes."""
-    n = rank(value)
+    n = known_rank(value)
     return op.Transpose(value, perm=[*range(n - 2), n - 1, n - 2])
 
 

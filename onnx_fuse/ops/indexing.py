@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,
-    dim,
     filled,
+    known_rank,
     no_grad,
     norm_axis,
     output,
     pad,
-    rank,
     reshape,
     reshape_like,
     scatter_add,
@@ -56,7 +56,7 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:
     """Gather along an inner axis: bring the axis to the front, add rows, bring it back."""
-    n, k, axis = rank(x), rank(indices), norm_axis(axis, x)
+    n, k, axis = known_rank(x), known_rank(indices), norm_axis(axis, x)
     # dy is [x before axis] + [indices] + [x after axis]
     forward = [*range(axis, axis + k), *range(axis), *range(axis + k, n + k - 1)]
     there = [axis, *range(axis), *range(axis + 1, n)]
@@ -85,7 +85,7 @@ def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> Tenso
     batch = node.attributes.get_int("batch_dims", 0)
     if not batch:
         return indices
-    n = rank(indices)
+    n = known_rank(indices)
     column = op.Concat(op.Shape(indices, start=0, end=n - 1), [1], axis=0)
     columns = []
     for axis in range(batch):

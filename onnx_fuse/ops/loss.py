@@ -15,14 +15,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,
-    dim,
+    known_rank,
     output,
-    rank,
     reshape,
     scatter_add,
     text,
@@ -125,7 +125,7 @@ def _rows(
     """Logits and labels with the class axis at 1, and the rank. The class axis is the last of
     [N, C] and of a sequence's [N, T, C], and axis 1 of images' [N, C, H, W].
     """
-    n = rank(logits)
+    n = known_rank(logits)
     axis = class_axis(n, options)
     if axis != 1:
         if axis != n - 1:
@@ -159,7 +159,7 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     index = op.Where(counted, index, op.constant(np.array(0, kind)))
     total = counted = to_like(op, counted, x)
     if weight is not None:
-        lead = list(range(1, rank(x) - 1))
+        lead = list(range(1, known_rank(x) - 1))
         log_p = op.Mul(log_p, op.Unsqueeze(weight, op.constant(lead)) if lead else weight)
         total = op.Mul(op.Gather(weight, index), counted)
     every = op.Mul(op.ReduceSum(log_p, one, keepdims=1), counted)

@@ -6,14 +6,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given
 from onnx_fuse.ops.grad_helpers import (
     Values,
     arguments,
-    dim,
     fail,
-    given,
-    is_float,
-    rank,
+    known_rank,
+    may_be_float,
     reshape,
     reshape_like,
     swap_last,
@@ -25,7 +24,7 @@ from onnx_fuse.ops.opdef import OpDef, register
 def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
     """dA = dY Bᵀ, dB = Aᵀ dY; a weight [K,N] meets rows of any rank through one 2-D Gemm."""
     (a, b), dy = arguments(node, 2), dys[0]
-    ra, rb = rank(a), rank(b)
+    ra, rb = known_rank(a), known_rank(b)
     if ra == 1 or rb == 1:
         return _vector_matmul(op, a, b, dy, ra, rb)
     if rb == 2:
@@ -86,7 +85,7 @@ def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
         right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
     answers: list[ir.Value | None] = []
     for i, (x, term) in enumerate(zip(node.inputs, terms, strict=True)):
-        if not is_float(x) or x is None:
+        if not may_be_float(x) or x is None:
             answers.append(None)
             continue
         if len(set(term)) != len(term):

@@ -9,18 +9,18 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
     Values,
     arguments,
-    dim,
     emit,
-    ints,
+    ints_attribute,
+    known_rank,
     norm_axis,
     output,
     pad,
-    rank,
     reshape,
     reshape_like,
     sizes_of,
@@ -73,7 +73,7 @@ def _fit(op: Any, g: ir.Value, like: ir.Value) -> Tensor:
 def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     """The gradient from the saved Mean and InvStdDev, in their own type (stash_type)."""
     x, scale, bias = arguments(node, 3)
-    axis, n = norm_axis(node.attributes.get_int("axis", -1), x), rank(x)
+    axis, n = norm_axis(node.attributes.get_int("axis", -1), x), known_rank(x)
     axes = _axes(op, range(axis, n))
     wide = ir.DataType(node.attributes.get_int("stash_type", 1))
     if x.dtype == ir.DataType.DOUBLE and wide != x.dtype:
@@ -114,7 +114,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, scale), dy = arguments(node, 2), dys[0]
     axis = norm_axis(node.attributes.get_int("axis", -1), x)
-    axes = _axes(op, range(axis, rank(x)))
+    axes = _axes(op, range(axis, known_rank(x)))
     square = op.ReduceMean(op.Mul(x, x), axes, keepdims=1)
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     rstd = op.Reciprocal(op.Sqrt(op.Add(square, epsilon)))
@@ -141,7 +141,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     given, scale, _, mean, variance = arguments(node, 5)
     x = to_like(op, given, scale)
     dys = [None if dy is None else to_like(op, dy, scale) for dy in grads]
-    n, epsilon = rank(x), node.attributes.get_float("epsilon", 1e-5)
+    n, epsilon = known_rank(x), node.attributes.get_float("epsilon", 1e-5)
     momentum = node.attributes.get_float("momentum", 0.9)
     axes = _axes(op, [0, *range(2, n)])
     if not node.attributes.get_int("training_mode", 0):
@@ -200,7 +200,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
 
 def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, scale, _), dy = arguments(node, 3), dys[0]
-    n = rank(x)
+    n = known_rank(x)
     axes = _axes(op, range(2, n))
     xh, rstd = _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5))
     others = _axes(op, [0, *range(2, n)])
@@ -212,7 +212,7 @@ def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     """Opset 21: scale and bias are per channel."""
     (x, scale), dy = arguments(node, 2), dys[0]
-    groups, n = node.attributes.get_int("num_groups", 1), rank(x)
+    groups, n = node.attributes.get_int("num_groups", 1), known_rank(x)
     sizes = sizes_of(op, x)
     grouped = [sizes[0], groups, -1]
     if not isinstance(sizes[0], int) and None in [dim(x, a) for a in range(1, n)]:
@@ -230,7 +230,7 @@ def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    axes = _axes(op, ints(n, "axes", [0, 2, 3]) or [])
+    axes = _axes(op, ints_attribute(n, "axes", [0, 2, 3]) or [])
     centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
     deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1))
     # the operator divides by (standard deviation + 1e-9)

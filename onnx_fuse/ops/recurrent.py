@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,
-    dim,
     emit,
     fail,
     filled,

@@ -6,18 +6,17 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
-    constant_ints,
-    dim,
     fail,
-    given,
-    ints,
+    ints_attribute,
+    known_rank,
     no_grad,
     norm_axis,
-    rank,
     shape_of,
+    static_ints,
     table,
     to_like,
 )
@@ -25,8 +24,8 @@ from onnx_fuse.ops.grad_helpers import (
 
 def axes_of(node: ir.Node) -> list[int] | None:
     """The reduced axes, from the input or the attribute; None for all of them."""
-    axes = constant_ints(given(node, 1))
-    return axes if axes is not None else ints(node, "axes")
+    axes = static_ints(given(node, 1))
+    return axes if axes is not None else ints_attribute(node, "axes")
 
 
 def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
@@ -37,7 +36,7 @@ def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
     if axes is None and given(node, 1) is None:
         if x.shape is None:
             return value  # of rank 0: it broadcasts against anything
-        axes = list(range(rank(x)))
+        axes = list(range(known_rank(x)))
     if axes is None:
         return op.Unsqueeze(value, node.inputs[1])
     return op.Unsqueeze(value, op.constant(axes)) if axes else value
@@ -46,7 +45,7 @@ def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
 def _is_noop(node: ir.Node) -> bool:
     axes = given(node, 1)
     return bool(node.attributes.get_int("noop_with_empty_axes", 0)) and (
-        axes is None or constant_ints(axes) == []
+        axes is None or static_ints(axes) == []
     )
 
 
@@ -63,7 +62,7 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
         return dy
     axes = axes_of(n)
     if axes is None and given(n, 1) is None and x.shape is not None:
-        axes = list(range(rank(x)))
+        axes = list(range(known_rank(x)))
     sizes = [dim(x, a) for a in axes] if axes is not None and x.shape is not None else [None]
     count = 1
     for size in sizes:
@@ -151,7 +150,7 @@ def _dft(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
 
     F is symmetric, of all N elements; of a real x the imaginary part has no gradient.
     """
-    axis = constant_ints(given(n, 2)) if given(n, 2) is not None else [-2]
+    axis = static_ints(given(n, 2)) if given(n, 2) is not None else [-2]
     if axis is None or given(n, 1) is not None or n.attributes.get_int("onesided", 0) != 0:
         raise fail(n, "it has a length, is onesided, or its axis is not constant")
     inverse = n.attributes.get_int("inverse", 0)

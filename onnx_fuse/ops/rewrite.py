@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array, subgraphs, unique_name
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, dim, rank, subgraphs, unique_name
 from onnx_fuse.onnx.common import FUSE
 
 PACKED = "onnx_fuse.packed"
@@ -275,24 +275,10 @@ def is_initializer(value: ir.Value | None) -> bool:
     return value is not None and value.is_initializer() and not value.is_graph_input()
 
 
-def ints(value: ir.Value | None) -> list[int] | None:
+def constant_ints(value: ir.Value | None) -> list[int] | None:
     """A constant integer tensor as a flat list."""
     array = const_array(value)
     return None if array is None or array.dtype.kind not in "iu" else [int(i) for i in array.flat]
-
-
-def rank(value: ir.Value | None) -> int | None:
-    """The number of axes where it is known, or None."""
-    return None if value is None or value.shape is None else len(value.shape)
-
-
-def dim(value: ir.Value | None, axis: int) -> int | None:
-    """The size of an axis where it is statically known, or None."""
-    size = rank(value)
-    if value is None or value.shape is None or size is None or not -size <= axis < size:
-        return None
-    extent = value.shape[axis]
-    return extent if isinstance(extent, int) else None
 
 
 def attribute(node: ir.Node, name: str, default: object = None) -> object:
@@ -359,7 +345,7 @@ def row_axis(node: ir.Node, axis: int) -> int | None:
             along %= size
             return axis if axis < along else axis - picked + 1 if axis >= along + picked else None
         case "Slice":
-            axes = ints(node.inputs[3]) if len(node.inputs) > 3 else list(range(size))
+            axes = constant_ints(node.inputs[3]) if len(node.inputs) > 3 else list(range(size))
             return axis if axes is not None and all(a % size != axis for a in axes) else None
     return None
 
@@ -446,7 +432,7 @@ def _pads_rows(node: ir.Node, axis: int) -> bool:
         return False
     if len(node.inputs) > 2 and node.inputs[2] is not None and scalar(node.inputs[2]) != 0:
         return False
-    size, pads = rank(node.inputs[0]), ints(node.inputs[1])
+    size, pads = rank(node.inputs[0]), constant_ints(node.inputs[1])
     if size is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
         return False
     return pads is not None and pads[axis] == pads[axis + size] == 0

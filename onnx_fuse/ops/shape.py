@@ -7,29 +7,28 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
     Values,
     arguments,
-    constant_ints,
-    dim,
     fail,
     filled,
-    given,
-    ints,
+    ints_attribute,
+    known_rank,
     no_grad,
     norm_axis,
     pad,
     pieces,
     present,
-    rank,
     reshape,
     reshape_like,
     scatter_add,
     shape_of,
     size_of,
     sizes_of,
+    static_ints,
     table,
     text,
     to_type,
@@ -52,7 +51,7 @@ def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Ten
 
 
 def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    perm = ints(n, "perm")
+    perm = ints_attribute(n, "perm")
     if perm is None:
         return op.Transpose(dy)
     return op.Transpose(dy, perm=[int(i) for i in np.argsort(perm)])
@@ -64,7 +63,7 @@ def _trilu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tenso
 
 def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """Sum over the repeats: dy as [r0, d0, r1, d1, …], reduced over every r."""
-    repeats = constant_ints(n.inputs[1])
+    repeats = static_ints(n.inputs[1])
     sizes: list[Any] = []
     axes: list[int] = []
     for axis, size in enumerate(sizes_of(op, x)):
@@ -82,7 +81,7 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
     mode = text(node, "mode", "constant")
     axes = given(node, 3)
     if mode == "constant":
-        found = constant_ints(axes)
+        found = static_ints(axes)
         if axes is None or found is None:
             dx = op.Pad(dy, op.Neg(pads), None, axes)
         else:
@@ -93,8 +92,8 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
             return [dx]
         whole, inner = op.ReduceSum(dy, keepdims=0), op.ReduceSum(dx, keepdims=0)
         return [dx, None, reshape_like(op, op.Sub(whole, inner), fill)]
-    found, amounts = constant_ints(axes), constant_ints(pads)
-    padded = list(range(rank(x))) if axes is None else found
+    found, amounts = static_ints(axes), static_ints(pads)
+    padded = list(range(known_rank(x))) if axes is None else found
     if padded is None:
         raise fail(node, f"mode '{mode}' with axes that are not constant")
     dx, count = dy, len(padded)
@@ -112,7 +111,7 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
             else op.Gather(pads, op.constant([i, i + count]))
         )
         places = op.Pad(positions, ends, mode=mode)
-        dx = add_along(op, dx, places, axis, size_of(op, x, axis), rank(x))
+        dx = add_along(op, dx, places, axis, size_of(op, x, axis), known_rank(x))
     return [dx]
 
 
@@ -135,7 +134,7 @@ def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
     if len(inputs) == 1:
         return [dy]
     sizes = [shape_of(op, x, [norm_axis(axis, x)]) for x in inputs]
-    known = [constant_ints(s) for s in sizes]
+    known = [static_ints(s) for s in sizes]
     split = (
         op.constant([s[0] for s in known if s]) if None not in known else op.Concat(*sizes, axis=0)
     )
@@ -154,9 +153,9 @@ def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
     """Pad back with zeros; steps other than 1 scatter along each axis."""
     x, first, last = arguments(node, 3)
     dy, y = dys[0], node.outputs[0]
-    starts, ends = constant_ints(first), constant_ints(last)
+    starts, ends = static_ints(first), static_ints(last)
     axes_value, steps_value = given(node, 3), given(node, 4)
-    axes, steps = constant_ints(axes_value), constant_ints(steps_value)
+    axes, steps = static_ints(axes_value), static_ints(steps_value)
     if axes_value is None:
         if starts is None and first.shape is None:
             raise fail(node, "neither its axes nor the number of its starts are known")
@@ -209,7 +208,7 @@ def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[i
         step = [1] if steps is None else op.Slice(steps, [i], [i + 1], [0])
         zero = op.constant(np.zeros(1, (starts.dtype or ir.DataType.INT64).numpy()))
         places = op.Slice(positions, *one, zero, step)
-        dy = add_along(op, dy, places, axis, size, rank(x))
+        dy = add_along(op, dy, places, axis, size, known_rank(x))
     return dy
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, unique_name
+from onnx_fuse.onnx.build import Builder, const_array, rank, unique_name
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
@@ -19,7 +19,6 @@ from onnx_fuse.ops.rewrite import (
     move_shape_readers,
     other_operand,
     producer,
-    rank,
     replay_views,
     row_axis,
     typed,

@@ -16,11 +16,10 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes
+from onnx_fuse.onnx.build import Builder, all_nodes, dim
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
-    dim,
     is_constant,
     is_float,
     other_operand,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import rank
 from onnx_fuse.onnx.common import FUSE, base_name
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import OPERATORS
@@ -30,7 +31,6 @@ from onnx_fuse.ops.rewrite import (
     label,
     other_operand,
     producer,
-    rank,
     scalar,
 )
 

@@ -38,12 +38,12 @@ _ENDS = ("Softmax", "LogSoftmax", "Less", "LessOrEqual", "Greater", "GreaterOrEq
 
 @dataclass
 class OutOfRange:
-    """Of a float32 graph: what is to stay float32, and which attention takes a mask from it."""
+    """What of a float32 graph stays float32, and which attention reads a mask from it."""
 
     nodes: dict[ir.Node, None] = field(default_factory=dict)
     """Computed in float32."""
     values: dict[ir.Value, None] = field(default_factory=dict)
-    """Of float32, beyond float16's range."""
+    """The float32 values beyond float16's range."""
     masks: list[tuple[ir.Node, int, float]] = field(default_factory=list)
     """(attention, index of its mask, what float16's lowest stands for there)."""
 

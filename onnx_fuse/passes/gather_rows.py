@@ -14,9 +14,9 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, unique_name
+from onnx_fuse.onnx.build import Builder, const_array, dim, unique_name
 from onnx_fuse.onnx.evaluate import exact
-from onnx_fuse.ops.rewrite import attribute, consumers, dim
+from onnx_fuse.ops.rewrite import attribute, consumers
 
 GATHER_ROWS = "GatherRows"
 """Name of the rewrite in reports and for --fuse and --skip."""

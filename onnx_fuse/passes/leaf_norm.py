@@ -12,9 +12,10 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.grad_helpers import emit
-from onnx_fuse.ops.rewrite import attribute, consumers, dim, ints, producer, rank, sole_consumer
+from onnx_fuse.ops.rewrite import attribute, constant_ints, consumers, producer, sole_consumer
 
 MIN_ROWS = 16
 """Rows from which a product costs more than a pass over the weights."""
@@ -91,5 +92,5 @@ def _plain(node: ir.Node) -> bool:
 
 def _sums_rows(node: ir.Node) -> bool:
     """dc = Σ dt over rows."""
-    summed = node.op_type == "ReduceSum" and ints(node.inputs[1]) == [0]
+    summed = node.op_type == "ReduceSum" and constant_ints(node.inputs[1]) == [0]
     return summed and attribute(node, "keepdims", 1) == 0

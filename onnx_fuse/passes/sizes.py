@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.evaluate import exact
-from onnx_fuse.ops.rewrite import attribute, dim, rank
+from onnx_fuse.ops.rewrite import attribute
 
 Size: TypeAlias = tuple[int, tuple[str, ...]]
 Sizes: TypeAlias = list[Size | None]
@@ -267,7 +267,7 @@ def _read(value: ir.Value | None, known: Mapping[ir.Value, Sizes]) -> Sizes | No
 
 
 def _unread(value: ir.Value | None) -> Sizes | None:
-    """As many unknown entries as a vector has; None where that is not known."""
+    """The entries of a vector, all unknown yet; None where their number is not known."""
     whole = value is not None and value.dtype == ir.DataType.INT64
     length = dim(value, 0) if whole and rank(value) == 1 else None
     return None if length is None or length > _LONGEST else [None] * length

@@ -315,7 +315,7 @@ Lowering: TypeAlias = "Callable[[Context, ir.Node], str | None]"
 
 @dataclass(frozen=True)
 class Loop:
-    """Of a stage whose model is one pass of a Loop: what goes in, and what comes of it.
+    """The inputs and results of a stage whose model is one pass of a Loop.
 
     The model's first inputs are `inputs`: the pass's number, a condition and the states, and its
     outputs the condition, the states and what is stacked. `trips`, `condition` ("" where there is

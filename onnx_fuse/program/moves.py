@@ -125,7 +125,7 @@ class BatchedCalls(AnyProblem):
     The operand `name` of call i is "name.i", of those that are `bound`.
     """
 
-    op = "Several"
+    op = "BatchedCalls"
     problem: AnyProblem
     count: int
     bound: tuple[str, ...]
@@ -134,12 +134,12 @@ class BatchedCalls(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Of all calls."""
+        """The sum over all calls."""
         return self.count * self.problem.flops
 
     @property
     def bytes(self) -> int:
-        """Of all calls."""
+        """The sum over all calls."""
         return self.count * self.problem.bytes
 
     @property
@@ -298,7 +298,7 @@ class Recurrence(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Of the products with the states."""
+        """The operations of the products with the states."""
         return 2 * self.steps * self.batch * self.hidden * self.hidden * self.gates
 
     @property
@@ -309,7 +309,7 @@ class Recurrence(AnyProblem):
         return (weights + rows) * ITEMSIZE[self.dtype]
 
     def rate(self, hw: Hardware) -> float:
-        """Of products of its type."""
+        """The rate of products of its type."""
         return hw.rate(self.dtype)
 
 
@@ -355,7 +355,7 @@ class RoiAlign(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """As many elements read as written."""
+        """The bytes written, and as many read."""
         return 2 * self.size * ITEMSIZE[self.dtype]
 
 
@@ -374,7 +374,7 @@ class DeformColumns(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """As many elements read as written."""
+        """The bytes written, and as many read."""
         return 2 * self.size * self.channels // self.shifts * ITEMSIZE[self.dtype]
 
 
@@ -401,7 +401,7 @@ class NmsChosen(AnyProblem):
 
 @dataclass(frozen=True)
 class Determinant(AnyProblem):
-    """Of `count` matrices [n, n]."""
+    """The determinants of `count` matrices [n, n]."""
 
     op = "Determinant"
     count: int

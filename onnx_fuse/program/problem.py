@@ -8,6 +8,9 @@ from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from onnx_fuse.program.epilogue import DEFAULTS as EPILOGUE_FIELDS
+from onnx_fuse.program.epilogue import NONE as NO_EPILOGUE
+from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.size import Classes, Size, Trace, size_class, upper_bound, wide_size_class
 
 if TYPE_CHECKING:
@@ -119,7 +122,7 @@ def _upper_bound(value: Any, classes: Classes) -> Any:
     return _with(value, lambda size: upper_bound(size, classes))
 
 
-def _told(value: Any) -> Any:
+def _concrete(value: Any) -> Any:
     return _with(value, lambda size: size.value)
 
 
@@ -140,7 +143,7 @@ class AnyProblem:
     op: str
 
     def fields(self) -> dict[str, Any]:
-        """Its fields' values by name."""
+        """The values of the fields by name."""
         return {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]
 
     @cached_property
@@ -156,7 +159,7 @@ class AnyProblem:
 
     def concrete(self: P) -> P:
         """This problem with the numbers of its open sizes: for people to read, for no decision."""
-        changed = {k: _told(v) for k, v in self.fields().items() if _open(v)}
+        changed = {k: _concrete(v) for k, v in self.fields().items() if _open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     @property
@@ -195,7 +198,7 @@ class AnyProblem:
         return max(self.flops / self.rate(hw), (moved or self.bytes) / hw.bandwidth)
 
     def __str__(self) -> str:
-        """Its operator, and the fields that are not as they are by default."""
+        """The operator, and the fields that differ from their defaults."""
         usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         own = (f"{k}={v}" for k, v in self.fields().items() if v is not usual[k] and v != usual[k])
         return " ".join((self.op, *own))
@@ -203,7 +206,7 @@ class AnyProblem:
 
 @dataclass(frozen=True)
 class Problem(_Attrs, AnyProblem):
-    """A product: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and whatever `attrs` adds.
+    """A product: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], its epilogue, and what `attrs` adds.
 
     `dtype` is the operands', `out_dtype` the result's; `math` says which products are allowed
     ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). One Problem is
@@ -221,21 +224,33 @@ class Problem(_Attrs, AnyProblem):
     trans_b: bool = False
     math: str = "ieee"
     attrs: tuple[tuple[str, Value], ...] = ()
+    epilogue: Epilogue = NO_EPILOGUE
 
     @classmethod
-    def of(cls, op: str, **values: Value) -> Problem:
-        """Problem from keywords: its own fields by name, everything else into `attrs`."""
-        own = _names(cls)  # type: ignore[arg-type]
-        attrs = {key: value for key, value in values.items() if key not in own}
-        rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
-        return cls(op, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+    def of(cls, op: str, **values: Value | Epilogue) -> Problem:
+        """Problem from keywords: its own fields and the epilogue's by name, all else in `attrs`."""
+        return cls(op).replace(**values)
 
-    def replace(self, **values: Value) -> Problem:
-        """This problem with some fields or attrs replaced."""
+    def replace(self, **values: Value | Epilogue) -> Problem:
+        """This problem with some fields, fields of its epilogue, or attrs replaced."""
         own = _names(type(self))  # type: ignore[arg-type]
-        attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
-        rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
-        return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
+        rest: dict[str, Any] = {key: value for key, value in values.items() if key in own}
+        behind: dict[str, Any] = {key: values[key] for key in values if key in EPILOGUE_FIELDS}
+        if behind:
+            rest["epilogue"] = replace(rest.get("epilogue", self.epilogue), **behind)
+        attrs: dict[str, Any] = {k: v for k, v in values.items() if k not in {*rest, *behind}}
+        if attrs:
+            rest["attrs"] = _pairs(dict(rest.get("attrs", self.attrs)) | attrs)
+        return replace(self, **rest)
+
+    def with_epilogue(self, **values: Any) -> Problem:
+        """This problem with some fields of its epilogue replaced."""
+        return replace(self, epilogue=replace(self.epilogue, **values))
+
+    @property
+    def extras(self) -> dict[str, Value]:
+        """The attrs, and the fields of the epilogue that are not as by default, by name."""
+        return dict(sorted({**self._named, **self.epilogue.given}.items()))
 
     def upper_bound(self) -> Problem:
         """This problem at the largest sizes of its class: what its choices are made for."""
@@ -279,7 +294,7 @@ class Problem(_Attrs, AnyProblem):
             rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
             return packed // 8 + scales + rows
         operands = self.m * self.k + self.k * self.n
-        results = self.m * self.n // (2 if self.attr("gate") else 1)
+        results = self.m * self.n // (2 if self.epilogue.gate else 1)
         return self.batches * (operands * ITEMSIZE[self.dtype] + results * ITEMSIZE[self.out])
 
     @property
@@ -288,7 +303,7 @@ class Problem(_Attrs, AnyProblem):
         return not self.m * self.n
 
     def rate(self, hw: Hardware) -> float:
-        """Of its products; fp32 by split bfloat16 counts each of them."""
+        """The rate of its products; fp32 by split bfloat16 takes several of them."""
         passes = {"bf16x3": 3, "bf16x6": 6}.get(self.math, 1) if self.dtype == "float32" else 1
         kind = "tf32" if (self.dtype, self.math) == ("float32", "tf32") else self.dtype
         return hw.rate("bfloat16" if passes > 1 else kind) / passes
@@ -297,7 +312,7 @@ class Problem(_Attrs, AnyProblem):
         shape = f"m={self.m} n={self.n} k={self.k}" + (f" batch={self.batch}" if self.batch else "")
         types = self.dtype if self.out == self.dtype else f"{self.dtype}->{self.out}"
         layout = ("T" if self.trans_a else "N") + ("T" if self.trans_b else "N")
-        extra = "".join(f" {key}={value}" for key, value in self.attrs)
+        extra = "".join(f" {key}={value}" for key, value in self.extras.items())
         math = f" {self.math}" if self.dtype == "float32" else ""
         return f"{self.op} {shape} {types} {layout}{math}{extra}"
 
@@ -478,7 +493,7 @@ CHIPS: dict[str, Hardware] = {
 
 def operand(problem: Problem) -> bool:
     """Whether the epilogue reads one more [M, N] operand, "c"."""
-    return any(problem.attr(name) for name in ("beta", "dact", "dx", "dw", "residual"))
+    return bool(problem.epilogue.among("beta", "dact", "dx", "dw", "residual"))
 
 
 def ld(problem: Problem) -> tuple[int, int]:
@@ -487,6 +502,12 @@ def ld(problem: Problem) -> tuple[int, int]:
         problem.integer("lda", problem.m if problem.trans_a else problem.k),
         problem.integer("ldb", problem.k if problem.trans_b else problem.n),
     )
+
+
+def ldc(problem: Problem) -> tuple[int, int]:
+    """Strides of c's rows and columns in elements."""
+    rows = problem.epilogue.c_rows
+    return problem.n if rows is None else rows, problem.epilogue.c_cols
 
 
 def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class Norm(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Of its product with a few columns."""
+        """The operations of its product with a few columns."""
         return 2 * self.rows * self.length * self.columns
 
     @property
@@ -81,7 +81,7 @@ class NormGrad(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Of the product that makes dy."""
+        """The operations of the product that makes dy."""
         return 2 * self.rows * self.length * self.k
 
     @property
@@ -243,7 +243,7 @@ class Conv(AnyProblem):
         return "" if self.tail else "y"
 
     def rate(self, hw: Hardware) -> float:
-        """Of products of its type."""
+        """The rate of products of its type."""
         return hw.rate(self.dtype)
 
 

@@ -45,7 +45,7 @@ def size_class(size: int) -> tuple[int, int]:
 
 
 def wide_size_class(size: int) -> tuple[int, int]:
-    """As `size_class`, in steps of four: 2 to 64, 65 to 256, 257 to 1024 and so on."""
+    """The class of `size` in steps of four: 2 to 64, 65 to 256, 257 to 1024 and so on."""
     if size <= 1:
         return size, size
     first, last = 2, 64

@@ -19,7 +19,7 @@ Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...]]
 
 
 class Spots(NamedTuple):
-    """Of a launch's words: (word, buffer) of each address, and of each TMA descriptor."""
+    """The places of a launch's addresses and TMA descriptors, as (word, buffer)."""
 
     addresses: tuple[tuple[int, int], ...]
     maps: tuple[tuple[int, int], ...]
@@ -62,7 +62,7 @@ def changes(program: Program) -> tuple[Change, ...] | None:
 
 
 def spots(i: int, call: Call, launch: Launch) -> Spots:
-    """Where the addresses of call `i` go."""
+    """The places of the addresses in a launch of call `i`."""
     addresses: list[tuple[int, int]] = []
     maps: list[tuple[int, int]] = []
     for at, (word, buffer) in enumerate(words(i, call, launch)):

@@ -76,7 +76,7 @@ class Deployed:
         return [shapes for i, shapes in enumerate(found) if shapes not in found[:i]]
 
     def check_precision(self, precision: str) -> None:
-        """Raise UsageError where the caller asks for another precision; "fp32" may be no wish."""
+        """Raise UsageError for another precision; "fp32" is also what no choice looks like."""
         if precision not in ("fp32", self.precision):
             raise UsageError(
                 f"{self.container.path}: compiled for precision {self.precision}, not {precision}: "
@@ -111,7 +111,7 @@ class Deployed:
         return self.made(shapes, hw).program
 
     def made(self, shapes: Shapes, hw: Hardware) -> PlannedProgram:
-        """As `program`, with its layout in memory."""
+        """The program for inputs of these shapes with its layout in memory; see `program`."""
         target = self.target(hw)
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
         for entry in self._programs:
@@ -269,7 +269,7 @@ class _Open:
         return self._owner._checked(self._template.at(values), self._entry.at(values))
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
-        """None: only a whole program is checked."""
+        """Return None, since only a whole program is checked."""
         return None
 
 

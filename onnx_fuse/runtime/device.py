@@ -142,7 +142,7 @@ LEGACY = 1
 
 
 def wait_for_all() -> None:
-    """Until all that any stream of the current GPU holds is done."""
+    """Wait until all streams of the current GPU have finished."""
     check(bindings().cuCtxSynchronize(), "waiting for the GPU")
 
 
@@ -289,7 +289,7 @@ class Event:
         other.wait_event(self)
 
     def wait(self, what: str) -> None:
-        """Until the stream has come this far; a kernel's fault surfaces here."""
+        """Wait until the stream has reached this point; raises DeviceError if a kernel failed."""
         check(self._driver.cuEventSynchronize(self.raw), what)
 
     def __del__(self) -> None:
@@ -335,7 +335,7 @@ class Stream:
             check(self._driver.cuMemsetD8Async(address, value, nbytes, self.raw), "filling memory")
 
     def wait(self, what: str) -> None:
-        """Until everything enqueued is done; a kernel's fault surfaces here."""
+        """Wait until everything enqueued has finished; raises DeviceError if a kernel failed."""
         check(self._driver.cuStreamSynchronize(self.raw), what)
 
     def wait_event(self, event: Event) -> None:

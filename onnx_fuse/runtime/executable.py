@@ -442,7 +442,7 @@ class Executable:
                 )
 
     def run_in_place(self, names: Sequence[str], feeds: Feeds, *, on_device: bool) -> list[Any]:
-        """As `run`, but GPU tensors are read where they stand."""
+        """Do what `run` does, but read GPU tensors in place."""
         stream = self.stream
         with self._lock:
             adopted = self._adopted(feeds, stream)
@@ -603,7 +603,7 @@ class Executable:
         return {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
 
     def instances(self) -> list[Instance]:
-        """Those that have memory, the least recently used first."""
+        """The instances that have memory, the least recently used first."""
         return [s.instance for s in self._shapes.values() if s.instance is not None]
 
     def programs(self) -> list[Program]:

@@ -71,7 +71,7 @@ class Stages:
         self._inner: dict[int, Executable] = {}
 
     def executables(self) -> list[Executable]:
-        """Those that run on the GPU, as far as a run has made them."""
+        """The stages that run on the GPU, as far as a run has made them."""
         return list(self._inner.values())
 
     def run(self, *, on_device: bool = False) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Fetch:
     """Each output of the program by name: its tensor, or its value."""
     arriving: tuple[tuple[str, int, Tensor], ...]
     apart: tuple[Tensor, ...]
-    """Those that stand in memory of their own, and are put beside the others first."""
+    """The outputs in memory of their own, which are first copied beside the others."""
 
 
 class Instance:

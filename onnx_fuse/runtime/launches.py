@@ -56,7 +56,7 @@ class Launches:
         self._places: tuple[tuple[int, Spots], ...] = ()
         self._rewritable: bool | None = None
         self._held: dict[int, tuple[Spots, tuple[int, int, int], Sequence[Any]]] = {}
-        """Of the steps that hold other numbers than the segment's calls: what they hold."""
+        """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
         """Launch the same calls with other numbers, as `update`, and where `moved` stand now."""
@@ -73,7 +73,7 @@ class Launches:
             self._move(moved, self._held)
 
     def _found(self, changes: Sequence[Change]) -> tuple[tuple[int, Spots], ...]:
-        """Of each change, its step and where addresses go."""
+        """The step of each change, and the words of it that are addresses."""
         first, at = self._segment.first, {}
         for k, i in enumerate(self._calls):
             at[i + first, k - self._calls.index(i)] = k

@@ -134,7 +134,7 @@ class Widened:
     def run(
         self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: Any = None
     ) -> list[Any]:
-        """As of the inner session; arrays of bfloat16 are numpy's with the ml_dtypes type."""
+        """Run the inner session; arrays of bfloat16 have the type of ml_dtypes."""
         wide = {k: a.astype(np.float32) if k in self._narrow else a for k, a in feeds.items()}
         names = list(names or [end.name for end in self._inner.get_outputs()])
         found = self._inner.run(names, wide, options)

@@ -124,10 +124,10 @@ class Precompiler:
     def _hand_over(self) -> None:
         """A thread's: tell the process, which is started if need be, what is wanted."""
         try:
-            while (wish := self._next()) is not None:
+            while (request := self._next()) is not None:
                 specializer = self._specializer()
                 if specializer is not None:
-                    self._tell(specializer, *wish)
+                    self._tell(specializer, *request)
         except BaseException:
             with self._changed:
                 self._busy = False
@@ -204,7 +204,7 @@ class _Copy:
 
     @classmethod
     def of(cls, specializer: Specializer) -> _Copy | None:
-        """Of the specializer's model, None where its weights are too many."""
+        """A copy of the specializer's model, or None where its weights are too large."""
         with specializer.lock:
             parts = graphs.parts(specializer.model, beside=False)
             graph = specializer.model.clone()
@@ -226,7 +226,7 @@ class _Copy:
 
     @property
     def path(self) -> Path:
-        """Where this process, and one that was given the open file, finds it."""
+        """The path by which this process, or one that inherits the open file, opens it."""
         return Path(f"/proc/self/fd/{self.file}")
 
 
@@ -299,5 +299,5 @@ class _Child:
 
 
 def largest_size(number: int) -> int:
-    """Up to which size programs are made where one of this size has come: FAR, or a class more."""
+    """The largest size to prepare once this size has come: FAR, or one class more."""
     return max(FAR, size_class(2 * number)[1])

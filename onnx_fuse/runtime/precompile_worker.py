@@ -39,7 +39,7 @@ Request = tuple[Shapes, str, int]
 
 
 class Requests:
-    """What is asked for on lines that a thread reads; the latest comes first."""
+    """The requests on lines that a thread reads; the latest one comes first."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._lines, self._waiting, self._last = lines, deque[Request](), False
@@ -60,33 +60,33 @@ class Requests:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a next one at once."""
+        """Whether a request is waiting."""
         return bool(self._waiting)
 
     def next(self) -> Request | None:
-        """The next, None at the end."""
+        """The next request; None when no more will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._last, IDLE)
             return self._waiting.popleft() if self._waiting else None
 
-    def put_back(self, wish: Request) -> None:
-        """Something newer comes first."""
+    def put_back(self, request: Request) -> None:
+        """Do this request later, since a newer one comes first."""
         with self._changed:
-            self._waiting.append(wish)
+            self._waiting.append(request)
 
 
 def prepare(
-    specializer: Specializer, wish: Request, wishes: Requests, part: int = 0, parts: int = 1
+    specializer: Specializer, request: Request, requests: Requests, part: int = 0, parts: int = 1
 ) -> None:
-    """Lower for every size that no program holds for yet, until something newer is wished for.
+    """Lower for every size that no program holds for yet, until a newer request comes.
 
     Of `parts` processes this is one.
     """
-    shapes, symbol, far = wish
+    shapes, symbol, far = request
     key, numbers = specializer.key(shapes, {}), specializer.numbers(shapes)
     for size in nearest_first(numbers[symbol], far, part, parts):
-        if wishes.waiting:
-            wishes.put_back(wish)
+        if requests.waiting:
+            requests.put_back(request)
             return
         if not specializer.has(key, numbers | {symbol: size}):
             with contextlib.suppress(OnnxFuseError, NeedsValues):  # said when that shape comes
@@ -118,7 +118,7 @@ def main() -> None:
     if not first:
         return  # whoever started it is gone
     job = json.loads(first)
-    wishes = Requests(lines)
+    requests = Requests(lines)
     model = None if job["model"] is None else Path(job["model"])
     hw = dict(job["hardware"], flops=tuple((kind, rate) for kind, rate in job["hardware"]["flops"]))
     graph = graphs.opened(Container(job["graph"]), model)
@@ -133,8 +133,8 @@ def main() -> None:
     programs = CompilingCache(Path(job["folder"]), specializer.made, job["given"])
     programs.arch = specializer.hw.arch
     specializer.cache_in(programs)
-    while (wish := wishes.next()) is not None:
-        prepare(specializer, wish, wishes, *job["part"])
+    while (request := requests.next()) is not None:
+        prepare(specializer, request, requests, *job["part"])
     specializer.written()
     os._exit(0)  # a thread still waits for lines
 

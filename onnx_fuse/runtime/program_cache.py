@@ -202,7 +202,7 @@ def _guards(path: Path) -> Guards | None:
 
 
 def _pickled(kept: PlannedOpenProgram) -> bytes:
-    """With weights that lowering made by name."""
+    """The pickled program, in which the weights that lowering made stand by name."""
     names = {id(array): name for name, array in kept.weights.items()}
 
     class Pickler(pickle.Pickler):
@@ -234,7 +234,7 @@ def folder_of(
     state: Mapping[str, str] | None,
     memory: Budget | None = None,
 ) -> Path:
-    """Where the programs of the graph with this digest stand: all that lowering depends on."""
+    """The folder of a graph's programs, named by all that lowering depends on."""
     chosen = (math, sorted((prefs or {}).items()), sorted((state or {}).items()), memory)
     around = (config.KERNEL.value, cublaslt.version(), tuning.stamp(hw))
     parts = (digest, asdict(hw), chosen, around, code_digest(), sys.implementation.cache_tag)

@@ -67,9 +67,9 @@ class Specializer:
         self.recompute: Recompute | None = None
         """What the last program that was lowered within the budget runs a second time."""
         self.origin: Future[Origin | None] | None = None
-        """Where the graph is kept, once that is known; None where it will not be."""
+        """The path of the graph in the cache, once it is known; None where it is not cached."""
         self.programs: ProgramCache | None = None
-        """Those in the cache, once it is known by which name."""
+        """The programs in the cache, once their name there is known."""
         self._kept: dict[Key, list[PlannedOpenProgram]] = {}
         # what the cache does not have yet, and how long it took
         self._unwritten: list[tuple[Key, PlannedOpenProgram, float]] = []
@@ -290,13 +290,13 @@ class _Free:
     dimensions: tuple[tuple[str, int, str | None], ...]
     groups: tuple[tuple[int, ...], ...]
     symbols: dict[tuple[bool, ...], Symbols] = field(default_factory=dict)
-    """By which groups' sizes are equal."""
+    """The symbols, by which groups have equal sizes."""
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without Python's cyclic garbage collector, which would go through the whole model again and
-    again: half of a lowering's time.
+    """Within the block Python's cyclic garbage collector is off: it would walk the whole model
+    again and again, which takes half of a lowering's time.
     """
     was = gc.isenabled()
     gc.disable()

@@ -114,12 +114,12 @@ GEMMS = (
         for turned in (False, True)
         for dtype, attrs in (
             ("float16", {"residual": True, "act": "gelu"}),
-            ("bfloat16", {"static_b": True, "scale": True}),
+            ("bfloat16", {"static_b": True, "layer_scale": True}),
             ("float16", {"alpha": 0.5, "beta": 2.0, "c_rows": 0, "save_z": True}),
         )
     ]
     + [  # layer scale
-        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, bias=True, scale=True, **attrs)
+        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, bias=True, layer_scale=True, **attrs)
         for m, n, k in ((5, 264, 128), (200, 384, 264), (1000, 768, 1032), (61, 77, 33))
         for dtype, math in (("bfloat16", {}), ("float16", {"trans_b": True}), ("float32", {}))
         for attrs in ({"residual": True, **math}, {"act": "gelu", **math})
@@ -141,30 +141,30 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     a, b = random(rng, dtype, *problem.batch, m, k), random(rng, dtype, *problem.batch, k, n)
     if problem.integers("a_strides")[:1] == (0,):
         a[1:] = a[:1]
-    by_row = bool(problem.attr("row_bias"))
-    full = problem.attr("residual") or problem.attr("dact") or by_row
+    by_row = bool(problem.epilogue.row_bias)
+    full = problem.epilogue.residual or problem.epilogue.dact or by_row
     bias = random(rng, dtype, n)
     c = random(rng, dtype, *((*problem.batch, m, n) if full else (n,)))
     gamma = random(rng, dtype, n)
-    want = wide(a) @ wide(b) * problem.number("alpha", 1.0)
-    if problem.attr("bias") and problem.attr("residual") != "norm":
+    want = wide(a) @ wide(b) * problem.epilogue.alpha
+    if problem.epilogue.bias and problem.epilogue.residual != "norm":
         want = want + wide(bias)
     row0, row1 = (random(rng, dtype if by_row else "float32", m) for _ in range(2))
     want = want + (wide(row0)[:, None] if by_row else 0)
-    want = want + problem.number("beta") * wide(c) * bool(problem.attr("beta"))
+    want = want + problem.epilogue.beta * wide(c) * bool(problem.epilogue.beta)
     z = want
-    if problem.attr("dact"):
+    if problem.epilogue.dact:
         want = z * gelu(wide(c))[1]
-    elif problem.text("act") == "gelu":
+    elif problem.epilogue.act == "gelu":
         want = gelu(z)[0]
-    if problem.attr("scale"):
+    if problem.epilogue.layer_scale:
         want = want * wide(gamma)
-    if problem.attr("residual") == "norm":
+    if problem.epilogue.residual == "norm":
         bias, gamma = (random(rng, "float32", n) for _ in range(2))
         want = z + wide(bias) + (wide(c) - wide(row1)[:, None]) * wide(row0)[:, None] * wide(gamma)
-    elif problem.attr("residual"):
+    elif problem.epilogue.residual:
         want = want + wide(c)
-    held = random(rng, problem.out, *want.shape) if problem.attr("accumulate") else None
+    held = random(rng, problem.out, *want.shape) if problem.epilogue.accumulate else None
     if held is not None:
         want = want + wide(held)
     stored = {
@@ -182,7 +182,7 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
             memory.run(kernel, problem, how, hw)
             results.append(memory.read("y"))
             bits.append([memory.read(name).tobytes() for name in blank])
-            if problem.attr("save_z"):
+            if problem.epilogue.save_z:
                 assert error(memory.read("z"), z) <= TOLERANCE[kind], f"{kernel.name} {how}: z"
         assert error(results[0], want) <= TOLERANCE[kind], f"{kernel.name} {how}"
         assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
@@ -253,7 +253,7 @@ def test_gated_gemm(problem: Problem, hw: Hardware) -> None:
         rstd = 1 / np.sqrt(((rows - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
         rows = (rows - mean) * rstd * wide(gamma) + wide(beta)
     gate, through = np.split(rows @ wide(w) + wide(c), 2, -1)
-    want = CURVES[problem.text("act")](gate)[0] * through
+    want = CURVES[problem.epilogue.act](gate)[0] * through
     wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
     given = {name: interleaved(array, "GateFirst")
              for name, array in {"w": w, "c": c, "wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
@@ -458,7 +458,7 @@ def test_moments_of_a_product_are_the_statistics_of_the_next(
     rng, width = np.random.default_rng(11), 384
     bound = TOLERANCE[dtype] + 6e-8 * ratio
     c, beta = random(rng, dtype, m, n), np.full(n, ratio, "float32")
-    normed = problem.attr("residual") == "norm"
+    normed = problem.epilogue.residual == "norm"
     given = {
         "a": random(rng, dtype, m, 264), "b": random(rng, dtype, 264, n), "c": c,
         "row0": random(rng, "float32", m), "row1": random(rng, "float32", m),
@@ -467,7 +467,7 @@ def test_moments_of_a_product_are_the_statistics_of_the_next(
     w = (random(rng, "float64", n, width) * n**-0.5).astype(TYPES[dtype])
     after = {"wq": w, "cs": wide(w).sum(0).astype(np.float32), "cv": random(rng, "float32", width)}
     for kernel, how in each(problem, hw):
-        parts = problem.integer("moments")
+        parts = problem.epilogue.moments
         blank = {"y": poison(dtype, m, n), "part": poison("float32", parts, m, 2)}
         memory = Memory(given | blank)
         memory.run(kernel, problem, how, hw)
@@ -548,7 +548,7 @@ def test_bound_statistics_are_those_of_each_run(m: int, k: int, hw: Hardware) ->
 
 @pytest.mark.parametrize("problem", GRADIENTS, ids=str)
 def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
-    m, k, n, dtype, act = problem.m, problem.k, problem.n, problem.dtype, problem.text("act")
+    m, k, n, dtype, act = problem.m, problem.k, problem.n, problem.dtype, problem.epilogue.act
     ratio = RATIOS.get(m, 0)
     found = each(problem, hw)
     if not found:

@@ -418,7 +418,7 @@ def test_feeds_may_change_while_steps_are_under_way() -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.launches("generated", "twins")
+@pytest.mark.launches("generated", "batched")
 def test_small_equal_calls_share_a_launch() -> None:
     names = range(5)
     ends = [", ".join(f"float[7,96] {c}{i}" for i in names) for c in "xy"]
@@ -513,7 +513,7 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
         problems = [
             call.problem for call in runner.programs()[0].calls if isinstance(call.problem, Problem)
         ]
-        ways.append([(bool(p.attr("dact")), p.text("add")) for p in problems])
+        ways.append([(bool(p.epilogue.dact), p.text("add")) for p in problems])
     assert ways == [[(True, ""), (False, way)], [(False, ""), (False, "")]]
 
 
@@ -531,7 +531,7 @@ def test_the_gradient_of_a_hidden_layer(rows: int, more: str) -> None:
     dz = wide["dy"] @ wide["v"].T * sigmoid * (1 + wide["z"] * (1 - sigmoid))
     runner = Executable(test_program_passes.hidden_gradient(rows, width, inner, more))
     found, again = runner.run(None, feeds), runner.run(None, feeds)
-    assert runner.programs()[0].calls[0].problem.attr("dact")
+    assert runner.programs()[0].calls[0].problem.epilogue.dact
     wanted = (dz @ wide["w"].T, wide["x"].T @ dz, dz.sum(0))
     for got, twice, want in zip(found, again, wanted[: len(found)], strict=True):
         # as test_gemm's for bfloat16: dz is rounded on its way

@@ -11,17 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.onnx.contrib.table import (
     Body,
     Results,
     Unwritable,
     attr,
     contrib,
-    dim,
-    given,
     known_rank,
     needed,
-    rank,
     wants,
 )
 

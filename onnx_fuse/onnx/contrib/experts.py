@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.contrib.table import Body, Results, Unwritable, attr, contrib, given, needed
+from onnx_fuse.onnx.build import given
+from onnx_fuse.onnx.contrib.table import Body, Results, Unwritable, attr, contrib, needed
 
 
 def _gates(op: Body, node: ir.Node, routed: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import given, rank
 from onnx_fuse.onnx.contrib.table import (
     Body,
     Results,
     Unwritable,
     attr,
     contrib,
-    given,
     known_ints,
     known_rank,
     needed,
-    rank,
     wants,
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.onnx.contrib.attention import (
     counted,
     join_heads,
@@ -16,18 +17,7 @@ from onnx_fuse.onnx.contrib.attention import (
     scaled_scores,
     split_heads,
 )
-from onnx_fuse.onnx.contrib.table import (
-    Body,
-    Results,
-    Unwritable,
-    attr,
-    contrib,
-    dim,
-    given,
-    needed,
-    rank,
-    wants,
-)
+from onnx_fuse.onnx.contrib.table import Body, Results, Unwritable, attr, contrib, needed, wants
 
 _REFUSED = {12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight",
             16: "query_seqlens"}  # fmt: skip

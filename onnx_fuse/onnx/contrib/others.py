@@ -7,6 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.onnx.contrib.attention import multi_head_attention
 from onnx_fuse.onnx.contrib.table import (
     Body,
@@ -14,11 +15,8 @@ from onnx_fuse.onnx.contrib.table import (
     Unwritable,
     attr,
     contrib,
-    dim,
-    given,
     known_rank,
     needed,
-    rank,
 )
 
 LARGEST_INVERSE = 16

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import given
 from onnx_fuse.onnx.contrib.table import (
     Body,
     Results,
     Unwritable,
     attr,
     contrib,
-    given,
     known_rank,
     needed,
 )

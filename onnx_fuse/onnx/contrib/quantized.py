@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.onnx.contrib.attention import attention_of
 from onnx_fuse.onnx.contrib.table import (
     Body,
@@ -17,11 +18,8 @@ from onnx_fuse.onnx.contrib.table import (
     Unwritable,
     attr,
     contrib,
-    dim,
-    given,
     known_rank,
     needed,
-    rank,
 )
 
 INT8 = (ir.DataType.INT8, ir.DataType.UINT8)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, dim, given, rank
 
 MICROSOFT = "com.microsoft"
 
@@ -147,11 +147,6 @@ class Body(Builder):
 # ---- what a body asks of its node ------------------------------------------------------------
 
 
-def given(node: ir.Node, i: int) -> ir.Value | None:
-    """Input `i`, None where it is absent."""
-    return node.inputs[i] if i < len(node.inputs) else None
-
-
 def needed(node: ir.Node, i: int) -> ir.Value:
     """Input `i`, which the operator requires. Raises Unwritable."""
     value = given(node, i)
@@ -176,20 +171,6 @@ def attr(node: ir.Node, name: str, default: Any = None) -> Any:
     if found.is_ref():
         raise Unwritable(f"its attribute '{name}' refers to one of a function")
     return found.value
-
-
-def rank(value: ir.Value | None) -> int | None:
-    """The number of axes where it is known, or None."""
-    return None if value is None or value.shape is None else len(value.shape)
-
-
-def dim(value: ir.Value | None, axis: int) -> int | None:
-    """The size of an axis where it is known, or None."""
-    size = rank(value)
-    if value is None or value.shape is None or size is None or not -size <= axis < size:
-        return None
-    extent = value.shape[axis]
-    return extent if isinstance(extent, int) else None
 
 
 def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -236,7 +217,7 @@ def write(node: ir.Node) -> tuple[list[ir.Node], list[ir.Value | None]]:
 
 
 def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) -> list[ir.Node]:
-    """Those of `nodes` that the results are made of; the others no longer read anything."""
+    """The nodes that the results depend on; the others are cut off from their inputs."""
     wanted, kept = {v for v in results if v is not None}, []
     for node in reversed(nodes):
         if any(v in wanted for v in node.outputs):

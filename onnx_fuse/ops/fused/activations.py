@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation, signature
 from onnx_fuse.ops.opdef import OpDef, register
@@ -27,7 +27,6 @@ from onnx_fuse.ops.rewrite import (
     number,
     other_operand,
     producer,
-    rank,
     scalar,
     sole_consumer,
     typed,

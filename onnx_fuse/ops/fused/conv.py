@@ -12,7 +12,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -25,13 +25,11 @@ from onnx_fuse.ops.rewrite import (
     attribute,
     consumer_views,
     consumers,
-    dim,
     is_constant,
     is_float,
     move_shape_readers,
     other_operand,
     producer,
-    rank,
     replay_views,
     sole_consumer,
     typed,

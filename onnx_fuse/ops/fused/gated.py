@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -30,12 +30,10 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
+    constant_ints,
     consumers,
-    dim,
-    ints,
     is_additive_identity,
     is_initializer,
-    rank,
     sole_consumer,
     typed,
 )
@@ -172,9 +170,9 @@ def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | Non
         sizes = [dim(v, _axis(node, rank(whole)) or 0) for v in before]
         return whole, None if None in sizes else sum(size or 0 for size in sizes), node
     if node.op_type == "Slice":
-        starts, steps = ints(node.inputs[1]), None
+        starts, steps = constant_ints(node.inputs[1]), None
         if len(node.inputs) > 4 and node.inputs[4] is not None:
-            steps = ints(node.inputs[4])
+            steps = constant_ints(node.inputs[4])
             if steps != [1]:
                 return None
         if starts is None or len(starts) != 1 or starts[0] < 0:
@@ -190,7 +188,11 @@ def _axis(node: ir.Node, size: int | None) -> int | None:
     if node.op_type == "Split":
         axis = attribute(node, "axis", 0)
         return axis % size if isinstance(axis, int) else None
-    axes = ints(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else [0]
+    axes = (
+        constant_ints(node.inputs[3])
+        if len(node.inputs) > 3 and node.inputs[3] is not None
+        else [0]
+    )
     return axes[0] % size if axes is not None and len(axes) == 1 else None
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -39,7 +39,6 @@ from onnx_fuse.ops.rewrite import (
     attribute,
     consumer_views,
     consumers,
-    dim,
     is_additive_identity,
     is_constant,
     is_float,
@@ -47,7 +46,6 @@ from onnx_fuse.ops.rewrite import (
     label,
     move_shape_readers,
     other_operand,
-    rank,
     replay_views,
     sole_consumer,
     through_row_views,

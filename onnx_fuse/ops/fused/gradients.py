@@ -16,12 +16,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import dim
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import Activation, signature
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad
-from onnx_fuse.ops.grad_helpers import Tensor, Values, arguments, dim, emit, fail, reshape_like
+from onnx_fuse.ops.grad_helpers import Tensor, Values, arguments, emit, fail, reshape_like
 from onnx_fuse.ops.opdef import OpDef, lookup
 
 STASH = "stash_type: int = 1"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -20,12 +20,10 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
-    dim,
-    ints,
+    constant_ints,
     is_float,
     other_operand,
     producer,
-    rank,
     sole_consumer,
 )
 
@@ -91,7 +89,7 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
     channels = dim(x, 1)
     if rank(x3) != 3 or (rank(x) or 0) < 2 or channels is None or channels % groups:
         return False
-    if ints(split.inputs[1]) != [0, groups, -1] and not _same(x, x3, 0):
+    if constant_ints(split.inputs[1]) != [0, groups, -1] and not _same(x, x3, 0):
         return False
     nodes = [node]
     unit = _holds(ones, 1) and _holds(zeros, 0)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.onnx.build import const_array, rank
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
@@ -21,7 +21,6 @@ from onnx_fuse.ops.rewrite import (
     is_constant,
     label,
     other_operand,
-    rank,
     row_axis,
     sole_consumer,
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.opdef import OpDef, register
@@ -22,15 +22,13 @@ from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
     attribute,
+    constant_ints,
     consumers,
-    dim,
-    ints,
     is_constant,
     is_float,
     number,
     other_operand,
     producer,
-    rank,
     scalar,
     sole_consumer,
 )
@@ -224,7 +222,7 @@ class _Reader:
                 return None
         if node is None or attribute(node, "keepdims", 1) != kept or len(node.inputs) < 2:
             return None
-        axes, size = ints(node.inputs[1]), rank(node.inputs[0])
+        axes, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
         last = axes in ([-1], [size - 1] if size is not None else None)
         return node.inputs[0] if last else None
 

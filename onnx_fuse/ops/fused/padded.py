@@ -14,9 +14,9 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.rewrite import attribute, consumers, dim, ints, rank, row_axis, typed
+from onnx_fuse.ops.rewrite import attribute, constant_ints, consumers, row_axis, typed
 
 Fill = np.ndarray | None
 """What each column of an added row is; None where that is 0."""
@@ -62,7 +62,7 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
                 return "the rows do not lie along the last axis where they are padded"
             ratio *= prod(after) / prod(_sizes(view, after))
         elif view.op_type == "Reshape":
-            target = ints(view.inputs[1])
+            target = constant_ints(view.inputs[1])
             if target is None or target[axis] == 0:
                 return "the shapes between are not known beforehand"
     # by weight: a product that is fused already is dead, but there
@@ -92,7 +92,7 @@ def replay_padded_views(
         inputs = [moved.get(v, v) for v in view.inputs]
         axis = axes[view.outputs[0]]
         if view.op_type == "Reshape":
-            target = ints(view.inputs[1]) or []
+            target = constant_ints(view.inputs[1]) or []
             inputs[1] = op.constant([width if i == axis else d for i, d in enumerate(target)])
         kept = {name: value.value for name, value in view.attributes.items()}
         made = op.node(view.op_type, inputs, outputs=len(view.outputs), attributes=kept)
@@ -150,7 +150,7 @@ def _axes(x: ir.Value, views: Sequence[ir.Node]) -> dict[ir.Value | None, int]:
 
 def _padded_shape(pad: ir.Node) -> list[int] | None:
     """The result's sizes, 1 along the axes that stay as they are."""
-    pads, size = ints(pad.inputs[1]) or [], rank(pad.inputs[0]) or 0
+    pads, size = constant_ints(pad.inputs[1]) or [], rank(pad.inputs[0]) or 0
     found = []
     for axis in range(size):
         by, here = (pads[axis], pads[axis + size]), dim(pad.inputs[0], axis)
@@ -161,13 +161,13 @@ def _padded_shape(pad: ir.Node) -> list[int] | None:
 
 
 def _sizes(pad: ir.Node, after: Sequence[int]) -> list[int]:
-    pads = ints(pad.inputs[1]) or []
+    pads = constant_ints(pad.inputs[1]) or []
     return [d - pads[i] - pads[i + len(after)] for i, d in enumerate(after)]
 
 
 def _is_there(pad: ir.Node) -> np.ndarray:
     """Which of the padded rows are those that were there."""
-    after, pads = _padded_shape(pad) or [], ints(pad.inputs[1]) or []
+    after, pads = _padded_shape(pad) or [], constant_ints(pad.inputs[1]) or []
     there = np.zeros(after, np.bool_)
     there[tuple(slice(pads[i], d - pads[i + len(after)]) for i, d in enumerate(after))] = True
     return there

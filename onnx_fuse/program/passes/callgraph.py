@@ -100,7 +100,7 @@ class Calls:
         )
 
     def seconds(self, problem: AnyProblem) -> float:
-        """Of its kernel; infinity where it has none."""
+        """Seconds of the kernel that would be chosen; infinity where there is none."""
         return seconds(problem, self.hw, self.prefs)
 
     def pays(self, before: Iterable[AnyProblem], after: Iterable[AnyProblem]) -> bool:

@@ -11,7 +11,7 @@ from onnx_fuse.program.passes.callgraph import rename_buffer
 
 
 def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Without the calls whose results nothing reads."""
+    """The calls without those whose results nothing reads."""
     live, kept = set(keep), []
     for call in reversed(calls):
         if any(t.buffer in live for _, t in call.writes):

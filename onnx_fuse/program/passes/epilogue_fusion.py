@@ -12,6 +12,7 @@ from dataclasses import replace
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.epilogue import NONE
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import (
     LARGE,
@@ -41,7 +42,7 @@ def _product(
         return None
     if problem.op not in ops:
         return None
-    return None if any(problem.attr(name) for name in without) else (*source, problem)
+    return None if problem.epilogue.among(*without) else (*source, problem)
 
 
 def _row(tensor: Tensor) -> bool:
@@ -72,13 +73,13 @@ def add(calls: Calls, i: int, call: Call) -> None:
             continue
         if {y.dtype, r.dtype, total.dtype} != {problem.out}:
             continue
-        if bias and (norm or problem.attr("bias") or r.dtype not in FLOATS):
+        if bias and (norm or problem.epilogue.bias or r.dtype not in FLOATS):
             continue
         if bias:  # the row itself, once
             r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
         made = replace(
             product,
-            problem=problem.replace(**{"bias" if bias else "residual": True}),
+            problem=problem.with_epilogue(**{"bias" if bias else "residual": True}),
             reads=(*product.reads, (_BIAS[problem.op] if bias else "c", r)),
             writes=(("y", total),),
         )
@@ -95,20 +96,20 @@ def scale(calls: Calls, i: int, call: Call) -> None:
         return
     (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
     for z, g in ((first, second), (second, first)):
-        found = _product(calls.sole_producer(i, z), (*_SUMS, "layernorm", "scale"))
+        found = _product(calls.sole_producer(i, z), (*_SUMS, "layernorm", "layer_scale"))
         if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
             continue
         at, product, problem = found
         made = product.writes[0][1]
         same = made.dense and (made.offset, made.size) == (z.offset, z.size) and y.size == z.size
         types = {t.dtype for t in (made, z, g, y)} | {problem.dtype, problem.out}
-        if not same or not problem.attr("bias") or problem.attr("bias_dtype") or len(types) > 1:
+        if not same or not problem.epilogue.bias or problem.epilogue.bias_dtype or len(types) > 1:
             continue
         if any(w >= at for w in calls.writers[g.buffer]) or not calls.may_write(at, i, y):
             continue
         g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
         reads = (*product.reads, ("col0", g))
-        wanted = replace(product, problem=problem.replace(scale=True), reads=reads)
+        wanted = replace(product, problem=problem.with_epilogue(layer_scale=True), reads=reads)
         if calls.fuse(at, i, replace(wanted, writes=(("y", y),))):
             return
 
@@ -137,24 +138,24 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     if act is None:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    found = _product(calls.producer(z), ("act", "dact", "save_z", "scale"))
+    found = _product(calls.producer(z), ("act", "dact", "save_z", "layer_scale"))
     if found is None or len(calls.writers[y.buffer]) != 1:
         return
     at, product, plain = found
-    if plain.attr("residual") and (plain.attr("beta") or plain.attr("residual") is not True):
+    if plain.epilogue.residual and (plain.epilogue.beta or plain.epilogue.residual is not True):
         return
     problem, made = _summed_first(plain), product.writes[0][1]
     # equal but for the strides of axes of one
     same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
     if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
-    problem = problem.replace(**act)
+    problem = problem.with_epilogue(**act)
     if z.buffer in calls.keep or calls.readers[z.buffer] != [i]:
-        problem = problem.replace(save_z=True)
-    residual = problem.attr("beta") and plain.attr("residual")
+        problem = problem.with_epilogue(save_z=True)
+    residual = problem.epilogue.beta and plain.epilogue.residual
     if residual and not calls.pays((plain, pointwise(call)), (problem,)):
         return
-    writes = (("y", y), ("z", z))[: 1 + bool(problem.attr("save_z"))]
+    writes = (("y", y), ("z", z))[: 1 + bool(problem.epilogue.save_z)]
     calls.fuse(at, i, replace(product, problem=problem, writes=writes))
 
 
@@ -175,10 +176,9 @@ def _activation(call: Call) -> dict[str, Value] | None:
 
 def _summed_first(problem: Problem) -> Problem:
     """The problem with its residual as Gemm's C, which is added before the activation."""
-    if not problem.attr("residual"):
+    if not problem.epilogue.residual:
         return problem
-    rest = tuple(a for a in problem.attrs if a[0] != "residual")
-    return replace(problem, attrs=rest).replace(beta=1.0)
+    return problem.with_epilogue(residual=False, beta=1.0)
 
 
 def cast(calls: Calls, i: int, call: Call) -> None:
@@ -198,7 +198,7 @@ def cast(calls: Calls, i: int, call: Call) -> None:
     at, product = source
     if problem.op not in ("Gemm", "LayerNormGemm"):
         return
-    if any(problem.attr(a) for a in ("accumulate", "beta", "dact", "gate", "residual", "save_z")):
+    if problem.epilogue.among("accumulate", "beta", "dact", "gate", "residual", "save_z"):
         return
     if z.size >= LARGE or not whole(z.size, z, y) or y.dtype != "float32":
         return
@@ -215,7 +215,7 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     activation's gradient, of which the sums for dbias are left.
     """
     problem, given, how = call.problem, dict(call.reads), _slope(call)
-    plain_only = (*BARE, "scale")
+    plain_only = (*BARE, "layer_scale")
     found = _product(calls.sole_producer(i, given["dy"]), plain_only) if how is not None else None
     if how is None or found is None:
         return
@@ -223,10 +223,9 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     dy, z, dz = given["dy"], given["z"], product.writes[0][1]
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
-    wanted, left = plain.replace(dact=True, **how), None
+    wanted, left = plain.with_epilogue(dact=True, **how), None
     if isinstance(problem, Problem):
-        rest = tuple(a for a in problem.attrs if a[0] not in how)
-        left = replace(call, problem=replace(problem, attrs=rest))
+        left = replace(call, problem=replace(problem, epilogue=NONE))
     else:
         dz = dict(call.writes)["dz"]
         sums = tuple((n, t) for n, t in call.writes if n != "dz")
@@ -242,8 +241,8 @@ def slope(calls: Calls, i: int, call: Call) -> None:
 def _slope(call: Call) -> dict[str, Value] | None:
     """The activation, and its alpha, by whose slope at z the call multiplies its dy."""
     if isinstance(call.problem, Problem) and call.problem.op == "LayerNormGemmGrad":
-        attrs = dict(call.problem.attrs)
-        return {name: attrs[name] for name in ("act", "act_alpha") if attrs.get(name)} or None
+        forward = call.problem.epilogue
+        return {"act": forward.act, "act_alpha": forward.act_alpha} if forward.act else None
     if not isinstance(call.problem, SlopeProduct) or not call.problem.act:
         return None
     return {"act": call.problem.act, "act_alpha": call.problem.act_alpha}

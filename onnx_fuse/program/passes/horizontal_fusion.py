@@ -104,7 +104,7 @@ def _place(
 def _kind(call: Call) -> object | None:
     """What calls of one launch have in common; None for a call that stands alone."""
     if call.expression is None:
-        return _twin(call)
+        return _batch_key(call)
     if (found := copy_fusion.copy_kind(call)) is not None:
         return found
     if not prod(call.writes[0][1].shape) or call.expression.rows:
@@ -117,7 +117,7 @@ def _kind(call: Call) -> object | None:
     return call.expression, shared, tuple(t.dtype for t in tensors)
 
 
-def _twin(call: Call) -> object | None:
+def _batch_key(call: Call) -> object | None:
     """The problem of a small call, and which of its operands are there."""
     if call.problem is None or isinstance(call.problem, BatchedCalls | PointwiseMany | CopyMany):
         return None
@@ -159,7 +159,7 @@ def _many(members: Sequence[Call], choice: Choice) -> Call:
     """One call of all members; their operands are bound under "column.row"."""
     first = members[0]
     if first.expression is None:
-        return _twins(members, choice)
+        return _batched(members, choice)
     shared = [t if _single(t) else None for _, t in first.reads]
     items = [([t for _, t in c.reads], [t for _, t in c.writes]) for c in members]
     reads: dict[str, Tensor] = {f"a{r}": t for r, t in enumerate(shared) if t is not None}
@@ -185,7 +185,7 @@ def _many(members: Sequence[Call], choice: Choice) -> Call:
     )
 
 
-def _twins(members: Sequence[Call], choice: Choice) -> Call:
+def _batched(members: Sequence[Call], choice: Choice) -> Call:
     """One launch of equal ones over other pointers; operands are bound under "name.row"."""
     first, count = members[0], len(members)
     assert first.problem is not None

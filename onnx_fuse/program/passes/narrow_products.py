@@ -25,7 +25,10 @@ def _plain(call: Call, also: str = "") -> Problem | None:
     if p.trans_a or p.batch:
         return None
     allowed = {"lda", "ldb", "align", "static_b", also}
-    if not {name for name, value in p.attrs if value} <= allowed or p.integer("align", 16) % 16:
+    if (
+        not {name for name, value in p.extras.items() if value} <= allowed
+        or p.integer("align", 16) % 16
+    ):
         return None
     lines = p.k if p.trans_b else p.n
     return p if p.integer("lda", p.k) == p.k and p.integer("ldb", lines) == lines else None

@@ -18,6 +18,7 @@ import numpy as np
 from onnx_fuse.kernels.costs import seconds
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.problem import AnyProblem, Problem
 from onnx_fuse.program.problems import Norm
@@ -101,7 +102,7 @@ def _norm(call: Call, ctx: Context) -> Rows | None:
 
 
 def _attrs(problem: Problem) -> set[str]:
-    return {name for name, value in problem.attrs if value}
+    return {name for name, value in problem.extras.items() if value}
 
 
 def _product(call: Call, norm: Rows) -> bool:
@@ -128,7 +129,7 @@ def _residual(call: Call, norm: Rows, ctx: Context) -> bool:
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["c"]
         and norm.whole(reads["c"])
         and (p.m, p.n, p.batch) == (norm.rows, norm.width, ())
-        and p.attr("residual") is True
+        and p.epilogue.residual is True
         and _attrs(p) <= PLAIN | {"residual", "moments"}
         and ("col1" not in reads or ctx.known(reads["col1"]) is not None)
     )
@@ -142,7 +143,7 @@ class Choices:
         self._seconds: dict[AnyProblem, float] = {}
 
     def seconds(self, *problems: AnyProblem) -> float:
-        """By the cost models alone: a record of one would not compare with a guess of another."""
+        """Seconds by the cost models alone, which compare where records would not."""
         for problem in problems:
             if problem not in self._seconds:
                 found = seconds(problem, self.ctx.hw, self.ctx.prefs, records=False)
@@ -166,7 +167,7 @@ class Choices:
             old = _problem(source)
             for parts in sorted({norm.width // bn for _, bn, _ in TILES if norm.width % bn == 0}):
                 new = (_norm_gemm(c, norm, parts) for c in products.values())
-                more = self.seconds(old.replace(moments=parts)) - self.seconds(old)
+                more = self.seconds(old.with_epilogue(moments=parts)) - self.seconds(old)
                 ways.append((added + more + self.seconds(*new), parts))
         after, parts = min(ways)
         if not after < before:
@@ -181,12 +182,12 @@ class Choices:
         products: Mapping[int, Call],
         residuals: Mapping[int, Call],
     ) -> dict[int, Call] | None:
-        """None where the weights cannot be folded."""
+        """The calls that replace the norm, or None where the weights cannot be folded."""
         ctx, found, part = self.ctx, {}, {}
         if source is not None:
             part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
             wrote = replace(source, writes=(*source.writes, *part.items()))
-            found[-1] = replace(wrote, problem=_problem(source).replace(moments=parts))
+            found[-1] = replace(wrote, problem=_problem(source).with_epilogue(moments=parts))
         given = dict(norm.call.reads)
         statistics: dict[str, Tensor] = {}
         for j, call in products.items():
@@ -227,7 +228,7 @@ class Choices:
 
 
 def _problem(call: Call) -> Problem:
-    """Of a call that makes a product."""
+    """The problem of a call that makes a product."""
     assert isinstance(call.problem, Problem)
     return call.problem
 
@@ -235,17 +236,18 @@ def _problem(call: Call) -> Problem:
 def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> Problem:
     """The LayerNormGemm that a product of the norm's rows becomes."""
     p = _problem(call)
-    kept = {name: p.attr(name) for name in ("act", "act_alpha") if p.attr(name)}
+    act, alpha = p.epilogue.act, p.epilogue.act_alpha
     return Problem.of(
         "LayerNormGemm", m=p.m, n=p.n, k=p.k, dtype=p.dtype, out_dtype=p.out_dtype,
-        trans_b=p.trans_b, math=p.math, bias=True, epsilon=norm.epsilon, folded=True,
-        static_b=True, align=16, **(kept | ({"parts": parts} if parts else {})),
+        trans_b=p.trans_b, math=p.math, epsilon=norm.epsilon, folded=True, static_b=True, align=16,
+        epilogue=Epilogue(bias=True, act=act, act_alpha=alpha),
+        **({"parts": parts} if parts else {}),
     )  # type: ignore[arg-type]  # fmt: skip
 
 
 def _added(call: Call) -> Problem:
     """The product that adds the norm of what it added before."""
-    return _problem(call).replace(residual="norm", bias=True)
+    return _problem(call).with_epilogue(residual="norm", bias=True)
 
 
 def _makes(call: Call, norm: Rows) -> bool:

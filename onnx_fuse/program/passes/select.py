@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from onnx_fuse.cuda.source import source_text
-from onnx_fuse.kernels import Choice, select
+from onnx_fuse.kernels import CALLS_EARLY, Choice, select
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import upper_bound, wide_size_class
@@ -54,7 +53,7 @@ def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
     for (i, j), (after, first) in pairwise(places):
         launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
         few = upper_bound(prod(launch.grid), wide_size_class) <= 128  # these do it anyway
-        if alone and not few and "NEXT_ALONE" in source_text(launch.source):
+        if alone and not few and launch.source in CALLS_EARLY:
             defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
             found[i][j] = replace(launch, defines=defines)
     return tuple(

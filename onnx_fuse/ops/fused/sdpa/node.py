@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
-from onnx_fuse.ops.rewrite import Rewriter, attribute, dim, rank, typed
+from onnx_fuse.ops.rewrite import Rewriter, attribute, typed
 
 
 def fuse_node(rw: Rewriter, node: ir.Node) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
@@ -23,12 +23,10 @@ from onnx_fuse.ops.fused.sdpa.scores import (
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
+    constant_ints,
     consumers,
-    dim,
-    ints,
     is_float,
     producer,
-    rank,
     scalar,
     sole_consumer,
     typed,
@@ -366,11 +364,11 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
     if rank(source) == 4 and all(same_size(source, i, right, order[i]) for i in range(4)):
         return source
     target = reshape.inputs[1]
-    sizes, joined = ints(target), producer(target, "Concat")
+    sizes, joined = constant_ints(target), producer(target, "Concat")
     if sizes is not None and 0 not in sizes:
         shape: ir.Value = op.constant([sizes[i] for i in order])
     elif joined is not None and len(joined.inputs) == 4:
-        if any(dim(piece, 0) != 1 or ints(piece) == [0] for piece in joined.inputs):
+        if any(dim(piece, 0) != 1 or constant_ints(piece) == [0] for piece in joined.inputs):
             return None
         shape = op.Concat(*(joined.inputs[i] for i in order), axis=0)
     else:

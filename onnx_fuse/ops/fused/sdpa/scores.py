@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
-from onnx_fuse.ops.rewrite import is_float, producer, rank, scalar
+from onnx_fuse.onnx.build import Builder, const_array, rank
+from onnx_fuse.ops.rewrite import is_float, producer, scalar
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
@@ -31,11 +31,11 @@ class Step:
     at: ir.Value
     """The logits behind the step, whose axes the value's stand under."""
     factor: float = 1.0
-    """Of an added mask: what the sum was scaled by since."""
+    """For an added mask: the factor by which the sum was scaled after it."""
     negated: bool = False
-    """Of an added mask: it is subtracted."""
+    """For an added mask: whether it is subtracted."""
     fill: np.ndarray | None = None
-    """Of a condition: the scalar, in the logits' dtype, that stands where logits are not kept."""
+    """For a condition: the scalar, in the logits' dtype, that replaces logits."""
     conditions: list[tuple[ir.Value, bool]] = field(default_factory=list)
     """(condition, what it is where the logits are kept); all must hold."""
 
