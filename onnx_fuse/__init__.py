@@ -3,7 +3,7 @@
 `optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
 with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
 fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `backend` is the
-interface of onnx.backend.
+interface of onnx.backend, and `torch` has fused operators and imported graphs for PyTorch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"onnx_fuse.{_NAMES[name]}"), name)
         globals()[name] = value
         return value
-    if name in _MODULES:
-        return importlib.import_module(f"onnx_fuse.{_MODULES[name]}")
+    if name in _MODULES or name == "torch":  # which needs PyTorch, and so is not in __all__
+        return importlib.import_module(f"onnx_fuse.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'onnx_fuse' has no attribute '{name}'")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from onnx_fuse import session
 from onnx_fuse.autodiff import Partition, gradient, open_parameters, partition, trainable
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.runtime import ort
 
@@ -144,3 +145,15 @@ def test_parameters_that_a_pass_packed_are_inputs_in_their_own_shapes() -> None:
         np.testing.assert_allclose(after[key], array, rtol=1e-6)
     shapes = {str(v.name): tuple(v.shape or ()) for v in model.graph.inputs[1:]}
     assert shapes == {"a": (2, 2), "b": (2, 2), "c": (2,)}
+
+
+def test_what_draws_random_numbers_is_not_run_again() -> None:
+    text = """agraph (float[M,K] x) => (float[M,K] y)
+    { r = RandomNormalLike(x) e = Exp(r) y = Mul(x, e) }"""
+    model = session.load(text_model(text))
+    halves = partition(model, ["x"])
+    feeds = arrays(model) | {"y.grad": np.ones((3, 4), np.float32)}
+    found = both(model, halves, feeds)
+    np.testing.assert_allclose(found["x.grad"] * feeds["x"], found["y"], rtol=1e-5)
+    with pytest.raises(ModelError, match="draws random numbers"):
+        partition(model, ["x"], recompute=True)

@@ -10,9 +10,11 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, Whole
 from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.autodiff.walk import backward
+from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.grad_helpers import is_float
+from onnx_fuse.ops.grad_helpers import fail, is_float
 from onnx_fuse.passes.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
@@ -54,8 +56,13 @@ def partition(
             on inputs alone, so that it can be differentiated in its turn.
 
     Raises:
-        ModelError: A node on the way has no gradient.
+        ModelError: A node on the way has no gradient; or it draws random numbers, which `recompute`
+            would draw anew.
     """
+    if recompute:
+        for node in all_nodes(model.graph):
+            if node.op_type in DRAWS and not node.domain:
+                raise fail(node, "it draws random numbers, and the forward cannot be run again")
     joint = inline(model) if recompute else model.clone()
     graph = joint.graph
     if any(v.type is None for n in graph for v in n.outputs):
