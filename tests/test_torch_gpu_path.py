@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 def runner() -> tuple[Any, Any]:
     graph = Graph("test", load(text_model(TEXT)))
     made = module.GpuRunner(graph.model, 0)
-    return made, lambda *tensors: made.run(graph.inputs, graph.outputs, tensors)
+    return made, lambda *tensors: made.run(graph, tensors)
 
 
 def check(run: Any, rows: int, seed: int = 0) -> None:
@@ -123,8 +123,8 @@ def test_a_graph_that_needs_the_host_runs_by_a_binding(gpu: FakeGpu, now: Torch)
     graph = Graph("test", load(text_model(text)))
     made = module.GpuRunner(graph.model, 0)
     x = torch.tensor([0.0, 1, 0, 2])
-    assert made._layout("ieee", graph.inputs, [x]) is None
+    assert made._layout("ieee", graph, [x]) is None
     now.capturing = True
     with pytest.raises(UsageError, match="cannot be captured"):
-        made._through_binding("ieee", graph.inputs, graph.outputs, [x], 7)
+        made._through_binding("ieee", graph, [x], 7)
     assert np.array_equal(np.flatnonzero(x.numpy()), [1, 3])
