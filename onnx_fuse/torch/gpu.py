@@ -19,7 +19,7 @@ import torch
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Call, NeedsValues, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import workspace_key
@@ -283,7 +283,10 @@ class GpuRunner:
         names = [end.name for end in graph.inputs]
         ends = zip(names, tensors, strict=True)
         shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}
-        made = executable.specializer.of(shapes)
+        try:
+            made = executable.specializer.of(shapes)
+        except NeedsValues:  # of inputs that decide about shapes
+            return None
         if made.program.stages or any(call.host for call in made.program.calls):
             return None
         return Layout(executable, made, names, tensors[0].device)
