@@ -2,8 +2,10 @@
 
 `optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
 with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
-fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `backend` is the
-interface of onnx.backend, and `torch` has fused operators and imported graphs for PyTorch.
+fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `nn` has eager
+tensors and modules, of which `capture` makes models; `register_op` and `register_kernel` add
+operators and kernels. `backend` is the interface of onnx.backend, and `torch` has fused operators
+and imported graphs for PyTorch.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from onnx_fuse import backend as backend
     from onnx_fuse import deploy as deploy
+    from onnx_fuse import nn as nn
+    from onnx_fuse import plugins as plugins
     from onnx_fuse.api import gradient as gradient
     from onnx_fuse.api import load as load
     from onnx_fuse.api import optimize as optimize
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import ModelError as ModelError
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
+    from onnx_fuse.nn.graphs import capture as capture
+    from onnx_fuse.ops.opdef import OpDef as OpDef
+    from onnx_fuse.plugins import register_kernel as register_kernel
+    from onnx_fuse.plugins import register_op as register_op
     from onnx_fuse.session import InferenceSession as InferenceSession
     from onnx_fuse.training import optim as optim
     from onnx_fuse.training.trainer import Trainer as Trainer
@@ -40,19 +48,25 @@ _NAMES = {
     "DeviceError": "errors",
     "InferenceSession": "session",
     "ModelError": "errors",
+    "OpDef": "ops.opdef",
     "OnnxFuseError": "errors",
     "Trainer": "training.trainer",
     "UsageError": "errors",
+    "capture": "nn.graphs",
     "check_gradients": "validation",
     "gradient": "api",
     "load": "api",
     "optimize": "api",
+    "register_kernel": "plugins",
+    "register_op": "plugins",
     "validate": "validation",
 }
 _MODULES = {
     "backend": "backend",
     "deploy": "deploy",
+    "nn": "nn",
     "optim": "training.optim",
+    "plugins": "plugins",
 }
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]

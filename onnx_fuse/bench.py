@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import passes
+from onnx_fuse import passes, progress
+from onnx_fuse import profile as profiling
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.profile import Profile
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import ort
@@ -59,6 +59,8 @@ class Comparison:
     ratio: float
     noise: tuple[float, float]
     feeds: dict[str, list[int]]
+    rounds: list[tuple[float, float]]
+    """Milliseconds of the original and of the fused model in each round."""
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -103,7 +105,10 @@ def compare(
         passes.optimize(fused)
         makers = [partial(_clock, model, feeds, threads) for model in (path, fused)]
     parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
-    groups = [_rounds([make() for make in makers], len(part)) for part in parts]
+    groups = []
+    for i, part in enumerate(parts):
+        progress.report("timing both models", i, len(parts))
+        groups.append(_rounds([make() for make in makers], len(part)))
     times = np.concatenate(groups)
     medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
     return Comparison(
@@ -112,6 +117,7 @@ def compare(
         float(np.median(times[:, 1] / times[:, 0])),
         (min(medians), max(medians)),
         {name: list(array.shape) for name, array in feeds.items()},
+        [(1e3 * float(a), 1e3 * float(b)) for a, b in times],
     )
 
 
@@ -164,14 +170,19 @@ def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
 
 @dataclass
 class RunResult:
-    """One run: outputs, time, and where asked for (runs, microseconds) by operator."""
+    """One run: outputs, time, and where asked for what took the time."""
 
     feeds: Feeds
     outputs: dict[str, Array]
     milliseconds: float
-    operators: dict[str, tuple[int, float]] = field(default_factory=dict)
+    profile: Profile | None = None
     program: Program | None = None
     hardware: Hardware | None = None
+
+    @property
+    def operators(self) -> dict[str, tuple[int, float]]:
+        """(runs, microseconds) by operator or kernel, where the run was profiled."""
+        return self.profile.operators if self.profile else {}
 
     @property
     def total_us(self) -> float:
@@ -188,7 +199,7 @@ def run_once(
     profile: bool = False,
     compiled: Path | None = None,
 ) -> RunResult:
-    """Run the fusion of `graph`; `profile` adds the time by operator, or by kernel on "cuda".
+    """Run the fusion of `graph`; `profile` adds the Profile of a run.
 
     `compiled` is a file of `deploy.compile` that has the graph and runs in its place.
     """
@@ -203,9 +214,9 @@ def run_once(
         result.program, result.hardware = session.program(feeds)
     if profile:
         if device == "cuda":
-            result.operators = session.profile(feeds)
+            result.profile = profiling.of_calls(session._on_cuda().instance(feeds).profile())
         else:
-            result.operators = _operator_times(session.model, feeds)
+            result.profile = profiling.of_onnxruntime(session.model, feeds)
     return result
 
 
@@ -226,23 +237,3 @@ def program(
 def sites(program: Program, hw: Hardware) -> list[Site]:
     """Each kernel call of the program, explained."""
     return [site(call, hw) for call in program.calls if call.launches]
-
-
-def _operator_times(model: onnx_ir.Model, feeds: Feeds) -> dict[str, tuple[int, float]]:
-    """(runs, microseconds) by operator, the longest first; onnxruntime fuses on its own."""
-    import onnxruntime
-
-    with TemporaryDirectory(prefix="onnx-fuse-") as folder:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(folder) / "profile")
-        session = ort.session(model, options)
-        ort.run(session, feeds)
-        events = json.loads(Path(session.end_profiling()).read_text())
-    times: dict[str, tuple[int, float]] = {}
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            runs, us = times.get(event["args"]["op_name"], (0, 0.0))
-            times[event["args"]["op_name"]] = (runs + 1, us + event["dur"])
-    return dict(sorted(times.items(), key=lambda item: -item[1][1]))

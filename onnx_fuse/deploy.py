@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse import __version__, passes, session
+from onnx_fuse import __version__, passes, progress, session
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_hash, waits, waits_first
@@ -100,7 +100,8 @@ def compile(
         made = []
         for target, hw in targets.items():
             programs = Specializer(graph, hw, math=math)  # what a session has for a shape
-            for closed in wanted:
+            for i, closed in enumerate(wanted):
+                progress.report(f"lowering for {target}", i, len(wanted))
                 if free:
                     made += _over(programs, target, closed, free)
                 else:

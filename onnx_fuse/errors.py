@@ -11,8 +11,10 @@ __all__ = [
     "UsageError",
 ]
 
-INSTALL_CUDA = "pip install 'onnx-fuse[cuda13]'"
-"""The command that installs the CUDA packages."""
+INSTALL_CUDA = 'pip install ".[cuda13]"'
+"""The command that installs the CUDA packages, in a checkout of this project."""
+INSTALL_CUBLASLT = 'pip install ".[cublaslt]"'
+"""The command that installs cuBLASLt, in a checkout of this project."""
 
 
 class OnnxFuseError(Exception):

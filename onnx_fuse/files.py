@@ -6,7 +6,6 @@ Where a file system has no such locks, nothing is swept and no second writer is 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
@@ -121,11 +120,9 @@ def locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]
     try:  # from before it is made, since a signal may end the run at any point
         while lock is None:
             folder = parent / f"{prefix}{secrets.token_hex(4)}{suffix}"
-            _drafts.add(folder)
             try:
                 folder.mkdir(0o700)
             except FileExistsError:
-                _drafts.discard(folder)
                 folder = None  # another's
                 continue
             try:
@@ -140,19 +137,8 @@ def locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-            _drafts.discard(folder)
         if lock is not None:
             lock.close()
-
-
-_drafts: set[Path] = set()  # the folders that this process has made and not yet removed
-
-
-@atexit.register
-def _remove_drafts() -> None:
-    """Remove the folders whose removal a signal interrupted."""
-    while _drafts:
-        shutil.rmtree(_drafts.pop(), ignore_errors=True)
 
 
 def sweep(parent: Path, prefix: str, suffix: str = "") -> None:
@@ -227,11 +213,10 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 def _forget() -> None:
-    """A forked child shares its parent's locks and drafts, and would keep or remove them."""
+    """A forked child shares its parent's locks, and would keep them after the parent's death."""
     for lock in list(_locks):
         lock.close()
     _owners.clear()
-    _drafts.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -15,6 +15,12 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save as save_model
 
 
+@pytest.fixture(autouse=True)
+def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist gives its workers a width of 80 columns; output has the one of a pipe."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """`cli("optimize", path, "--explain")` runs the command in this process."""

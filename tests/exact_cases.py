@@ -309,6 +309,14 @@ EXACT_CASES = (
         spares=(("empty", "onnxruntime's Einsum dies of a batch of none (1.32)"),),
     ),
     FusionCase(
+        "einsum_contracts_one_of_two_axes_with_many",
+        "float[B,T,1,8] x, float[2,8,5] w",
+        'y = Einsum <equation = "abcd,cde->abe"> (x, w)',
+        output="float[B,T,5] y",
+        gone=("MatMul",),
+        spares=(("empty", "onnxruntime's Einsum dies of a batch of none (1.32)"),),
+    ),
+    FusionCase(
         "einsum_contracts_sizes_of_two_names",
         "float[2,5,H] x, float[2,G,4] z",
         'y = Einsum <equation = "bij,bjk->bik"> (x, z)',

@@ -94,7 +94,7 @@ class FakeGpu:
         monkeypatch.setattr(launching, "_driver", lambda: self)
         monkeypatch.setattr(launching, "_kernel", lambda launch, arch: id(launch))
         monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
-        monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch, progress=True: None)
+        monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
         monkeypatch.setattr(Open, "at", evaluated)
         monkeypatch.setattr(Bound, "update", became)

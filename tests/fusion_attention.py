@@ -48,6 +48,61 @@ ATTENTION = (
         )
     ),
     FusionCase(
+        "attention_by_einsum_with_heads_in_the_weights",  # as Keras writes it
+        "float[B,T,16] x, float[16,2,8] wq, float[2,8] cq, float[16,2,8] wk, float[2,8] ck, "
+        "float[16,2,8] wv, float[2,8] cv, float[2,8,24] wo, float[24] co",
+        "".join(
+            f'm{n} = Einsum <equation = "abc,cde->abde"> (x, w{n})\n {n} = Add (m{n}, c{n})\n'
+            for n in "qkv"
+        )
+        + scalar("scale", 0.35355338)
+        + "qs = Mul (q, scale)\n"
+        's = Einsum <equation = "aecd,abcd->acbe"> (k, qs)\n p = Softmax (s)\n'
+        'h = Einsum <equation = "acbe,aecd->abcd"> (p, v)\n'
+        'o = Einsum <equation = "abcd,cde->abe"> (h, wo)\n y = Add (o, co)',
+        ("Gemm", "Gemm", "Gemm", "Sdpa", "Gemm"),
+        gone=("Einsum",),
+        spares=(("empty", "onnxruntime's Einsum dies of a batch of none (1.32)"),),
+    ),
+    *(
+        FusionCase(
+            f"product_by_einsum_{name}",
+            f"float[{x}] x{w}",
+            f'y = Einsum <equation = "{equation}"> ({operands})',
+            output=f"float[{y}] y",
+            gone=("Einsum",),
+            spares=(("empty", "onnxruntime's Einsum dies of a batch of none (1.32)"),),
+        )
+        for name, x, w, equation, operands, y in (
+            (
+                "rows_and_a_batch",
+                "B,3,5,8",
+                ", float[3,4,8] w",
+                "bhwc,hkc->bhwk",
+                "x, w",
+                "B,3,5,4",
+            ),
+            (
+                "last_row_is_first",
+                "B,3,5,8",
+                ", float[5,4,8] w",
+                "bhwc,wkc->bhwk",
+                "x, w",
+                "B,3,5,4",
+            ),
+            ("swapped", "B,T,8", ", float[8,3,2] w", "cde,abc->deab", "w, x", "3,2,B,T"),
+            (
+                "batch_and_two_sums",
+                "3,T,2,4",
+                ", float[3,2,4,5] w",
+                "nabc,nbcd->nad",
+                "x, w",
+                "3,T,5",
+            ),
+            ("only_turned", "B,T,8", "", "abc->cab", "x", "8,B,T"),
+        )
+    ),
+    FusionCase(
         "product_by_einsum",
         IN,
         'n = LayerNormalization (x, g, b)\n m = Einsum <equation = "btk,kn->btn"> (n, w)\n'
@@ -396,6 +451,33 @@ ATTENTION = (
                 "k = Reshape (k4, rows)\n v3 = Reshape (v, rows)\n",
             ),
         )
+    ),
+    FusionCase(
+        "attention_heads_in_the_batch_of_free_sizes",  # BLOOM, of torch's first exporter
+        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, bool[S,T] keep",
+        "".join(f"i{i} = Constant <value_ints = [{i}]> ()\n" for i in (1, 4, 8))
+        + "less = Constant <value_ints = [-1]> ()\n"
+        "none = Constant <value = int64[4] {-1,-1,-1,-1}> ()\n"
+        "ones = Constant <value = int64[4] {1,1,1,1}> ()\n"
+        "sizes = Shape (q)\n zero = Constant <value = int64 {0}> ()\n"
+        "two = Constant <value = int64 {2}> ()\n four = Constant <value = int64 {4}> ()\n"
+        "batch = Gather (sizes, zero)\n rows = Gather (sizes, two)\n bh = Mul (batch, four)\n"
+        "at = Constant <value_ints = [0]> ()\n bhs = Unsqueeze (bh, at)\n"
+        "bs = Unsqueeze (batch, at)\n rs = Unsqueeze (rows, at)\n"
+        "three = Concat <axis = 0> (bhs, less, i8)\n"
+        "q3 = Reshape (q, three)\n k3 = Reshape (k, three)\n v3 = Reshape (v, three)\n"
+        "kt = Transpose <perm = [0,2,1]> (k3)\n s = MatMul (q3, kt)\n"
+        "wide = Concat <axis = 0> (bs, i4, rs, less)\n s4 = Reshape (s, wide)\n"
+        "last = Shape <start = 1> (keep)\n to = Concat <axis = 0> (bs, i1, rs, last)\n"
+        "asked = Equal (to, none)\n full = Where (asked, ones, to)\n"
+        "keeps = Expand (keep, full)\n"
+        + scalar("low", -3.4028235e38)
+        + "z = Where (keeps, s4, low)\n p = Softmax (z)\n"
+        "back = Concat <axis = 0> (bhs, rs, less)\n p3 = Reshape (p, back)\n"
+        "y = MatMul (p3, v3)",
+        ("SdpaWhere",),
+        fed=("q", "k", "v", "keep"),
+        output="float[M,S,8] y",
     ),
     FusionCase(
         "attention_of_one_head",

@@ -114,6 +114,16 @@ FUSION_CASES = (
                 ("BatchNormalization",),
             ),
             (
+                "whose_shape_is_read",
+                "",
+                "size = Shape (m)\n r = Reshape (m, flat)\n"
+                "n = BatchNormalization (r, g, b, b, var)\n"
+                "v = Reshape (n, size)\n y = HardSwish (v)",
+                ("GemmHardSwish",),
+                "float[B,T,6] y",
+                ("BatchNormalization", "HardSwish"),
+            ),
+            (
                 "read_twice_stays",
                 "",
                 "r = Reshape (m, flat)\n n = BatchNormalization (r, g, b, b, var)\n y = Add (n, r)",
@@ -153,6 +163,40 @@ FUSION_CASES = (
             ("relu", "Relu", "s = Add (z, r)\n y = Relu (s)"),
             ("silu", "Silu", "s = Add (r, z)\n g = Sigmoid (s)\n y = Mul (g, s)"),
             ("alone", "", "y = Add (r, z)"),
+        )
+    ),
+    *(
+        FusionCase(
+            f"conv_bias_behind_it_{name}",
+            f"float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, {bias} c",
+            "z = Conv <pads = [1,1,1,1]> (x, w)\n" + body,
+            fused,
+            fed=("x", "r"),
+            output="float[B,6,S,T] y",
+            gone=("Add", "Relu", "Mul"),
+        )
+        for name, bias, body, fused in (
+            ("alone", "float[1,6,1,1]", "y = Add (z, c)", ()),
+            ("rank_3", "float[6,1,1]", "s = Add (c, z)\n y = Relu (s)", ("ConvRelu",)),
+            (
+                "and_residual",
+                "float[1,6,1,1]",
+                "b = Add (c, z)\n s = Add (b, r)\n y = Relu (s)",
+                ("ConvAddRelu",),
+            ),
+        )
+    ),
+    *(
+        FusionCase(
+            f"conv_sum_that_is_no_bias_{name}",
+            f"float[B,3,S,6] x, float[6,3,3,3] w, {inputs}",
+            f"z = Conv <pads = [1,1,1,1]> (x, {weights})\n s = Add (z, b)\n y = Relu (s)",
+            output="float[B,6,S,6] y",
+        )
+        for name, inputs, weights in (
+            ("of_columns", "float[1,1,1,6] b", "w"),
+            ("of_columns_in_rank_1", "float[6] b", "w"),
+            ("behind_another", "float[6] c, float[6,1,1] b", "w, c"),
         )
     ),
     FusionCase(

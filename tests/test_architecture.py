@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 # Top to bottom; what shares a line may import each other. `__init__` only names things.
 LAYERS = (
     ("errors",),
-    ("config",),
-    ("files", "container"),
+    ("config", "progress"),
+    ("files", "container", "layout"),
     ("onnx",),
     ("program",),
     ("ops",),
@@ -26,6 +26,7 @@ LAYERS = (
     ("program.passes",),
     ("lower",),
     ("runtime",),
+    ("plugins",),
     ("cache",),
     ("session",),
     ("api",),
@@ -34,7 +35,7 @@ LAYERS = (
     ("nn",),
     ("validation",),
     ("torch",),
-    ("bench", "deploy", "report", "tune"),
+    ("bench", "deploy", "profile", "report", "tune"),
     ("cli",),
     ("__main__",),
 )

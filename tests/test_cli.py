@@ -159,8 +159,11 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
         name for s in sites if s["op"] == "Gemm" for name, _ in s["refused"]
     )
     assert cli("optimize", encoder(tmp_path), "--precision", "fp16").code == 2
-    for text in ("kernels on NVIDIA H200", "of floor", "for 16-bit operands, not float32"):
+    for text in ("the 10 slowest of 19 calls on NVIDIA H200", "floor", "19 calls, predicted"):
         assert text in result.out
+    explained = cli("optimize", encoder(tmp_path), *options, "--explain").out
+    for text in ("calls on NVIDIA H200", "why", "for 16-bit operands, not float32"):
+        assert text in explained
 
 
 class Played:
@@ -193,7 +196,7 @@ def test_run_explains_the_kernels_of_its_feeds(
     assert ["wgmma_split", "for fp32 operands and bf16x3 or bf16x6, not float32 tf32"] in [
         r for s in sites for r in s["refused"]
     ]
-    assert "at input_ids [2, 4]" in result.out
+    assert "inputs: input_ids [2, 4]" in result.out
 
 
 def test_input_shapes_are_split_from_the_right(cli: Cli, tmp_path: Path, saved: Save) -> None:
@@ -373,6 +376,9 @@ def test_doctor(cli: Cli, tmp_path: Path) -> None:
     assert report["versions"]["onnxruntime"] == ort.__version__
     assert "ONNX_FUSE_CACHE_DIR" in report["settings"]
     assert all(line.startswith(("ok: ", "not usable: ")) for line in report["cuda"])
+    for missing in report["missing"]:
+        assert missing["without"]
+        assert missing["install"].startswith('pip install ".[')
 
 
 def gone(*_: object) -> Any:
@@ -383,7 +389,7 @@ def gone(*_: object) -> Any:
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no packages": (
         {"modules": ("cuda.bindings", "cuda.bindings.driver", "cuda.core")},
-        r"pip install 'onnx-fuse\[cuda13\]'",
+        r'pip install "\.\[cuda13\]"',
     ),
     "no driver": (
         {"cuInit": gone},
@@ -403,7 +409,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 COMPILER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no cuda-core": ({"modules": ("cuda.core",)}, r"cuda-core.*pip install 'onnx-fuse\[cuda13\]'"),
+    "no cuda-core": ({"modules": ("cuda.core",)}, r'cuda-core.*pip install "\.\[cuda13\]"'),
     "no NVRTC": ({"nvrtcVersion": gone}, "NVRTC.*not found.*: pip install nvidia-cuda-nvrtc"),
     "an old driver": (
         {"cuDriverGetVersion": lambda: (OK, 12080)},
@@ -452,7 +458,7 @@ def test_compiling_without_the_bindings_says_what_to_install(
 ) -> None:
     nvrtc._nvrtc_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(DeviceError, match=r"CUDA bindings.*pip install 'onnx-fuse\[cuda13\]'"):
+    with pytest.raises(DeviceError, match=r'CUDA bindings.*pip install "\.\[cuda13\]"'):
         nvrtc._nvrtc_version()
 
 

@@ -482,27 +482,6 @@ def training(folder: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
         child.communicate()
 
 
-def test_a_draft_whose_removal_is_interrupted_goes_with_the_process(tmp_path: Path) -> None:
-    code = (
-        "import os, shutil, signal, sys\n"
-        "from pathlib import Path\n"
-        "from onnx_fuse import files\n"
-        "real = shutil.rmtree\n"
-        "def interrupted(*args, **options):\n"
-        "    shutil.rmtree = real\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    real(*args, **options)\n"
-        "shutil.rmtree = interrupted\n"
-        "with files.locked_folder(Path(sys.argv[1]), '.draft-') as draft:\n"
-        "    (draft / 'file').touch()\n"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert "KeyboardInterrupt" in child.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_one_training_a_folder_and_its_end(
     number: signal.Signals,

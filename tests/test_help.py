@@ -17,7 +17,7 @@ def examples(name: str) -> list[str]:
     """The examples at the end of a command's help."""
     head, *found = (ROOT.commands[name].epilog or "").split("\n\n")  # type: ignore[attr-defined]
     assert head == "Examples:"
-    return found
+    return [example.removeprefix("\b\n").replace("\\\n", " ") for example in found]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

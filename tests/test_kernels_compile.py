@@ -329,7 +329,7 @@ def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(
     norm = Problem.of("LayerNormGemm", m=4096, n=4096, k=4096, bias=True, math="tf32")
     monkeypatch.setattr(cublaslt, "find_spec", lambda name: None)
     cublaslt.version.cache_clear()
-    assert "pip install 'onnx-fuse[cublaslt]'" in refusals("Gemm", problem, H200)["cublaslt"]
+    assert 'pip install ".[cublaslt]"' in refusals("Gemm", problem, H200)["cublaslt"]
     assert getattr(select("Gemm", problem, H200), "kernel", None) is not None
 
     monkeypatch.setattr(cublaslt, "version", lambda: 130100)

@@ -24,6 +24,8 @@ PUBLIC = (
     *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
     *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "data", "fit", "optim")),
     *(f"onnx_fuse.training.{name}" for name in ("step", "trainer")),
+    "onnx_fuse.nn",
+    *(f"onnx_fuse.nn.{name}" for name in ("functional", "graphs", "layers", "module", "optim")),
     "onnx_fuse.validation",
     *(("onnx_fuse.torch",) if find_spec("torch") else ()),
 )

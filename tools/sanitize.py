@@ -351,7 +351,7 @@ def main() -> int:
         return code or 3 * bool(selection.missing)
     started = time.monotonic()
     workers = os.cpu_count() or 8
-    nvrtc.compile_all(selection.launches, selection.hw.arch, workers, progress=False)
+    nvrtc.compile_all(selection.launches, selection.hw.arch, workers)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

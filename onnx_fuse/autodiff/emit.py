@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import FUSE, one_line
+from onnx_fuse.onnx.common import carries_body, one_line
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.types import element_type
 from onnx_fuse.ops.cells import Written, activations
@@ -118,7 +118,7 @@ class Emitter(Builder):
             if known is not None and known.size <= 64:
                 data[value.name or ""] = ir.serde.serialize_tensor(known)
         try:
-            if node.domain == FUSE:
+            if carries_body(node):
                 return self._infer_body(node, types)
             schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
             return onnx.shape_inference.infer_node_outputs(
@@ -133,7 +133,8 @@ class Emitter(Builder):
         self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
     ) -> dict[str, onnx.TypeProto]:
         """Element types by the function body."""
-        function = ir.serde.serialize_function(fused_function(node.op_type, self.opset))
+        body = fused_function(node.op_type, self.opset, domain=node.domain)
+        function = ir.serde.serialize_function(body)
         found = onnx.shape_inference.infer_function_output_types(
             function,
             [types[v.name or ""] for v in node.inputs if v is not None],
@@ -279,8 +280,8 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
 
 def _body(node: ir.Node, opset: int) -> ir.Function | None:
     """The body of one of our ops, or the one the ONNX standard gives for an operator of its own."""
-    if node.domain == FUSE:
-        return fused_function(node.op_type, opset)
+    if carries_body(node):
+        return fused_function(node.op_type, opset, domain=node.domain)
     if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return None
     schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)

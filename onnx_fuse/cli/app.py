@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -14,21 +17,26 @@ import typer
 from onnx_fuse import __version__
 from onnx_fuse.cli import (
     bench,
+    compare,
     compile,
     doctor,
     gradient,
     inspect,
     optimize,
+    progress,
     run,
+    show,
     train,
     validate,
 )
 from onnx_fuse.errors import OnnxFuseError, printable
+from onnx_fuse.layout import wrap
 
 app = typer.Typer(
     name="onnx-fuse",
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain text: no name of an option is cut off in a narrow terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,7 +59,22 @@ def root(
 
 def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
     """Add a command, with examples at the end of its --help."""
-    app.command(epilog="\n\n".join(("Examples:", *examples)))(command)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        if entry_points(group="onnx_fuse.plugins"):
+            from onnx_fuse import plugins
+
+            plugins.load()
+        command(**given)
+
+    lines = (f"\b\n{_folded(example)}" for example in examples)
+    app.command(epilog="\n\n".join(("Examples:", *lines)))(run)
+
+
+def _folded(example: str) -> str:
+    """The example in lines that fit a terminal, as the shell takes them."""
+    return " \\\n    ".join(wrap(example, 74))
 
 
 # In the order of --help.
@@ -62,6 +85,7 @@ _add(run.run, run.EXAMPLES)
 _add(gradient.gradient, gradient.EXAMPLES)
 _add(train.train, train.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
+_add(compare.compare, compare.EXAMPLES)
 _add(inspect.inspect, inspect.EXAMPLES)
 _add(doctor.doctor, doctor.EXAMPLES)
 
@@ -96,8 +120,10 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
 
     `interrupted` tells whether a signal came; the caller then reports it.
     """
+    show.command_line.set(shlex.join(("onnx-fuse", *arguments)))
     try:
-        code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
+        with progress.shown():
+            code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130
     except (KeyboardInterrupt, typer.Abort):

@@ -18,6 +18,7 @@ from onnx_fuse.cli.options import (
     Json,
     Precision,
     Shapes,
+    Trace,
     check_device,
     check_precision,
     hardware_of,
@@ -28,6 +29,7 @@ from onnx_fuse.errors import UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.report.page import Section
 
 
 EXAMPLES = (
@@ -76,6 +78,7 @@ def bench(
         Path | None,
         typer.Option(metavar="DIR", help="Keep tuning records in this folder, not in the cache."),
     ] = None,
+    trace: Trace = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -87,9 +90,10 @@ def bench(
     """
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
-        {"--records": records, "--json": json, "--html": html},
+        {"--records": records, "--trace": trace, "--json": json, "--html": html},
     )
     from onnx_fuse import bench as timing
+    from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.validation.inputs import read_feeds
 
     printer = show.printer()
@@ -113,14 +117,20 @@ def bench(
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
-    result = checking.guarded(
-        lambda: timing.compare(
+
+    def work() -> tuple[timing.Comparison, timing.RunResult | None]:
+        found = timing.compare(
             model, graph, feeds, shapes=shapes, dims=dims, repeat=repeat, threads=threads,
             device=device, precision=precision,
-        ),
-        str(model),
-        device,
-    )  # fmt: skip
+        )  # fmt: skip
+        if not html and not trace:
+            return found, None
+        fix_shapes(graph, shapes, dims)
+        return found, timing.run_once(
+            graph, feeds, device=device, precision=precision, profile=True
+        )
+
+    result, run = checking.guarded(work, str(model), device)
     rows = [
         [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
         for name, t in (("original", result.original), ("fused", result.fused))
@@ -132,7 +142,28 @@ def bench(
     printer.text(
         f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
     )
-    show.write_reports(printer, {"model": str(model)} | result.to_dict(), json, html)
+    if trace and run is not None and run.profile is not None:
+        from onnx_fuse.report import trace as traces
+
+        traces.write(trace, str(model), traces.of_profile(run.profile, run.program))
+
+    def sections() -> list[Section]:
+        from onnx_fuse import passes
+        from onnx_fuse.report import timing as pages
+
+        fused = graph.clone()
+        passes.optimize(fused, own_kernels=device == "cuda")
+        return pages.compared(result, run, fused)
+
+    show.write_reports(
+        printer,
+        {"model": str(model)} | result.to_dict(),
+        json,
+        html,
+        verdict=f"fused takes {result.ratio:.3f} of the original's time",
+        device=where,
+        sections=sections,
+    )
 
 
 def _to_tune(

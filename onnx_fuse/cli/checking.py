@@ -25,10 +25,11 @@ def check(
     device: str = "cpu",
     precision: str = "fp32",
     blame: bool = False,
+    along: bool = False,
 ) -> Check:
     """Compare `candidate` with the file `original`; arguments and errors of `validation.validate`.
 
-    `inputs` is an .npz file of inputs.
+    `inputs` is an .npz file of inputs, and `along` that of `check_outputs`.
     """
     from onnx_fuse.validation.check import check_outputs
     from onnx_fuse.validation.inputs import read_feeds
@@ -46,6 +47,7 @@ def check(
             device=device,
             precision=precision,
             blame=blame,
+            along=along,
         )
 
     checked: Check = guarded(work, str(original), device)
@@ -60,8 +62,12 @@ def gradients(
     dims: Mapping[str, int],
     inputs: Path | None = None,
     device: str = "cpu",
+    every: bool = False,
 ) -> GradientCheck:
-    """Check every gradient of `model`, or those that the file `written` for it computes."""
+    """Check every gradient of `model`, or those that the file `written` for it computes.
+
+    `every` compares each tensor along directions of its own.
+    """
     from onnx_fuse.validation.gradients import check_gradients, check_written
     from onnx_fuse.validation.inputs import read_feeds
 
@@ -70,7 +76,9 @@ def gradients(
         feeds = read_feeds(inputs, files.load(source, str(source))) if inputs else None
         if written is not None:
             return check_written(written, feeds=feeds, shapes=shapes, dims=dims)
-        return check_gradients(model, feeds=feeds, shapes=shapes, dims=dims, device=device)
+        return check_gradients(
+            model, feeds=feeds, shapes=shapes, dims=dims, device=device, every=every
+        )
 
     checked: GradientCheck = guarded(work, str(model), device)
     return checked

@@ -5,11 +5,21 @@ from __future__ import annotations
 from onnx_fuse import __version__
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
+from onnx_fuse.errors import INSTALL_CUBLASLT, INSTALL_CUDA
 
-_PACKAGES = (
-    *("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors"),
-    *("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvmath-python"),
-)
+_PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors")
+_CUDA = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+_OPTIONAL = {
+    _CUDA: (
+        "--device cuda, compile and tuning do not work; the CPU needs none of them",
+        INSTALL_CUDA,
+    ),
+    ("nvmath-python", "nvidia-cublas"): (
+        "cuBLASLt is no candidate for matrix products on a GPU; this package's kernels serve all",
+        INSTALL_CUBLASLT,
+    ),
+}
+"""What does not work without some packages, and the command that installs them."""
 
 
 EXAMPLES = ("onnx-fuse doctor", "onnx-fuse doctor --json doctor.json")
@@ -27,8 +37,18 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     printer = show.printer()
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     found = {"python": platform.python_version(), "onnx-fuse": __version__}
-    found |= {name: installed.get(name, "not installed") for name in _PACKAGES}
+    optional = [name for group in _OPTIONAL for name in group]
+    listed = (*_PACKAGES, *optional)
+    found |= {name: installed.get(name, "not installed") for name in listed}
     printer.table("versions", ["package", "version"], [[k, v] for k, v in found.items()])
+    absent = [
+        (", ".join(name for name in group if name not in installed), *said)
+        for group, said in _OPTIONAL.items()
+    ]
+    absent = [row for row in absent if row[0]]
+    if absent:
+        head = ["missing", "without it", "install, in a checkout"]
+        printer.table("optional packages", head, absent, left=3)
     values = {
         v.name: int(v.value) if isinstance(v.value, bool) else v.value for v in config.VARIABLES
     }
@@ -43,6 +63,10 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     printer.text(f"cpu: {cpu}", *(f"cuda: {line}" for line in gpu))
     data = {
         "versions": found,
+        "missing": [
+            {"packages": names.split(", "), "without": cost, "install": command}
+            for names, cost, command in absent
+        ],
         "settings": {name: value for name, (value, _) in variables.items()},
         "cpu": cpu,
         "cuda": gpu,

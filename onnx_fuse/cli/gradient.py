@@ -23,6 +23,7 @@ from onnx_fuse.cli.options import (
 from onnx_fuse.errors import CheckFailed
 
 if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
     from onnx_fuse.validation.gradients import GradientCheck
 
 
@@ -74,7 +75,7 @@ def gradient(
     onnxruntime loads the graph before the file stays. --inputs, --input-shapes and --dim are for
     --check, and are those of the written graph.
     """
-    from onnx_fuse import autodiff, report
+    from onnx_fuse import autodiff, progress, report
     from onnx_fuse.files import written
     from onnx_fuse.onnx.load import read
     from onnx_fuse.onnx.save import save
@@ -86,12 +87,14 @@ def gradient(
     )
     printer = show.printer()
     original = read(model)
+    progress.report("making the backward")
     result = autodiff.gradient(
         files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss
     )
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     checked: GradientCheck | None = None
     with written(output) as draft:
+        progress.report(f"writing {output.name}")
         save(result, draft)
         found = [
             report.summary(original, "model", model),
@@ -118,7 +121,21 @@ def gradient(
     }
     if checked is not None:
         printer.text(*report.gradient_lines(checked))
-    show.write_reports(printer, data, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages
+
+        return pages.inspected({"model": original, "gradient": result})
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{len(added)} gradients" + ("" if checked is None else ", checked"),
+        ok=None if checked is None else checked.ok,
+        sections=sections,
+    )
     if checked is not None and not checked.ok:
         first = checked.failed[0]
         raise CheckFailed(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
+
+if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
 
 EXAMPLES = (
     "onnx-fuse inspect model.onnx",
@@ -30,6 +33,14 @@ def inspect(
 
     files.check_paths({"MODEL": models}, {"--json": json, "--html": html})
     printer = show.printer()
-    found = [report.summary(read(path), path.name, path) for path in models]
+    loaded = {path: read(path) for path in models}
+    found = [report.summary(model, path.name, path) for path, model in loaded.items()]
     printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
-    show.write_reports(printer, {"models": [report.as_dict(m) for m in found]}, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages
+
+        return pages.inspected({str(path): model for path, model in loaded.items()})
+
+    data = {"models": [report.as_dict(m) for m in found]}
+    show.write_reports(printer, data, json, html, sections=sections)

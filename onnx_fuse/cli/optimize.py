@@ -28,6 +28,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.report.page import Section
     from onnx_fuse.validation.check import Check
 
 EXAMPLES = (
@@ -72,8 +73,8 @@ def optimize(
         str | None,
         typer.Option(
             metavar="GPU",
-            help="Also list the kernels that this GPU would run: h200, h100, a100, ..., or cuda "
-            "for the GPU in this machine.",
+            help="Also list the ten slowest kernels that this GPU would run (with --explain, all): "
+            "h200, h100, a100, ..., or cuda for the GPU in this machine.",
         ),
     ] = None,
     precision: Precision = "fp32",
@@ -120,7 +121,7 @@ def optimize(
         {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
     printer = show.printer()
-    from onnx_fuse import bench, passes, report
+    from onnx_fuse import bench, passes, progress, report
     from onnx_fuse.files import written
     from onnx_fuse.onnx.load import opaque, read
     from onnx_fuse.onnx.save import at_opset, save
@@ -147,6 +148,7 @@ def optimize(
     if branch:
         # One that these sizes never take: with them written down onnxruntime loads no file.
         graph = files.load(original, str(model))
+    loaded: Any = graph.clone() if html else None
     try:
         found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
     except ModelError as error:
@@ -170,21 +172,25 @@ def optimize(
             raise ModelError(f"{model}: {error}") from error
     checked: Check | None = None
     with written(output) as draft:
+        progress.report(f"writing {output.name}")
         save(result, draft, external=external, shapes=False)
         seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)
         if check:
-            checked = checking.check(model, draft, shapes=shapes, dims=dims, inputs=inputs)
+            checked = checking.check(
+                model, draft, shapes=shapes, dims=dims, inputs=inputs, along=html is not None
+            )
         failed = checked is not None and not checked.ok
         if failed and not keep:
             for path in draft.parent.iterdir():
                 path.unlink()
     _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
-    kernels = []
+    kernels, lowered = [], None
     if hardware is not None:
-        passes.optimize(graph, level=level, own_kernels=True)  # as a session on that GPU does
-        lowered = bench.program(graph, hardware, feeds, precision=precision)
-        kernels = show.kernels(printer, lowered, hardware)
+        on_gpu = graph.clone()
+        passes.optimize(on_gpu, level=level, own_kernels=True)  # as a session on that GPU does
+        lowered = bench.program(on_gpu, hardware, feeds, precision=precision)
+        kernels = show.kernels(printer, lowered, hardware, explain=explain)
     data = {
         "input": str(model),
         "output": None if failed and not keep else str(output),
@@ -198,7 +204,27 @@ def optimize(
         "check": checked.to_dict() if checked else None,
         "kernels": kernels,
     }
-    show.write_reports(printer, data, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages, timing
+
+        facts = pages.call_facts(kernels)
+        made = pages.optimized(loaded, graph, [before, after], found, checked, facts)
+        if lowered is None or hardware is None:
+            return made
+        return [*made, *timing.predicted(lowered, hardware)]
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{sum(found.fusions.values())} fused operators, {before.nodes} nodes became "
+        f"{after.nodes}" + (f", check {'ok' if checked.ok else 'FAILED'}" if checked else ""),
+        ok=None if checked is None else checked.ok,
+        device=hardware.name if hardware else "CPU",
+        sections=sections,
+    )
     if failed:
         raise CheckFailed(
             f"{model}: the fused model differs from the original "

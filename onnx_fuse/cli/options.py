@@ -22,6 +22,13 @@ Html = Annotated[
         "--html", metavar="FILE", help="Write what the command shows to this file, as HTML."
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Write what ran when to this file, as a trace that ui.perfetto.dev opens.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Device = Annotated[
     str,

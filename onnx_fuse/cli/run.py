@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,12 +19,16 @@ from onnx_fuse.cli.options import (
     ModelArg,
     Precision,
     Shapes,
+    Trace,
     check_device,
     check_precision,
     parse_dims,
     parse_shapes,
 )
 from onnx_fuse.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
 
 EXAMPLES = (
     "onnx-fuse run model.onnx --inputs feeds.npz -o outputs.npz",
@@ -63,13 +67,15 @@ def run(
             "--explain", help="List each kernel on cuda, its predicted time and why it was chosen."
         ),
     ] = False,
+    trace: Trace = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Fuse MODEL and run it once, on given or generated inputs; show the outputs and the time."""
     files.check_paths(
-        {"MODEL": model, "--inputs": inputs}, {"-o": output, "--json": json, "--html": html}
+        {"MODEL": model, "--inputs": inputs},
+        {"-o": output, "--trace": trace, "--json": json, "--html": html},
     )
     import numpy as np
 
@@ -100,7 +106,7 @@ def run(
             feeds,
             device=device,
             precision=precision,
-            profile=profile,
+            profile=profile or trace is not None,
             compiled=model if compiled else None,
         ),
         str(model),
@@ -109,7 +115,7 @@ def run(
     printer.text(show.inputs({k: list(v.shape) for k, v in result.feeds.items()}))
     rows = [_described(name, y) for name, y in result.outputs.items()]
     printer.table("outputs", ["name", "dtype", "shape", "min … max"], rows, left=3)
-    if result.operators:
+    if profile:
         rows = [
             [op, str(n), f"{us:,.0f}", f"{us / result.total_us:.1%}"]
             for op, (n, us) in result.operators.items()
@@ -135,7 +141,28 @@ def run(
     if output:
         with written(output) as draft, draft.open("wb") as file:
             np.savez(file, **_arrays(result.outputs))
-    show.write_reports(printer, data, json, html)
+    if trace and result.profile:
+        from onnx_fuse.report import trace as traces
+
+        traces.write(trace, str(model), traces.of_profile(result.profile, result.program))
+
+    def sections() -> list[Section]:
+        from onnx_fuse import passes
+        from onnx_fuse.report import timing
+
+        fused = graph.clone()
+        passes.optimize(fused, own_kernels=device == "cuda")
+        return timing.ran(result, fused)
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{result.milliseconds:.2f} ms on {device}",
+        device=result.hardware.name if result.hardware else device,
+        sections=sections,
+    )
 
 
 def _is_tensor(value: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.report.page import Page, Section
 
 
 def printer() -> report.Printer:
@@ -17,16 +19,67 @@ def printer() -> report.Printer:
     return Printer()
 
 
+command_line: ContextVar[str] = ContextVar("command_line", default="")
+"""The command as it was called, which a page of --html names."""
+
+
 def write_reports(
-    printer: report.Printer, data: Mapping[str, Any], json: Path | None, html: Path | None
+    printer: report.Printer,
+    data: Mapping[str, Any],
+    json: Path | None,
+    html: Path | None,
+    *,
+    verdict: str = "",
+    ok: bool | None = None,
+    device: str = "",
+    sections: Callable[[], list[Section]] = list,
 ) -> None:
-    """Write the files of --json and --html, where they were asked for."""
+    """Write the files of --json and --html, where they were asked for.
+
+    The page begins with `verdict` and `device` and has `sections`, which are made only for a page;
+    what was printed is its last section. `ok` says whether the verdict is good.
+    """
     from onnx_fuse import report
 
     if json:
         report.write_json(json, data)
     if html:
-        printer.html(html)
+        write_page(
+            html, page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
+        )
+
+
+def page(
+    printer: report.Printer,
+    data: Mapping[str, Any],
+    *,
+    sections: list[Section],
+    verdict: str = "",
+    ok: bool | None = None,
+    device: str = "",
+    refresh: float = 0.0,
+) -> Page:
+    """The page of a command about the model that `data` names."""
+    from onnx_fuse.report.page import Page, Section
+
+    one = data.get("model") or data.get("input")
+    several = ", ".join(model["name"] for model in data.get("models", ()))
+    return Page(
+        Path(str(one)).name if one else several or "onnx-fuse",
+        command_line.get(),
+        [*sections, Section("Terminal", printer.blocks, folded=bool(sections))],
+        verdict,
+        ok,
+        {"device": device} if device else {},
+        refresh,
+    )
+
+
+def write_page(path: Path, made: Page) -> None:
+    """Write a page. Raises ModelError if the file cannot be written."""
+    from onnx_fuse.report import page as pages
+
+    pages.write(path, made)
 
 
 def inputs(feeds: Mapping[str, Sequence[int]]) -> str:
@@ -34,8 +87,13 @@ def inputs(feeds: Mapping[str, Sequence[int]]) -> str:
     return "inputs: " + ", ".join(f"{name} {list(shape)}" for name, shape in feeds.items())
 
 
-def kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, Any]]:
-    """Show a table of a program's kernels, and return it as JSON values."""
+def kernels(
+    printer: report.Printer, program: Any, hw: Any, *, explain: bool = True
+) -> list[dict[str, Any]]:
+    """Show a program's kernels, the slowest ten or (`explain`) all, and return all as JSON values.
+
+    `explain` also shows why each kernel was chosen, and which ones were not.
+    """
     from collections import Counter
     from dataclasses import asdict
 
@@ -43,28 +101,43 @@ def kernels(printer: report.Printer, program: Any, hw: Any) -> list[dict[str, An
     from onnx_fuse.runtime.plan import plan
 
     sites = bench.sites(program, hw)
+    total = sum(s.seconds for s in sites)
+    floor = sum(s.floor for s in sites)
+    shown = sites if explain else sorted(sites, key=lambda s: -s.seconds)[:_LARGEST]
+    head = ["nodes", "kernel", "config", "µs", "of all", "of floor"]
     rows = [
         [
             " ".join(s.nodes[:3]) + (" …" if len(s.nodes) > 3 else ""),
             f"{s.op} {s.kernel}",
             s.config,
             f"{s.seconds * 1e6:.1f}",
+            f"{s.seconds / total:.0%}",
             f"{s.floor / s.seconds:.0%}",
-            s.why,
+            *([s.why] if explain else []),
         ]
-        for s in sites
+        for s in shown
     ]
-    head = ["nodes", "kernel", "config", "µs", "of floor", "why"]
-    printer.table(f"kernels on {hw.name}, predicted", head, rows, left=3)
+    many = f"the {len(shown)} slowest of {len(sites)} calls" if len(shown) < len(sites) else "calls"
+    columns = [*head, "why"] if explain else head
+    printer.table(f"{many} on {hw.name}, predicted", columns, rows, left=3)
     refused = Counter((s.op, name, why) for s in sites for name, why in s.refused)
     rows = [[f"{op} {name}", why, str(count)] for (op, name, why), count in refused.items()]
-    if rows:
-        printer.table("kernels that cannot serve", ["kernel", "why", "sites"], rows, left=2)
-    total = sum(s.seconds for s in sites)
-    floor = sum(s.floor for s in sites)
+    if rows and explain:
+        printer.table("kernels that were not possible", ["kernel", "why", "calls"], rows, left=2)
+    kinds = Counter(f"{s.op} {s.kernel}" for s in sites).most_common(_KINDS)
     shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in program.inputs)
-    printer.text(f"{len(sites)} calls, {total * 1e6:.1f} µs; their floors {floor * 1e6:.3g} µs")
-    printer.text(f"at {shapes}", f"memory: {plan(program)}")
+    printer.text(
+        f"{len(sites)} calls, predicted {total * 1e6:.1f} µs; arithmetic and memory traffic alone "
+        f"would take at least {floor * 1e6:.3g} µs (the floor)",
+        f"most frequent: {', '.join(f'{count} {name}' for name, count in kinds)}",
+        f"inputs: {shapes}",
+        f"memory: {plan(program)}",
+    )
     for fallback in program.fallbacks:
         printer.text(f"on onnxruntime: {fallback}")
+    if len(shown) < len(sites):
+        printer.text("--explain lists all calls, and why each kernel was chosen")
     return [asdict(s) for s in sites]
+
+
+_LARGEST, _KINDS = 10, 4

@@ -17,6 +17,7 @@ from onnx_fuse.cli.options import (
     Json,
     ModelArg,
     Shapes,
+    Trace,
     parse_dims,
     parse_shapes,
     split_names,
@@ -24,6 +25,7 @@ from onnx_fuse.cli.options import (
 from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
+    from onnx_fuse.report.page import Page
     from onnx_fuse.training.trainer import Trainer
 
 
@@ -148,6 +150,14 @@ def train(
         ),
     ] = "fp32",
     device: Device = "cpu",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Keep a step within this much GPU memory, such as 6GiB, by computing results a "
+            "second time in the backward; min asks for the least possible.",
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
@@ -165,6 +175,7 @@ def train(
     curve: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write the loss curve to this file.")
     ] = None,
+    trace: Trace = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -177,12 +188,15 @@ def train(
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
             "--curve": curve,
+            "--trace": trace,
             "--json": json,
             "--html": html,
         },
     )
     from onnx_fuse import report
     from onnx_fuse.files import written
+    from onnx_fuse.report import trace as traces
+    from onnx_fuse.report import training
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training import fit, optim
     from onnx_fuse.training.data import load
@@ -214,6 +228,7 @@ def train(
         seed=seed,
         precision=precision,
         device=device,
+        memory=memory,
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")
@@ -225,7 +240,26 @@ def train(
         fit.start_or_resume(trainer, checkpoint, resume=resume)
     weights = sum(a.size for a in trainer.weights().values())
     printer.text(f"{model}: {weights:,} weights in {len(trainer.weights())} tensors train")
+
+    def page(history: Mapping[str, Any], refresh: float) -> Page:
+        losses = history["losses"]
+        return show.page(
+            printer,
+            {"model": str(model)},
+            sections=training.sections({"": history}) if losses else [],
+            verdict=f"loss {losses[-1]:.4g} after {len(losses)} steps"
+            + (", still training" if refresh else ""),
+            device=f"{device}, {precision}",
+            refresh=refresh,
+        )
+
+    live = training.Live(html, page)
     with report.progress(printer, steps, f"of {epochs}") as watch:
+
+        def step(h: fit.History) -> None:
+            watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs)
+            live(vars(h))
+
         history = fit.fit(
             trainer,
             arrays,
@@ -234,8 +268,10 @@ def train(
             validation=held_out,
             folder=checkpoint,
             every=every,
-            watch=lambda h: watch(len(h.losses), h.batch_size, h.losses[-1], h.epochs),
+            watch=step,
         )
+    if trainer.recompute:
+        printer.text(trainer.recompute)
     with written(output) as draft:
         trainer.save(draft)
         _check_saved(draft, trainer, {k: a[:batch_size] for k, a in arrays.items()})
@@ -250,7 +286,11 @@ def train(
     }
     rates = [trainer.optimizer.rate(i // accumulate) for i in range(len(history.losses))]
     found = {"losses": history.losses, "rates": rates, "epochs": history.epochs}
-    show.write_reports(printer, result | found, json, html)
+    if trace is not None:
+        traces.write(trace, str(model), live.events())
+    show.write_reports(printer, result | found, json, None)
+    if html is not None:
+        show.write_page(html, page(vars(history) | found, 0.0))
 
 
 def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,7 +26,11 @@ from onnx_fuse.cli.options import (
 )
 from onnx_fuse.errors import CheckFailed, UsageError
 
+if TYPE_CHECKING:
+    from onnx_fuse.report.page import Section
+
 EXAMPLES = (
+    "onnx-fuse validate --op LayerNormGemm --input-shapes x:4,8 scale:8 bias:8 w:8,16 c:16 --grad",
     "onnx-fuse validate model.onnx --grad",
     "onnx-fuse validate model.fused.onnx --against model.onnx --blame --inputs feeds.npz",
 )
@@ -40,8 +45,22 @@ def validate(
             help="Compare MODEL with this file. Without it, MODEL is compared with its own fusion.",
         ),
     ] = None,
+    op: Annotated[
+        bool,
+        typer.Option(
+            "--op",
+            help="MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.",
+        ),
+    ] = False,
     grad: Annotated[
         bool, typer.Option("--grad", help="Also compare every gradient with central differences.")
+    ] = False,
+    all_: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="With --grad, compare each tensor along directions of its own, not many at once.",
+        ),
     ] = False,
     blame: Annotated[
         bool, typer.Option("--blame", help="Name the nodes that make a difference.")
@@ -69,6 +88,19 @@ def validate(
     The original always runs on onnxruntime; --device and --precision say where and how the other
     model runs.
     """
+    if op:
+        if against is not None:
+            raise UsageError("--op compares an operator with its body: leave --against out")
+        from onnx_fuse.validation.operator import operator_files
+
+        with TemporaryDirectory(prefix="onnx-fuse-") as folder:
+            shapes = parse_shapes(input_shapes)
+            own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
+            validate(
+                own, body, False, grad, blame, device, precision, inputs, None, dim,
+                rtol, atol, json, html, debug,
+            )  # fmt: skip
+        return
     files.check_paths(
         {"MODEL": model, "--against": against, "--inputs": inputs},
         {"--json": json, "--html": html},
@@ -83,6 +115,8 @@ def validate(
         raise UsageError(
             f"--precision {precision} needs --device cuda, and does not go with --grad or --blame"
         )
+    if all_ and not grad:
+        raise UsageError("--all needs --grad: it says how gradients are compared")
     original = against or model
     candidate: Any = model
     source = files.load(read(original), str(original))
@@ -106,22 +140,39 @@ def validate(
         device=device,
         precision=precision,
         blame=blame,
+        along=html is not None,
     )
     printer.text(*report.check_lines(checked))
     data["check"] = checked.to_dict()
-    failure = ""
+    failure, found = "", None
     if not checked.ok:
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
-        gradients = checking.gradients(
-            model, shapes=shapes, dims=dims, inputs=inputs, device=device
+        found = checking.gradients(
+            model, shapes=shapes, dims=dims, inputs=inputs, device=device, every=all_
         )
-        data["gradients"] = gradients.to_dict()
-        printer.text(*report.gradient_lines(gradients))
-        if gradients.failed:
-            first = gradients.failed[0]
+        data["gradients"] = found.to_dict()
+        printer.text(*report.gradient_lines(found))
+        if found.failed:
+            first = found.failed[0]
             failure = f"the gradient of '{first.tensor}', read by {first.op}, is wrong"
-    show.write_reports(printer, data, json, html)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages
+
+        checked_graph = files.load(candidate, str(model)) if against else candidate
+        return pages.validated(source, checked_graph, checked, found)
+
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=failure or "the outputs agree" + (", and so do the gradients" if grad else ""),
+        ok=not failure,
+        device=f"{device}, {precision}",
+        sections=sections,
+    )
     if failure:
         raise CheckFailed(f"{model}: {failure}")

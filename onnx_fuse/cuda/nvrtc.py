@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from onnx_fuse import config
+from onnx_fuse import config, progress
 from onnx_fuse.cuda.source import GIVEN, Defines, source_text
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 from onnx_fuse.program.problem import Launch
@@ -215,9 +214,7 @@ def _disassembler() -> tuple[str, ...]:
     return ()
 
 
-def compile_all(
-    launches: Iterable[Launch], arch: str, workers: int = 8, progress: bool = True
-) -> None:
+def compile_all(launches: Iterable[Launch], arch: str, workers: int = 8) -> None:
     """Compile every distinct module of `launches` in threads; later binds find them cached."""
     wanted = {(x.source, x.defines) for x in launches if x.product is None}
     if not config.DUMP.value:
@@ -225,13 +222,8 @@ def compile_all(
             wanted = {key for key in wanted if (*key, arch) not in LOADED}
     if not wanted:
         return
-    started, told = time.monotonic(), False
     with ThreadPoolExecutor(max_workers=workers) as pool:
         jobs = [pool.submit(compile, source, defines, arch) for source, defines in sorted(wanted)]
-        for done, job in enumerate(jobs, 1):
+        for done, job in enumerate(jobs):
+            progress.report("compiling kernels", done, len(jobs))
             job.result()
-            if progress and time.monotonic() - started > 1:
-                told = True
-                print(f"\rcompiling kernels {done}/{len(jobs)}", end="", file=sys.stderr)
-    if told:
-        print(f" in {time.monotonic() - started:.1f} s", file=sys.stderr)

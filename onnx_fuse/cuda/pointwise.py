@@ -275,7 +275,9 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         body.append(f"{index} r = i;")
         body += [f"const {index} c{k} = r % d{k}; r /= d{k};" for k in reversed(range(1, rank))]
         body.append(f"const {index} c0 = r;")
-    tail = rank == 1 and dims[0] % width != 0
+    rest = dims[0] % width
+    # a flat axis of an open size always masks its tail: a program for each remainder would be many
+    tail = rank == 1 and (isinstance(rest, sizes.Size) or rest != 0)
     for name, s, tensor, row in sorted(  # indices before the rows that they choose
         zip(names, strides, tensors, map(rows.get, range(len(tensors))), strict=True),
         key=lambda item: item[3] is not None,

@@ -108,19 +108,24 @@ class Choice:
         return self.kernel.workspace(problem, self.config, hw)
 
 
+ADDED: dict[str, list[Kernel]] = {}
+"""The candidates that a user has registered (`plugins`), which come before the others."""
+
+
 def candidates(op: str) -> Sequence[Kernel]:
     """The candidates of `op`, best first; empty where the op has no kernel."""
+    added = ADDED.get(op, ())
     if op not in MODULES:
-        return ()
+        return added
     kernels: Mapping[str, Sequence[Kernel]] = import_module(f"{__name__}.{MODULES[op]}").KERNELS
-    return kernels[op]
+    return (*added, *kernels[op]) if added else kernels[op]
 
 
 def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
     """op -> candidate name asked for by ONNX_FUSE_KERNEL, overridden by `prefs`."""
     entries = (entry.partition("=") for entry in config.KERNEL.value.split(",") if entry)
     asked = {op: name for op, _, name in entries}
-    if unknown := asked.keys() - MODULES.keys():
+    if unknown := asked.keys() - MODULES.keys() - ADDED.keys():
         raise UsageError(
             f"{config.KERNEL.name}: no operator with kernels to choose from is called "
             f"{', '.join(sorted(unknown))}; there are {', '.join(MODULES)}"
@@ -185,6 +190,36 @@ def _select(
     return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"))
 
 
+def serves(
+    op: str, problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None = None
+) -> bool:
+    """Whether `select` finds a kernel; for open sizes without a comparison of costs.
+
+    Raises UsageError as `select` does.
+    """
+    trace = problem.trace
+    if trace is None or forced(prefs).get(op) is not None:
+        return select(op, problem, hw, prefs) is not None
+    key = "serves", op, problem, hw
+    if key not in trace.memo:
+        trace.memo[key] = _serves(op, problem, hw)
+    found: bool = trace.memo[key]
+    return found
+
+
+def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
+    kernels = candidates(op)
+    if not kernels or problem.empty:
+        return False
+    legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
+    if legal and isinstance(legal[0], RuleBased):
+        return True
+    largest = problem.upper_bound()
+    # the last one is the plain kernel, whose few configurations nearly always fit
+    ways = ((kernel, how) for kernel in reversed(legal) for how in kernel.configs(largest, hw))
+    return any(kernel.fits(problem, how) for kernel, how in ways)
+
+
 def _by_rule(kernel: RuleBased, problem: AnyProblem, hw: Hardware, why: str) -> Choice:
     """The kernel by its own rule, which looks at open sizes themselves and not at their class."""
     how = Config.of()
@@ -212,6 +247,12 @@ def refusals(op: str, problem: AnyProblem, hw: Hardware) -> dict[str, str]:
     """Candidate -> why it does not serve `problem`: what --explain prints."""
     reasons = {kernel.name: refusal(kernel, problem, hw) for kernel in candidates(op)}
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+def refused(problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None = None) -> bool:
+    """Whether the user asks for a kernel that does not serve `problem`."""
+    wanted = forced(prefs).get(problem.op)
+    return wanted is not None and wanted in refusals(problem.op, problem, hw)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from onnx_fuse.kernels import forced, refusals, select
+from onnx_fuse.kernels import refused, select
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Hardware
 
@@ -22,7 +22,7 @@ def seconds(
     Infinity where there is none, or where the one asked for does not serve the problem. Without
     `records` by the models alone: a timing of one problem does not compare with a guess of another.
     """
-    if forced(prefs).get(problem.op) in refusals(problem.op, problem, hw):
+    if refused(problem, hw, prefs):
         return inf
     choice = select(problem.op, problem, hw, prefs, records=records)
     if choice is None:

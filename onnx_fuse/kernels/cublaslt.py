@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from math import ceil
 
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
+from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import normed
 from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr
 
-INSTALL = "pip install 'onnx-fuse[cublaslt]'"
 OPERANDS = tuple(map(Ptr, ("a", "b", "c", "y", "col1", "workspace")))
 # tiles, and the share of the chip's rate that they reach on tensor cores and on ordinary ones
 TILES = ((256, 128, 0.87, 0.0), (128, 128, 0.75, 0.95), (64, 64, 0.4, 0.8))
@@ -37,13 +37,13 @@ def left_out() -> Iterator[None]:
 def version() -> int | str:
     """cuBLASLt's version, or why it can't be called; loads the library, not nvmath."""
     if find_spec("nvmath") is None:
-        return f"nvmath-python is not installed: {INSTALL}"
+        return f"nvmath-python is not installed: {INSTALL_CUBLASLT}"
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     try:
         library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
     except (DynamicLibNotFoundError, OSError) as error:
-        return f"cuBLASLt was not found ({' '.join(str(error).split())[:100]}): {INSTALL}"
+        return f"cuBLASLt was not found ({' '.join(str(error).split())[:100]}): {INSTALL_CUBLASLT}"
     library.cublasLtGetVersion.restype = ctypes.c_size_t
     return int(library.cublasLtGetVersion())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
@@ -80,10 +80,8 @@ class Cluster:
         return gate_refusal(problem)
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
-        wgm, bn, split, share, room = (
-            config.integer(name) for name in ("wgm", "bn", "split", "share", "room")
-        )
-        return wgm, bn, split, share, room
+        of = config.integer
+        return of("wgm"), of("bn"), of("split"), of("share"), of("room")
 
     def _rows(self, problem: Problem, wgm: int, share: int) -> int:
         """Rows of a that are loaded: the others of a 64-row block are never stored."""
@@ -99,15 +97,18 @@ class Cluster:
         """Steps of which a stays in shared memory."""
         return self._steps(problem, config) if self.norms else 0
 
-    def _smem(self, problem: Problem, config: Config, stages: int) -> int:
+    def _smem(self, problem: Problem, config: Config) -> Callable[[int], int]:
+        """How many bytes of shared memory so many stages take."""
         wgm, bn, split, share, _ = self._shape(config)
         rows, held = self._rows(problem, wgm, share), self._held(problem, config)
         stage = ((0 if held else rows) + bn) * BK * 2
         sums = (split - 1) * (bn // split // 8) * ceil(rows / 16) * 512
         moments = split * rows * 8 if self._stats(problem) else 0
-        rest = sums + moments + 2 * (bn // split) * 4 + 16 * stages + 16 + held * (BK * 4 + 8)
+        rest = sums + moments + 2 * (bn // split) * 4 + 16 + held * (BK * 4 + 8)
+        kept = held * rows * BK * 2
         # the last stage's a is read as whole 64-row blocks
-        return held * rows * BK * 2 + stages * stage + max(rest, wgm * 8192 - stage)
+        least = wgm * 8192 - stage
+        return lambda stages: kept + stages * stage + max(rest + 16 * stages, least)
 
     def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
         # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
@@ -116,8 +117,8 @@ class Cluster:
         # of open sizes those of the largest of the class: a CTA may have fewer steps than stages
         steps = upper_bound(self._steps(problem, config))
         most = min(steps, limit // (config.integer("bn") * BK * 2))
-        down = range(most, 0, -1)
-        return next((s for s in down if self._smem(problem, config, s) <= limit), 0)
+        smem = self._smem(problem, config)
+        return next((s for s in range(most, 0, -1) if smem(s) <= limit), 0)
 
     def _stats(self, problem: Problem) -> bool:
         return problem.op == "LayerNormGemm" and not problem.attr("stats")
@@ -261,7 +262,7 @@ class Cluster:
         return (
             Launch(
                 self.source, "gemm_cluster", (grid, 1, 1), (threads, 1, 1), args, defines,
-                smem=self._smem(problem, config, stages), cluster=split * share,
+                smem=self._smem(problem, config)(stages), cluster=split * share,
             ),
         )  # fmt: skip
 

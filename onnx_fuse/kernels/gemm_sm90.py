@@ -112,33 +112,34 @@ class Wgmma:
         shape = mi == 1 and pingpong == 1 and single and tiles <= hw.sm_count
         return shape and problem.text("rows") in ("stats", "rms")
 
-    def _smem(
-        self, problem: Problem, config: Config, stages: int, boxes_out: int, hw: Hardware
-    ) -> int:
+    def _smem(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int, int]:
+        """Bytes of shared memory: of each stage, of each box of the result in flight, the rest."""
         mi, bn, pingpong = config.integers("tile")
         own = self._own(problem, config, hw)
         rows = (64 if pingpong else 128) * mi
         splits = config.integer("splits")
-        plain = direct(problem, splits)
-        boxes = 0 if plain else boxes_out + (2 if operand(problem) else 0)
-        # a split product has no epilogue: the reduction runs it
-        sets = 2 if pingpong and not own else 1
-        cols = 0 if splits > 1 else sets * columns(problem) * bn * 4 + (512 if own else 0)
+        box, rest = 8 * BOX, 8 * 2 * 8 + 16
+        if direct(problem, splits):
+            box = 0
+        elif operand(problem):
+            rest += 2 * box
+        if splits == 1:  # a split product has no epilogue: the reduction runs it
+            sets = 2 if pingpong and not own else 1
+            rest += sets * columns(problem) * bn * 4 + (512 if own else 0)
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
-        return (
-            stages * (rows + wide) * BK * 2 + 8 * boxes * BOX + cols + 16 * stages + 8 * 2 * 8 + 16
-        )
+        return (rows + wide) * BK * 2 + 16, box, rest
 
-    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int]:
-        """Stages of the ring, and boxes of the result that a warp keeps in flight."""
-        limit = hw.smem_per_block
+    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int, int]:
+        """Stages of the ring, boxes of the result that a warp keeps in flight, and all bytes."""
+        stage, box, rest = self._smem(problem, config, hw)
 
         def fit(boxes: int) -> int:
-            down = range(8, 1, -1)
-            return next((s for s in down if self._smem(problem, config, s, boxes, hw) <= limit), 0)
+            most = min(8, (hw.smem_per_block - rest - boxes * box) // stage)
+            return most if most >= 2 else 0
 
         two, four = fit(2), fit(4)
-        return (four, 4) if four >= min(two, 5) else (two, 2)
+        stages, boxes = (four, 4) if four >= min(two, 5) else (two, 2)
+        return stages, boxes, stages * stage + boxes * box + rest
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Tiles, clusters where two rows of tiles exist, and splits where tiles are few."""
@@ -294,7 +295,7 @@ class Wgmma:
         )  # fmt: skip
         units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * splits
         types = type_defines(problem)
-        stages, boxes = self._stages(problem, config, hw)
+        stages, boxes, smem = self._stages(problem, config, hw)
         tile = {
             "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster, "DIRECT": plain,
             "STAGES": stages, "GROUP": config.integer("group"),
@@ -340,7 +341,7 @@ class Wgmma:
                 Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.number("epsilon")),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
-            smem=self._smem(problem, config, stages, boxes, hw),
+            smem=smem,
             cluster=cluster,
             sync=32 + 16 * pairs if side else 0,
             cooperative=side == "tiles",

@@ -66,9 +66,9 @@ class Fold:
         epsilon = problem.number("epsilon", 1e-5)
         return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
-    def _side(self, problem: Problem, config: Config) -> bool:
+    @staticmethod
+    def _side(gemm: Problem, config: Config) -> bool:
         """Whether the GEMM makes the statistics itself; a split one does not."""
-        gemm = self._gemm(problem)
         made = gemm.attr("rows") or gemm.attr("parts")
         return bool(made) and config.integer("splits", 1) == 1
 
@@ -91,8 +91,9 @@ class Fold:
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
-        seconds = self.inner.cost(self._gemm(problem), config, hw)
-        if not problem.attr("stats") and not self._side(problem, config):
+        gemm = self._gemm(problem)
+        seconds = self.inner.cost(gemm, config, hw)
+        if not problem.attr("stats") and not self._side(gemm, config):
             seconds += stats_seconds(problem, hw)
         if not problem.attr("folded"):
             seconds += fold_seconds(problem.k, problem.n, problem.dtype, hw)
@@ -119,7 +120,8 @@ class Fold:
             "wq": Ptr("workspace"), "cs": Ptr("workspace", wq), "cv": Ptr("workspace", wq + cs),
         }  # fmt: skip
         calls: list[Launch] = []
-        if not problem.attr("stats") and not self._side(problem, config):
+        gemm = self._gemm(problem)
+        if not problem.attr("stats") and not self._side(gemm, config):
             calls.append(
                 row_stats(
                     problem.m,
@@ -139,9 +141,7 @@ class Fold:
             "col0": names["cs"], "col1": names["cv"], "c": Ptr("r"),
             "workspace": Ptr("workspace", wq + 2 * cs),
         }  # fmt: skip
-        calls += [
-            rename(call, operands) for call in self.inner.launch(self._gemm(problem), config, hw)
-        ]
+        calls += [rename(call, operands) for call in self.inner.launch(gemm, config, hw)]
         return tuple(calls)
 
 

@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import refusals, select
+from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import FUSE, one_line
+from onnx_fuse.onnx.common import FUSE, carries_body, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
@@ -147,7 +147,7 @@ class Values:
 
     def _inferred(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         single = self._single(node)
-        if node.domain == FUSE or contrib.lookup(node) is not None:
+        if carries_body(node) or contrib.lookup(node) is not None:
             infer_shapes(single)
             return [
                 None if d is None or s is None else self._static(d, [_dim(n) for n in s])
@@ -358,7 +358,7 @@ class Values:
                 return None
             if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
                 raise self.fault(node, f"the product is over {problem.k}")
-        if select(problem.op, problem, self.hw, self.prefs) is None:
+        if not serves(problem.op, problem, self.hw, self.prefs):
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             return listing or f"{problem.op} has no kernel"

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
-from onnx_fuse.kernels import forced, refusals, select
+from onnx_fuse.kernels import refused, select
 from onnx_fuse.lower.linear import (
     activation,
     bias_row,
@@ -95,7 +95,7 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
     seconds = []
     for asked in (problem, replace(problem, attrs=plain)):
         # a kernel that the user asks for may have no such epilogue
-        unfit = forced(ctx.prefs).get(asked.op) in refusals(asked.op, asked, ctx.hw)
+        unfit = refused(asked, ctx.hw, ctx.prefs)
         choice = None if unfit else select(asked.op, asked, ctx.hw, ctx.prefs)
         seconds.append(inf if choice is None else choice.seconds)
     moved = problem.m * problem.n * 3 // 2 * ITEMSIZE[x.dtype]

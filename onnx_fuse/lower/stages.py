@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
 from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.common import FUSE, carries_body
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
 from onnx_fuse.program.call import Loop, Stage, Tensor
@@ -117,7 +117,7 @@ def _stage(
     if host:
         model = to_proto(ir.serde.deserialize_model(model))
         dated(model, nodes)
-    elif not any(node.domain == FUSE for node in nodes):
+    elif not any(map(carries_body, nodes)):
         kept = [o for o in model.opset_import if o.domain != FUSE]
         del model.opset_import[:]
         model.opset_import.extend(kept)

@@ -27,7 +27,13 @@ from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, base_name, one_line
+from onnx_fuse.onnx.common import (
+    CANONICAL_OPSET,
+    DEFAULT,
+    base_name,
+    carries_body,
+    one_line,
+)
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
@@ -109,6 +115,7 @@ class Lowerer(Control):
         self.origin: dict[ir.Value, ir.Value] = {}
         self.fallbacks: dict[str, str] = {}
         self._packed: dict[str, Tensor] = {}
+        self._bodies: dict[tuple[Any, ...] | None, ir.Graph] = {}
         self.later: list[ir.Node] = []  # nodes of later stages
         self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
         self.of_sequences = followed(model.graph)
@@ -447,14 +454,46 @@ class Lowerer(Control):
         """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
         if self._decompose(node):
             return True
-        body = self._body(node)
+        key = self._call_key(node)
+        # out of the table meanwhile: an inner node may be of the same key
+        known, mark, later = self._bodies.pop(key, None), self._mark(), len(self.later)
+        body = self._body(node) if known is None else known
         if body is None:
             return False
+        self._in_stead(node, body)
+        if known is not None and len(self.later) > later:
+            self._rewind(mark)  # a later stage would have one body's nodes and names twice
+            del self.later[later:]
+            return self._expand(node)
+        if key is not None and len(self.later) == later:
+            self._bodies[key] = body
+            for value in node.outputs:  # whose origins the next call that has the body changes
+                self.origin.pop(value, None)
+        return True
+
+    def _in_stead(self, node: ir.Node, body: ir.Graph) -> None:
+        """Lower a body in the stead of the node that it was made for, or of one of its key."""
         given = list(dict.fromkeys(v for v in node.inputs if v is not None))
         for value, outer in zip(body.inputs, given, strict=True):
             self.slots[value], self.origin[value] = self.slots[outer], outer
         self._inner(body, [v for v in node.outputs if v.name])
-        return True
+
+    def _call_key(self, node: ir.Node) -> tuple[Any, ...] | None:
+        """What calls have in common that may have one body in turn; None: it has its own."""
+        kinds = {attribute.type for attribute in node.attributes.values()}
+        if node.domain != FUSE or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
+            return None
+        given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
+        types = tuple(
+            (dtype, tuple(map(sizes.expression, shape))) for dtype, shape in map(self._type, given)
+        )
+        return (
+            node.op_identifier(),
+            tuple(sorted((name, repr(a.value)) for name, a in node.attributes.items())),
+            tuple(None if v is None else given[v] for v in node.inputs),
+            types,
+            tuple(bool(v.name) for v in node.outputs),
+        )
 
     def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
         """Lower nodes that no graph holds; `results` are used, though by no node."""
@@ -502,7 +541,7 @@ class Lowerer(Control):
 
     def _body(self, node: ir.Node) -> ir.Graph | None:
         single = self._single(node)
-        if node.domain == FUSE:
+        if carries_body(node):
             return inline(single).graph
         if contrib.lookup(node) is not None:
             if contrib.expand(single):
@@ -634,7 +673,7 @@ class Lowerer(Control):
     def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
         """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
         graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
-        if graphs or any(node.domain == FUSE for node in nodes):
+        if graphs or any(map(carries_body, nodes)):
             return
         since = [
             oldest(node, [self._dtype(v) for v in node.inputs], self.opset)

@@ -20,8 +20,9 @@ CANONICAL_OPSET = 21
 Newer models stay at theirs; what this project emits means the same in all of them."""
 Body: TypeAlias = Callable[[Sequence[str], int, str], ir.Function]
 """`body(exposed, opset, overload)`: a fused op's body as a function."""
-BODIES: dict[str, Body] = {}
-"""The bodies by name, as far as the modules that define them are imported: see `body_of`."""
+BODIES: dict[tuple[str, str], Body] = {}
+"""The bodies by (domain, name), as far as the modules that define them are imported: see `body_of`.
+Domains other than ours are those of operators that a user has registered (`plugins`)."""
 MAP_TYPE = "map type"
 """Key of a Value's `meta`: the TypeProto of a map or a sequence of maps, which onnx-ir lacks."""
 DEFAULT = "default"
@@ -29,17 +30,24 @@ DEFAULT = "default"
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
 
 
-def body_of(op_type: str) -> Body | None:
+def body_of(op_type: str, domain: str = FUSE) -> Body | None:
     """The body of `LayerNormGemm`, or of `LayerNormGemm_mean_rstd`; None for no operator of ours.
 
     The operators are defined in modules below this one, so they register themselves in `BODIES`.
     These are imported here, by name, when a model first has a node in this project's domain: it
     means the same whatever else the process has imported.
     """
+    if domain != FUSE:
+        return BODIES.get((domain, op_type))
     name = FusedName.of(op_type).base
-    if name not in BODIES:
+    if (FUSE, name) not in BODIES:
         importlib.import_module("onnx_fuse.ops.fused")
-    return BODIES.get(name)
+    return BODIES.get((FUSE, name))
+
+
+def carries_body(node: ir.Node) -> bool:
+    """Whether a node is a fused operator, or one that a user has registered with a body."""
+    return node.domain == FUSE or (node.domain, node.op_type) in BODIES
 
 
 def base_name(node: ir.Node) -> str:

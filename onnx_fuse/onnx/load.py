@@ -20,11 +20,20 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from google.protobuf.message import DecodeError
 
+from onnx_fuse import progress
 from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, subgraphs
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, MAP_TYPE, Model, body_of, one_line
+from onnx_fuse.onnx.common import (
+    CANONICAL_OPSET,
+    FUSE,
+    MAP_TYPE,
+    Model,
+    body_of,
+    carries_body,
+    one_line,
+)
 from onnx_fuse.onnx.opsets import canonical, constant_weights
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.shapes import without_weights
@@ -82,6 +91,7 @@ def read(source: Model) -> ir.Model:
                 weights = InContainer(container)
             else:
                 folder = Path(source).parent
+                progress.report(f"reading {Path(source).name}")
                 data, weights = parts(Path(source))
                 proto = _checked(_parse(data))
             _check_tensors(proto, folder, weights)
@@ -315,7 +325,7 @@ def _check_graph(model: ir.Model) -> None:
     known = set(model.functions)
     contrib.import_domains(model)
     for node in all_nodes(model.graph):
-        own = node.domain == FUSE and body_of(node.op_type) is not None
+        own = body_of(node.op_type, node.domain) is not None
         if own or node.op_identifier() in known:
             continue
         opset = model.graph.opset_imports.get(node.domain)
@@ -399,7 +409,7 @@ _KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", "ai.onnx.preview.training", "com.micro
 def opaque(model: ir.Model) -> str | None:
     """The first node whose operator nobody here knows, as a user would name it."""
     for node in all_nodes(model.graph):
-        if node.domain not in _KNOWN_DOMAINS:
+        if node.domain not in _KNOWN_DOMAINS and not carries_body(node):
             return f"node '{node.name or node.outputs[0].name}' ({node.domain}.{node.op_type})"
     return None
 

@@ -9,7 +9,7 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, body_of, one_line
+from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, body_of, one_line
 from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import check_sizes, infer_shapes
@@ -49,11 +49,11 @@ def _is_own(function: ir.Function) -> bool:
     A file may carry another body under one of our names (an older release, or a forgery): that one
     must be inlined and run as it stands.
     """
-    if function.domain != FUSE or body_of(function.name) is None:
+    if body_of(function.name, function.domain) is None:
         return False
     opset = function.opset_imports.get("", CANONICAL_OPSET)
     try:
-        ours = fused_function(function.name, opset, function.overload)
+        ours = fused_function(function.name, opset, function.overload, function.domain)
     except ModelError:
         return False  # ours cannot be written in that opset
     theirs, expected = (ir.serde.serialize_function(f) for f in (function, ours))

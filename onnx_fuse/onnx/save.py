@@ -17,7 +17,15 @@ from onnx_fuse.container import WEIGHTS
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, outputs_kept
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, body_of, quiet
+from onnx_fuse.onnx.common import (
+    CANONICAL_OPSET,
+    DEFAULT,
+    FUSE,
+    MAP_TYPE,
+    body_of,
+    carries_body,
+    quiet,
+)
 from onnx_fuse.onnx.downgrade import downgrade
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.onnx.upgrade import upgrade
@@ -32,11 +40,11 @@ def attach_functions(model: ir.Model) -> list[ir.OperatorIdentifier]:
     added: dict[ir.OperatorIdentifier, ir.Function] = {}
     for node in all_nodes(model.graph):
         key = node.op_identifier()
-        if node.domain == FUSE and key not in model.functions and key not in added:
-            added[key] = fused_function(node.op_type, opset, node.overload)
+        if carries_body(node) and key not in model.functions and key not in added:
+            added[key] = fused_function(node.op_type, opset, node.overload, node.domain)
     model.functions.update(added)
     if added:
-        model.graph.opset_imports[FUSE] = 1
+        model.graph.opset_imports.update({domain: 1 for domain, *_ in added})
     elif not model.functions:
         model.graph.opset_imports.pop(FUSE, None)
     return list(added)
@@ -56,12 +64,12 @@ def functions_attached(model: ir.Model) -> Iterator[None]:
             model.graph.opset_imports[FUSE] = 1
 
 
-def fused_function(op_type: str, opset: int, overload: str = "") -> ir.Function:
+def fused_function(op_type: str, opset: int, overload: str = "", domain: str = FUSE) -> ir.Function:
     """The body of `LayerNormGemm`; that of `LayerNormGemm_mean_rstd` returns inner values too."""
-    body = body_of(op_type)
+    body = body_of(op_type, domain)
     if body is None:
-        raise ModelError(f"domain {FUSE} has no operator '{op_type}'")
-    exposed = FusedName.of(op_type).exposed
+        raise ModelError(f"domain {domain} has no operator '{op_type}'")
+    exposed = FusedName.of(op_type).exposed if domain == FUSE else ()
     if opset >= CANONICAL_OPSET:
         return body(exposed, opset, overload)
     function = body(exposed, CANONICAL_OPSET, overload)
@@ -179,6 +187,7 @@ def inline(model: ir.Model) -> ir.Model:
         flat = common_passes.InlinePass()(model).model.clone()
     for key in list(flat.functions):
         del flat.functions[key]
+        flat.graph.opset_imports.pop(key[0], None)
     flat.graph.opset_imports.pop(FUSE, None)
     return flat
 

@@ -53,7 +53,10 @@ class OpDef:
     def function(
         self, exposed: Sequence[str] = (), opset: int = CANONICAL_OPSET, overload: str = ""
     ) -> ir.Function:
-        """The body as an ONNX function; `exposed` inner values become further outputs."""
+        """The body as an ONNX function in `opset`; `exposed` inner values become further outputs.
+
+        The `overload` "newer" is the function of `newer`.
+        """
         # a file may put the overload on any op of ours; inner values are the first body's alone
         newer = self.newer if overload == "newer" and not exposed else ""
         proto = onnx.parser.parse_function(
@@ -92,7 +95,7 @@ def register(*defs: OpDef) -> None:
             raise ValueError(f"operator {key} is defined twice")
         OPS[key] = definition
         if definition.body:
-            BODIES[definition.name] = definition.function
+            BODIES[definition.domain, definition.name] = definition.function
 
 
 def lookup(node: ir.Node) -> tuple[OpDef | None, tuple[str, ...]]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from onnx_fuse import progress
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import FUSE, base_name, one_line
+from onnx_fuse.onnx.common import FUSE, base_name, carries_body, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
@@ -32,6 +33,9 @@ FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2}
 FUSIONS |= {rule.name: rule.level for rule in RULES}
 """Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
 
+
+ADDED: list[Rule] = []
+"""The rules of operators that a user has registered (`plugins`), which run after all others."""
 
 _CANONICAL = ("RMSNormalization", "Silu", "QuickGelu")  # forms of one op, nothing fused
 
@@ -65,9 +69,11 @@ def op_counts(model: ir.Model) -> Counter[str]:
 def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     """Fused ops in the result by name, exposed values aside; and rewrites that leave no op."""
     nodes = all_nodes(model.graph)
-    names = (base_name(n) for n in nodes if n.domain == FUSE)
+    names = (base_name(n) for n in nodes if carries_body(n))
     counts = Counter(name for name in names if name not in _CANONICAL)
-    counts.update({name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS})
+    added = {rule.name for rule in ADDED}
+    own = {name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS}
+    counts.update({name: k for name, k in own.items() if name not in added})
     return dict(sorted(counts.items()))
 
 
@@ -120,7 +126,9 @@ def optimize(
             infer_shapes(model)
             taken |= {region for node, region in before if node.graph is None}
         operators = {node.op_type for node in all_nodes(model.graph)}
-        for rule in RULES:
+        rules = (*RULES, *ADDED)
+        for i, rule in enumerate(rules):
+            progress.report("fusing", i, len(rules))
             if not wanted(rule.name, rule.level) or (training and not rule.training):
                 continue
             if operators.isdisjoint(rule.anchors):

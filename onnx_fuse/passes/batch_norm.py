@@ -16,6 +16,7 @@ from onnx_fuse.ops.rewrite import (
     attribute,
     consumers,
     is_initializer,
+    move_shape_readers,
     other_operand,
     producer,
     rank,
@@ -106,6 +107,8 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     else:
         made = op.node(product.op_type, [x, w, b], attributes=kept)
     last = chain[-1 - len(views)].outputs[0]
+    for node in chain[: len(chain) - len(views)]:
+        move_shape_readers(node.outputs[0], made)
     y = replay_views(op, views, last, typed(made, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
 

@@ -10,18 +10,17 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array, outputs_kept
+from onnx_fuse.onnx.build import all_nodes, const_array, outputs_kept
 from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
     CONSTANT,
-    Rewriter,
-    attribute,
     consumers,
     is_float,
     isolated_subgraphs,
     number,
 )
+from onnx_fuse.passes.einsum import write_products
 from onnx_fuse.passes.fold import fold_constants
 from onnx_fuse.passes.sizes import infer_reshapes
 
@@ -74,7 +73,9 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     if _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"}):
         _drop_identities(model)  # which a Cast to the same type has become
     _drop_no_ops(model)
-    _products(model)
+    if write_products(model):
+        fold_constants(model, wanted)  # the weights among the operands, in their new shapes
+        _lift_constants(model)
     clean(model)
     open_ = [v.name or "" for v in model.graph.inputs if DEFAULT in v.meta]
     if open_:
@@ -194,60 +195,6 @@ def _drop_no_ops(model: ir.Model) -> None:
                 kept = node.inputs[0]
         if kept is not None and kept.dtype == node.outputs[0].dtype:
             node.outputs[0].replace_all_uses_with(kept)
-
-
-def _products(model: ir.Model) -> None:
-    """Einsum(a, b) that is a matrix product between transposes is written as one."""
-    for node in list(all_nodes(model.graph)):
-        if node.op_type != "Einsum" or node.domain or len(node.inputs) != 2:
-            continue
-        if not is_float(node.inputs[0]):
-            continue  # MatMul has no small integers
-        left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
-        first, _, second = left.partition(",")
-        if (
-            not arrow
-            or left.count(",") != 1
-            or "." in left
-            or any(len(set(t)) < len(t) for t in (first, second))
-        ):
-            continue
-        batch = [c for c in out if c in first and c in second]
-        rows, columns = [c for c in out if c not in second], [c for c in out if c not in first]
-        inner = [c for c in first if c in second and c not in out]
-        if (len(inner), len(columns)) != (1, 1) or not rows or (batch and len(rows) > 1):
-            continue
-        if sorted(first) != sorted(batch + rows + inner):
-            continue  # it sums over letters of one operand
-        if sorted(second) != sorted(batch + inner + columns):
-            continue
-        sizes = [
-            _size(value, term.index(inner[0]))
-            for value, term in zip(node.inputs, (first, second), strict=True)
-        ]
-        if None in sizes or sizes[0] != sizes[1]:
-            continue  # Einsum repeats an operand's 1 along the other's axis, MatMul does not
-        op = Builder()
-        a, b = (
-            value if list(term) == order
-            else op.Transpose(value, perm=[term.index(c) for c in order])
-            for value, term, order in (
-                (node.inputs[0], first, batch + rows + inner),
-                (node.inputs[1], second, batch + inner + columns),
-            )
-        )  # fmt: skip
-        y, made = op.MatMul(a, b), batch + rows + columns
-        if made != list(out):
-            y = op.Transpose(y, perm=[made.index(c) for c in out])
-        Rewriter(model).replace(node, op, node.outputs, [y])
-
-
-def _size(value: ir.Value | None, axis: int) -> int | str | None:
-    """The size of an axis, or its name."""
-    if value is None or value.shape is None or axis >= len(value.shape):
-        return None
-    size = value.shape[axis]
-    return size.value if isinstance(size, ir.SymbolicDim) else size
 
 
 _KEEPS_SHAPE = frozenset(

@@ -1,7 +1,7 @@
 """Sizes that shape inference leaves open: what Reshape and Expand do, from what they read.
 
 [B, 4, C] to [4 · Shape(x)[0], -1] is [4 B, C], whatever B is. A size is a product of symbols with
-an integer before it.
+an integer before it. Sums, products and ranges of such tensors have sizes of the same kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.evaluate import exact
-from onnx_fuse.ops.rewrite import attribute
+from onnx_fuse.ops.rewrite import attribute, dim, rank
 
 Size: TypeAlias = tuple[int, tuple[str, ...]]
 Sizes: TypeAlias = list[Size | None]
@@ -43,8 +43,18 @@ def infer_reshapes(model: ir.Model) -> bool:
             y = node.outputs[0]
             known[y] = entries
             changed = _constant(node, entries) or changed
+        if node.op_type == "Where" and entries is not None and None not in entries:
+            third = node.inputs[2]  # no size is negative, so that the Where chooses nothing
+            y = node.outputs[0]
+            assert third is not None
+            same_rank = rank(third) is not None and rank(third) == rank(y)
+            if known.get(third) == entries and same_rank and not y.is_graph_output():
+                y.replace_all_uses_with(third)
+                changed = True
         if node.op_type == "Pad":
             _pad(node, meaning)
+        else:
+            _computed(node, known, meaning)
         if node.op_type in ("Reshape", "Expand"):
             x, y = node.inputs[0], node.outputs[0]
             wanted = _read(node.inputs[1], known)
@@ -59,6 +69,10 @@ def infer_reshapes(model: ir.Model) -> bool:
     ends = {*graph.inputs, *graph.outputs}
     kept = {str(d) for value in ends for d in value.shape or ()}
     plain = {name: size for name, (k, s) in meaning.items() if (size := _dim(k, s)) is not None}
+    first: dict[Size, str] = {}  # of the symbols for 4 B, say, one is as good as all
+    for name, size in meaning.items():
+        if name not in kept and _dim(*size) is None:
+            plain[name] = first.setdefault(size, name)
     plain = {name: size for name, size in plain.items() if name not in kept}
     for node in graph if plain else ():
         for value in node.outputs:
@@ -122,6 +136,55 @@ def _copied(node: ir.Node, wanted: Sizes | None, given: Sizes | None) -> bool:
     node.attributes.pop("allowzero", None)
     graph.insert_before(node, op.nodes)
     return True
+
+
+_BROADCAST = frozenset(
+    (
+        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Where", "Max", "Min", "Sum", "Mean"),
+        *("And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+    )
+)
+
+
+def _computed(node: ir.Node, known: Mapping[ir.Value, Sizes], meaning: dict[str, Size]) -> None:
+    """Enter what the symbols in the shape of a sum, a product or a Range mean."""
+    given = [_sizes(v, meaning) for v in node.inputs]
+    found: Sizes | None = None
+    match node.op_type:
+        case kind if kind in _BROADCAST:
+            found = _broadcast(given)
+        case "Expand":
+            wanted = _read(node.inputs[1], known)
+            if wanted is not None and all(s is None or s[0] >= 0 for s in wanted):
+                found = _broadcast([given[0], wanted])
+        case "MatMul":
+            a, b = given
+            if a is not None and b is not None and len(a) > 1 and len(b) > 1:
+                batch = _broadcast([a[:-2], b[:-2]])
+                found = None if batch is None else [*batch, a[-2], b[-1]]
+        case "Range":
+            start, limit, step = (_read(v, known) for v in node.inputs)
+            if start == [(0, ())] and step == [(1, ())] and limit is not None:
+                found = [s if s is not None and s[0] >= 0 else None for s in limit]
+    if found is not None and None not in node.outputs and not node.outputs[0].is_graph_output():
+        _enter(node.outputs[0], found, meaning)
+
+
+def _broadcast(shapes: Sequence[Sizes | None]) -> Sizes | None:
+    """The sizes that all are broadcast to, None where that depends on what is not known."""
+    known = [s for s in shapes if s is not None]
+    if len(known) < len(shapes):
+        return None
+    found: Sizes = []
+    for axis in range(-max((len(s) for s in known), default=0), 0):
+        here = [s[axis] for s in known if len(s) >= -axis]
+        long = list(dict.fromkeys(s for s in here if s != (1, ())))
+        fixed = [s for s in long if s is not None and not s[1]]
+        # What a number of 2 and more is broadcast with is 1 or the same.
+        found.append(fixed[0] if fixed else long[0] if len(long) == 1 else None)
+        if not long:
+            found[-1] = (1, ())
+    return found
 
 
 def _pad(node: ir.Node, meaning: dict[str, Size]) -> None:
@@ -203,6 +266,13 @@ def _read(value: ir.Value | None, known: Mapping[ir.Value, Sizes]) -> Sizes | No
     return [(int(i), ()) for i in array.flat]
 
 
+def _unread(value: ir.Value | None) -> Sizes | None:
+    """As many unknown entries as a vector has; None where that is not known."""
+    whole = value is not None and value.dtype == ir.DataType.INT64
+    length = dim(value, 0) if whole and rank(value) == 1 else None
+    return None if length is None or length > _LONGEST else [None] * length
+
+
 def _entries(
     node: ir.Node, known: Mapping[ir.Value, Sizes], meaning: Mapping[str, Size]
 ) -> Sizes | None:
@@ -214,7 +284,7 @@ def _entries(
         case "Cast" if attribute(node, "to") == ir.DataType.INT64.value:
             return known.get(first) if first is not None else None
         case "Concat":
-            parts = [_read(v, known) for v in node.inputs]
+            parts = [_read(v, known) or _unread(v) for v in node.inputs]
             sizes = [s for part in parts for s in part or ()]
             return None if None in parts or len(sizes) > _LONGEST else sizes
         case "Mul":
@@ -222,6 +292,14 @@ def _entries(
             single = all(part is not None and len(part) == 1 for part in pair)
             product = _product(part[0] for part in pair if part) if single else None
             return None if product is None else [product]
+        case "Div":
+            whole, by = (_read(v, known) for v in node.inputs)
+            if whole is None or by is None or len(whole) != 1 or len(by) != 1:
+                return None
+            part = _quotient(whole, by) if by[0] is not None and not by[0][1] else None
+            return None if part is None else [part]
+        case "Where":
+            return _chosen(node, known)
         case "Gather" | "Slice" if first is not None and first in known:
             return _taken(node, known[first])
         case "Shape":
@@ -230,6 +308,21 @@ def _entries(
             assert isinstance(start, int)
             return None if found is None else found[start : end if isinstance(end, int) else None]
     return None
+
+
+def _chosen(node: ir.Node, known: Mapping[ir.Value, Sizes]) -> Sizes | None:
+    """The entries of Where(sizes == -1, x, sizes), by which exporters write torch's expand."""
+    condition, other, sizes = node.inputs
+    equal = condition.producer() if condition is not None else None
+    given, instead = _read(sizes, known), _read(other, known)
+    if equal is None or equal.op_type != "Equal" or equal.domain or sizes not in equal.inputs:
+        return None
+    if given is None or instead is None or len(given) != len(instead):
+        return None
+    with_ = const_array(equal.inputs[1 if equal.inputs[0] is sizes else 0])
+    if with_ is None or with_.shape not in ((), (1,), (len(given),)) or not (with_ == -1).all():
+        return None
+    return [x if size == (-1, ()) else size for size, x in zip(given, instead, strict=True)]
 
 
 def _taken(node: ir.Node, entries: Sizes) -> Sizes | None:

@@ -371,6 +371,8 @@ class Program:
     setup: tuple[Call, ...] = ()
     """Calls that read nothing but constants: they run once, before the first run. What they write
     are buffers of kind constant that `constants` does not hold."""
+    sequential: bool = False
+    """Whether the calls run one after another, which keeps temporaries short-lived."""
 
     def __str__(self) -> str:
         lines = [f"input {name} = {tensor}" for name, tensor in self.inputs]

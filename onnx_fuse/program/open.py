@@ -7,17 +7,16 @@ another shape costs an evaluation: no lowering, no choice of kernels, no text of
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from operator import itemgetter
 from types import CodeType
 from typing import Any
 
 import numpy as np
 
 from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
-
-_PART = "part_"
 
 
 class Open:
@@ -28,43 +27,30 @@ class Open:
         symbols = tuple(trace.values)
         # classes first: most programs are told apart by them
         guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
-        given = ", ".join(symbols)
-        writer = _Writer()
-        result = writer.write(made)
-        more = ""
-        for name, value in (parts or {}).items():
-            inner = _Writer(writer.names)
-            text = inner.write(value)
-            body = "".join(f"    {line}\n" for line in inner.lines)
-            more += f"def {_PART}{name}({given}):\n{body}    return {text}\n"
         checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
-        lines = "".join(f"    {line}\n" for line in writer.lines)
-        source = (
-            f"def holds({given}):\n{checks}    return True\n"
-            f"def make({given}):\n{lines}    return {result}\n{more}"
-        )
-        self._set(symbols, guards, compile(source, "<open sizes>", "exec"), writer.names)
+        code = _compiled(f"def holds({', '.join(symbols)}):\n{checks}    return True\n")
+        recipes = {name: Recipe(value, symbols) for name, value in (parts or {}).items()}
+        self._set(symbols, guards, code, Recipe(made, symbols), recipes)
 
     def _set(
-        self, symbols: tuple[str, ...], guards: tuple[str, ...], code: CodeType, used: Any
+        self,
+        symbols: tuple[str, ...],
+        guards: tuple[str, ...],
+        code: CodeType,
+        whole: Recipe,
+        parts: Mapping[str, Recipe],
     ) -> None:
-        self.symbols, self.guards, self._code, self._used = symbols, guards, code, used
-        names = used | {"new": _new, "array": np.array, "int64": np.int64}
-        names |= {"min": minimum, "max": maximum}  # which leave sizes open
-        exec(code, names)  # text of our own making
-        self._holds: Callable[..., bool] = names["holds"]
-        self._make: Callable[..., Any] = names["make"]
-        self._parts: dict[str, Callable[..., Any]] = {
-            name.removeprefix(_PART): make for name, make in names.items() if name.startswith(_PART)
-        }
+        self.symbols, self.guards, self._code = symbols, guards, code
+        self._whole, self._parts = whole, parts
+        self._holds: Callable[..., bool] = _function(code, "holds")
 
     def __getstate__(self) -> tuple[Any, ...]:
         """For pickle, with the compiled code: to compile it anew takes ten times as long."""
-        return self.symbols, self.guards, marshal.dumps(self._code), self._used
+        return self.symbols, self.guards, marshal.dumps(self._code), self._whole, self._parts
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        symbols, guards, code, used = state
-        self._set(symbols, guards, marshal.loads(code), used)
+        symbols, guards, code, whole, parts = state
+        self._set(symbols, guards, marshal.loads(code), whole, parts)
 
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether every decision that was taken on the way would be taken again."""
@@ -72,55 +58,110 @@ class Open:
 
     def at(self, values: Mapping[str, int]) -> Any:
         """The object with the numbers of these symbols, which `holds`."""
-        return self._make(*(values[name] for name in self.symbols))
+        return self._whole.at(values[name] for name in self.symbols)
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
         """The part called so with the numbers of these symbols, None where there is none."""
-        make = self._parts.get(name)
-        return None if make is None else make(*(values[symbol] for symbol in self.symbols))
+        recipe = self._parts.get(name)
+        return None if recipe is None else recipe.at(values[symbol] for symbol in self.symbols)
 
 
-def _new(kind: type, values: dict[str, Any]) -> Any:
-    """An instance of a dataclass with these fields, unchecked."""
-    made: Any = object.__new__(kind)
-    made.__dict__.update(values)
-    return made
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<open sizes>", "exec")  # text of our own making
 
 
-class _Writer:
-    """Python text that builds an object anew; what holds no size is used as it is."""
+def _function(code: CodeType, name: str) -> Callable[..., Any]:
+    names: dict[str, Any] = {"min": minimum, "max": maximum}  # which leave sizes open
+    exec(code, names)
+    found: Callable[..., Any] = names[name]
+    return found
 
-    def __init__(self, names: dict[str, Any] | None = None) -> None:
-        self.lines: list[str] = []
-        self.names = {} if names is None else names
-        self._sizes: dict[str, str] = {}
-        self._objects: dict[int, tuple[Any, str | None]] = {}
 
-    def write(self, value: Any) -> str:
-        """The expression that is `value`."""
-        return self._open(value) or self._kept(value)
+Step = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
+"""(place of the result, places of its parts, what makes it of them)."""
 
-    def _kept(self, value: Any) -> str:
-        if value is None or isinstance(value, bool | int | str) or value == ():
-            return repr(value)
-        name = f"k{len(self.names)}"
-        self.names[name] = value
-        return name
 
-    def _named(self, text: str) -> str:
-        name = f"o{len(self.lines)}"
-        self.lines.append(f"{name} = {text}")
-        return name
+class Recipe:
+    """How to build an object anew with other sizes; what holds none is used as it is.
 
-    def _open(self, value: Any) -> str | None:
-        """The expression of what holds sizes, None for anything else."""
+    It has a list of places. One holds what is used as it is, or one of the object's sizes, or what
+    a step makes of the contents of earlier places.
+    """
+
+    def __init__(self, value: Any, symbols: Sequence[str]) -> None:
+        self._places: list[Any] = []
+        self._steps: list[Step] = []
+        self._sizes: dict[str, int] = {}  # expression -> its place
+        self._known: dict[Any, int] = {}
+        self._objects: dict[int, tuple[Any, int | None]] = {}
+        result = self._place(value)
+        text = "".join(f"{size}, " for size in self._sizes)
+        code = _compiled(f"def numbers({', '.join(symbols)}):\n    return ({text})\n")
+        self._set(self._places, self._steps, result, tuple(self._sizes.values()), code)
+        del self._sizes, self._known, self._objects
+
+    def _set(
+        self,
+        places: list[Any],
+        steps: list[Step],
+        result: int,
+        numbered: tuple[int, ...],
+        code: CodeType,
+    ) -> None:
+        self._places, self._steps, self._result = places, steps, result
+        self._numbered, self._code = numbered, code
+        self._numbers = _function(code, "numbers")
+        self._work = [(place, _getter(parts), make) for place, parts, make in steps]
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        code = marshal.dumps(self._code)
+        return self._places, self._steps, self._result, self._numbered, code
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        *rest, code = state
+        self._set(*rest, marshal.loads(code))
+
+    def at(self, values: Iterable[int]) -> Any:
+        """The object with the sizes that these values of the symbols give."""
+        places = self._places.copy()
+        for place, number in zip(self._numbered, self._numbers(*values), strict=True):
+            places[place] = number
+        for place, get, make in self._work:
+            places[place] = make(get(places))
+        return places[self._result]
+
+    def _new(self, content: Any = None) -> int:
+        self._places.append(content)
+        return len(self._places) - 1
+
+    def _place(self, value: Any) -> int:
+        """The place of a value, whether or not it holds sizes."""
+        found = self._open(value)
+        return self._closed(value) if found is None else found
+
+    def _closed(self, value: Any) -> int:
+        """The place of what is used as it is."""
+        kind = type(value)
+        key = (kind, value) if kind is int or kind is str else id(value)
+        if key not in self._known:
+            self._known[key] = self._new(value)  # kept, so that its id stays its own
+        return self._known[key]
+
+    def _made(self, parts: Sequence[int], make: Callable[[Sequence[Any]], Any]) -> int:
+        """The place of what a step makes."""
+        place = self._new()
+        self._steps.append((place, tuple(parts), make))
+        return place
+
+    def _open(self, value: Any) -> int | None:
+        """The place of what holds sizes, None for anything else."""
         kind = type(value)
         if kind in _PLAIN:
             return None
         if kind is Size:
             text = expression(value)
             if text not in self._sizes:
-                self._sizes[text] = self._named(text)
+                self._sizes[text] = self._new()
             return self._sizes[text]
         known = self._objects.get(id(value))
         if known is not None:
@@ -129,33 +170,76 @@ class _Writer:
         self._objects[id(value)] = value, found  # kept, so that its id stays its own
         return found
 
-    def _structure(self, value: Any) -> str | None:
-        if isinstance(value, tuple | list):
-            parts = [self._open(part) for part in value]
-            if not any(parts):
-                return None
-            inside = "".join(
-                f"{text or self._kept(part)}, " for text, part in zip(parts, value, strict=True)
-            )
-            return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
-        if isinstance(value, dict):
-            named = {key: self._open(part) for key, part in value.items()}
-            if not any(named.values()):
-                return None
-            texts = [f"{self._kept(k)}: {t or self._kept(value[k])}" for k, t in named.items()]
-            return self._named("{" + ", ".join(texts) + "}")
-        if isinstance(value, np.ndarray):
-            numbers = self._open(list(value.reshape(-1))) if value.dtype == object else None
-            if numbers is None:
-                return None
-            return self._named(f"array({numbers}, int64).reshape({value.shape})")
+    def _structure(self, value: Any) -> int | None:
         kind: Any = type(value)
-        names = _fields(kind)
-        own = {name: self._open(getattr(value, name)) for name in names}
-        if not any(own.values()):
+        if isinstance(value, tuple | list):
+            found = self._parts(value)
+            return (
+                None
+                if found is None
+                else self._made(found, tuple if isinstance(value, tuple) else list)
+            )
+        if isinstance(value, dict):
+            found = self._parts(value.values())
+            return None if found is None else self._made(found, _Dict(tuple(value)))
+        if isinstance(value, np.ndarray):
+            found = self._parts(value.reshape(-1)) if value.dtype == object else None
+            return None if found is None else self._made(found, _Array(value.shape))
+        fixed, names, parts = {}, [], []
+        for name in _fields(kind):
+            inner = getattr(value, name)
+            place = self._open(inner)
+            if place is None:
+                fixed[name] = inner
+            else:
+                names.append(name)
+                parts.append(place)
+        return self._made(parts, _Instance(kind, fixed, tuple(names))) if parts else None
+
+    def _parts(self, values: Iterable[Any]) -> list[int] | None:
+        """The places of several values, None where none of them holds sizes."""
+        places = [(self._open(value), value) for value in values]
+        if all(place is None for place, _ in places):
             return None
-        texts = [f"{k!r}: {t or self._kept(getattr(value, k))}" for k, t in own.items()]
-        return self._named(f"new({self._kept(kind)}, {{{', '.join(texts)}}})")
+        return [self._closed(value) if place is None else place for place, value in places]
+
+
+def _getter(places: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What takes the contents of these places out of a list."""
+    if len(places) == 1:
+        return itemgetter(slice(places[0], places[0] + 1))
+    return itemgetter(*places)
+
+
+@dataclass
+class _Dict:
+    keys: tuple[Any, ...]
+
+    def __call__(self, parts: Sequence[Any]) -> dict[Any, Any]:
+        return dict(zip(self.keys, parts, strict=True))
+
+
+@dataclass
+class _Array:
+    shape: tuple[int, ...]
+
+    def __call__(self, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+        return np.array(parts, np.int64).reshape(self.shape)
+
+
+@dataclass
+class _Instance:
+    """An instance of a dataclass, unchecked: some fields are as they were."""
+
+    kind: Any
+    fixed: dict[str, Any]
+    names: tuple[str, ...]
+
+    def __call__(self, parts: Sequence[Any]) -> Any:
+        made = object.__new__(self.kind)
+        made.__dict__.update(self.fixed)
+        made.__dict__.update(zip(self.names, parts, strict=True))
+        return made
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})

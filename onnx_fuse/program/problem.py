@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,10 @@ FEW = 16
 """Queries up to which attention is a token's or a few: the kernels then have one tile of them."""
 
 
+# made once: `int | Size` in a call of isinstance is made at each
+_INTEGERS, _NUMBERS = (int, Size), (int, float)
+
+
 class _Attrs:
     """Named extra scalars kept as a sorted tuple, so that the dataclass stays hashable."""
 
@@ -53,27 +57,33 @@ class _Attrs:
 
     def integer(self, name: str, default: int = 0) -> int:
         """The extra called `name` as an int."""
-        value = self.attr(name, default)
-        assert isinstance(value, int | Size), f"{name}={value!r} is not an int"
+        value = self._named.get(name, default)
+        assert isinstance(value, _INTEGERS), f"{name}={value!r} is not an int"
         return value
 
     def number(self, name: str, default: float = 0.0) -> float:
         """The extra called `name` as a float."""
-        value = self.attr(name, default)
-        assert isinstance(value, int | float), f"{name}={value!r} is not a number"
+        value = self._named.get(name, default)
+        assert isinstance(value, _NUMBERS), f"{name}={value!r} is not a number"
         return float(value)
 
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The extra called `name` as a tuple of ints."""
-        value = self.attr(name, default)
+        value = self._named.get(name, default)
         assert isinstance(value, tuple), f"{name}={value!r} is not a tuple"
         return value
 
     def text(self, name: str, default: str = "") -> str:
         """The extra called `name` as a string."""
-        value = self.attr(name, default)
+        value = self._named.get(name, default)
         assert isinstance(value, str), f"{name}={value!r} is not a string"
         return value
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields."""
+    return tuple(f.name for f in fields(kind))
 
 
 def _sizes(value: object) -> Iterator[Size]:
@@ -84,8 +94,8 @@ def _sizes(value: object) -> Iterator[Size]:
         for part in value:
             yield from _sizes(part)
     elif is_dataclass(value):
-        for f in fields(value):
-            yield from _sizes(getattr(value, f.name))
+        for name in _names(type(value)):
+            yield from _sizes(getattr(value, name))
 
 
 def _open(value: object) -> bool:
@@ -100,7 +110,7 @@ def _with(value: Any, number: Callable[[Any], int]) -> Any:
     if isinstance(value, tuple):
         return tuple(_with(part, number) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        inner = {f.name: _with(getattr(value, f.name), number) for f in fields(value)}
+        inner = {name: _with(getattr(value, name), number) for name in _names(type(value))}
         return replace(value, **inner)
     return value
 
@@ -131,7 +141,7 @@ class AnyProblem:
 
     def fields(self) -> dict[str, Any]:
         """Its fields' values by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self))}
 
     @cached_property
     def trace(self) -> Trace | None:
@@ -215,14 +225,14 @@ class Problem(_Attrs, AnyProblem):
     @classmethod
     def of(cls, op: str, **values: Value) -> Problem:
         """Problem from keywords: its own fields by name, everything else into `attrs`."""
-        own = {f.name for f in fields(cls)}
+        own = _names(cls)
         attrs = {key: value for key, value in values.items() if key not in own}
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return cls(op, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
 
     def replace(self, **values: Value) -> Problem:
         """This problem with some fields or attrs replaced."""
-        own = {f.name for f in fields(self)}
+        own = _names(type(self))
         attrs = dict(self.attrs) | {key: value for key, value in values.items() if key not in own}
         rest: dict[str, object] = {key: value for key, value in values.items() if key in own}
         return replace(self, attrs=_pairs(attrs), **rest)  # type: ignore[arg-type]
@@ -396,7 +406,11 @@ class Hardware:
         """Operations a second for products of `kind`; those of 8 bits are twice float16's."""
         if kind in ("int8", "uint8"):
             return 2 * self.rate("float16")
-        return dict(self.flops).get(kind, dict(self.flops)["float32"])
+        return self._rates.get(kind, self._rates["float32"])
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        return dict(self.flops)
 
     @property
     def cc(self) -> int:

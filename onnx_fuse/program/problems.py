@@ -509,3 +509,34 @@ class Fold(AnyProblem):
     def bytes(self) -> int:
         """The bytes of w, which is read, and of wq, which is written."""
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Registered(AnyProblem):
+    """A node of an operator that a user has registered, as "domain::Name".
+
+    `inputs` and `outputs` are the (name, dtype, shape) of its operands, by the names of the body;
+    all are dense. `attributes` are those of the node, with the body's defaults.
+    """
+
+    op: str
+    inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    outputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    attributes: tuple[tuple[str, object], ...] = ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an operand."""
+        return next(shape for n, _, shape in (*self.inputs, *self.outputs) if n == name)
+
+    def dtype(self, name: str) -> str:
+        """The element type of an operand, such as "float32"."""
+        return next(dtype for n, dtype, _ in (*self.inputs, *self.outputs) if n == name)
+
+    def attribute(self, name: str) -> object:
+        """The value of an attribute."""
+        return dict(self.attributes)[name]
+
+    @property
+    def bytes(self) -> int:
+        """Each operand read or written once."""
+        return sum(prod(s) * ITEMSIZE[d] for _, d, s in (*self.inputs, *self.outputs))

@@ -65,7 +65,7 @@ class Trace:
         self.guards: dict[str, None] = {}
         """Python expressions over the symbols, each true for the sizes traced."""
         self._narrow: set[str] = set()
-        self.told = 0
+        self.text_depth = 0
         """Above 0 while text is for people alone: a size in it is no decision."""
         self.asked: set[Any] = set()
         """Comparisons that are among the guards."""
@@ -95,14 +95,19 @@ class Trace:
                 found[name] = last
         return found
 
+    @property
+    def narrow(self) -> dict[str, int]:
+        """The dimensions whose class, that of `size_class`, is a guard."""
+        return {name: self.values[name] for name in self.values if name in self._narrow}
+
     @contextlib.contextmanager
     def formatting(self) -> Iterator[None]:
         """Inside, text is for people: reasons and messages, never macros or names."""
-        self.told += 1
+        self.text_depth += 1
         try:
             yield
         finally:
-            self.told -= 1
+            self.text_depth -= 1
 
     def largest(self) -> dict[str, int]:
         """The largest size of each dimension's class, as far as the choices so far say."""
@@ -259,12 +264,12 @@ class Size:
         return bits
 
     def __str__(self) -> str:
-        return str(self.value if self.trace.told else self.plain())
+        return str(self.value if self.trace.text_depth else self.plain())
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return format(self.value if self.trace.told else self.plain(), spec)
+        return format(self.value if self.trace.text_depth else self.plain(), spec)
 
 
 class Ratio:
@@ -354,6 +359,22 @@ def upper_bound(size: int, classes: Classes = size_class) -> int:
     return int(value(text_of(size.terms), size.trace.class_bound(size.terms, classes)))
 
 
+def coarse(size: int) -> int:
+    """What the size is where dimensions are the largest of their class: for limits by the way.
+
+    Only a dimension whose class is a guard already, and at most twice as large as its smallest
+    member, is taken so; the others stay open. A comparison then is one on those alone.
+    """
+    if not isinstance(size, Size):
+        return size
+    classes = {name: size_class(number) for name, number in size.trace.narrow.items()}
+    known = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
+    others = {name: Size(size.trace, (((name,), 1),), number)
+              for name, number in size.trace.values.items()}  # fmt: skip
+    code = compiled(text_of(size.terms))
+    return cast(int, eval(code, {"min": minimum, "max": maximum}, {**others, **known}))
+
+
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape that all of them broadcast to, by NumPy's rules. Raises ValueError."""
     rank = max(map(len, shapes), default=0)
@@ -404,8 +425,11 @@ def value(text: str, symbols: Mapping[str, int]) -> Any:
 # ---- helpers ------------------------------------------------------------------------------------
 
 
+_WHOLE = (int, Size, np.integer)
+
+
 def _whole(other: Any) -> bool:
-    return isinstance(other, int | Size | np.integer)
+    return isinstance(other, _WHOLE)
 
 
 def _terms(size: int | Size) -> dict[tuple[str, ...], int]:

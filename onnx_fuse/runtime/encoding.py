@@ -91,6 +91,7 @@ def encode(
             for name, t in program.outputs
         ],
         "constants": [[k, store(v)] for k, v in program.constants.items()],
+        "sequential": program.sequential,
     }
 
 
@@ -267,6 +268,7 @@ class _Decoder:
             tuple(outputs),
             constants,
             setup=setup,
+            sequential=bool(data.get("sequential")),  # of files before recomputing: no
         )
 
     def _tensor(self, data: Any) -> Tensor:

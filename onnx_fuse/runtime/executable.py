@@ -37,6 +37,7 @@ from onnx_fuse.runtime.weights import Weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from onnx_fuse.runtime.budget import Budget
     from onnx_fuse.runtime.precompile import Precompiler
     from onnx_fuse.runtime.program_cache import Origin
     from onnx_fuse.runtime.specialize import Specializer
@@ -87,8 +88,9 @@ class Executable:
     A `Deployed` model has its programs already; nothing of ONNX or NVRTC is imported for it.
     `state` maps outputs to the inputs or initializers they replace in place: those stay on the
     device (`weights` reaches them) and are not fed. `home` is an Executable whose such
-    tensors, and whose stream, this one shares and which must outlive it. Any number of threads may
-    run it. Raises DeviceError for what the GPU, its driver or NVRTC cannot do.
+    tensors, and whose stream, this one shares and which must outlive it. `memory` bounds the bytes
+    that a program takes (`runtime.budget`). Any number of threads may run it. Raises DeviceError
+    for what the GPU, its driver or NVRTC cannot do.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Executable:
         device_id: int = 0,
         home: Executable | None = None,
         seed: int = 0,
+        memory: Budget | None = None,
     ) -> None:
         device.probe(device_id)
         if not isinstance(model, Deployed):
@@ -110,7 +113,7 @@ class Executable:
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         self.hw = Hardware.detect(device_id)
-        self._home, self._seed = home, seed
+        self._home, self._seed, self._memory = home, seed, memory
         self._stream: device.Stream | None = None
         self.uploads, self.downloads = Uploads(), Downloads()
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
@@ -131,7 +134,14 @@ class Executable:
         from onnx_fuse.runtime.specialize import Specializer
 
         assert not isinstance(self.model, Deployed), "it has its programs"
-        return Specializer(self.model, self.hw, math=self.math, prefs=self.prefs, state=self.state)
+        return Specializer(
+            self.model,
+            self.hw,
+            math=self.math,
+            prefs=self.prefs,
+            state=self.state,
+            memory=self._memory,
+        )
 
     @cached_property
     def _ahead(self) -> Precompiler | None:

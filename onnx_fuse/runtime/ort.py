@@ -12,12 +12,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
+from onnx_fuse import progress
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
 from onnx_fuse.onnx.load import read
@@ -198,7 +199,8 @@ def guarded(work: Callable[[], T], name: str) -> T:
     """`work()` in a forked child: a crash inside onnxruntime becomes a ModelError about `name`.
 
     onnxruntime can die on a graph that the checker accepts (a bad attribute, a size it trusts). The
-    child shares this process's memory, so the fork itself takes a few milliseconds.
+    child shares this process's memory, so the fork itself takes a few milliseconds. What the work
+    reports of its progress reaches the watcher here.
     """
     if not hasattr(os, "fork"):
         with faults(name):
@@ -214,30 +216,47 @@ def guarded(work: Callable[[], T], name: str) -> T:
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as pipe:
-            data = pipe.read()
+            answer = _answer(pipe)
         status = os.waitpid(child, 0)[1]
     except BaseException:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         raise
-    if os.WIFSIGNALED(status) or not data:
+    if os.WIFSIGNALED(status) or answer is None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         cause = signal.strsignal(number) if number else "it left without an answer"
         raise ModelError(f"{name}: onnxruntime crashed on this graph ({cause})")
-    ok, value = pickle.loads(data)
+    ok, value = answer
     if not ok:
         raise value
     result: T = value
     return result
 
 
+def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:
+    """What the child wrote at last, or None if it ended before; reports of progress go on."""
+    while True:
+        try:
+            found = pickle.load(pipe)
+        except (EOFError, pickle.UnpicklingError):
+            return None
+        if len(found) == 2:
+            ok, value = found
+            return ok, value
+        progress.report(*found)
+
+
 def _child(work: Callable[[], Any], name: str, writer: int) -> None:
     # A session inherited from the parent has no threads here: collecting it would wait for them.
     gc.disable()
+
+    def send(what: str, done: int, total: int) -> None:
+        os.write(writer, pickle.dumps((what, done, total), protocol=5))
+
     try:
         try:
-            with faults(name):
+            with faults(name), progress.watched(send if progress.watcher() else None):
                 answer = (True, work())
         except OnnxFuseError as error:
             text = str(error)

@@ -59,7 +59,7 @@ class Plan:
 
 def plan(program: Program) -> Plan:
     """The layout under the order of the data, or in line where that takes much memory."""
-    if len(program.calls) <= MOST_CALLS:
+    if not program.sequential and len(program.calls) <= MOST_CALLS:
         free = _layout(program, by_dependency(program))
         if free.arena <= SIDE_BY_SIDE:
             return free

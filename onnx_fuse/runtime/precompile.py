@@ -255,6 +255,7 @@ class _Child:
             "hardware": asdict(specializer.hw),
             "math": specializer.math,
             "prefs": specializer.prefs,
+            "memory": specializer.memory,
             "state": specializer.state,
             "part": part,
         }

@@ -106,7 +106,7 @@ class CompilingCache(ProgramCache):
         program: Program = kept.source.at(kept.largest)
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
-            nvrtc.compile_all(launches, self.arch, workers=1, progress=False)
+            nvrtc.compile_all(launches, self.arch, workers=1)
         super().keep(key, kept)
 
 
@@ -123,7 +123,12 @@ def main() -> None:
     hw = dict(job["hardware"], flops=tuple((kind, rate) for kind, rate in job["hardware"]["flops"]))
     graph = graphs.opened(Container(job["graph"]), model)
     specializer = Specializer(
-        graph, Hardware(**hw), math=job["math"], prefs=job["prefs"], state=job["state"]
+        graph,
+        Hardware(**hw),
+        math=job["math"],
+        prefs=job["prefs"],
+        state=job["state"],
+        memory=job["memory"],
     )
     programs = CompilingCache(Path(job["folder"]), specializer.made, job["given"])
     programs.arch = specializer.hw.arch

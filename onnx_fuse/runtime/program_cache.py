@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.plan import PlannedOpenProgram
 from onnx_fuse.runtime.tensor import dtype_of
+
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.budget import Budget
 
 Array = np.ndarray[Any, Any]
 Key = tuple[object, ...]
@@ -229,9 +232,10 @@ def folder_of(
     math: str,
     prefs: Mapping[str, str] | None,
     state: Mapping[str, str] | None,
+    memory: Budget | None = None,
 ) -> Path:
     """Where the programs of the graph with this digest stand: all that lowering depends on."""
-    chosen = (math, sorted((prefs or {}).items()), sorted((state or {}).items()))
+    chosen = (math, sorted((prefs or {}).items()), sorted((state or {}).items()), memory)
     around = (config.KERNEL.value, cublaslt.version(), tuning.stamp(hw))
     parts = (digest, asdict(hw), chosen, around, code_digest(), sys.implementation.cache_tag)
     return config.CACHE_DIR.value / "programs" / hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -26,8 +26,10 @@ import onnx_ir as ir
 from onnx_fuse.errors import OnnxFuseError
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.open import Open
+from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import Size, Trace, expression
+from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.changes import changes
 from onnx_fuse.runtime.graphs import derived_weights
 from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
@@ -54,12 +56,16 @@ class Specializer:
         math: str = "ieee",
         prefs: Mapping[str, str] | None = None,
         state: Mapping[str, str] | None = None,
+        memory: Budget | None = None,
     ) -> None:
+        """`memory` bounds what a program takes, weights and states included; see `budget`."""
         self.model, self.hw, self.math = model, hw, math
-        self.prefs, self.state = prefs, state
+        self.prefs, self.state, self.memory = prefs, state, memory
         self.is_open = True
         self.traced = 0
         """Lowerings so far."""
+        self.recompute: Recompute | None = None
+        """What the last program that was lowered within the budget runs a second time."""
         self.origin: Future[Origin | None] | None = None
         """Where the graph is kept, once that is known; None where it will not be."""
         self.programs: ProgramCache | None = None
@@ -83,6 +89,8 @@ class Specializer:
             if found is not None:
                 return found
             program = self._lower(shapes, values)
+            if self.memory is not None:
+                program = self._recomputing(program, program, self.memory)
             return PlannedProgram(program, plan(program))
 
     def cache_as(self, origin: Future[Origin | None]) -> None:
@@ -105,7 +113,7 @@ class Specializer:
 
         The weights in `made` are there for whoever opens the graph. The folder is returned.
         """
-        folder = folder_of(digest, self.hw, self.math, self.prefs, self.state)
+        folder = folder_of(digest, self.hw, self.math, self.prefs, self.state, self.memory)
         self.cache_in(ProgramCache(folder, self.made, made))
         return folder
 
@@ -218,6 +226,9 @@ class Specializer:
             program = self._lower(_changed(shapes, symbols, opened), values)
             if program.stages or program.fallbacks:
                 return None
+            if self.memory is not None:
+                sized = Open(program, trace).at(trace.largest())
+                program = self._recomputing(program, sized, self.memory)
             return PlannedOpenProgram(opened_program(program, trace), trace.largest())
         except (NeedsValues, OnnxFuseError):
             raise
@@ -229,6 +240,11 @@ class Specializer:
         ) as error:  # the model still runs, one lowering a shape
             warnings.warn(f"each shape is lowered by itself: {error!r}", stacklevel=7)
             return None
+
+    def _recomputing(self, program: Program, sized: Program, memory: Budget) -> Program:
+        """The program within the budget; `sized` is the same with the largest sizes it serves."""
+        self.recompute = within(sized, memory, self.hw)
+        return recomputed(program, self.recompute.turn, self.recompute.calls)
 
     def symbols(self, shapes: Shapes) -> Symbols:
         """The open dimensions; those of one name in the model share a symbol if they are equal."""

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
+from onnx_fuse.runtime.budget import Budget, Recompute
 from onnx_fuse.runtime.executable import Executable
 
 Array = np.ndarray[Any, Any]
@@ -51,8 +52,10 @@ class CudaStates:
     work is in one stream's order.
     """
 
-    def __init__(self, states: Mapping[str, Array], *, math: str = "ieee") -> None:
-        self._math = math
+    def __init__(
+        self, states: Mapping[str, Array], *, math: str = "ieee", memory: Budget | None = None
+    ) -> None:
+        self._math, self._memory = math, memory
         empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
         self._home = Executable(empty, math=math)
         self._home.weights.place({**states, SOUND: np.array(True)})
@@ -91,11 +94,16 @@ class CudaStates:
                 model = guarded(model, successors, guards)
                 successors = {**successors, f"{SOUND}.next": SOUND}
             self._executables[key] = Executable(
-                model, math=self._math, state=successors, home=self._home
+                model, math=self._math, state=successors, home=self._home, memory=self._memory
             )
         names = [*scalars, *outputs]
         pending = self._executables[key].send(names, feeds)
         return lambda: dict(zip(names, pending.result(), strict=True))
+
+    def recompute(self, key: str) -> Recompute | None:
+        """What the graph of a mode runs a second time, once it has run within a budget."""
+        made = self._executables.get(key)
+        return None if made is None else made.specializer.recompute
 
     def resume_updates(self) -> None:
         """Let steps replace states again after a bad one."""

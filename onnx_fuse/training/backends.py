@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir
 
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.step import Spec, State
+
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.budget import Budget
 
 Array = np.ndarray[Any, Any]
 
@@ -86,6 +89,9 @@ class Portable:
             for name, value in zip((*scalars, *spec.outputs), found, strict=True)
         }
 
+    def recompute(self, key: str) -> None:
+        """Nothing: onnxruntime plans its memory itself."""
+
     def commit(self, spec: Spec) -> None:
         """Make what the last step wrote the current states."""
         for s in spec.states:
@@ -98,14 +104,16 @@ class Cuda:
 
     in_flight = 4
 
-    def __init__(self, states: Sequence[State], math: str) -> None:
+    def __init__(self, states: Sequence[State], math: str, memory: Budget | None = None) -> None:
         from onnx_fuse.runtime.states import CudaStates
 
-        self._states = CudaStates({s.name: np.asarray(s.initial) for s in states}, math=math)
+        initial = {s.name: np.asarray(s.initial) for s in states}
+        self._states = CudaStates(initial, math=math, memory=memory)
         self.add = self._states.add
         self.array = self._states.read
         self.write = self._states.write
         self.resume_updates = self._states.resume_updates
+        self.recompute = self._states.recompute
 
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]

@@ -25,6 +25,7 @@ from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.training import checkpoint, data, optim, shared
 from onnx_fuse.training.backends import Cuda, Portable
 from onnx_fuse.training.loss import Loss, Run
@@ -85,6 +86,10 @@ class Trainer:
             `save` writes.
         tie: Train a weight that the file stores twice as one.
         untie: Give each place that reads a tensor of one repeated number a tensor of its own.
+        memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
+            "min" is the least possible. Weights, states, inputs and temporaries count. Results of
+            the forward are then computed a second time in the backward where that frees enough
+            memory; the numbers stay the same, bit for bit.
 
     Raises:
         ModelError: The model is malformed, or cannot be differentiated.
@@ -115,8 +120,12 @@ class Trainer:
         dims: Mapping[str, int] | None = None,
         tie: bool = False,
         untie: bool = False,
+        memory: int | str | None = None,
     ) -> None:
         _supported(precision, device)
+        if memory is not None and device != "cuda":
+            raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
+        budget = None if memory is None else parse_budget(memory)
         if device == "cuda":
             from onnx_fuse.runtime.device import begin
 
@@ -165,7 +174,7 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         self._device: Portable | Cuda = (
-            Portable(spec.states) if device == "cpu" else Cuda(spec.states, math)
+            Portable(spec.states) if device == "cpu" else Cuda(spec.states, math, budget)
         )
         self._device.add("update", graph)
 
@@ -220,6 +229,12 @@ class Trainer:
             graph, self._specs[mode] = self._build(mode)
             self._device.add(mode, graph)
         return self._specs[mode]
+
+    @property
+    def recompute(self) -> str:
+        """What the steps run so far compute a second time to keep within `memory`, in words."""
+        found = self._device.recompute("update")
+        return "" if found is None else str(found)
 
     def schedule(self, rates: optim.Schedule) -> None:
         """Use other learning rates from now on; the graph stays, since they are no part of it."""
@@ -450,7 +465,12 @@ class Trainer:
 
     @classmethod
     def resume(
-        cls, folder: str | os.PathLike[str], model: Model, *, device: str = "cpu"
+        cls,
+        folder: str | os.PathLike[str],
+        model: Model,
+        *,
+        device: str = "cpu",
+        memory: int | str | None = None,
     ) -> Trainer:
         """Make a Trainer that continues a run from its newest whole checkpoint.
 
@@ -458,6 +478,7 @@ class Trainer:
             folder: The folder that `checkpoint` was given.
             model: The model that the run was started with.
             device: "cpu" or "cuda"; it may differ from that of the run.
+            memory: The most GPU memory that a step may take; it may differ from that of the run.
 
         Raises:
             DataError: There is no whole checkpoint, or it is of another model.
@@ -465,7 +486,7 @@ class Trainer:
         settings = dict(checkpoint.read(folder)[1]["settings"])
         try:
             optimizer = optim.from_json(settings.pop("optimizer"))
-            trainer = cls(model, optimizer=optimizer, device=device, **settings)
+            trainer = cls(model, optimizer=optimizer, device=device, memory=memory, **settings)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
-from onnx_fuse.onnx.common import FUSE, Model
+from onnx_fuse.onnx.common import Model, carries_body
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import functions_attached, fused_function
 from onnx_fuse.validation import values
@@ -142,7 +142,7 @@ def _culprit(cut: onnx_ir.Model, d: Difference, confirmed: bool) -> Culprit:
             piece.append(node)
             todo.extend(v.producer() for v in node.inputs if v is not None)
     piece.reverse()
-    fused = [node for node in piece if node.domain == FUSE]
+    fused = [node for node in piece if carries_body(node)]
     nodes = fused or piece
     return Culprit(
         [n.name or (n.outputs[0].name or "") for n in nodes],
@@ -164,7 +164,7 @@ def _bisect(
     device: str,
 ) -> list[Culprit]:
     """The fused node whose return to its body, with all before it, makes the outputs right."""
-    fused = [node.outputs[0].name or "" for node in model.graph if node.domain == FUSE]
+    fused = [node.outputs[0].name or "" for node in model.graph if carries_body(node)]
     names = [name for name, _ in expected]
 
     def worst(count: int) -> Difference | None:
@@ -201,12 +201,12 @@ def _with_bodies(model: onnx_ir.Model, outputs: set[str]) -> onnx_ir.Model:
 
     model = model.clone()
     for node in model.graph:
-        if node.domain == FUSE and node.outputs[0].name in outputs:
+        if carries_body(node) and node.outputs[0].name in outputs:
             key = (node.domain, node.op_type, "body")
             if key not in model.functions:
                 opset = model.graph.opset_imports[""]
                 body = model.functions.get(node.op_identifier()) or fused_function(
-                    node.op_type, opset, node.overload
+                    node.op_type, opset, node.overload, node.domain
                 )
                 body = body.clone()
                 body.overload = "body"

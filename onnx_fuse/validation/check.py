@@ -11,11 +11,13 @@ import numpy as np
 import onnx
 from onnx_ir import DataType
 
+from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
+from onnx_fuse.validation.along import Along, errors_along
 from onnx_fuse.validation.blame import Culprit, find_culprits
 from onnx_fuse.validation.compare import (
     TOLERANCES,
@@ -48,6 +50,8 @@ class Check:
     """The nodes that make a difference, the worst first, where they were asked for."""
     raised: dict[str, float] = field(default_factory=dict)
     """The outputs whose limit is the original's own difference between levels, with it."""
+    along: Along | None = None
+    """The differences at every value on the inputs of the worst one, where they were asked for."""
 
     @property
     def ok(self) -> bool:
@@ -150,14 +154,15 @@ def check_outputs(
     precision: str = "fp32",
     seed: int = 0,
     blame: bool = False,
+    along: bool = False,
 ) -> Check:
     """Run both models on `feeds` (or on generated ones) and compare every output.
 
     The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
     onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
     at least what these optimizations change in the original. On "cuda" `fused` runs in the
-    session's `precision` and is compared with the original as it is written. The arguments and
-    errors are those of `validate`.
+    session's `precision` and is compared with the original as it is written. `along` also compares
+    the values inside both graphs (`Check.along`). The arguments and errors are those of `validate`.
     """
     model = load(original)
     fix_shapes(model, shapes or {}, dims)
@@ -170,6 +175,7 @@ def check_outputs(
             base.rtol if rtol is None else rtol, base.atol if atol is None else atol, "as given"
         )
         steps = None
+    progress.report("running the original")
     with ort.faults("the original"):
         oracle = ort.session(_runnable(original), as_written=True)
     names = [v.name for v in oracle.get_outputs()]
@@ -179,10 +185,13 @@ def check_outputs(
     pairs = reference_pairs(model, run, feeds, seed, check.notes, rare=True)
     del oracle, run  # its copy of the weights
     every = [feed for feed, _ in pairs]
+    progress.report("running the original with onnxruntime's optimizations")
     optimized = _optimized(original, every, check.notes)
+    progress.report("running the fused model")
     ours = _answers(fused, every, names, device, precision, as_written=True)
     answers = [(AS_WRITTEN, [y for _, y in pairs], ours)]
     if device == "cpu" and optimized is not None:
+        progress.report("running the fused model with onnxruntime's optimizations")
         answers.append((OPTIMIZED, optimized, _answers(fused, every, names)))
     random = random_outputs(model)
     if random:
@@ -232,6 +241,7 @@ def check_outputs(
             device=device,
             precision=precision,
             blame=blame,
+            along=along,
         )
         numbers = ", ".join(str(i + 1) for i in sorted(unsteady))
         again.notes.insert(
@@ -248,11 +258,25 @@ def check_outputs(
         )
     if blame and precision == "fp32" and not check.ok:
         bad = next(i for i, d in enumerate(check.differences) if not d.ok)
+        progress.report("looking for the operator that differs")
         as_written = check.differences[bad].level == AS_WRITTEN
         feed = every[bad // len(names)]
         check.culprits = find_culprits(
             original, fused, feed, check.tolerance, device=device, as_written=as_written
         )
+    if along and check.differences and not random:
+        number = check.differences.index(max(check.differences, key=severity))
+        try:
+            check.along = errors_along(
+                original,
+                fused,
+                every[number // len(names)],
+                check.tolerance,
+                device=device,
+                precision=precision,
+            )
+        except ModelError as error:
+            check.notes.append(f"no differences inside the graphs are shown: {error}")
     return check
 
 

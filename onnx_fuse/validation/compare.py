@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,8 @@ class Difference:
     """Whether `max_abs` is within `limit`."""
     level: str = ""
     """The level of onnxruntime's own optimizations at which both models ran."""
+    scale: float = 0.0
+    """The largest finite magnitude in the original's output."""
 
 
 def difference(
@@ -126,7 +128,13 @@ def difference(
     relative = np.where(np.isnan(relative), np.where(np.isinf(error), np.inf, 0.0), relative)
     worst = float(error.max())
     return Difference(
-        name, worst, float(relative.max()), limit, _place(name, error), worst <= limit
+        name,
+        worst,
+        float(relative.max()),
+        limit,
+        _place(name, error),
+        worst <= limit,
+        scale=scale,
     )
 
 
@@ -142,9 +150,7 @@ def _list_difference(
     if not parts:
         return Difference(name, 0.0, 0.0, 0.0, name, True)
     worst = max(parts, key=severity)
-    return Difference(
-        name, worst.max_abs, worst.max_rel, worst.limit, worst.where, all(p.ok for p in parts)
-    )
+    return replace(worst, output=name, ok=all(p.ok for p in parts))
 
 
 def _place(name: str, error: Array) -> str:

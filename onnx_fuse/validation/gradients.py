@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
+from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import const_array, feeds_of
 from onnx_fuse.onnx.common import Model, one_line
@@ -23,11 +24,8 @@ from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
 from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.slopes import Slopes
 from onnx_fuse.validation.values import by_name, values_of
-
-# Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
-# truncation 1e-14, rounding 1e-9.
-_STEPS = (1e-5, 1e-7)
 
 
 class _Limits(NamedTuple):
@@ -60,7 +58,8 @@ class GradientError:
     op: str
     """Operator and name of a node that reads the tensor."""
     slope: float
-    """The slope that the gradient predicts, along the direction in which it errs most."""
+    """The slope that the gradient predicts, along the direction in which it errs most. Tensors that
+    were compared together, and are right, share it."""
     expected: float
     """The slope along that direction by central differences, in float64."""
     slope_error: float
@@ -114,13 +113,15 @@ def check_gradients(
     dims: Mapping[str, int] | None = None,
     device: str = "cpu",
     seed: int = 0,
+    every: bool = False,
 ) -> GradientCheck:
     """Check the gradient of every trainable float tensor against central differences.
 
     The loss is sum(output * cotangent) for fixed random cotangents. The backward of the fused graph
     runs in float32 on `device`, and the same backward with all function bodies written out runs in
-    float64. Along two random directions of each tensor, the latter must give the slope that the
-    unfused graph has in float64.
+    float64. Along random directions, the latter must give the slope that the unfused graph has in
+    float64. A direction changes many tensors at once; where the slopes differ, its tensors are
+    taken apart until the wrong ones are alone.
 
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model.
@@ -128,6 +129,8 @@ def check_gradients(
         shapes, dims: Shapes by input and sizes by symbol of generated inputs, as in `validate`.
         device: "cpu" runs the backward on onnxruntime, "cuda" on this package's kernels.
         seed: Seed of the generated inputs, the cotangents and the directions.
+        every: Compare each tensor along two directions of its own, which takes four runs of the
+            model for each tensor.
 
     Raises:
         ModelError: The model is malformed, or onnxruntime cannot run it.
@@ -139,6 +142,7 @@ def check_gradients(
     fix_shapes(plain, shapes or {}, dims)
     infer_shapes(plain)
     check = GradientCheck()
+    progress.report("running the original")
     with ort.faults("the original"):
         session = ort.session(plain)
     given = [feeds] if feeds else None
@@ -151,6 +155,7 @@ def check_gradients(
         for name, y in zip(names, outputs, strict=True)
         if isinstance(y, np.ndarray) and DataType.from_numpy(y.dtype).is_floating_point()
     }
+    progress.report("making the backward")
     fused = plain.clone()
     passes.optimize(fused, training=True)
     backward = autodiff.gradient(fused)
@@ -162,17 +167,19 @@ def check_gradients(
         for v in backward.graph.outputs
         if v.name not in names and (v.name or "").endswith(_GRAD) and _elements(v) != 1
     ]
+    progress.report("running the backward")
     single = values_of(backward, seeds, wanted, device=device)
+    progress.report("running the backward in float64")
     double = _evaluator(inline(backward), wanted)(_doubles(seeds))
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
     passes.optimize(plain, level=0, training=True)
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
     lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
     check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
-    _compare(check, rng, forward, inputs, parameters, cotangents, single, double)
+    _compare(check, rng, forward, inputs, parameters, cotangents, single, double, every=every)
     if not check.ok and (soft := _softened(forward)) and (behind := _softened(inline(backward))):
         again, double = GradientCheck(), _evaluator(behind, wanted)(_doubles(seeds))
-        _compare(again, rng, soft, inputs, parameters, cotangents, double, double)
+        _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=every)
         _accept(check, again)
     return check
 
@@ -184,6 +191,7 @@ def check_written(
     shapes: Mapping[str, Sequence[int]] | None = None,
     dims: Mapping[str, int] | None = None,
     seed: int = 0,
+    every: bool = False,
 ) -> GradientCheck:
     """The outputs `w.grad` of a graph that `autodiff.gradient` made, as `check_gradients` has it.
 
@@ -219,12 +227,22 @@ def check_written(
     if not wanted:
         check.notes.append("the graph has no gradient of a tensor of its own to compare")
         return check
+    progress.report("running the backward")
     single = values_of(backward, inputs, wanted)
+    progress.report("running the backward in float64")
     double = _evaluator(inline(backward), wanted)(_doubles(inputs))
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
     parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
     _compare(
-        check, np.random.default_rng(seed), forward, inputs, parameters, cotangents, single, double
+        check,
+        np.random.default_rng(seed),
+        forward,
+        inputs,
+        parameters,
+        cotangents,
+        single,
+        double,
+        every=every,
     )
     return check
 
@@ -238,46 +256,38 @@ def _compare(
     cotangents: Feeds,
     single: Mapping[str, Array],
     double: Mapping[str, Array],
+    *,
+    every: bool,
 ) -> None:
     """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
     evaluate = _evaluator(forward, list(cotangents))
     floor = _ZERO * max((float(np.abs(g).max()) for g in double.values() if g.size), default=0.0)
+    fixed = _doubles(inputs) | parameters
 
-    def loss(changed: Feeds) -> float:
-        values = evaluate(_doubles(inputs) | parameters | changed)
+    def loss(changed: Mapping[str, Array]) -> float:
+        values = evaluate(fixed | dict(changed))
         return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
 
     limits = _coarsest(forward)
-    for node, w in _by_reader(forward, parameters):
-        g, array = double[f"{w}{_GRAD}"], parameters[w]
-        size = max(float(np.sqrt(np.mean(array**2))) if array.size else 0.0, 1e-3)
-        worst = (0.0, 0.0, 0.0, True)
-        for _ in range(2):
-            d = rng.standard_normal(array.shape)
-            along, length = float((g * d).sum()), float(np.linalg.norm(d))
-            limit = (limits.slope * float(np.linalg.norm(g)) + floor) * length
-            for step in _STEPS:
-                h = step * size
-                slope = (loss({w: array + h * d}) - loss({w: array - h * d})) / (2 * h)
-                error = abs(slope - along)
-                if error <= limit:
-                    break
-            worst = max(
-                worst, (error, along, slope, error <= limit), key=lambda t: (not t[3], t[0])
-            )
-        tolerance = Tolerance(limits.own, floor, "its own type against float64")
-        f32 = difference(w, g, single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
+    readers = {w: node for node, w in _by_reader(forward, parameters)}
+    expected = {w: double[f"{w}{_GRAD}"] for w in readers}
+    slopes = Slopes(loss, parameters, expected, limits.slope, floor, rng)
+    compared = (slopes.each if every else slopes.sampled)(list(readers))
+    tolerance = Tolerance(limits.own, floor, "its own type against float64")
+    for w, node in readers.items():
+        slope = compared[w]
+        own = difference(w, expected[w], single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
         check.errors.append(
             GradientError(
                 tensor=w,
                 op=f"{node.op_type} '{node.name}'",
-                slope=worst[1],
-                expected=worst[2],
-                slope_error=worst[0],
-                max_abs=f32.max_abs,
-                limit=f32.limit,
-                where=f32.where,
-                ok=worst[3] and f32.ok,
+                slope=slope.predicted,
+                expected=slope.measured,
+                slope_error=slope.error,
+                max_abs=own.max_abs,
+                limit=own.limit,
+                where=own.where,
+                ok=slope.ok and own.ok,
             )
         )
 

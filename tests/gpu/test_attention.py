@@ -19,9 +19,9 @@ from onnx_fuse.validation.compare import COMPUTED
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from math_cases import only
 from test_attention import CASES, GRAPHS, GUARD, REST, feeds_of, model_of, session
-from test_beyond import GRAPHS as BEYOND
-from test_beyond import feeds_of as beyond_feeds
-from test_beyond import model_of as beyond_model
+from test_fp16_range import GRAPHS as BEYOND
+from test_fp16_range import feeds_of as beyond_feeds
+from test_fp16_range import model_of as beyond_model
 
 from onnx_fuse.kernels import Choice, candidates
 from onnx_fuse.lower.walk import lower

@@ -84,8 +84,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     for owner, names in (
-        (device.Memory, ("__init__",)), (device.Pinned, ("__init__",)), (device.Pool, ("take",)),
-        (device.Stream, ("upload", "download", "move", "fill", "wait", "capture", "follow")),
+        (device.Memory, ("__init__",)), (device.Pinned, ("__init__",)),
+        (device.Pool, ("allocate",)),
+        (device.Stream, ("upload", "download", "move", "fill", "wait", "capture", "wait_event")),
         (device.Event, ("__init__", "wait", "record")), (device.Graph, ("update",)),
     ):  # fmt: skip
         for name in names:
@@ -327,7 +328,7 @@ def test_shapes_share_their_memory(counts: Counter[str]) -> None:
     for rows in range(1, 40):
         runner.run(None, {"x": np.ones((rows, 256), np.float16)})
     assert counts["Memory.__init__"] == counts["Pinned.__init__"] == counts["Stream.capture"] == 0
-    assert counts["Pool.take"] <= 1
+    assert counts["Pool.allocate"] <= 1
     assert runner.release_memory() > 0
     x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float16)
     ys = [runner.run(["y"], {"x": x})[0].tobytes() for _ in range(5)]

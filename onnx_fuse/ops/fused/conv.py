@@ -12,7 +12,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, const_array
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -134,7 +134,42 @@ def _taps(conv: ir.Node) -> int:
     return prod(dim(w, i) or 1 for i in range(2, rank(w) or 2))
 
 
+def _biased(rw: Rewriter, conv: ir.Node) -> ir.Node | None:
+    """Conv(x, w) + c, where c [1, M, 1, ...] is constant, as Conv(x, w, c); None if it is not that.
+
+    Exporters write the frozen BatchNormalization of detectors so, behind a scale for each filter.
+    """
+    w, z = conv.inputs[1], conv.outputs[0]
+    add = sole_consumer(z)
+    c = (
+        other_operand(add, z)
+        if add is not None and add.op_type == "Add" and not add.domain
+        else None
+    )
+    array = const_array(c) if is_constant(c) else None
+    size, filters = rank(w), dim(w, 0)
+    if add is None or c is None or array is None or size is None or filters is None:
+        return None
+    if len(conv.inputs) > 2 and conv.inputs[2] is not None:
+        return None
+    if array.shape not in ((filters, *[1] * (size - 2)), (1, filters, *[1] * (size - 2))):
+        return None
+    op = Builder()
+    bias = rw.initializer(f"{c.name} of {filters}", array.reshape(-1))
+    if rw.training:
+        bias = typed(op.Reshape(c, [-1]), c, [filters])
+    attributes = {name: a.value for name, a in conv.attributes.items()}
+    y = op.node("Conv", [conv.inputs[0], w, bias], attributes=attributes)
+    rw.replace(add, op, [add.outputs[0]], [y])
+    return y.producer()
+
+
 def _fuse(rw: Rewriter, conv: ir.Node) -> bool:
+    biased = None if conv.domain else _biased(rw, conv)
+    return _with_what_follows(rw, biased or conv) or biased is not None
+
+
+def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     z = conv.outputs[0]
     x, w = conv.inputs[0], conv.inputs[1]
     if conv.domain or x is None or w is None:

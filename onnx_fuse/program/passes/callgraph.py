@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from onnx_fuse.kernels import Choice, forced, refusals, select
+from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.costs import pays, seconds
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.problem import AnyProblem, Hardware
@@ -45,6 +45,8 @@ def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
 
 def rename_buffers(call: Call, same: Mapping[int, int]) -> Call:
     """The call on other buffers."""
+    if not any(t.buffer in same for _, t in (*call.reads, *call.writes)):
+        return call
     reads, writes = (
         tuple((n, rename_buffer(t, same)) for n, t in part) for part in (call.reads, call.writes)
     )
@@ -91,11 +93,11 @@ class Calls:
         readers, writers = self.readers[tensor.buffer], self.writers[tensor.buffer]
         return writers == [i] and not any(at <= r < i for r in readers)
 
-    def kernel(self, problem: AnyProblem) -> Choice | None:
-        """The kernel for more of an epilogue; None where the one asked for has no such."""
-        if forced(self.prefs).get(problem.op) in refusals(problem.op, problem, self.hw):
-            return None
-        return select(problem.op, problem, self.hw, self.prefs)
+    def serves(self, problem: AnyProblem) -> bool:
+        """Whether a kernel has more of an epilogue: the one asked for, where one is."""
+        return not refused(problem, self.hw, self.prefs) and serves(
+            problem.op, problem, self.hw, self.prefs
+        )
 
     def seconds(self, problem: AnyProblem) -> float:
         """Of its kernel; infinity where it has none."""
@@ -112,7 +114,7 @@ class Calls:
         """
         (old,) = self.now[at]
         differs = call.problem is not None and call.problem != old.problem
-        if differs and call.problem is not None and self.kernel(call.problem) is None:
+        if differs and call.problem is not None and not self.serves(call.problem):
             return False
         call = replace(call, nodes=nodes_of(old, self.calls[i]))
         self.now[at], self.now[i] = ((), (call, *after)) if here else ((call,), after)

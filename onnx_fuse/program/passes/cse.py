@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from onnx_fuse.program.call import Call
+from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import rename_buffer
 
 
@@ -30,19 +30,25 @@ def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]
     same: dict[int, int] = {}
     kept = []
     for old in calls:
-        call = replace(old, reads=tuple((n, rename_buffer(t, same)) for n, t in old.reads))
+        call = old
+        if any(t.buffer in same for _, t in old.reads):
+            call = replace(old, reads=tuple((n, rename_buffer(t, same)) for n, t in old.reads))
         own = [t.buffer for _, t in call.writes]
         pure = all(writers[b] == 1 and b not in keep for b in own)
         # a buffer that is written again later reads differently then
         pure = pure and all(writers[t.buffer] <= 1 for _, t in call.reads)
         pure = pure and not any(t.buffer in keep for _, t in call.reads)
-        outputs = tuple((n, replace(t, buffer=-1)) for n, t in call.writes)
-        key = (call.launches, call.problem, call.expression, call.host, call.reads, outputs)
-        if pure and key in seen:
-            for (_, a), (_, b) in zip(call.writes, seen[key].writes, strict=True):
-                same[a.buffer] = b.buffer
+        if not pure:
+            kept.append(call)
             continue
-        if pure:
-            seen[key] = call
-        kept.append(call)
+        outputs = tuple(
+            (n, Tensor(-1, t.dtype, t.shape, t.strides, t.offset)) for n, t in call.writes
+        )
+        key = (call.launches, call.problem, call.expression, call.host, call.reads, outputs)
+        first = seen.setdefault(key, call)
+        if first is call:
+            kept.append(call)
+            continue
+        for (_, a), (_, b) in zip(call.writes, first.writes, strict=True):
+            same[a.buffer] = b.buffer
     return kept

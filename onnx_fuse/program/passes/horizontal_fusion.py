@@ -16,6 +16,7 @@ from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, 
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.problems import Fold
+from onnx_fuse.program.size import coarse
 
 MAX_WAIT = 2 << 20
 """Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
@@ -120,7 +121,7 @@ def _twin(call: Call) -> object | None:
     """The problem of a small call, and which of its operands are there."""
     if call.problem is None or isinstance(call.problem, BatchedCalls | PointwiseMany | CopyMany):
         return None
-    if sum(t.nbytes for _, t in call.reads) > MAX_WAIT:
+    if coarse(sum(t.nbytes for _, t in call.reads)) > MAX_WAIT:
         return None
     return call.problem, tuple(name for name, _ in (*call.reads, *call.writes))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -146,22 +146,20 @@ def _renamed(
             needed.update(expression.steps[i].args)
     rows = [row for row in expression.rows if row.load in needed]
     needed.update(row.index for row in rows)
-    number: dict[int, int] = {}
     loads = [i for i in range(expression.loads) if i in needed]
     scalars = [i for i in range(len(expression.scalars)) if expression.loads + i in needed]
     steps = [i for i in range(len(expression.steps)) if first + i in needed]
     old = [*loads, *(expression.loads + i for i in scalars), *(first + i for i in steps)]
-    number = {value: i for i, value in enumerate(old)}
-    fresh = Expression(
-        len(loads),
-        tuple(expression.scalars[i] for i in scalars),
-        tuple(
-            Step(step.name, step.dtype, tuple(number[a] for a in step.args))
-            for step in map(expression.steps.__getitem__, steps)
-        ),
-        tuple(number[s] for s in expression.stores),
-        tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
-    )
+    fresh = expression
+    if len(old) < first + len(expression.steps):
+        number = {value: i for i, value in enumerate(old)}
+        fresh = Expression(
+            len(loads),
+            tuple([expression.scalars[i] for i in scalars]),
+            tuple([_numbered(expression.steps[i], number) for i in steps]),
+            tuple([number[s] for s in expression.stores]),
+            tuple(replace(row, load=number[row.load], index=number[row.index]) for row in rows),
+        )
     return replace(
         call,
         kernel=fresh.name,
@@ -245,33 +243,22 @@ def join(a: Call, b: Call) -> Call | None:
         if scalar not in scalars:
             scalars.append(scalar)
         places.append(scalars.index(scalar))
-    base = len(reads)
-
-    def from_a(i: int) -> int:
-        if i < ea.loads:
-            return i
-        if i < ea.loads + len(ea.scalars):
-            return base + i - ea.loads
-        return base + len(scalars) + i - ea.loads - len(ea.scalars)
-
-    def from_b(i: int) -> int:
-        if i < eb.loads:
-            kind, value = source[i]
-            return from_a(value) if kind == "a" else value
-        if i < eb.loads + len(eb.scalars):
-            return base + places[i - eb.loads]
-        return base + len(scalars) + len(ea.steps) + i - eb.loads - len(eb.scalars)
-
-    def moved(step: Step, number: Callable[[int], int]) -> Step:
-        return Step(step.name, step.dtype, tuple(number(i) for i in step.args))
-
+    base, steps = len(reads), len(reads) + len(scalars)
+    from_a = [*range(ea.loads), *range(base, base + len(ea.scalars))]
+    from_a += range(steps, steps + len(ea.steps))
+    from_b = [from_a[place] if kind == "a" else place
+              for kind, place in map(source.__getitem__, range(eb.loads))]  # fmt: skip
+    from_b += [base + place for place in places]
+    from_b += range(steps + len(ea.steps), steps + len(ea.steps) + len(eb.steps))
+    same = from_a == list(range(len(from_a)))
     expression = Expression(
-        len(reads),
+        base,
         tuple(scalars),
-        tuple([moved(s, from_a) for s in ea.steps] + [moved(s, from_b) for s in eb.steps]),
-        tuple([from_a(i) for i in ea.stores] + [from_b(i) for i in eb.stores]),
+        (*(ea.steps if same else [_numbered(s, from_a) for s in ea.steps]),
+         *[_numbered(s, from_b) for s in eb.steps]),
+        tuple([from_a[i] for i in ea.stores] + [from_b[i] for i in eb.stores]),
         tuple(replace(row, load=i) for i, (_, row) in enumerate(reads) if row is not None),
-    )
+    )  # fmt: skip
     return replace(
         a,
         kernel=expression.name,
@@ -280,6 +267,11 @@ def join(a: Call, b: Call) -> Call | None:
         reads=tuple((f"a{i}", t) for i, (t, _) in enumerate(reads)),
         writes=tuple((f"y{i}", t) for i, t in enumerate((*a_writes, *b_writes))),
     )
+
+
+def _numbered(step: Step, number: Mapping[int, int] | Sequence[int]) -> Step:
+    """The step on values that have other numbers."""
+    return Step(step.name, step.dtype, tuple([number[i] for i in step.args]))
 
 
 def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | None]]:
@@ -291,7 +283,7 @@ def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | 
 def _plain(tensor: Tensor) -> Tensor:
     """Strides of axes of size 1 set to 0, so that equal views compare equal."""
     pairs = zip(tensor.shape, tensor.strides, strict=True)
-    strides = tuple(0 if d == 1 else s for d, s in pairs)
+    strides = tuple([0 if d == 1 else s for d, s in pairs])
     return Tensor(tensor.buffer, tensor.dtype, tensor.shape, strides, tensor.offset)
 
 

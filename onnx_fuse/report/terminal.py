@@ -1,9 +1,8 @@
-"""Summaries of models and tables of results, in the terminal, as JSON and as HTML."""
+"""Summaries of models and tables of results, in the terminal."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -13,14 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onnx_fuse import files
+from onnx_fuse import layout
 from onnx_fuse.errors import printable
+from onnx_fuse.progress import quiet
+from onnx_fuse.report.page import Lines, Part, Table
 
 if TYPE_CHECKING:
     import onnx_ir
     from rich.console import Console
 
     from onnx_fuse.validation.check import Check
+    from onnx_fuse.validation.compare import Difference
     from onnx_fuse.validation.gradients import GradientCheck
 
 
@@ -90,6 +92,8 @@ class Printer:
     """The console of one command: it prints, and remembers, so that `--html` can write it too."""
 
     def __init__(self) -> None:
+        self.blocks: list[Part] = []
+        """All that was printed, in order."""
         from rich.console import Console
 
         class Unread(Console):
@@ -97,37 +101,67 @@ class Printer:
                 """The reader left: the work goes on, for the files that it writes."""
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self.begin_capture()
-                self.end_capture()  # drops what could not be written, which is recorded already
+                self.end_capture()  # drops what could not be written
 
-        width = None if sys.stdout.isatty() else 120
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
         self.console: Console = Unread(record=True, width=width, highlight=False, soft_wrap=False)
 
     def text(self, *lines: str) -> None:
-        """Print lines of text."""
+        """Print lines of text; in a terminal, lines that are too long break between words."""
+        last = self.blocks[-1] if self.blocks else None
+        if isinstance(last, Lines):
+            last.lines += lines
+        else:
+            self.blocks.append(Lines(list(lines)))
+        self._lines(lines)
+
+    def _lines(self, lines: Iterable[str]) -> None:
+        quiet()
         for line in lines:
-            self.console.print(printable(line), markup=False, soft_wrap=True)
+            line = printable(line)
+            if self.console.is_terminal:
+                indent = len(line) - len(line.lstrip()) + 2
+                line = "\n".join(layout.wrap(line, self.console.width, indent))
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def table(
         self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     ) -> None:
-        """A table whose first `left` columns are left-aligned; an empty row draws a line."""
-        from rich.table import Table
+        """A table whose first `left` columns are left-aligned; an empty row draws a line.
+
+        Where the columns do not fit the terminal, each row is a paragraph with a line a column.
+        """
+        from rich import table as tables
         from rich.text import Text
 
-        table = Table(title=Text(title), title_justify="left", title_style="bold")
-        for i, name in enumerate(header):
+        kept = [list(row) for row in rows]
+        self.blocks.append(Table(title, list(header), kept, left))
+        quiet()
+        cells = [[printable(cell) for cell in row] for row in (header, *kept)]
+        widths = layout.widths(cells, self.console.width)
+        if title:
+            self.console.print(Text(title, style="bold"))
+        if widths is None:
+            self._paragraphs(cells[0], cells[1:])
+            return
+        table = tables.Table()
+        for i, (name, width) in enumerate(zip(cells[0], widths, strict=True)):
             justify: Any = "left" if i < left else "right"
-            table.add_column(Text(printable(name)), justify=justify, overflow="fold")
-        for row in rows:
-            if row:
-                table.add_row(*(Text(printable(cell)) for cell in row))
-            else:
+            head = "\n".join(layout.wrap(name, width))
+            table.add_column(Text(head), justify=justify, width=width, no_wrap=True)
+        for row in cells[1:]:
+            if not row:
                 table.add_section()
+                continue
+            folded = ("\n".join(layout.wrap(c, w)) for c, w in zip(row, widths, strict=True))
+            table.add_row(*(Text(cell) for cell in folded))
         self.console.print(table)
 
-    def html(self, path: Path) -> None:
-        """Write all that was printed as one HTML page."""
-        write_whole(path, self.console.export_html())
+    def _paragraphs(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Rows that are too wide for a table."""
+        for row in rows:
+            for i, (name, cell) in enumerate(zip(header, row, strict=False)):
+                self._lines([cell] if i == 0 else [f"  {name}: {cell}"] if cell else [])
 
 
 def models_rows(models: Sequence[Summary]) -> list[list[str]]:
@@ -150,6 +184,18 @@ def models_rows(models: Sequence[Summary]) -> list[list[str]]:
     return rows
 
 
+def share(found: Difference) -> str:
+    """How large a difference is beside the output's largest value, as a phrase; "" for none."""
+    if not found.max_abs or not found.scale or found.max_abs == float("inf"):
+        return ""
+    ratio = found.max_abs / found.scale
+    if ratio < 1e-6:
+        return "; less than one millionth of the output's largest value"
+    if ratio < 1e-3:
+        return f"; {ratio * 1e6:.0f} millionths of the output's largest value"
+    return f"; {ratio:.2%} of the output's largest value"
+
+
 def check_lines(check: Check) -> list[str]:
     """A Check in a few lines: the verdict, the worst output, the notes, the blame."""
     worst = check.worst
@@ -160,8 +206,7 @@ def check_lines(check: Check) -> list[str]:
         verdict = "ok" if check.ok else "FAILED"
         lines.append(
             f"check {verdict}: largest difference {worst.max_abs:.3g} (limit {worst.limit:.3g}) at "
-            f"{worst.where}; relative {max(d.max_rel for d in check.differences):.3g}"
-            + ("" if check.ok else f"; both run {worst.level}")
+            f"{worst.where}{share(worst)}" + ("" if check.ok else f"; both run {worst.level}")
         )
     sizes = "; ".join(
         ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds
@@ -232,7 +277,9 @@ def progress(printer: Printer, steps: int, of: str) -> Iterator[Watch]:
 def gradient_lines(check: GradientCheck) -> list[str]:
     """A GradientCheck in a few lines: the verdict, the worst tensor, each failing one."""
     verdict = "ok" if check.ok else "FAILED"
-    lines = [f"gradients {verdict}: {len(check.errors)} tensors by central differences in float64"]
+    lines = [
+        f"gradients {verdict}: {len(check.errors)} tensors, against central differences in float64"
+    ]
     lines.extend(
         f"  {e.tensor} ({e.op}): slope {e.slope:.6g}, expected {e.expected:.6g}; float32 off by "
         f"{e.max_abs:.3g} (limit {e.limit:.3g}) at {e.where}"
@@ -240,30 +287,6 @@ def gradient_lines(check: GradientCheck) -> list[str]:
     )
     lines.extend(f"  note: {note}" for note in check.notes)
     return lines
-
-
-# ---- files -----------------------------------------------------------------------------------
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """`data` as strict JSON: infinities and NaN become strings."""
-    write_whole(path, json.dumps(_strict(data), indent=2, allow_nan=False) + "\n")
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(k): _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Raises ModelError if it cannot be written."""
-    with files.written(path) as draft:
-        draft.write_text(text, encoding="utf-8")
 
 
 def as_dict(model: Summary) -> dict[str, Any]:

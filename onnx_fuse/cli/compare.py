@@ -1,0 +1,44 @@
+"""`onnx-fuse compare`: two runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onnx_fuse.cli import files, show
+from onnx_fuse.cli.options import Debug, Html, Json
+
+EXAMPLES = (
+    "onnx-fuse compare monday.json today.json",
+    "onnx-fuse compare adamw.json lion.json --html compared.html",
+)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A report that --json wrote.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one, of the same command.")],
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Show two reports of one command side by side: times, sizes, errors, or training curves."""
+    from onnx_fuse.report import compare as reports
+
+    files.check_paths({"A": a, "B": b}, {"--json": json, "--html": html})
+    printer = show.printer()
+    left, right = reports.read(a), reports.read(b)
+    names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
+    rows = reports.rows(left, right)
+    printer.table("", ["", *names, "change"], rows)
+    if not rows:
+        printer.text("these reports have no numbers in common")
+    found = {"a": str(a), "b": str(b), "rows": rows}
+    show.write_reports(
+        printer,
+        {"model": " and ".join(names)} | found,
+        json,
+        html,
+        sections=lambda: reports.sections(names, left, right),
+    )

@@ -1,0 +1,103 @@
+"""Arrays of tensors: element types, memory of other libraries, places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn.runner import Array, adopt, upload
+from onnx_fuse.runtime.tensor import DeviceTensor
+
+DType: TypeAlias = "str | type | np.dtype[Any]"
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether elements of the type have gradients."""
+    return dtype.kind == "f" or "float" in dtype.name
+
+
+def np_name(dtype: DType) -> str:
+    """The name of an element type that is given as NumPy's, by name, or as a Python type."""
+    if isinstance(dtype, str):
+        return dtype
+    return {float: "float32", int: "int64", bool: "bool"}.get(dtype) or np.dtype(dtype).name  # type: ignore[arg-type]
+
+
+def axes_of(dim: Any) -> tuple[int, ...] | None:
+    """One axis or several as a tuple; None for all."""
+    if dim is None:
+        return None
+    return (int(dim),) if isinstance(dim, int | np.integer) else tuple(int(d) for d in dim)
+
+
+def ints(given: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Integers that are given one by one or as one list."""
+    if len(given) == 1 and isinstance(given[0], list | tuple | np.ndarray):
+        given = list(given[0])
+    return np.array([int(i) for i in given], np.int64)
+
+
+def as_array(data: Any) -> Array:
+    """The data of a Tensor, sharing memory where the data has any (see `Tensor`)."""
+    if hasattr(data, "_data"):
+        return data._data
+    if isinstance(data, np.ndarray | DeviceTensor):
+        return data
+    if isinstance(data, np.generic):
+        return np.asarray(data)
+    if hasattr(data, "__dlpack_device__") or hasattr(data, "__cuda_array_interface__"):
+        return _from_dlpack(data)
+    if isinstance(data, list | tuple) and any(hasattr(d, "_data") for d in data):
+        data = [np.asarray(d) for d in data]
+    array = np.asarray(data)
+    return array.astype(np.float32) if array.dtype == np.float64 and not _numpy(data) else array
+
+
+def _numpy(data: Any) -> bool:
+    """Whether nested lists hold NumPy's arrays or numbers, whose type they keep."""
+    while isinstance(data, list | tuple) and data:
+        data = data[0]
+    return isinstance(data, np.ndarray | np.generic)
+
+
+def _from_dlpack(data: Any) -> Array:
+    """The memory of another library's tensor, shared."""
+    if not hasattr(data, "__dlpack_device__") or int(data.__dlpack_device__()[0]) == 2:
+        return adopt(data)
+    if str(data.dtype).endswith("bfloat16"):  # which NumPy's DLPack lacks
+        raise UsageError("bfloat16 does not pass between libraries on the host: cast it")
+    array: np.ndarray[Any, Any] = np.from_dlpack(data)
+    return array
+
+
+def lent(array: Array) -> Array:
+    """The array for another library. Raises UsageError for a type that DLPack lacks in NumPy."""
+    if array.dtype.kind != "V" or type(array) is not np.ndarray:
+        return array
+    raise UsageError(f"{array.dtype.name} does not pass between libraries on the host: cast it")
+
+
+def placed(array: Array, device: str | None) -> Array:
+    """The array on a device; a copy unless it is there already."""
+    if device is None:
+        return array
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise UsageError(f"unknown device '{device}': choose cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return array if type(array) is np.ndarray else array.numpy()
+    gpu = int(number or 0)
+    if type(array) is not np.ndarray:
+        if array.device_id == gpu:
+            return array
+        array = array.numpy()
+    return upload(array, gpu)
+
+
+def ones_like(array: Array) -> Array:
+    """Ones where `array` is, of its shape and dtype."""
+    ones = np.ones(array.shape, array.dtype)
+    return ones if type(array) is np.ndarray else upload(ones, array.device_id)

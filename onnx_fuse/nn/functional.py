@@ -1,0 +1,473 @@
+"""Functions of Tensors for networks, with PyTorch's names and arguments.
+
+Each is a few ONNX nodes that run, and are differentiated, as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn import random
+from onnx_fuse.nn.dispatch import op_call, operation
+from onnx_fuse.nn.tensor import Tensor, where
+from onnx_fuse.ops.loss import LOSSES
+
+__all__ = [
+    "arange",
+    "batch_norm",
+    "binary_cross_entropy_with_logits",
+    "cat",
+    "conv2d",
+    "cross_entropy",
+    "dropout",
+    "elu",
+    "embedding",
+    "gelu",
+    "huber_loss",
+    "l1_loss",
+    "layer_norm",
+    "leaky_relu",
+    "linear",
+    "log_softmax",
+    "max_pool2d",
+    "merge_heads",
+    "mse_loss",
+    "nll_loss",
+    "one_hot",
+    "pad",
+    "relu",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "split_heads",
+    "stack",
+    "tanh",
+    "where",
+]
+
+
+_ONE = ir.tensor(np.ones(1, np.float32))
+
+
+# ---- activations -------------------------------------------------------------------------------
+
+
+def relu(x: Tensor) -> Tensor:
+    """The larger of `x` and 0."""
+    return x.relu()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) of each element of `x`."""
+    return x.sigmoid()
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent of `x`."""
+    return x.tanh()
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x P(X < x) for a normal X, of each element of `x`; `approximate` may be "tanh"."""
+    made: Tensor = op_call("Gelu", [x], {"approximate": approximate})
+    return made
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x), of each element of `x`."""
+    made: Tensor = op_call("Silu", [x], domain="onnx_fuse")
+    return made
+
+
+def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+    """`x` where it is positive, else `negative_slope` · x."""
+    made: Tensor = op_call("LeakyRelu", [x], {"alpha": float(negative_slope)})
+    return made
+
+
+def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """`x` where it is positive, else `alpha` · (exp(x) - 1)."""
+    made: Tensor = op_call("Elu", [x], {"alpha": float(alpha)})
+    return made
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of each element of `x`."""
+    made: Tensor = op_call("Softplus", [x])
+    return made
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """exp(x) / Σ exp(x) along axis `dim` of `x`."""
+    return x.softmax(dim)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """x - log Σ exp(x) along axis `dim` of `x`."""
+    return x.log_softmax(dim)
+
+
+# ---- layers ------------------------------------------------------------------------------------
+
+
+@operation
+def _linear(op: Any, x: Any, weight: Any, bias: Any) -> Any:
+    if len(x.shape) == 2 and bias is not None and len(bias.shape) == 1:
+        return op.Gemm(x, weight, bias, transB=1)
+    y = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+    return y if bias is None else op.Add(y, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x` · `weight`ᵀ + `bias`, with x [..., K], weight [N, K] and bias [N]."""
+    made: Tensor = _linear(x, weight, bias)
+    return made
+
+
+@operation
+def _layer_norm(op: Any, x: Any, weight: Any, bias: Any, *, axis: int, epsilon: float) -> Any:
+    if weight is None:
+        weight = op.CastLike(op.ConstantOfShape(op.Shape(x, start=axis), value=_ONE), x)
+    return op.LayerNormalization(x, weight, bias, axis=axis, epsilon=epsilon)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """(x - mean) / √(variance + eps) · weight + bias over the last axes.
+
+    `normalized_shape` has the sizes of these axes of `x`, which `weight` and `bias` have too.
+    """
+    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    made: Tensor = _layer_norm(x, weight, bias, axis=-count, epsilon=float(eps))
+    return made
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / √(mean(x²) + eps) · weight over the last axis of `x`."""
+    made: Tensor = op_call(
+        "RMSNormalization", [x, weight], {"axis": -1, "epsilon": float(eps)}, "onnx_fuse"
+    )
+    return made
+
+
+def embedding(index: Tensor, weight: Tensor) -> Tensor:
+    """The rows of `weight` [V, D] that `index` names."""
+    made: Tensor = op_call("Gather", [weight, index], {"axis": 0})
+    return made
+
+
+def _two(value: int | Sequence[int]) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """The convolution of `x` [N, C, H, W] with `weight` [M, C / groups, kH, kW] and `bias` [M].
+
+    `stride`, `padding` and `dilation` are one number, or one for each of H and W.
+    """
+    given = {
+        "strides": _two(stride),
+        "pads": _two(padding) * 2,
+        "dilations": _two(dilation),
+        "group": groups,
+    }
+    made: Tensor = op_call("Conv", [x, weight, bias], given)
+    return made
+
+
+def max_pool2d(
+    x: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+) -> Tensor:
+    """The largest element of each window of `x` [N, C, H, W].
+
+    `kernel_size`, `stride` (the kernel's size where it is None) and `padding` are one number, or
+    one for each of H and W.
+    """
+    given = {
+        "kernel_shape": _two(kernel_size),
+        "strides": _two(kernel_size if stride is None else stride),
+        "pads": _two(padding) * 2,
+    }
+    made: Tensor = op_call("MaxPool", [x], given)
+    return made
+
+
+@operation
+def _batch_norm(op: Any, x: Any, *given: Any, training: bool, momentum: float, eps: float) -> Any:
+    return op.BatchNormalization(
+        x,
+        *given,
+        outputs=3 if training else 1,
+        training_mode=int(training),
+        momentum=1 - momentum,
+        epsilon=eps,
+    )
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Each channel (axis 1) of `x` normalized, times `weight`, plus `bias` ([C] each).
+
+    With `training` the statistics are those of the batch, and `running_mean` and `running_var`
+    move to them by the share `momentum`; otherwise they are the running ones. `eps` keeps the
+    root from 0. The running variance is the biased one, as ONNX has it.
+    """
+    given = [x, weight, bias, running_mean, running_var]
+    made = _batch_norm(*given, training=training, momentum=float(momentum), eps=float(eps))
+    if not training:
+        plain: Tensor = made
+        return plain
+    y, mean, variance = made
+    running_mean.copy_(mean.detach())
+    running_var.copy_(variance.detach())
+    found: Tensor = y
+    return found
+
+
+@operation
+def _dropout(op: Any, x: Any, rng: Any, *, p: float) -> Any:
+    scale = op.node("DropoutScale", [op.Shape(x), op.constant(p), rng], domain="onnx_fuse")
+    scale.dtype, scale.shape = ir.DataType.FLOAT, x.shape
+    return op.Mul(x, op.CastLike(scale, x))
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """`x` with a share `p` of its elements 0 and the others divided by 1 - p, if `training`."""
+    if not 0 <= p <= 1:
+        raise UsageError(f"the share that dropout drops is {p}: it must be from 0 to 1")
+    if not training or p == 0:
+        return x
+    if p == 1:
+        none: Tensor = x * 0.0
+        return none
+    made: Tensor = _dropout(x, random.draw(), p=float(p))
+    return made
+
+
+@operation
+def _attention(op: Any, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, causal: bool) -> Any:
+    n = len(k.shape)
+    order = [*range(n - 2), n - 1, n - 2]
+    if scale is None:
+        width = op.CastLike(op.Squeeze(op.Shape(q, start=-1), op.constant([0])), q)
+        scale = op.Reciprocal(op.Sqrt(width))
+    scores = op.MatMul(op.Mul(q, scale), op.Transpose(k, perm=order))
+    if causal:
+        rows, columns = op.Shape(q, start=n - 2, end=n - 1), op.Shape(k, start=n - 2, end=n - 1)
+        ones = op.ConstantOfShape(op.Concat(rows, columns, axis=0), value=_ONE)
+        later = op.Cast(op.Trilu(ones, op.constant(np.array(1)), upper=1), to=9)
+        scores = op.Where(later, op.constant(-np.inf, q.dtype), scores)
+    if mask is not None:
+        boolean = mask.dtype.name == "BOOL"
+        scores = (
+            op.Where(mask, scores, op.constant(-np.inf, q.dtype))
+            if boolean
+            else op.Add(scores, mask)
+        )
+    return op.MatMul(op.Softmax(scores, axis=-1), v)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(query · keyᵀ · scale + attn_mask) · value.
+
+    Args:
+        query: [..., L, E].
+        key: [..., S, E].
+        value: [..., S, V].
+        attn_mask: Boolean, true where attention is allowed, or numbers that are added.
+        dropout_p: It must be 0: apply `dropout` to the result instead.
+        is_causal: Whether no row attends to a later column.
+        scale: The factor on the scores; None is 1 / √E.
+
+    Returns:
+        A Tensor [..., L, V].
+    """
+    if dropout_p:
+        raise UsageError("attention has no dropout of its own: leave dropout_p at 0")
+    factor = None if scale is None else np.array(scale, query.dtype)
+    made: Tensor = _attention(query, key, value, attn_mask, factor, causal=bool(is_causal))
+    return made
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """`x` [N, L, E] as [N, heads, L, E / heads]: a view."""
+    parts: Tensor = op_call("Reshape", [x, [0, 0, heads, -1]])
+    return parts.permute(0, 2, 1, 3)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """`x` [N, heads, L, D] as [N, L, heads · D]."""
+    made: Tensor = op_call("Reshape", [x.permute(0, 2, 1, 3), [0, 0, -1]])
+    return made
+
+
+# ---- losses ------------------------------------------------------------------------------------
+
+
+@operation
+def _loss(
+    op: Any, x: Any, target: Any, weight: Any, pos_weight: Any, *, kind: str, **options: Any
+) -> Any:
+    return LOSSES[kind].build(
+        op, x, target, {**options, "weight": weight, "pos_weight": pos_weight}
+    )
+
+
+def _loss_of(
+    kind: str,
+    x: Tensor,
+    target: Tensor,
+    options: Mapping[str, Any],
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+) -> Tensor:
+    if options["reduction"] not in ("mean", "sum"):
+        raise UsageError(f"there is no reduction '{options['reduction']}': choose mean or sum")
+    made: Tensor = _loss(x, target, weight, pos_weight, kind=kind, **options)
+    return made
+
+
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """-log softmax(x)[target], the mean or sum (`reduction`) over all rows.
+
+    Args:
+        x: Scores [N, C], [N, T, C] or [N, C, H, W].
+        target: Class numbers (int64) of that shape without C.
+        weight: A factor for each class, [C].
+        ignore_index: The class number of rows that do not count.
+        label_smoothing: The share of the target that is spread over all classes.
+        reduction: "mean" or "sum".
+    """
+    options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": float(label_smoothing),
+        "reduction": reduction,
+    }
+    return _loss_of("cross_entropy", x, target, options, weight)
+
+
+def nll_loss(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """-x[target] for logarithms of probabilities `x`; the arguments of `cross_entropy`.
+
+    These are `target`, `weight`, `ignore_index` and `reduction`.
+    """
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    return _loss_of("nll", x, target, options, weight)
+
+
+def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """(x - target)², the mean or sum (`reduction`) over all elements."""
+    return _loss_of("mse", x, target, {"reduction": reduction})
+
+
+def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """|x - target|, the mean or sum (`reduction`) over all elements."""
+    return _loss_of("l1", x, target, {"reduction": reduction})
+
+
+def huber_loss(x: Tensor, target: Tensor, delta: float = 1.0, reduction: str = "mean") -> Tensor:
+    """½ d² for d = |x - target| up to `delta`, linear beyond; mean or sum (`reduction`)."""
+    return _loss_of("huber", x, target, {"delta": float(delta), "reduction": reduction})
+
+
+def binary_cross_entropy_with_logits(
+    x: Tensor, target: Tensor, pos_weight: Tensor | None = None, reduction: str = "mean"
+) -> Tensor:
+    """-target log σ(x) - (1 - target) log(1 - σ(x)), the mean or sum (`reduction`).
+
+    `pos_weight` is a factor on the first term.
+    """
+    options = {"reduction": reduction}
+    return _loss_of("bce_with_logits", x, target, options, pos_weight=pos_weight)
+
+
+# ---- putting together --------------------------------------------------------------------------
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`tensors` one after the other along axis `dim`."""
+    made: Tensor = op_call("Concat", list(tensors), {"axis": dim})
+    return made
+
+
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`tensors` of one shape along a new axis `dim`."""
+    return cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def pad(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
+    """`x` with `value` around it: `padding` is (before, after) of the last axis, then others."""
+    pairs = [tuple(padding[i : i + 2]) for i in range(0, len(padding), 2)][::-1]
+    lead = [(0, 0)] * (x.ndim - len(pairs))
+    sizes = [p[0] for p in (*lead, *pairs)] + [p[1] for p in (*lead, *pairs)]
+    made: Tensor = op_call("Pad", [x, sizes, np.array(value, x.dtype)])
+    return made
+
+
+def one_hot(index: Tensor, num_classes: int) -> Tensor:
+    """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
+    made: Tensor = op_call("OneHot", [index, np.array(num_classes), [0, 1]])
+    return made
+
+
+def arange(start: int, end: int | None = None, step: int = 1, device: str | None = None) -> Tensor:
+    """The int64 numbers from `start` to `end` - 1 by `step`, on `device`; up to `start` alone."""
+    first, last = (0, start) if end is None else (start, end)
+    return Tensor(np.arange(first, last, step, dtype=np.int64), device=device)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,265 @@
+"""`capture`: the operators that a function calls become one graph, which later calls replay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn.dispatch import MODE, apply, no_grad
+from onnx_fuse.nn.export import with_initializers
+from onnx_fuse.nn.nested import flat, form_of, formed, names_of
+from onnx_fuse.nn.operation import Operation
+from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
+from onnx_fuse.nn.tensor import Tensor
+from onnx_fuse.onnx.save import save
+
+__all__ = ["Block", "Capture", "CaptureWarning", "capture"]
+
+
+class Captured:
+    """A graph that a capture has made, and the tensors that it reads and writes.
+
+    `shapes` are those of the arguments it was captured with; it holds for others of their ranks,
+    unless Python has read an open size.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        arguments: Sequence[Tensor],
+        results: Sequence[Tensor],
+        gpu: bool,
+    ) -> None:
+        self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
+        self._modules, self._count = recorder.modules, len(results)
+        states = list(recorder.states.values())
+        self._leaves = list(recorder.leaves.values())
+        held = [leaf for leaf in self._leaves if leaf.grad is not None]
+        ends = [recorder.value(t) for t in results] + [value for _, value in states]
+        ends += [recorder.value(leaf.grad) for leaf in held]
+        self._states, self._held = [tensor for tensor, _ in states], held
+        self._fresh = [x for x in self._leaves if id(x) not in recorder.cleared]
+        known = [value for _, value in recorder.inputs]
+        self._outside = [(t, t._data.shape, t._data.dtype) for t, _ in recorder.inputs]
+        self._renewals = {i: recorder.renewals[v] for i, v in enumerate(known)
+                          if v in recorder.renewals}  # fmt: skip
+        self.model = recorder.finished(ends, gpu)
+        """The ONNX graph."""
+        inputs = self.model.graph.inputs
+        order = {v: i for i, v in enumerate(inputs)}
+        count = len(arguments)
+        places = [*(i for i in range(count)), *(order[v] for v in known)]
+        values = list(inputs)
+        inputs.clear()
+        inputs.extend(values[i] for i in places)  # arguments first, then what is outside
+        self._differentiates = recorder.differentiates
+        domains = {d: v for d, v in self.model.graph.opset_imports.items() if d}
+        self._operation = Operation(
+            "a captured graph",
+            copied(self.model),
+            opset=self.model.graph.opset_imports[""],
+            domains=domains,
+            whole=None if recorder.differentiates else count,
+        )
+
+    def fits(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether a replay with these arguments does what the function would."""
+        return (
+            (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
+            and all(module.training is mode for module, mode in self._modules)
+            and all(
+                t._data.shape == shape and t._data.dtype == dtype
+                for t, shape, dtype in self._outside
+            )
+        )
+
+    def replay(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Run the graph; assigns the tensors that the function assigns, and returns its results."""
+        for leaf in self._fresh:
+            if leaf.grad is not None:
+                raise UsageError(
+                    "a captured function cannot add to gradients that are there already: call "
+                    "zero_grad() in it"
+                )
+        for i, refresh in self._renewals.items():
+            self._outside[i][0]._data = Tensor(refresh(), device=self._outside[i][0].device)._data
+        given = [*arguments, *(t for t, _, _ in self._outside)]
+        if self._differentiates:
+            with no_grad():
+                made = apply(self._operation, given)
+        else:
+            made = apply(self._operation, given)
+        found = list(made) if isinstance(made, tuple) else [made]
+        results, rest = found[: self._count], found[self._count :]
+        with no_grad():
+            for tensor, new in zip(self._states, rest, strict=False):
+                tensor._data = new._data
+        for leaf in self._leaves:
+            leaf.grad = None
+        for leaf, grad in zip(self._held, rest[len(self._states) :], strict=True):
+            leaf.grad = grad
+        return results
+
+    def file(self, names: dict[int, str]) -> Any:
+        """The graph as a model of its own: what is outside is an initializer with its value.
+
+        `names` are those of tensors, by identity.
+        """
+        tensors = [t for t, _, _ in self._outside]
+        fixed = self.shapes if self.sizes else None
+        return with_initializers(self.model, tensors, names, fixed)
+
+    def names(self) -> dict[int, str]:
+        """The names of the parameters and buffers of the modules that were called."""
+        found: dict[int, str] = {}
+        for module, _ in self._modules:
+            for name, tensor in module._named():
+                found.setdefault(id(tensor), name)
+        return found
+
+
+class Capture:
+    """A function whose operators are captured at its first call, and replayed at later ones.
+
+    Arguments of other ranks, dtypes or Python values are captured anew; of other shapes only if the
+    function reads sizes in Python. Called within another capture, it is part of that one.
+
+    Args:
+        function: A function of Tensors, nested lists, tuples and dicts of them, and Python values.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self._captured: dict[Any, list[tuple[Captured, Any]]] = {}
+        self._last: Captured | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if MODE.recorder is not None:
+            return self._function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        form = flat((args, kwargs), tensors)
+        kinds = tuple([(t._data.dtype.num, t.ndim, t.device, t.requires_grad) for t in tensors])
+        key = (form, kinds, MODE.grad)
+        for captured, shape in self._captured.get(key, ()):
+            if captured.fits(tensors):
+                self._last = captured
+                return formed(shape, iter(captured.replay(tensors)))
+        return self._first(key, tensors, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else Bound(self, instance)
+
+    def _first(self, key: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        recorder = Recorder()
+        names = names_of(self._function, args, kwargs)
+        for tensor in tensors:
+            recorder.argument(tensor, names.get(id(tensor), "x"))
+        MODE.recorder = recorder
+        try:
+            result = self._function(*args, **kwargs)
+        finally:
+            MODE.recorder = None
+        results: list[Tensor] = []
+        shape = form_of(result, results)
+        gpu = any(t.device != "cpu" for t in (*tensors, *results))
+        captured = self._last = Captured(recorder, tensors, results, gpu)
+        self._captured.setdefault(key, []).append((captured, shape))
+        return result
+
+    @property
+    def graphs(self) -> list[Any]:
+        """The captured graphs, as onnx_ir.Model."""
+        return [captured.model for found in self._captured.values() for captured, _ in found]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the graph of the last call as an ONNX file, with parameters as initializers.
+
+        Raises UsageError before the first call.
+        """
+        if self._last is None:
+            raise UsageError("nothing is captured yet: call the function first")
+        _write(self._last, path)
+
+
+class Bound:
+    """A captured method with its instance."""
+
+    def __init__(self, capture: Capture, instance: Any) -> None:
+        self._capture, self._instance = capture, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._capture(self._instance, *args, **kwargs)
+
+
+class Block:
+    """The graph of what runs within `with capture() as graph`."""
+
+    def __init__(self) -> None:
+        self._captured: Captured | None = None
+        self._results: list[Tensor] = []
+
+    def __enter__(self) -> Block:
+        if MODE.recorder is not None:
+            raise UsageError("a block cannot be captured within another capture")
+        self._recorder = MODE.recorder = Recorder()
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        recorder, MODE.recorder = self._recorder, None
+        del self._recorder
+        if kind is not None:
+            return
+        taken = {id(t) for t, _ in recorder.states.values()}
+        grads = {id(leaf.grad) for leaf in recorder.leaves.values()}
+        living = [t for t, _ in recorder.living() if id(t) not in taken | grads]
+        self._results = living
+        gpu = any(t.device != "cpu" for t in living)
+        self._captured = Captured(recorder, [], living, gpu)
+
+    def replay(self) -> None:
+        """Run the graph on what its tensors hold now; its results get new elements."""
+        found = self._done().replay([])
+        for tensor, new in zip(self._results, found, strict=True):
+            tensor._data, tensor._edge, tensor._index = new._data, new._edge, new._index
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the graph as an ONNX file, with what it reads from outside as initializers."""
+        _write(self._done(), path)
+
+    @property
+    def model(self) -> Any:
+        """The graph, as an onnx_ir.Model."""
+        return self._done().model
+
+    def _done(self) -> Captured:
+        if self._captured is None:
+            raise UsageError("the block that is captured has not ended")
+        return self._captured
+
+
+def capture(function: Callable[..., Any] | None = None) -> Any:
+    """Make one graph of the operators that a function, or a block, calls.
+
+    `@capture` makes a function that runs eagerly once and is replayed afterwards: forward, backward
+    and the optimizer's update alike. `with capture() as graph:` does it for a block, which
+    `graph.replay()` runs again. The graph is fused, runs as one, and `save(path)` writes it.
+
+    Args:
+        function: The function; None for a block.
+
+    Returns:
+        A `Capture`, or the context manager of a block.
+    """
+    return Block() if function is None else Capture(function)
+
+
+def _write(captured: Captured, path: str | os.PathLike[str]) -> None:
+    save(captured.file(captured.names()), path)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

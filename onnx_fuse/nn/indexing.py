@@ -1,0 +1,168 @@
+"""`x[...]`: slices are views, index tensors gather, boolean masks select."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn.dispatch import constants, op_call, operation
+
+if TYPE_CHECKING:
+    from onnx_fuse.nn.tensor import Tensor
+
+_FROM, _TO = np.iinfo(np.int64).min + 1, np.iinfo(np.int64).max
+
+
+def take(x: Tensor, key: Any) -> Tensor:
+    """`x[key]` by NumPy's rules, but for index tensors that stand apart from each other.
+
+    Raises UsageError for a key that is not supported, IndexError for too many indices or an
+    integer out of range.
+    """
+    parts = list(key) if isinstance(key, tuple) else [key]
+    if sum(1 for p in parts if p is Ellipsis) > 1:
+        raise IndexError("an index may have one ellipsis")
+    parts = [_tensor(p) for p in parts]
+    used = sum(_axes(p) for p in parts)
+    if used > x.ndim:
+        raise IndexError(f"too many indices for a Tensor of {x.ndim} axes")
+    rest = [slice(None)] * (x.ndim - used)
+    at = next((i for i, p in enumerate(parts) if p is Ellipsis), len(parts))
+    parts = [*parts[:at], *rest, *parts[at + 1 :]]
+    x, where = _sliced(x, parts)
+    return x if not where else _gathered(x, where)
+
+
+def _tensor(part: Any) -> Any:
+    """Lists and arrays as arrays; Tensors, numbers and slices as they are."""
+    if isinstance(part, list):
+        part = np.asarray(part)
+    if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.dtype != np.int64:
+        part = part.astype(np.int64)
+    return part
+
+
+def _axes(part: Any) -> int:
+    """The number of axes that a part of an index takes."""
+    if part is None or part is Ellipsis:
+        return 0
+    return _data(part).ndim if _is_mask(part) else 1
+
+
+def _data(part: Any) -> Any:
+    return part if isinstance(part, np.ndarray) else part._data
+
+
+def _is_index(part: Any) -> bool:
+    return isinstance(part, np.ndarray) or hasattr(part, "_data")
+
+
+def _is_mask(part: Any) -> bool:
+    return _is_index(part) and _data(part).dtype.kind == "b"
+
+
+def _sliced(x: Tensor, parts: list[Any]) -> tuple[Tensor, list[tuple[int, Any]]]:
+    """The slices, integers and new axes done; what is left, with the axis of each part then."""
+    starts, ends, axes, steps, drop, new, later = [], [], [], [], [], [], []
+    source, target = 0, 0
+    for part in parts:
+        if part is None:
+            new.append(target)
+            target += 1
+            continue
+        if _is_index(part):
+            later.append((target, part))
+            count = _axes(part)
+            source, target = source + count, target + count
+            continue
+        if isinstance(part, slice):
+            if part != slice(None):
+                step = 1 if part.step is None else int(part.step)
+                first, last = (_FROM, _TO) if step > 0 else (_TO, _FROM)
+                starts.append(first if part.start is None else int(part.start))
+                ends.append(last if part.stop is None else int(part.stop))
+                axes.append(source)
+                steps.append(step)
+            target += 1
+        elif isinstance(part, int | np.integer):
+            i, size = int(part), x._data.shape[source]
+            if not -size <= i < size:
+                raise IndexError(f"index {i} is out of range for an axis of {size}")
+            starts.append(i)
+            ends.append(i + 1 if i != -1 else _TO)
+            axes.append(source)
+            steps.append(1)
+            drop.append(source)
+        else:
+            raise UsageError(f"a Tensor has no index of type {type(part).__name__}")
+        source += 1
+    if starts or new:
+        begin, end = np.array(starts, np.int64), np.array(ends, np.int64)
+        given = {"axes": tuple(axes), "steps": tuple(steps), "drop": tuple(drop), "new": tuple(new)}
+        x = _slice(x, begin, end, **given)
+    return x, later
+
+
+def _gathered(x: Tensor, where: list[tuple[int, Any]]) -> Tensor:
+    if len(where) == 1:
+        axis, index = where[0]
+        made: Tensor
+        if not _is_mask(index):
+            made = op_call("Gather", [x, index], {"axis": axis})
+            return made
+        if axis:
+            raise UsageError("a boolean mask selects from the first axes of a Tensor")
+        made = _masked(*constants([x, index]))
+        return made
+    first = where[0][0]
+    if any(_is_mask(p) for _, p in where) or [a for a, _ in where] != list(
+        range(first, first + len(where))
+    ):
+        raise UsageError("index tensors must stand side by side, and be integers")
+    if first:
+        order = list(range(x.ndim))
+        moved = [*order[first : first + len(where)], *order[:first], *order[first + len(where) :]]
+        x = x.permute(moved)
+    made = _gather_several(*constants([x, *(p for _, p in where)]))
+    if first:  # NumPy puts the gathered axes where the first index tensor stood
+        lead = made.ndim - (x.ndim - len(where))
+        order = list(range(made.ndim))
+        made = made.permute([*order[lead : lead + first], *order[:lead], *order[lead + first :]])
+    return made
+
+
+@operation
+def _slice(
+    op: Any,
+    x: Any,
+    starts: Any,
+    ends: Any,
+    *,
+    axes: tuple[int, ...],
+    steps: tuple[int, ...],
+    drop: tuple[int, ...],
+    new: tuple[int, ...],
+) -> Any:
+    """Slices along `axes`, without the axes `drop`, and then with new ones at `new`."""
+    if axes:
+        x = op.Slice(x, starts, ends, op.constant(list(axes)), op.constant(list(steps)))
+    if drop:
+        x = op.Squeeze(x, op.constant(list(drop)))
+    return op.Unsqueeze(x, op.constant(list(new))) if new else x
+
+
+@operation
+def _masked(op: Any, x: Any, mask: Any) -> Any:
+    return op.GatherND(x, op.Transpose(op.NonZero(mask), perm=[1, 0]))
+
+
+@operation
+def _gather_several(op: Any, x: Any, *indices: Any) -> Any:
+    total = indices[0]
+    for index in indices[1:]:
+        total = op.Add(total, index)  # for the shape that all broadcast to
+    shape, last = op.Shape(total), op.constant([-1])
+    wide = [op.Unsqueeze(op.Expand(index, shape), last) for index in indices]
+    return op.GatherND(x, op.Concat(*wide, axis=-1))

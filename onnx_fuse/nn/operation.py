@@ -1,0 +1,285 @@
+"""Operations: graphs that are made and differentiated for inputs of each type and rank, and kept.
+
+An operation is a function that emits ONNX nodes. For inputs of given types and ranks it becomes a
+small graph, with a runner for each device. Where a gradient will be asked for, the graph gets its
+backward from `autodiff` and is cut in two: the forward also returns what the backward reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse import autodiff, passes
+from onnx_fuse.autodiff.subgraphs import reads
+from onnx_fuse.errors import ModelError
+from onnx_fuse.nn.runner import Array, Run, runner
+from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.passes.canonicalize import clean
+
+Build: TypeAlias = Callable[..., Any]
+"""`build(op, *values)` emits nodes with `op` and returns one value or several."""
+Shape: TypeAlias = "tuple[int | str, ...]"
+KEPT = 4096
+"""Entries for exact shapes that an operation keeps; classes of shapes are kept all."""
+
+
+class Operation:
+    """A function that emits ONNX nodes, and what was made of it for inputs of each kind.
+
+    `domains` are the operator sets besides ai.onnx that its nodes are of. `whole` is for a graph of
+    many nodes, which is fused before it is differentiated: the number of its first inputs, whose
+    sizes are open, where the other inputs are parameters. What is `random` draws anew each time, so
+    that no backward may compute it again.
+    """
+
+    __slots__ = ("_classes", "build", "domains", "name", "opset", "plans", "random", "whole")
+
+    def __init__(
+        self,
+        name: str,
+        build: Build,
+        *,
+        opset: int = CANONICAL_OPSET,
+        domains: Mapping[str, int] | None = None,
+        whole: int | None = None,
+        random: bool = False,
+    ) -> None:
+        self.name, self.build, self.opset = name, build, opset
+        self.domains, self.whole, self.random = dict(domains or {}), whole, random
+        self.plans: dict[Any, Plan] = {}
+        """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
+        self._classes: dict[Any, Plan] = {}
+
+    def plan(self, key: Any, arrays: Sequence[Array | None], needs: int, gpu: int | None) -> Plan:
+        """The plan for arrays of these types and shapes; `needs` has a bit for each gradient."""
+        shapes = self._general([None if a is None else tuple(a.shape) for a in arrays], needs)
+        kinds = [None if a is None else a.dtype for a in arrays]
+        host = tuple([a is not None and type(a) is np.ndarray for a in arrays])
+        general = (needs, gpu, host, tuple(shapes), tuple(kinds))
+        found = self._classes.get(general)
+        if found is None:
+            ends = [None if s is None else (k, s) for k, s in zip(kinds, shapes, strict=True)]
+            found = self._classes[general] = Plan(self, ends, needs, gpu)
+            if found.refusal:  # sizes may be what a gradient lacks
+                exact = [None if a is None else (a.dtype, tuple(a.shape)) for a in arrays]
+                special = Plan(self, exact, needs, gpu)
+                if not special.refusal:
+                    del self._classes[general]
+                    found = special
+        if len(self.plans) >= KEPT:
+            self.plans.clear()
+        self.plans[key] = found
+        return found
+
+    def _general(self, shapes: Sequence[tuple[int, ...] | None], needs: int) -> list[Shape | None]:
+        """The shapes as far as they matter: in a gradient, which sizes are 1 and which are equal.
+
+        So a size that is broadcast is known there, and its sum is over known axes.
+        """
+        if needs and self.whole is None:
+            names: dict[int, int | str] = {1: 1}
+            return [
+                None if s is None else tuple([names.setdefault(d, f"n{len(names)}") for d in s])
+                for s in shapes
+            ]
+        fixed = len(shapes) if self.whole is None else self.whole
+        return [
+            s if s is None or i >= fixed else tuple([f"x{i}_{j}" for j in range(len(s))])
+            for i, s in enumerate(shapes)
+        ]
+
+    def model(self, ends: Sequence[tuple[Any, Shape] | None]) -> ir.Model:
+        """The graph for inputs of these (dtype, shape); those that are None are absent."""
+        imports = {"": self.opset, **self.domains}
+        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="nn")
+        model = ir.Model(graph, ir_version=10)
+        values: list[ir.Value | None] = []
+        for i, end in enumerate(ends):
+            if end is None:
+                values.append(None)
+                continue
+            kind = ir.TensorType(ir.DataType.from_numpy(end[0]))
+            values.append(ir.Value(name=f"x{i}", type=kind, shape=ir.Shape(end[1])))
+        graph.inputs.extend(v for v in values if v is not None)
+        op = autodiff.Emitter(model)
+        made = self.build(op, *values)
+        outputs = list(made) if isinstance(made, tuple) else [made]
+        op.stem = "y"
+        for i, value in enumerate(outputs):
+            if value.producer() is None or value in outputs[:i]:  # an input, or a result twice
+                outputs[i] = op.node("Identity", [value], outputs=[op.fresh("y")])
+        graph.extend(op.nodes)
+        graph.outputs.extend(outputs)
+        if any(v.dtype is None or v.shape is None for v in outputs):
+            infer_shapes(model)
+        return model
+
+
+class Plan:
+    """An operation for inputs of one kind: how it runs, and how its gradient does.
+
+    `forward(arrays)` gives `count` results, and then what only the backward reads.
+    """
+
+    __slots__ = (
+        *("_backward", "_gpu", "_name", "_reverse", "count", "floats", "forward", "reason"),
+        *("refusal", "sources", "stops", "wrt"),
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        ends: Sequence[tuple[Any, Shape] | None],
+        needs: int,
+        gpu: int | None,
+    ) -> None:
+        self._name, self._gpu = operation.name, gpu
+        self._backward: Run | None = None
+        self._reverse: ir.Model | None = None
+        model = operation.model(ends)
+        self.count = len(model.graph.outputs)
+        self.floats = [v.dtype is None or v.dtype.is_floating_point() for v in model.graph.outputs]
+        """Which results are of a floating-point type: these may have gradients."""
+        self.wrt = [i for i in range(len(ends)) if needs >> i & 1]
+        """The inputs that the backward gives gradients of, in its order."""
+        self.sources: list[int] = []
+        """What the backward reads: an input by its number among those present, or ~k for result k
+        of the forward; the gradients of the floating-point results follow."""
+        self.refusal = ""
+        """Why there is no backward, or "" if there is one."""
+        self.stops: list[int] = []
+        """Inputs that no gradient flows to, because of `reason`."""
+        self.reason = ""
+        if operation.whole is not None:
+            passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
+        if needs and any(self.floats):
+            try:
+                model = self._differentiated(model, operation, ends)
+            except ModelError as error:
+                self.refusal = str(error)
+                model = operation.model(ends)
+        self.forward = runner(model, gpu, operation.name)
+
+    def backward(self, arrays: Sequence[Array]) -> list[Array]:
+        """The gradients of the inputs in `wrt`, from what `sources` names."""
+        if self._backward is None:
+            assert self._reverse is not None
+            self._backward = runner(self._reverse, self._gpu, f"the gradient of {self._name}")
+            self._reverse = None
+        return self._backward(arrays)
+
+    def _differentiated(
+        self, model: ir.Model, operation: Operation, ends: Sequence[Any]
+    ) -> ir.Model:
+        """The forward that also returns what the backward reads, which becomes `_reverse`."""
+        graph = model.graph
+        named = {str(v.name): v for v in graph.inputs}
+        order = [v.name for v in graph.inputs]
+        wrt = [named[f"x{i}"] for i in self.wrt]
+        dys: dict[ir.Value, ir.Value | None] = {}
+        for i, y in enumerate(graph.outputs):
+            if self.floats[i]:
+                dys[y] = ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
+        graph.inputs.extend(v for v in dys.values() if v is not None)
+        fused = self._gpu is not None
+        grads = autodiff.backward(model, dys, wrt, strict=False, fused=fused)
+        if len(grads) < len(wrt):
+            self._stopped(operation, ends, grads)
+            wrt = [x for x in wrt if x.name in grads]
+        op = autodiff.Emitter(model)
+        results = [op.node("Identity", [grads[str(x.name)]], outputs=[f"dx:{x.name}"]) for x in wrt]
+        graph.extend(op.nodes)
+        first = _ancestors(graph.outputs)
+        second = _ancestors(results) - first
+        if operation.random and any(n in second for n in graph if _draws(n)):
+            raise ModelError(f"{self._name} draws anew: its gradient cannot draw the same")
+        read = dict.fromkeys(v for n in graph if n in second for v in reads(n) if v is not None)
+        crossing = [v for v in read if v.producer() in first or v.name in order]
+        crossing = [v for v in crossing if not _is_constant(v)]
+        ys = [str(v.name) for v in graph.outputs]
+        kept = [str(v.name) for v in crossing if v.name not in order and v.name not in ys]
+        returned = [*ys, *kept]
+        self.sources = [
+            order.index(v.name) if v.name in order else ~returned.index(str(v.name))
+            for v in crossing
+        ]
+        carried = [str(v.name) for v in crossing]
+        dy_names = [str(v.name) for v in dys.values() if v is not None]
+        ends_of_both = [str(v.name) for v in results]
+        self._reverse = cut(model, [*carried, *dy_names], ends_of_both)
+        return cut(model, [str(n) for n in order], returned)
+
+    def _stopped(
+        self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
+    ) -> None:
+        """Note which inputs have no gradient, and why."""
+        self.stops = [i for i in self.wrt if f"x{i}" not in grads]
+        self.wrt = [i for i in self.wrt if i not in self.stops]
+        model = operation.model(ends)
+        named = {str(v.name): v for v in model.graph.inputs}
+        dys: dict[ir.Value, ir.Value | None] = {
+            y: ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
+            for i, y in enumerate(model.graph.outputs)
+            if self.floats[i]
+        }
+        try:
+            autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])
+        except ModelError as error:
+            self.reason = str(error)
+
+
+def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
+    """A copy of the part of a graph that computes the values `outputs` from the values `inputs`."""
+    model = model.clone()
+    graph = model.graph
+    values = {v.name: v for v in (*graph.inputs, *(v for n in graph for v in n.outputs))}
+    given = []
+    for name in inputs:
+        value = values[name]
+        if value.producer() is not None:
+            new = ir.Value(name=name, type=value.type, shape=value.shape)
+            value.name = f"{name}:made"
+            ir.convenience.replace_all_uses_with(value, new, replace_graph_outputs=True)
+            value = values[name] = new
+        given.append(value)
+    graph.outputs.clear()
+    graph.inputs.clear()
+    graph.inputs.extend(given)
+    graph.outputs.extend(values[name] for name in outputs)
+    needed = _ancestors(graph.outputs)
+    for node in reversed(list(graph)):
+        if node not in needed:
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+            graph.remove(node, safe=True)
+    clean(model)
+    return model
+
+
+def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+    """The nodes that the values are computed by."""
+    found: set[ir.Node] = set()
+    todo = [n for v in values if (n := v.producer()) is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [n for v in reads(node) if v is not None and (n := v.producer()) is not None]
+    return found
+
+
+def _is_constant(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node.op_type == "Constant" and not node.domain
+
+
+def _draws(node: ir.Node) -> bool:
+    return not node.domain and (node.op_type.startswith("Random") or node.op_type in _RANDOM)
+
+
+_RANDOM = frozenset(("Bernoulli", "Dropout", "Multinomial"))

@@ -1,0 +1,106 @@
+"""The operators behind the methods of Tensor: functions that emit a few ONNX nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.nn.dispatch import operation
+from onnx_fuse.runtime.tensor import dtype_of
+
+
+def emitter(name: str, attributes: dict[str, Any] | None = None, **kinds: Any) -> Any:
+    """A function of Tensors that is one node."""
+
+    def build(op: Any, *values: Any) -> Any:
+        return op.node(name, values, attributes=attributes)
+
+    build.__name__ = name
+    return operation(build)
+
+
+@operation
+def divide(op: Any, a: Any, b: Any) -> Any:
+    if a.dtype.is_floating_point():
+        return op.Div(a, b)
+    return op.Div(op.Cast(a, to=1), op.Cast(b, to=1))
+
+
+@operation
+def floor_divide(op: Any, a: Any, b: Any) -> Any:
+    if a.dtype.is_floating_point():
+        return op.Floor(op.Div(a, b))
+    return op.Div(op.Sub(a, op.Mod(a, b)), b)  # Mod has the divisor's sign, so this is exact
+
+
+@operation
+def remainder(op: Any, a: Any, b: Any) -> Any:
+    if a.dtype.is_floating_point():
+        return op.Sub(a, op.Mul(op.Floor(op.Div(a, b)), b))
+    return op.Mod(a, b)
+
+
+@operation
+def not_equal(op: Any, a: Any, b: Any) -> Any:
+    return op.Not(op.Equal(a, b))
+
+
+def logical(boolean: str, bits: str) -> Callable[..., Any]:
+    def build(op: Any, a: Any, b: Any) -> Any:
+        return op.node(boolean if a.dtype.name == "BOOL" else bits, [a, b])
+
+    build.__name__ = boolean
+    return operation(build)
+
+
+@operation
+def invert(op: Any, a: Any) -> Any:
+    return op.Not(a) if a.dtype.name == "BOOL" else op.BitwiseNot(a)
+
+
+@operation
+def reduce(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+    return op.node(
+        kind, [x, None if axes is None else op.constant(list(axes))], keepdims=int(keepdim)
+    )
+
+
+@operation
+def variance(
+    op: Any, x: Any, *, axes: tuple[int, ...] | None, keepdim: bool, correction: int
+) -> Any:
+    """Σ (x - mean)² / (n - correction)."""
+    over = None if axes is None else op.constant(list(axes))
+    d = op.Sub(x, op.ReduceMean(x, over, keepdims=1))
+    sizes = op.Shape(x) if over is None else op.Gather(op.Shape(x), over)
+    n = op.Sub(op.ReduceProd(sizes, keepdims=0), op.constant(np.array(correction)))
+    return op.Div(op.ReduceSum(op.Mul(d, d), over, keepdims=int(keepdim)), op.CastLike(n, x))
+
+
+@operation
+def cast(op: Any, x: Any, *, dtype: str) -> Any:
+    return op.Cast(x, to=int(ir.DataType.from_numpy(dtype_of(dtype))))
+
+
+@operation
+def clip(op: Any, x: Any, low: Any, high: Any) -> Any:
+    return op.Clip(x, low, high)
+
+
+@operation
+def select(op: Any, mask: Any, a: Any, b: Any) -> Any:
+    return op.Where(mask, a, b)
+
+
+@operation
+def flatten(op: Any, x: Any, *, start: int, end: int) -> Any:
+    if start == end:
+        return op.Unsqueeze(x, op.constant([0])) if not len(x.shape) else op.Identity(x)
+    if end == len(x.shape) - 1 and start == 1:
+        return op.Flatten(x, axis=1)
+    head, tail = op.Shape(x, start=0, end=start), op.Shape(x, start=end + 1)
+    count = op.ReduceProd(op.Shape(x, start=start, end=end + 1), keepdims=1)
+    return op.Reshape(x, op.Concat(head, count, tail, axis=0), allowzero=1)

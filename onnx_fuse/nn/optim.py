@@ -1,0 +1,129 @@
+"""Optimizers of eager tensors: the update rules of `onnx_fuse.optim`, with PyTorch's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.nn.dispatch import MODE, no_grad, operation
+from onnx_fuse.nn.module import Module, forget
+from onnx_fuse.nn.tensor import Tensor
+from onnx_fuse.training import optim as rules
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer"]
+
+
+class Optimizer:
+    """Updates parameters in place by a rule of `onnx_fuse.optim`.
+
+    Args:
+        parameters: The parameters, as of `Module.parameters`, pairs of name and parameter as of
+            `Module.named_parameters`, or a Module. Names matter to the rule's `no_decay`.
+        rule: The rule with its numbers; its learning rate may be a Schedule.
+    """
+
+    def __init__(self, parameters: Module | Iterable[Any], rule: rules.Optimizer) -> None:
+        given = parameters.named_parameters() if isinstance(parameters, Module) else parameters
+        pairs = [p if isinstance(p, tuple) else ("", p) for p in given]
+        if not pairs:
+            raise UsageError("there are no parameters to optimize")
+        self.rule = rule
+        self.steps = 0
+        """The number of updates so far."""
+        self.parameters: list[Tensor] = [p for _, p in pairs]
+        self._names = [name for name, _ in pairs]
+        self._slots = [
+            [Tensor(np.full(p._data.shape, v, p.dtype), device=p.device) for v in
+             rule.slots.values()]
+            for p in self.parameters
+        ]  # fmt: skip
+        self._update = _updater(rule)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.rule.rate(self.steps)
+
+    def step(self) -> None:
+        """Update each parameter that has a gradient."""
+        count, rate = Tensor(self._counted()), Tensor(self._rate())
+        if MODE.recorder is not None:
+            MODE.recorder.renewed(count, self._counted)
+            MODE.recorder.renewed(rate, self._rate)
+        with no_grad():
+            for name, w, slots in zip(self._names, self.parameters, self._slots, strict=True):
+                if w.grad is None:
+                    continue
+                made = self._update(w, w.grad, *slots, rate, count, name=name)
+                news = made if isinstance(made, tuple) else (made,)
+                for old, new in zip((w, *slots), news, strict=True):
+                    old.copy_(new)
+
+    def _counted(self) -> np.ndarray[Any, Any]:
+        self.steps += 1
+        return np.array(self.steps, np.int64)
+
+    def _rate(self) -> np.ndarray[Any, Any]:
+        return np.array(self.rule.rate(self.steps - 1), np.float32)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
+        forget(self.parameters)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state tensors as "0.exp_avg" and so on, by the parameters' order, and "steps"."""
+        found = {"steps": Tensor(np.array(self.steps))}
+        for i, slots in enumerate(self._slots):
+            found |= {f"{i}.{k}": s.detach() for k, s in zip(self.rule.slots, slots, strict=True)}
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave. Raises DataError for the `state` of another."""
+        own = self.state_dict()
+        if set(own) != set(state) or any(
+            np.shape(state[k]) != own[k]._data.shape for k in own if k in state
+        ):
+            raise DataError("the optimizer's state is of other parameters, or of another rule")
+        self.steps = int(state["steps"])
+        for i, slots in enumerate(self._slots):
+            for key, slot in zip(self.rule.slots, slots, strict=True):
+                slot.copy_(state[f"{i}.{key}"])
+
+
+def _updater(rule: rules.Optimizer) -> Callable[..., Any]:
+    """The update of one parameter as a function of Tensors: (w, g, slots, rate, step)."""
+
+    def update(op: Any, w: Any, g: Any, *more: Any, name: str) -> Any:
+        slots, rate, count = more[:-2], more[-2], more[-1]
+        made: Sequence[Any] = rule.update(op, name, w, g, slots, rate, count)
+        return tuple(made) if len(made) > 1 else made[0]
+
+    return operation(update)
+
+
+def _named(rule: type[rules.Optimizer]) -> type[Optimizer]:
+    def make(self: Any, parameters: Module | Iterable[Any], **numbers: Any) -> None:
+        Optimizer.__init__(self, parameters, rules.make(rule.__name__.lower(), **numbers))
+
+    text = f"""{(rule.__doc__ or "").strip()}
+
+    Args:
+        parameters: As of `Optimizer`.
+        **numbers: The fields of `onnx_fuse.optim.{rule.__name__}`, such as lr.
+    """
+    return type(rule.__name__, (Optimizer,), {"__init__": make, "__doc__": text,
+                                              "__module__": __name__})  # fmt: skip
+
+
+SGD = _named(rules.SGD)
+Adam = _named(rules.Adam)
+AdamW = _named(rules.AdamW)
+Adagrad = _named(rules.Adagrad)
+Lion = _named(rules.Lion)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

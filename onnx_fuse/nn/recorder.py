@@ -1,0 +1,294 @@
+"""What a capture makes of the operators it is told of: one ONNX graph.
+
+Every operation emits its nodes once more, on the graph's values. A `backward` becomes a node of
+its own (`Backward`), which `assemble` replaces: the graph before it is fused, and differentiated as
+a whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse import autodiff, passes
+from onnx_fuse.autodiff.subgraphs import reads
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn.operation import Operation
+from onnx_fuse.nn.runner import Array
+from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.passes.canonicalize import clean
+
+_DOMAIN = "onnx_fuse.nn"
+
+
+class CaptureWarning(UserWarning):
+    """What a captured function did in Python that a replay will not do again."""
+
+
+class Recorder:
+    """The graph of a capture as it grows. `sizes` says whether Python has read an open size."""
+
+    def __init__(self) -> None:
+        imports = {"": CANONICAL_OPSET}
+        self.model = ir.Model(
+            ir.Graph([], [], nodes=[], opset_imports=imports, name="nn"), ir_version=10
+        )
+        self.op = autodiff.Emitter(self.model)
+        self.sizes = False
+        self.inputs: list[tuple[Any, ir.Value]] = []
+        """Tensors that the graph reads and was not given as arguments, such as parameters."""
+        self.renewals: dict[ir.Value, Callable[[], Array]] = {}
+        """Inputs that get a new value at each replay."""
+        self.states: dict[int, tuple[Any, ir.Value]] = {}
+        """Tensors that were assigned to, with their new values, by identity."""
+        self.leaves: dict[int, Any] = {}
+        """Tensors that got a gradient, by identity."""
+        self.cleared: set[int] = set()
+        """Identities of the parameters whose gradients were forgotten before they got one."""
+        self.modules: list[tuple[Any, bool]] = []
+        """The modules that were called, with their modes."""
+        self.differentiates = False
+        self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
+        self._kept: list[Any] = []  # so that no identity comes twice
+
+    # ---- what `nn` tells it ----
+
+    def record(self, operation: Operation, inputs: Sequence[Any], made: Any) -> None:
+        """Add the nodes of an operation that has just run."""
+        self._needs(operation.opset, operation.domains)
+        values = [
+            None if x is None
+            else self.op.constant(x) if isinstance(x, np.ndarray)
+            else self.value(x)
+            for x in inputs
+        ]  # fmt: skip
+        self.op.stem = operation.name
+        found = operation.build(self.op, *values)
+        results = made if isinstance(made, tuple) else (made,)
+        for tensor, value in zip(results, found if isinstance(found, tuple) else (found,),
+                                 strict=True):  # fmt: skip
+            if value.shape is None or value.dtype is None:  # where inference says nothing
+                value.dtype = ir.DataType.from_numpy(tensor._data.dtype)
+                value.shape = value.shape or ir.Shape([None] * tensor.ndim)
+            self._bind(tensor, value)
+
+    def backward(self, loss: Any, gradient: Any, new: Sequence[tuple[Any, Any]]) -> None:
+        """Add a Backward node: the gradients `new` of leaves by a result."""
+        self.differentiates = True
+        for leaf, _ in new:
+            if leaf.grad is not None and not self.knows(leaf.grad):
+                raise UsageError(
+                    "a captured function cannot add to gradients that were there before: call "
+                    "zero_grad() in it"
+                )
+            self.leaves[id(leaf)] = leaf
+        values = [self.value(leaf) for leaf, _ in new]
+        dy = None if gradient is None else self.value(gradient)
+        node = ir.Node(
+            _DOMAIN, "Backward", [self.value(loss), dy, *values], num_outputs=len(values),
+            name=self.op.fresh("backward"),
+        )  # fmt: skip
+        for value, result, (_, grad) in zip(values, node.outputs, new, strict=True):
+            result.name = self.op.fresh(f"{value.name}.grad")
+            result.type, result.shape = value.type, value.shape
+            self._bind(grad, result)
+        self.op.nodes.append(node)
+
+    def assigned(self, tensor: Any, given: Any) -> None:
+        """Note that a tensor has the elements of another from now on."""
+        value = self.value(given)
+        self.states[id(tensor)] = tensor, value
+        self._bind(tensor, value)
+        self._kept.append(tensor)
+
+    def same(self, tensor: Any, other: Any) -> None:
+        """Note that `other` has the elements of `tensor`."""
+        self._bind(other, self.value(tensor))
+
+    def renewed(self, tensor: Any, refresh: Callable[[], Array]) -> None:
+        """Note that a tensor has another value at each replay, which `refresh` makes."""
+        self.renewals[self.value(tensor)] = refresh
+
+    def cleared_gradient(self, leaf: Any) -> None:
+        """Note that the gradient of a leaf was forgotten."""
+        if id(leaf) not in self.leaves:
+            self.cleared.add(id(leaf))
+            self._kept.append(leaf)
+
+    def entered(self, module: Any) -> None:
+        """Note that a module was called, in its present mode."""
+        self.modules.append((module, module.training))
+
+    def sizes_read(self, tensor: Any) -> None:
+        """Note that Python asked for the shape of a tensor."""
+        if self.knows(tensor):
+            shape = self.value(tensor).shape
+            self.sizes |= shape is None or any(not isinstance(d, int) for d in shape)
+
+    def values_read(self, tensor: Any) -> None:
+        """Warn that Python asked for the elements of a tensor."""
+        if self.knows(tensor):
+            warnings.warn(
+                "a captured function reads the elements of a Tensor in Python: what it does with "
+                "them now, every replay does, whatever they are then",
+                CaptureWarning,
+                stacklevel=4,
+            )
+
+    # ---- values ----
+
+    def argument(self, tensor: Any, name: str) -> ir.Value:
+        """A graph input for an argument, whose sizes are open."""
+        name = self.op.fresh(name)
+        sizes = [f"{name}_{i}" for i in range(tensor.ndim)]
+        return self._input(tensor, name, sizes)
+
+    def _input(self, tensor: Any, name: str, shape: Sequence[Any]) -> ir.Value:
+        data = tensor._data
+        kind = ir.TensorType(ir.DataType.from_numpy(data.dtype))
+        value = ir.Value(name=name, type=kind, shape=ir.Shape(shape))
+        self.model.graph.inputs.append(value)
+        self._bind(tensor, value)
+        self._kept.append(tensor)
+        return value
+
+    def _bind(self, tensor: Any, value: ir.Value) -> None:
+        self._values[id(tensor)] = weakref.ref(tensor), value
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether the graph has a value for the tensor."""
+        found = self._values.get(id(tensor))
+        return found is not None and found[0]() is tensor
+
+    def value(self, tensor: Any) -> ir.Value:
+        """The graph's value of a tensor; an input if it came from outside."""
+        if self.knows(tensor):
+            return self._values[id(tensor)][1]
+        value = self._input(tensor, self.op.fresh(f"t{len(self.inputs)}"), tensor._data.shape)
+        self.inputs.append((tensor, value))
+        return value
+
+    def living(self) -> list[tuple[Any, ir.Value]]:
+        """The tensors that nodes of the graph have made and that somebody still holds."""
+        pairs = [(ref(), value) for ref, value in self._values.values()]
+        return [(t, v) for t, v in pairs if t is not None and v.producer() is not None]
+
+    def _needs(self, opset: int, domains: Mapping[str, int]) -> None:
+        imports = self.model.graph.opset_imports
+        if opset > imports[""] or any(d not in imports for d in domains):
+            imports.update({**domains, "": max(opset, imports[""])})
+            self.op.opset = imports[""]
+            self.op._imports = [onnx.helper.make_opsetid(d, v) for d, v in imports.items()]
+
+    def finished(self, outputs: Sequence[ir.Value], gpu: bool) -> ir.Model:
+        """The graph with these outputs, its Backward nodes written out."""
+        graph = self.model.graph
+        graph.extend(self.op.nodes)
+        self.op.nodes = []
+        graph.outputs.extend(outputs)
+        if self.differentiates:
+            assemble(self.model, gpu)
+        op = autodiff.Emitter(self.model)
+        for i, value in enumerate(graph.outputs):
+            if value.producer() is None or value in graph.outputs[:i]:
+                new = op.node("Identity", [value], outputs=[op.fresh(f"{value.name}.out")])
+                new.type, new.shape = value.type, value.shape
+                graph.outputs[i] = new
+        graph.extend(op.nodes)
+        if not self.differentiates:
+            infer_shapes(self.model)
+        clean(self.model)
+        return self.model
+
+
+def assemble(model: ir.Model, gpu: bool) -> None:
+    """Fuse what stands before each Backward node, and replace the node by the gradient's nodes."""
+    graph = model.graph
+    while (marker := next((n for n in graph if n.domain == _DOMAIN), None)) is not None:
+        nodes = list(graph)
+        place = nodes.index(marker)
+        after, made = nodes[place + 1 :], {v for n in nodes[:place] for v in n.outputs}
+        loss, dy, *leaves = marker.inputs
+        assert loss is not None
+        final = list(graph.outputs)
+        read = (v for n in after for v in reads(n))
+        needed = dict.fromkeys(v for v in (loss, dy, *read, *final) if v in made and v is not None)
+        standins = {v: ir.Value(name=v.name, type=v.type, shape=v.shape) for v in needed}
+        graph.outputs.clear()
+        for node in (marker, *after):
+            graph.remove(node)
+            for i, value in enumerate(node.inputs):
+                if value in standins:
+                    node.replace_input_with(i, standins[value])
+        graph.outputs.extend(needed)
+        infer_shapes(model)
+        passes.optimize(model, training=True, level=2, own_kernels=gpu)
+        now = dict(zip(needed, graph.outputs, strict=True))
+        seed = None if dy is None else now.get(dy, dy)
+        wanted = [v for v in leaves if v is not None]
+        grads = autodiff.backward(model, {now[loss]: seed}, wanted, fused=gpu)
+        now = dict(zip(needed, graph.outputs, strict=True))
+        pairs = [(standins[old], new) for old, new in now.items()]
+        pairs += [(g, grads[str(x.name)]) for g, x in zip(marker.outputs, wanted, strict=True)]
+        results = dict(pairs)
+        graph.outputs.clear()
+        for i in range(len(marker.inputs)):
+            marker.replace_input_with(i, None)
+        for old, new in pairs:
+            ir.convenience.replace_all_uses_with(old, new)
+        graph.extend(after)
+        graph.outputs.extend(results.get(standins.get(v, v), v) for v in final)
+
+
+def copied(model: ir.Model) -> Callable[..., Any]:
+    """A function that emits the nodes of a graph on other inputs: the build of an operation."""
+    formals, outputs = list(model.graph.inputs), list(model.graph.outputs)
+
+    def build(op: Any, *inputs: Any) -> Any:
+        values: dict[Any, Any] = {None: None, **dict(zip(formals, inputs, strict=True))}
+        for name, value in model.graph.initializers.items():
+            values[value] = op.node("Constant", [], value=value.const_value, outputs=[
+                op.fresh(name)])  # fmt: skip
+            values[value].const_value = value.const_value
+            values[value].type, values[value].shape = value.type, value.shape
+        for node in model.graph:
+            copy = ir.Node(
+                node.domain,
+                node.op_type,
+                [values[v] for v in node.inputs],
+                [_attribute(a, values) for a in node.attributes.values()],
+                num_outputs=len(node.outputs),
+                name=op.fresh(node.name or node.op_type),
+            )
+            for old, new in zip(node.outputs, copy.outputs, strict=True):
+                new.name = op.fresh(old.name) if old.name else ""
+                if node.domain or node.op_type == "Constant":
+                    new.type = old.type
+                if node.op_type == "Constant":
+                    new.const_value, new.shape = old.const_value, old.shape
+                values[old] = new
+            op.adopt(copy)
+            op.nodes.append(copy)
+        made = tuple(values[v] for v in outputs)
+        return made[0] if len(made) == 1 else made
+
+    return build
+
+
+def _attribute(attribute: ir.Attr, values: Mapping[Any, Any]) -> ir.Attr:
+    """An attribute of a copied node; a subgraph reads the copies of outer values."""
+    if attribute.type != ir.AttributeType.GRAPH:
+        return attribute
+    graph = attribute.as_graph().clone(allow_outer_scope_values=True)
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        for i, value in enumerate(node.inputs):
+            if value is not None and value in values:
+                node.replace_input_with(i, values[value])
+    return ir.Attr(attribute.name, ir.AttributeType.GRAPH, graph)

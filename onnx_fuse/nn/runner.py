@@ -1,0 +1,192 @@
+"""A graph made ready to run on the device of its arrays: onnxruntime, a GPU, or views of the host.
+
+A runner takes the arrays of the graph's inputs in order and returns those of its outputs. On the
+host an array is NumPy's; on a GPU it is a `runtime.tensor.DeviceTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.evaluate import viewer
+
+Array: TypeAlias = Any
+"""A NumPy array, or a DeviceTensor."""
+Run: TypeAlias = Callable[[Sequence[Array]], list[Array]]
+
+VIEWS = frozenset(
+    (
+        *("Constant", "Expand", "Flatten", "Identity", "Reshape", "Shape", "Size", "Slice"),
+        *("Squeeze", "Transpose", "Unsqueeze"),
+    )
+)
+"""Operators whose result is a view of their input, or a few integers, in host memory."""
+_SAME_MEMORY = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
+"""Those of `VIEWS` that leave the elements of a dense tensor where they are."""
+_THREADED = frozenset(
+    (
+        *("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "LSTM", "GRU", "RNN"),
+        *("MatMulInteger", "QLinearMatMul", "QLinearConv", "MatMulNBits", "FusedMatMul"),
+    )
+)
+"""Operators that are worth threads of their own; a session of any other runs in the caller's."""
+
+
+def runner(model: ir.Model, gpu: int | None, name: str) -> Run:
+    """Make a runner for the graph on the host (`gpu` is None) or on GPU number `gpu`.
+
+    `name` says in errors what the graph is. The runner raises UsageError for what onnxruntime
+    refuses, and DeviceError where a kernel fails.
+    """
+    views = {n.op_type for n in model.graph if not n.domain} if _plain(model) else {""}
+    if gpu is None:
+        return _host_views(model, name) if views <= VIEWS else _on_host(model, name)
+    if len(model.graph) == 1 and views <= _SAME_MEMORY | {"Shape", "Size"}:
+        return _device_view(model, gpu, name)
+    return _on_gpu(model, gpu)
+
+
+def _plain(model: ir.Model) -> bool:
+    return all(not node.domain for node in model.graph) and not model.graph.initializers
+
+
+def _on_host(model: ir.Model, name: str) -> Run:
+    import onnxruntime
+
+    from onnx_fuse.runtime import ort
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = ort.FATAL
+    if any(node.op_type in _THREADED for node in all_nodes(model.graph)):
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    else:
+        options.intra_op_num_threads = 1
+    with ort.faults(name):
+        session = ort.session(model, options)
+    quiet = onnxruntime.RunOptions()
+    quiet.log_severity_level = ort.FATAL
+    inputs = [str(v.name) for v in model.graph.inputs]
+    outputs = [str(v.name) for v in model.graph.outputs]
+    call = session.run
+
+    def run(arrays: Sequence[Array]) -> list[Array]:
+        try:
+            found: list[Array] = call(outputs, dict(zip(inputs, arrays, strict=False)), quiet)
+        except Exception as error:
+            if not ort.is_fault(error):
+                raise
+            raise UsageError(f"{name}: {_operands(arrays)}: {ort.plain(error)}") from error
+        return found
+
+    return run
+
+
+def _operands(arrays: Sequence[Array]) -> str:
+    return ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in arrays)
+
+
+def _host_views(model: ir.Model, name: str) -> Run:
+    """The same by NumPy, whose results share the memory of what they are views of."""
+    slots: dict[ir.Value | None, int] = {None: 0}
+    for value in model.graph.inputs:
+        slots[value] = len(slots)
+    fixed: list[Array] = []
+    for node in (n for n in model.graph if n.op_type == "Constant"):
+        value = node.outputs[0]
+        assert value.const_value is not None
+        slots[value] = len(slots)
+        fixed.append(value.const_value.numpy())
+    steps = []
+    for node in (n for n in model.graph if n.op_type != "Constant"):
+        steps.append((viewer(node), [slots[v] for v in node.inputs]))
+        slots[node.outputs[0]] = len(slots)
+    results = [slots[v] for v in model.graph.outputs]
+
+    def run(arrays: Sequence[Array]) -> list[Array]:
+        known = [None, *arrays, *fixed]
+        try:
+            for step, places in steps:
+                known.append(step([known[i] for i in places]))
+        except (ValueError, IndexError) as error:
+            raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
+        return [known[i] for i in results]
+
+    return run
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------
+
+
+@cache
+def home(gpu: int) -> Any:
+    """What owns the stream and the memory of all eager work on a GPU."""
+    from onnx_fuse.runtime.executable import Executable
+
+    empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
+    return Executable(empty, device_id=gpu)
+
+
+def _on_gpu(model: ir.Model, gpu: int) -> Run:
+    from onnx_fuse.runtime.executable import Executable
+
+    executable = Executable(model, device_id=gpu, home=home(gpu))
+    executable.pool = home(gpu).pool  # what one operator's tensors leave, the next one's take
+    inputs = [str(v.name) for v in model.graph.inputs]
+    outputs = [str(v.name) for v in model.graph.outputs]
+
+    def run(arrays: Sequence[Array]) -> list[Array]:
+        feeds = dict(zip(inputs, arrays, strict=False))
+        return executable.run_in_place(outputs, feeds, on_device=True)
+
+    return run
+
+
+def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
+    """The same memory in another shape, which NumPy works out on a stand-in without elements."""
+    from onnx_fuse.runtime.tensor import DeviceTensor
+
+    (node,) = model.graph
+    moved = viewer(node)
+
+    def run(arrays: Sequence[Array]) -> list[Array]:
+        x, *others = arrays
+        standin = np.empty(x.shape, np.int8)  # whose pages nobody touches
+        try:
+            found = moved([standin, *others])
+        except ValueError as error:
+            raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
+        if node.op_type in ("Shape", "Size"):
+            return [found]
+        made = DeviceTensor(x.address, found.shape, x.dtype.name, gpu, x)
+        made.ready = x.ready
+        return [made]
+
+    return run
+
+
+def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
+    """A copy of a host array in the memory of a GPU."""
+    from onnx_fuse.runtime.tensor import DeviceTensor
+
+    owner, dense = home(gpu), np.ascontiguousarray(array)
+    stream = owner.stream
+    memory = owner.pool.allocate(dense.nbytes, "a tensor")
+    if dense.nbytes:
+        stream.upload(memory.address, dense.ctypes.data, dense.nbytes)
+        stream.wait("a copy to the GPU")
+    return DeviceTensor(memory.address, array.shape, array.dtype.name, gpu, memory)
+
+
+def adopt(value: Any) -> Array:
+    """A tensor of another library in GPU memory, which is shared."""
+    from onnx_fuse.runtime import tensor
+
+    kind = getattr(value, "__dlpack_device__", lambda: (2, 0))()
+    return tensor.adopt(value, home(int(kind[1])).stream.handle)

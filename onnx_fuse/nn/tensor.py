@@ -1,0 +1,643 @@
+"""Tensor: an array in host or GPU memory, with the operators of ONNX and a gradient."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.nn import dispatch, operators
+from onnx_fuse.nn.arrays import (
+    DType,
+    as_array,
+    axes_of,
+    ints,
+    is_float,
+    lent,
+    np_name,
+    ones_like,
+    placed,
+)
+from onnx_fuse.nn.dispatch import MODE, no_grad, op_call, unrecorded
+from onnx_fuse.nn.runner import Array
+from onnx_fuse.runtime.tensor import dtype_of
+
+__all__ = ["Tensor", "tensor"]
+
+Number: TypeAlias = "bool | int | float"
+
+
+def _unary(name: str, text: str) -> Callable[[Tensor], Tensor]:
+    call = operators.emitter(name)
+
+    def method(self: Tensor) -> Tensor:
+        made: Tensor = call(self)
+        return made
+
+    method.__doc__ = text
+    return method
+
+
+def _binary(call: Callable[..., Any], text: str, *, swapped: bool = False) -> Any:
+    def method(self: Tensor, other: Any) -> Any:
+        if not isinstance(other, Tensor) or other._data.dtype is not self._data.dtype:
+            if not isinstance(other, _OPERANDS):
+                return NotImplemented
+            self, other = promoted(self, other)
+        return call(other, self) if swapped else call(self, other)
+
+    method.__doc__ = text
+    return method
+
+
+class Tensor:
+    """An array with gradients: NumPy's and PyTorch's names, ONNX's operators.
+
+    The elements are immutable: an operator makes a new Tensor, and `copy_` gives this one the
+    elements of another. Views share memory with what they are views of.
+
+    Args:
+        data: An array, a number, nested lists, another Tensor, or what has DLPack, whose memory is
+            shared. Python's floats become float32 and its integers int64.
+        dtype: The element type, such as "float32" or "bfloat16"; None keeps that of the data.
+        device: "cpu", "cuda" or "cuda:1"; None leaves the data where it is.
+        requires_grad: Whether `backward` gives it a gradient.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_edge", "_index", "grad", "requires_grad")
+
+    _data: Array
+    grad: Tensor | None
+    requires_grad: bool
+
+    def __init__(
+        self,
+        data: Any,
+        dtype: DType | None = None,
+        device: str | None = None,
+        requires_grad: bool = False,
+    ) -> None:
+        array = as_array(data)
+        if dtype is not None and array.dtype != dtype_of(np_name(dtype)):
+            array = Tensor(array).to(dtype)._data
+        self._data, self._edge, self._index = placed(array, device), None, 0
+        self.grad, self.requires_grad = None, False
+        if requires_grad:
+            self.requires_grad_()
+
+    # ---- what it is ----
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes. A capture that reads them holds for these sizes only."""
+        if MODE.recorder is not None:
+            MODE.recorder.sizes_read(self)
+        return tuple(self._data.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type, as NumPy's."""
+        found: np.dtype[Any] = self._data.dtype
+        return found
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._data.shape)
+
+    @property
+    def device(self) -> str:
+        """ "cpu", or "cuda:0" for the first GPU."""
+        data = self._data
+        return "cpu" if type(data) is np.ndarray else f"cuda:{data.device_id}"
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is no result of an operator that is remembered."""
+        return self._edge is None
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size of axis `dim`, or the whole shape."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """The number of axes."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("a Tensor without axes has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        with unrecorded():
+            text = np.array2string(np.asarray(self.numpy()), separator=", ", threshold=40)
+        more = "" if self.device == "cpu" else f", device='{self.device}'"
+        more += ", requires_grad=True" if self.requires_grad else ""
+        return f"Tensor({text}, dtype={self._data.dtype.name}{more})"
+
+    # ---- its elements ----
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The elements as a NumPy array, which shares the memory of a host tensor."""
+        if MODE.recorder is not None:
+            MODE.recorder.values_read(self)
+        data = self._data
+        found: np.ndarray[Any, Any] = data if type(data) is np.ndarray else data.numpy()
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        data = self._data
+        return (data if data.dtype.kind != "V" or type(data) is not np.ndarray else lent(data)
+                ).__dlpack__(**options)  # fmt: skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        found: tuple[int, int] = self._data.__dlpack_device__()
+        return found
+
+    def item(self) -> Any:
+        """The one element as a Python number."""
+        return self.numpy().item()
+
+    def tolist(self) -> Any:
+        """The elements as nested lists of Python numbers."""
+        return self.numpy().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __index__(self) -> int:
+        if self._data.dtype.kind not in "iu":
+            raise TypeError("only a Tensor of one integer can be an index")
+        return int(self.item())
+
+    # ---- gradients ----
+
+    def requires_grad_(self, on: bool = True) -> Tensor:
+        """Ask for a gradient of this leaf, or (`on=False`) no longer; returns itself."""
+        if on and not is_float(self._data.dtype):
+            raise UsageError(f"a Tensor of {self._data.dtype.name} has no gradient")
+        self.requires_grad = on
+        return self
+
+    def detach(self) -> Tensor:
+        """The same elements without a gradient."""
+        made = _wrap(self._data, None, 0)
+        if MODE.recorder is not None:
+            MODE.recorder.same(self, made)
+        return made
+
+    def backward(self, gradient: Tensor | None = None) -> None:
+        """Add to the `grad` of each leaf that requires one the gradient of this tensor by it.
+
+        Args:
+            gradient: The gradient of this tensor, of its shape; None is 1, for a scalar.
+
+        Raises:
+            UsageError: There is nothing to differentiate, or no gradient passes an operator.
+        """
+        if self._edge is None:
+            raise UsageError("nothing that this Tensor was computed from requires a gradient")
+        if gradient is None and self._data.shape != ():
+            raise UsageError("backward() of a Tensor that is no scalar needs its gradient")
+        with unrecorded(), no_grad():
+            dy = ones_like(self._data) if gradient is None else gradient._data
+            found = dispatch.gradients(self._edge, self._index, dy)
+        new = [(leaf, _wrap(array, None, 0)) for leaf, array in found]
+        if MODE.recorder is not None:
+            MODE.recorder.backward(self, gradient, new)
+        with no_grad():
+            for leaf, grad in new:
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+    def copy_(self, source: Any) -> Tensor:
+        """Give this leaf the elements of `source`, cast to its dtype; returns itself."""
+        if self._edge is not None:
+            raise UsageError("copy_ is for leaves: this Tensor is the result of an operator")
+        with no_grad():
+            given = source if isinstance(source, Tensor) else Tensor(source, device=self.device)
+            given = given.to(self._data.dtype).to(self.device).detach()
+            if given._data.shape != self._data.shape:
+                given = given.expand(*self._data.shape)
+        self._data = given._data
+        if MODE.recorder is not None:
+            MODE.recorder.assigned(self, given)
+        return self
+
+    # ---- types and places ----
+
+    def to(self, to: DType) -> Tensor:
+        """The elements in the dtype `to`, or on the device "cpu", "cuda" or "cuda:N"."""
+        if isinstance(to, str) and to.partition(":")[0] in ("cpu", "cuda"):
+            return self if to in (self.device, self.device.partition(":")[0]) else self._moved(to)
+        dtype = dtype_of(np_name(to))
+        if dtype == self._data.dtype:
+            return self
+        made: Tensor = operators.cast(self, dtype=dtype.name)
+        return made
+
+    def _moved(self, device: str) -> Tensor:
+        if self._edge is not None and MODE.grad:
+            raise UsageError("a gradient does not pass from one device to another")
+        return Tensor(placed(self._data, device), requires_grad=self.requires_grad)
+
+    astype = to
+
+    def float(self) -> Tensor:
+        """The elements as float32."""
+        return self.to("float32")
+
+    def half(self) -> Tensor:
+        """The elements as float16."""
+        return self.to("float16")
+
+    def bfloat16(self) -> Tensor:
+        """The elements as bfloat16."""
+        return self.to("bfloat16")
+
+    def double(self) -> Tensor:
+        """The elements as float64."""
+        return self.to("float64")
+
+    def long(self) -> Tensor:
+        """The elements as int64."""
+        return self.to("int64")
+
+    def cpu(self) -> Tensor:
+        """The tensor in host memory."""
+        return self.to("cpu")
+
+    def cuda(self) -> Tensor:
+        """The tensor in the memory of the first GPU."""
+        return self.to("cuda")
+
+    # ---- arithmetic ----
+
+    __add__ = _binary(operators.emitter("Add"), "The sum with `other`.")
+    __radd__ = __add__
+    __sub__ = _binary(operators.emitter("Sub"), "The difference from `other`.")
+    __rsub__ = _binary(operators.emitter("Sub"), "The difference from `other`.", swapped=True)
+    __mul__ = _binary(operators.emitter("Mul"), "The product of each element with `other`'s.")
+    __rmul__ = __mul__
+    __truediv__ = _binary(operators.divide, "The quotient by `other`, of integers in float32.")
+    __rtruediv__ = _binary(operators.divide, "Quotient.", swapped=True)
+    __floordiv__ = _binary(operators.floor_divide, "Quotient, rounded down.")
+    __rfloordiv__ = _binary(operators.floor_divide, "Quotient, rounded down.", swapped=True)
+    __mod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.")
+    __rmod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.", swapped=True)
+    __pow__ = _binary(operators.emitter("Pow"), "Each element to the power of `other`.")
+    __rpow__ = _binary(
+        operators.emitter("Pow"), "Each element to the power of `other`.", swapped=True
+    )
+    __matmul__ = _binary(operators.emitter("MatMul"), "The matrix product with `other`.")
+    __rmatmul__ = _binary(
+        operators.emitter("MatMul"), "The matrix product with `other`.", swapped=True
+    )
+    __and__ = _binary(operators.logical("And", "BitwiseAnd"), "Logical or bitwise and.")
+    __or__ = _binary(operators.logical("Or", "BitwiseOr"), "Logical or bitwise or.")
+    __xor__ = _binary(operators.logical("Xor", "BitwiseXor"), "Logical or bitwise exclusive or.")
+    __lt__ = _binary(operators.emitter("Less"), "Less.")
+    __le__ = _binary(operators.emitter("LessOrEqual"), "Less or equal.")
+    __gt__ = _binary(operators.emitter("Greater"), "Greater.")
+    __ge__ = _binary(operators.emitter("GreaterOrEqual"), "Greater or equal.")
+    __eq__ = _binary(operators.emitter("Equal"), "Equal, for each element.")
+    __ne__ = _binary(operators.not_equal, "Not equal, for each element.")
+    __hash__ = object.__hash__
+    maximum = _binary(operators.emitter("Max"), "The larger of each element and `other`'s.")
+    minimum = _binary(operators.emitter("Min"), "The smaller of each element and `other`'s.")
+
+    def __invert__(self) -> Tensor:
+        made: Tensor = operators.invert(self)
+        return made
+
+    __neg__ = _unary("Neg", "The elements with the other sign.")
+    __abs__ = _unary("Abs", "The absolute value of each element.")
+    neg = __neg__
+    abs = __abs__
+    add = __add__
+    sub = __sub__
+    mul = __mul__
+    div = __truediv__
+    pow = __pow__
+    matmul = __matmul__
+    exp = _unary("Exp", "e to the power of each element.")
+    log = _unary("Log", "The natural logarithm of each element.")
+    sqrt = _unary("Sqrt", "The square root of each element.")
+    sin = _unary("Sin", "The sine of each element.")
+    cos = _unary("Cos", "The cosine of each element.")
+    tanh = _unary("Tanh", "The hyperbolic tangent of each element.")
+    sigmoid = _unary("Sigmoid", "1 / (1 + exp(-x)).")
+    relu = _unary("Relu", "The larger of x and 0.")
+    erf = _unary("Erf", "The error function of each element.")
+    floor = _unary("Floor", "The largest integer that is not larger.")
+    ceil = _unary("Ceil", "The smallest integer that is not smaller.")
+    round = _unary("Round", "The nearest integer, of two the even one.")
+    sign = _unary("Sign", "-1, 0 or 1.")
+    reciprocal = _unary("Reciprocal", "1 / x of each element.")
+    isnan = _unary("IsNaN", "Whether each element is not a number.")
+
+    def clamp(self, min: Number | None = None, max: Number | None = None) -> Tensor:
+        """The elements limited to `min` from below and to `max` from above."""
+        dtype = self._data.dtype
+        bounds = [None if b is None else np.array(b, dtype) for b in (min, max)]
+        made: Tensor = operators.clip(self, *bounds)
+        return made
+
+    clip = clamp
+
+    def softmax(self, dim: int = -1) -> Tensor:
+        """exp(x) / Σ exp(x) along axis `dim`."""
+        made: Tensor = op_call("Softmax", [self], {"axis": dim})
+        return made
+
+    def log_softmax(self, dim: int = -1) -> Tensor:
+        """x - log Σ exp(x) along axis `dim`."""
+        made: Tensor = op_call("LogSoftmax", [self], {"axis": dim})
+        return made
+
+    def masked_fill(self, mask: Tensor, value: Number) -> Tensor:
+        """The elements with `value` where the boolean `mask` is true."""
+        made: Tensor = operators.select(mask, np.array(value, self._data.dtype), self)
+        return made
+
+    # ---- reductions ----
+
+    def _reduced(self, kind: str, dim: Any, keepdim: bool) -> Any:
+        return operators.reduce(self, kind=kind, axes=axes_of(dim), keepdim=keepdim)
+
+    def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
+        made: Tensor = (self.long() if self._data.dtype.kind == "b" else self)._reduced(
+            "ReduceSum", dim, keepdim
+        )
+        return made
+
+    def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """The mean over axes `dim`, as in `sum`, with `keepdim` as there."""
+        made: Tensor = self._reduced("ReduceMean", dim, keepdim)
+        return made
+
+    def prod(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """The product over axes `dim`, with `keepdim` as in `sum`."""
+        made: Tensor = self._reduced("ReduceProd", dim, keepdim)
+        return made
+
+    def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """The largest element over axes `dim`, with `keepdim` as in `sum`."""
+        made: Tensor = self._reduced("ReduceMax", dim, keepdim)
+        return made
+
+    def amin(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """The smallest element over axes `dim`, with `keepdim` as in `sum`."""
+        made: Tensor = self._reduced("ReduceMin", dim, keepdim)
+        return made
+
+    def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`)."""
+        return self.amax() if dim is None else (self.amax(dim, keepdim), self.argmax(dim, keepdim))
+
+    def min(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        """The smallest element; with `dim` the pair (values, their indices) (`keepdim`)."""
+        return self.amin() if dim is None else (self.amin(dim, keepdim), self.argmin(dim, keepdim))
+
+    def var(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
+        """Σ (x - mean)² / (n - `correction`) over axes `dim`, with `keepdim` as in `sum`."""
+        made: Tensor = operators.variance(
+            self, axes=axes_of(dim), keepdim=keepdim, correction=correction
+        )
+        return made
+
+    def std(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
+        """The square root of `var`, with the same `dim`, `keepdim` and `correction`."""
+        return self.var(dim, keepdim, correction).sqrt()
+
+    def _arg(self, kind: str, dim: int | None, keepdim: bool) -> Tensor:
+        x = self.reshape(-1) if dim is None else self
+        given = {"axis": 0 if dim is None else dim, "keepdims": int(keepdim)}
+        made: Tensor = op_call(kind, [x], given)
+        return made
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """The index (int64) of the first largest element along `dim`, or of all (`keepdim`)."""
+        return self._arg("ArgMax", dim, keepdim)
+
+    def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """The index (int64) of the first smallest element along `dim`, or of all (`keepdim`)."""
+        return self._arg("ArgMin", dim, keepdim)
+
+    def cumsum(self, dim: int) -> Tensor:
+        """The running sum along axis `dim`."""
+        made: Tensor = op_call("CumSum", [self, np.array(dim)])
+        return made
+
+    def topk(self, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+        """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""
+        given = {"axis": dim, "largest": int(largest)}
+        values, indices = op_call("TopK", [self, [k]], given, outputs=2)
+        return values, indices
+
+    def any(self) -> Tensor:
+        """Whether an element is not 0."""
+        return self.to("bool").long().amax().to("bool")
+
+    def all(self) -> Tensor:
+        """Whether no element is 0."""
+        return self.to("bool").long().amin().to("bool")
+
+    # ---- shapes ----
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """The elements in another shape, in which one size may be -1; a view."""
+        made: Tensor = op_call("Reshape", [self, ints(shape)], {"allowzero": 1})
+        return made
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+        """The tensor with the axes from `start_dim` to `end_dim` made one; a view."""
+        n = self.ndim
+        made: Tensor = operators.flatten(self, start=start_dim % max(n, 1), end=end_dim % max(n, 1))
+        return made
+
+    def permute(self, *dims: Any) -> Tensor:
+        """The tensor with its axes in the order `dims`; a view."""
+        order = ints(dims).tolist()
+        made: Tensor = op_call("Transpose", [self], {"perm": [d % self.ndim for d in order]})
+        return made
+
+    def transpose(self, dim0: int, dim1: int) -> Tensor:
+        """The tensor with the axes `dim0` and `dim1` exchanged; a view."""
+        order = list(range(self.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permute(order)
+
+    @property
+    def T(self) -> Tensor:
+        """The tensor with its axes in reverse order; a view."""
+        return self.permute(list(range(self.ndim))[::-1])
+
+    @property
+    def mT(self) -> Tensor:
+        """The tensor with its last two axes exchanged; a view."""
+        return self.transpose(-2, -1)
+
+    def squeeze(self, dim: Any = None) -> Tensor:
+        """The tensor without the axes `dim`, whose size is 1; without all such axes for None."""
+        if dim is None:
+            dim = [i for i, d in enumerate(self.shape) if d == 1]
+        made: Tensor = op_call("Squeeze", [self, list(axes_of(dim) or ())])
+        return made
+
+    def unsqueeze(self, dim: Any) -> Tensor:
+        """The tensor with new axes of size 1 at `dim`."""
+        made: Tensor = op_call("Unsqueeze", [self, list(axes_of(dim) or ())])
+        return made
+
+    def expand(self, *shape: Any) -> Tensor:
+        """The tensor repeated along axes of size 1 to `shape`, where -1 keeps a size; a view."""
+        sizes = ints(shape)
+        sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
+        made: Tensor = op_call("Expand", [self, sizes])
+        return made
+
+    def repeat(self, *times: Any) -> Tensor:
+        """The tensor repeated `times` along each axis."""
+        counts = ints(times)
+        x = self[(None,) * (len(counts) - self.ndim)] if len(counts) > self.ndim else self
+        made: Tensor = op_call("Tile", [x, counts])
+        return made
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+        """Parts of these `sizes` along axis `dim`; of one size, but for a shorter last part."""
+        if isinstance(sizes, int):
+            whole = self.shape[dim]
+            sizes = [builtins.min(sizes, whole - i) for i in range(0, whole, sizes)]
+        return _several(op_call("Split", [self, list(sizes)], {"axis": dim}, outputs=len(sizes)))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+        """`chunks` parts along axis `dim`, of one size but for a smaller last one."""
+        given = {"axis": dim, "num_outputs": chunks}
+        return _several(op_call("Split", [self], given, outputs=chunks))
+
+    def tril(self, diagonal: int = 0) -> Tensor:
+        """The lower triangle of each matrix, up to `diagonal`; 0 above it."""
+        made: Tensor = op_call("Trilu", [self, np.array(diagonal)], {"upper": 0})
+        return made
+
+    def triu(self, diagonal: int = 0) -> Tensor:
+        """The upper triangle of each matrix, from `diagonal` on; 0 below it."""
+        made: Tensor = op_call("Trilu", [self, np.array(diagonal)], {"upper": 1})
+        return made
+
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        """The elements at `index` along axis `dim`: ONNX's GatherElements."""
+        made: Tensor = op_call("GatherElements", [self, index], {"axis": dim})
+        return made
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """The slices at `index` along axis `dim`: ONNX's Gather."""
+        made: Tensor = op_call("Gather", [self, index], {"axis": dim})
+        return made
+
+    def clone(self) -> Tensor:
+        """A tensor of the same elements, through which the gradient flows."""
+        made: Tensor = op_call("Identity", [self])
+        return made
+
+    def contiguous(self) -> Tensor:
+        """Itself: operators take any view."""
+        return self
+
+    def __getitem__(self, key: Any) -> Tensor:
+        from onnx_fuse.nn.indexing import take
+
+        return take(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise UsageError(
+            "the elements of a Tensor do not change: make a new one with where() or masked_fill()"
+        )
+
+
+_OPERANDS = (Tensor, np.ndarray, np.generic, int, float)
+
+
+def _wrap(array: Array, edge: Any, index: int) -> Tensor:
+    made = Tensor.__new__(Tensor)
+    made._data, made._edge, made._index = array, edge, index
+    made.grad, made.requires_grad = None, edge is not None
+    return made
+
+
+dispatch.use(_wrap)
+
+
+def tensor(
+    data: Any, dtype: DType | None = None, device: str | None = None, requires_grad: bool = False
+) -> Tensor:
+    """A Tensor of `data`, with the `dtype`, `device` and `requires_grad` of `Tensor`."""
+    return Tensor(data, dtype, device, requires_grad)
+
+
+def where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    """`a` where the boolean `condition` is true, else `b`; all broadcast."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        a, b = promoted(a, b) if isinstance(a, Tensor) else promoted(b, a)[::-1]
+    else:
+        a, b = Tensor(a), Tensor(b)
+    made: Tensor = operators.select(condition, a, b)
+    return made
+
+
+# ---- types -------------------------------------------------------------------------------------
+
+
+def promoted(a: Tensor, b: Any) -> tuple[Any, Any]:
+    """Two operands in one dtype: a float's where the other is an integer, else the wider one."""
+    kind = a._data.dtype
+    if isinstance(b, int | float) and not isinstance(b, np.generic):
+        if is_float(kind):
+            return a, np.array(b, kind)
+        if isinstance(b, float):
+            return a.to("float32"), np.array(b, np.float32)
+        if kind.kind == "b" and not isinstance(b, bool):
+            return a.to("int64"), np.array(b, np.int64)
+        return a, np.array(b, kind)
+    if not isinstance(b, Tensor):
+        b = Tensor(b)
+    other = b._data.dtype
+    if other == kind:
+        return a, b
+    if is_float(kind) != is_float(other):
+        common = kind if is_float(kind) else other
+    else:
+        common = np.promote_types(kind, other)
+    return a.to(common), b.to(common)
+
+
+def _several(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,133 @@
+"""Recompute: results that only the backward reads again are computed a second time there.
+
+A training step keeps what its forward computes until its backward reads it. A call that runs a
+second time, right before its result is read, keeps that memory free in between ("activation
+checkpointing": Chen et al., 2016, Training Deep Nets with Sublinear Memory Cost). The second run
+has the launches of the first, so it gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.passes.callgraph import rename_buffer, rename_buffers
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Calls that run a second time so that the results of one of them need not be kept."""
+
+    calls: tuple[int, ...]
+    """Their places in `Program.calls`: the one whose results are dropped, and before it those of
+    its operands that nothing else keeps."""
+    nbytes: int
+    """Bytes that are free at the turn."""
+    seconds: float
+    """What the second runs cost."""
+
+
+class Memory:
+    """When the temporaries of a program live, and what may run again. Its sizes are ints."""
+
+    def __init__(self, program: Program) -> None:
+        self.calls = program.calls
+        self.nbytes = {b.id: b.nbytes for b in program.buffers if b.kind == "temp"}
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}
+        for i, call in enumerate(self.calls):
+            for _, t in (*call.reads, *call.writes):
+                self._first.setdefault(t.buffer, i)
+                self._last[t.buffer] = i
+            for buffer in {t.buffer for _, t in call.writes}:
+                self._writers.setdefault(buffer, []).append(i)
+        self.turn = self._turn()
+        """The call at which temporaries take the most memory: there forward becomes backward."""
+        self._end = max(
+            (self._last[b] for b in self.nbytes if self._first.get(b, self.turn) < self.turn),
+            default=0,
+        )
+
+    def _turn(self) -> int:
+        change = [0] * (len(self.calls) + 1)
+        for buffer in self.nbytes.keys() & self._first.keys():
+            change[self._first[buffer]] += self.nbytes[buffer]
+            change[self._last[buffer] + 1] -= self.nbytes[buffer]
+        live = [n + c.workspace for n, c in zip(accumulate(change), self.calls, strict=False)]
+        return max(range(len(live)), key=live.__getitem__, default=0)
+
+    def _may_run_again(self, i: int) -> bool:
+        """Whether a second run before the last read of any early result gives what the first did.
+
+        It does where the call alone writes its results, and nothing it reads changes until then.
+        """
+        call = self.calls[i]
+        reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
+        own = all(b in self.nbytes and self._writers[b] == [i] for b in writes)
+        changed = any(i < k <= self._end for b in reads for k in self._writers.get(b, ()))
+        return own and not changed and not call.host and not reads & writes
+
+    def candidates(self, seconds: Callable[[Call], float]) -> list[Candidate]:
+        """What may run a second time; first what frees the most bytes for each second it costs."""
+        found = []
+        for i, call in enumerate(self.calls[: self.turn]):
+            results = {t.buffer for _, t in call.writes}
+            freed = sum(self.nbytes.get(b, 0) for b in results if self._last[b] > self.turn)
+            if not freed or not self._may_run_again(i):
+                continue
+            again, todo, cost = {i}, [i], seconds(call)
+            while todo:
+                for buffer in {t.buffer for _, t in self.calls[todo.pop()].reads}:
+                    if buffer not in self.nbytes or self._last[buffer] > self.turn:
+                        continue  # it is there anyway
+                    writer, less = self._writers[buffer][0], freed - self.nbytes[buffer]
+                    if writer in again:
+                        continue
+                    more = cost + seconds(self.calls[writer])
+                    if self._may_run_again(writer) and freed * cost > less * more:
+                        again.add(writer)
+                        todo.append(writer)
+                        cost = more
+                    else:
+                        freed = less  # it is kept instead
+            if freed > 0:
+                found.append(Candidate(tuple(sorted(again)), freed, cost))
+        return sorted(found, key=lambda c: (-c.nbytes / c.seconds, c.calls))
+
+
+def recomputed(program: Program, turn: int, again: Collection[int]) -> Program:
+    """The program with the calls `again` run a second time behind the call `turn`.
+
+    A second run stands right before the first call that reads one of its results, behind the second
+    runs of what it reads itself. All calls behind `turn` read the results of second runs.
+    """
+    producer = {t.buffer: i for i in again for _, t in program.calls[i].writes}
+    buffers = {b.id: b for b in program.buffers}
+    fresh = 1 + max(buffers, default=0)
+    copies: dict[int, int] = {}  # a buffer -> the one that its second run writes
+    calls: list[Call] = []
+    for i, call in enumerate(program.calls):
+        if i <= turn:
+            calls.append(call)
+            continue
+        needed: set[int] = set()
+        todo = [call]
+        while todo:
+            for _, t in todo.pop().reads:
+                k = producer.get(t.buffer)
+                if k is not None and t.buffer not in copies and k not in needed:
+                    needed.add(k)
+                    todo.append(program.calls[k])
+        for k in sorted(needed):
+            first = program.calls[k]
+            for buffer in dict.fromkeys(t.buffer for _, t in first.writes):
+                copies[buffer], fresh = fresh, fresh + 1
+                buffers[copies[buffer]] = replace(buffers[buffer], id=copies[buffer])
+            calls.append(replace(rename_buffers(first, copies), why=f"run again: {first.why}"))
+        calls.append(
+            replace(call, reads=tuple((n, rename_buffer(t, copies)) for n, t in call.reads))
+        )
+    return replace(program, calls=tuple(calls), buffers=tuple(buffers.values()), sequential=True)

@@ -1,0 +1,78 @@
+"""Two runs side by side: whatever numbers the JSON reports of both have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnx_fuse.errors import DataError
+from onnx_fuse.report import training
+from onnx_fuse.report.page import Lines, Section, Table, View
+
+_LEFT_OUT = ("rounds", "losses", "rates", "lr", "gradient_norms", "examples_per_second", "seconds")
+_MOST = 400  # rows
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report that `--json` wrote. Raises DataError for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: is no report of --json: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: is no report of --json, which holds an object")
+    return found
+
+
+def rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
+    """[what, in a, in b, change] for each number that either has, those that differ first."""
+    left, right = dict(_numbers(a)), dict(_numbers(b))
+    found = []
+    for key in dict.fromkeys((*left, *right)):
+        x, y = left.get(key), right.get(key)
+        changed = x is not None and y is not None and x != y
+        change = f"{y / x - 1:+.1%}" if changed and x and y is not None else ""
+        found.append((x == y, [key, _shown(x), _shown(y), change]))
+    return [row for _, row in sorted(found, key=lambda item: item[0])][:_MOST]
+
+
+def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Section]:
+    """The page of two reports: their curves or times where they have these, and all numbers."""
+    found: list[Section] = []
+    if a.get("losses") and b.get("losses"):
+        found += training.sections({names[0]: a, names[1]: b})
+    if a.get("operators") and b.get("operators"):
+        views = [_times(name, report) for name, report in zip(names, (a, b), strict=True)]
+        found.append(Section("Time by operator", views))
+    table = rows(a, b)
+    if not table:
+        return [*found, Section("Numbers", [Lines(["these reports have no numbers in common"])])]
+    return [*found, Section("Numbers", [Table("", ["", *names, "change"], table)])]
+
+
+def _times(name: str, report: Mapping[str, Any]) -> View:
+    bars = [[f"{op} ({found['runs']})", found["us"] * 1e-6]
+            for op, found in report["operators"].items()]  # fmt: skip
+    return View("bars", f"{name}: time by operator",
+                {"title": name, "unit": "s", "share": True, "rows": bars})  # fmt: skip
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of all numbers in a report, the names of what holds them before each."""
+    if isinstance(value, bool | int | float):
+        yield name, float(value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in _LEFT_OUT:
+                yield from _numbers(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and name.rpartition(".")[2] in ("epochs", "noise", "outputs"):
+        for i, inner in enumerate(value):
+            yield from _numbers(inner, f"{name}.{i + 1}")
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

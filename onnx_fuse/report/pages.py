@@ -1,0 +1,266 @@
+"""The sections of each command's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir
+
+from onnx_fuse.report import graph
+from onnx_fuse.report.page import Lines, Part, Section, Table, View
+from onnx_fuse.report.terminal import Summary, check_lines, gradient_lines, models_rows
+
+if TYPE_CHECKING:
+    from onnx_fuse.passes import Report
+    from onnx_fuse.validation.along import Along, Spread
+    from onnx_fuse.validation.check import Check
+    from onnx_fuse.validation.gradients import GradientCheck
+
+_NAMED = 40  # nodes named for each reason
+
+
+def optimized(
+    before: onnx_ir.Model,
+    after: onnx_ir.Model,
+    sizes: Sequence[Summary],
+    found: Report,
+    checked: Check | None,
+    facts: Mapping[str, Mapping[str, str]],
+) -> list[Section]:
+    """What `optimize` did.
+
+    Args:
+        before, after: The graphs to draw side by side.
+        sizes: The summaries of both.
+        found: What the passes fused and what they did not.
+        checked: The comparison of both, if there was one.
+        facts: By a node's label, what else is known about it, such as its kernel.
+    """
+    drawn = [graph.Drawn("before", before), _checked_graph("after", after, checked, facts)]
+    [old, new] = sizes
+    saved = [
+        ["nodes", f"{old.nodes:,}", f"{new.nodes:,}", _change(old.nodes, new.nodes)],
+        [
+            "operators",
+            f"{len(old.ops):,}",
+            f"{len(new.ops):,}",
+            _change(len(old.ops), len(new.ops)),
+        ],
+        ["bytes", f"{old.bytes:,}", f"{new.bytes:,}", _change(old.bytes, new.bytes)],
+        ["parameters", f"{old.parameters:,}", f"{new.parameters:,}", ""],
+    ]
+    fused: list[Part] = [
+        Table("", ["fused operator", "count"], [[k, str(v)] for k, v in found.fusions.items()])
+    ]
+    if not found.fusions:
+        fused = [Lines(["nothing was fused"])]
+    left: list[Part] = [
+        Table(
+            "",
+            ["nodes", "reason", "which"],
+            [[str(len(r.nodes)), r.reason, named(r.nodes)] for r in found.not_fused],
+            left=3,
+        )
+    ]
+    sections = [
+        Section("Summary", [Table("", ["", "before", "after", "change"], saved)]),
+        Section(
+            "Graph",
+            [graph.view(drawn)],
+            "What became part of a fused operator has its colour on both sides; dashed nodes were "
+            "folded away. A node that is chosen shows what it came from, or what it became.",
+        ),
+        Section("Fused", fused),
+    ]
+    if found.not_fused:
+        note = "Norms, attention, activations, sums and changes of layout that stayed."
+        sections.append(Section("Not fused, and why", left, note))
+    if found.notes:
+        sections.append(Section("Notes", [Lines(list(found.notes))], folded=True))
+    if checked is not None:
+        sections += check_sections(checked)
+    rows = models_rows(sizes)
+    details = Table("", ["", *(m.name for m in sizes)], rows)
+    return [*sections, Section("Inputs, outputs and operators", [details], folded=True)]
+
+
+def validated(
+    original: onnx_ir.Model, model: onnx_ir.Model, checked: Check, gradients: GradientCheck | None
+) -> list[Section]:
+    """What `validate` found: the check, its gradients, and the graphs side by side."""
+    sections = check_sections(checked)
+    if gradients is not None:
+        rows = [
+            [e.tensor, e.op, f"{e.slope:.6g}", f"{e.expected:.6g}", f"{e.max_abs:.3g}",
+             f"{e.limit:.3g}", e.where, "ok" if e.ok else "FAILED"]
+            for e in gradients.errors
+        ]  # fmt: skip
+        head = ["tensor", "read by", "slope", "expected", "off by", "limit", "where", ""]
+        parts: list[Part] = [
+            Lines(gradient_lines(gradients)),
+            Table("by tensor", head, rows, left=2),
+        ]
+        sections.append(Section("Gradients", parts))
+    drawn = [graph.Drawn("original", original), _checked_graph("checked", model, checked, {})]
+    return [*sections, Section("Graph", [graph.view(drawn)])]
+
+
+def inspected(models: Mapping[str, onnx_ir.Model]) -> list[Section]:
+    """The graphs of models by their names: two side by side, more one after another."""
+    drawn = [graph.Drawn(name, model) for name, model in models.items()]
+    parts = [graph.view(drawn)] if len(drawn) == 2 else [graph.view([d]) for d in drawn]
+    return [Section("Graph", parts)]
+
+
+# ---- checks ----------------------------------------------------------------------------------
+
+
+def check_sections(checked: Check) -> list[Section]:
+    """The verdict, the errors by output, along the graph, by size, and the worst entries."""
+    rows = [
+        [d.output, f"{d.max_abs:.3g}", f"{d.limit:.3g}", percent(d.max_abs, d.limit),
+         f"{d.max_rel:.3g}", d.where, d.level, "ok" if d.ok else "FAILED"]
+        for d in checked.differences
+    ]  # fmt: skip
+    head = ["output", "largest difference", "limit", "of limit", "relative", "where", "level", ""]
+    parts: list[Part] = [Lines(check_lines(checked)), Table("by output and input", head, rows)]
+    sections = [Section("Check", parts)]
+    along = checked.along
+    if along is not None and along.values:
+        sections.append(
+            Section(
+                "Errors along the graph",
+                [_errors_chart(along), _errors_table(along)]
+                if any(d.max_abs for d in along.values)
+                else [Lines([f"none of {len(along.values)} values differs"])],
+                "Each column is a value that both models compute, in the order of the graph; its "
+                "height is the largest difference as a share of what is allowed there. Both ran as "
+                "they are written, on the inputs of the worst difference.",
+            )
+        )
+        if along.outputs:
+            spreads = [part for spread in along.outputs for part in _spread(spread)]
+            sections.append(Section("Errors by entry", spreads))
+    return sections
+
+
+def _errors_chart(along: Along) -> View:
+    shares = [share(d.max_abs, d.limit) for d in along.values]
+    labels = [
+        f"{node}\n{d.where}: {d.max_abs:.3g}, limit {d.limit:.3g}"
+        for node, d in zip(along.nodes, along.values, strict=True)
+    ]
+    bad = [not d.ok for d in along.values]
+    return View(
+        "chart",
+        f"Differences at {len(shares)} values along the graph",
+        {
+            "title": "largest difference as a share of its limit",
+            "x": {"label": "value"},
+            "y": {"label": "share of the limit", "log": True, "choose": True, "zero": True},
+            "lines": [{"name": "limit", "y": 1}],
+            "series": [{"name": "", "kind": "columns", "y": shares, "labels": labels, "bad": bad}],
+        },
+    )
+
+
+def _errors_table(along: Along) -> Table:
+    worst = sorted(
+        zip(along.nodes, along.values, strict=True),
+        key=lambda item: (item[1].ok, -share(item[1].max_abs, item[1].limit)),
+    )[:20]
+    rows = [
+        [node, percent(d.max_abs, d.limit), f"{d.max_abs:.3g}", f"{d.limit:.3g}", d.where]
+        for node, d in worst
+    ]
+    head = ["node", "of limit", "largest difference", "limit", "where"]
+    return Table("the largest", head, rows)
+
+
+def _spread(spread: Spread) -> Iterable[Part]:
+    rows = [[decade, count] for decade, count in spread.decades.items()]
+    yield View(
+        "bars",
+        f"Number of entries of {spread.output} by the size of their difference",
+        {
+            "title": f"{spread.output}: entries by difference",
+            "unit": "",
+            "share": True,
+            "rows": rows,
+        },
+    )
+    if spread.worst:
+        entries = [
+            [
+                str(list(e.index)),
+                f"{e.expected:.8g}",
+                f"{e.got:.8g}",
+                f"{e.got - e.expected:.3g}",
+            ]
+            for e in spread.worst
+        ]
+        head = ["index", "original", "checked", "difference"]
+        yield Table(f"{spread.output}: the worst entries", head, entries)
+
+
+def _checked_graph(
+    title: str,
+    model: onnx_ir.Model,
+    checked: Check | None,
+    facts: Mapping[str, Mapping[str, str]],
+) -> graph.Drawn:
+    """A graph whose nodes carry their errors, where these are known."""
+    known = {node: dict(found) for node, found in facts.items()}
+    errors: dict[str, float] = {}
+    if checked is not None and checked.along is not None:
+        for node, d in zip(checked.along.nodes, checked.along.values, strict=True):
+            known.setdefault(node, {})["error"] = (
+                f"{d.max_abs:.3g}, {percent(d.max_abs, d.limit)} of the limit, at {d.where}"
+            )
+            errors[node] = max(errors.get(node, 0.0), share(d.max_abs, d.limit))
+    return graph.Drawn(title, model, known, {"error": errors} if errors else {})
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+def named(nodes: Sequence[str]) -> str:
+    """The names of nodes, the first of very many."""
+    more = f", and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+    return ", ".join(nodes[:_NAMED]) + more
+
+
+def share(error: float, limit: float) -> float:
+    """An error as a share of its limit; where nothing is allowed, any error is infinitely much."""
+    return error / limit if limit else (0.0 if not error else float("inf"))
+
+
+def percent(error: float, limit: float) -> str:
+    """`share` for a reader."""
+    found = share(error, limit)
+    return f"{found:.1%}" if found < 100 else f"{found:.3g} times"
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.1%}" if before else ""
+
+
+def call_facts(
+    kernels: Sequence[Mapping[str, Any]], measured: bool = False
+) -> dict[str, dict[str, str]]:
+    """By a node's label, the kernel that computes it; calls are those that `--json` lists."""
+    found: dict[str, dict[str, str]] = {}
+    for call in kernels:
+        time = f"{1e6 * call['seconds']:.1f} µs {'measured' if measured else 'predicted'}"
+        of_floor = call["floor"] / call["seconds"] if call["seconds"] else 0.0
+        for node in call["nodes"]:
+            shown = found.setdefault(node, {})
+            shown["kernel"] = f"{call['op']} {call['kernel']}"
+            shown["configuration"] = call["config"] or "the only one"
+            shown["time"] = time + (
+                f", with {len(call['nodes']) - 1} other nodes" if len(call["nodes"]) > 1 else ""
+            )
+            shown["share of the floor"] = f"{of_floor:.0%}"
+            shown["chosen by"] = call["why"]
+    return found

@@ -1,0 +1,211 @@
+"""Times as a page shows them: by operator, by node, as a timeline, and against the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir
+
+from onnx_fuse.kernels import Site, site
+from onnx_fuse.report import graph, memory
+from onnx_fuse.report.page import Lines, Part, Section, Table, View
+
+if TYPE_CHECKING:
+    from onnx_fuse.bench import Comparison, RunResult
+    from onnx_fuse.profile import Profile
+    from onnx_fuse.program.call import Call, Program
+    from onnx_fuse.program.problem import Hardware
+
+
+def ran(result: RunResult, model: onnx_ir.Model) -> list[Section]:
+    """What took the time of a run of the fused `model` and what held its memory, where profiled."""
+    sections: list[Section] = []
+    profile = result.profile
+    if profile is not None:
+        sections += profile_sections(profile)
+        if profile.calls and result.hardware is not None:
+            sections += _against_hardware(profile.calls, result.hardware, measured=True)
+        sections.append(Section("Graph", [graph.view([_timed(model, profile)])]))
+    if result.program is not None:
+        sections.append(memory.section(result.program))
+    return sections
+
+
+def compared(result: Comparison, run: RunResult | None, model: onnx_ir.Model) -> list[Section]:
+    """Two models timed in turns, and the profile of the fused one."""
+    rows = [[name, t.median * 1e-3, f"{t.low:.4g} … {t.high:.4g} ms"]
+            for name, t in (("original", result.original), ("fused", result.fused))]  # fmt: skip
+    title = "median time of a run; 10 % and 90 % of the rounds"
+    bars = View("bars", title, {"title": title, "unit": "s", "rows": rows})
+    low, high = result.noise
+    text = f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
+    chart = View(
+        "chart",
+        "Time of each round",
+        {
+            "title": "time of each round",
+            "x": {"label": "round"},
+            "y": {"label": "time", "unit": "s", "choose": True, "zero": True},
+            "series": [
+                {"name": name, "kind": "line", "y": [pair[i] * 1e-3 for pair in result.rounds]}
+                for i, name in enumerate(("original", "fused"))
+            ],
+        },
+    )
+    return [Section("Comparison", [Lines([text]), bars, chart]), *(ran(run, model) if run else [])]
+
+
+def predicted(program: Program, hw: Hardware) -> list[Section]:
+    """The calls of a program for a GPU that need not be there, and its memory."""
+    calls = [(call, site(call, hw).seconds) for call in program.calls if call.launches]
+    return [*_against_hardware(calls, hw, measured=False), memory.section(program)]
+
+
+def profile_sections(profile: Profile) -> list[Section]:
+    """Bars by operator and by node, and a timeline."""
+    ops = [
+        [f"{op} ({runs} {'run' if runs == 1 else 'runs'})", us * 1e-6]
+        for op, (runs, us) in profile.operators.items()
+    ]
+    spans = sorted(profile.spans, key=lambda span: -span.seconds)
+    nodes = [[f"{s.op}: {' '.join(s.nodes[:3])}", s.seconds] for s in spans]
+    title = "time by operator or kernel"
+    bars = View("bars", title, {"title": title, "unit": "s", "share": True, "rows": ops})
+    title = "time by node or call"
+    each = View("bars", title, {"title": title, "unit": "s", "share": True, "rows": nodes})
+    end = max((s.start + s.seconds for s in profile.spans), default=0.0)
+    names = list(profile.operators)
+    line = View(
+        "plane",
+        f"Timeline of {len(profile.spans)} spans",
+        {
+            "title": f"timeline: {profile.lane}",
+            "x": {"label": "time", "unit": "s", "high": end},
+            "y": {"label": "", "lanes": names[:_LANES] + (["others"] if names[_LANES:] else [])},
+            "kinds": [""],
+            "rects": [
+                [s.start, s.start + s.seconds, lane, lane + 1, lane,
+                 f"{s.op} {' '.join(s.nodes[:3])}\n{s.seconds * 1e6:.1f} µs\n{s.note}"]
+                for s in profile.spans
+                for lane in [min(names.index(s.op), _LANES)]
+            ],
+        },
+    )  # fmt: skip
+    sections = [Section("Time", [bars, each])]
+    if end > 0:
+        sections.append(Section("Timeline", [line]))
+    if profile.memory:
+        sections.append(Section("Memory in use", [_in_use(profile)]))
+    return sections
+
+
+_LANES = 10
+
+
+def _in_use(profile: Profile) -> View:
+    high = max(size for _, size in profile.memory)
+    return View(
+        "chart",
+        f"Memory of onnxruntime over the run, {high:,} bytes at most",
+        {
+            "title": f"onnxruntime's memory over the run, {high:,} bytes at most",
+            "x": {"label": "time", "unit": "s"},
+            "y": {"label": "bytes in use", "unit": "B", "zero": True},
+            "series": [
+                {"name": "", "kind": "line", "x": [t for t, _ in profile.memory],
+                 "y": [size for _, size in profile.memory]}
+            ],
+        },
+    )  # fmt: skip
+
+
+def _timed(model: onnx_ir.Model, profile: Profile) -> graph.Drawn:
+    """The graph with the time of each node."""
+    times: dict[str, float] = {}
+    facts: dict[str, dict[str, str]] = {}
+    total = sum(s.seconds for s in profile.spans) or 1.0
+    for s in profile.spans:
+        for node in s.nodes:
+            times[node] = times.get(node, 0.0) + s.seconds
+            facts[node] = {
+                "time": f"{times[node] * 1e6:.1f} µs, {times[node] / total:.1%}",
+                "ran as": s.op,
+            }
+    return graph.Drawn("fused", model, facts, {"time": times})
+
+
+# ---- against the hardware --------------------------------------------------------------------
+
+
+def _against_hardware(
+    calls: Sequence[tuple[Call, float]], hw: Hardware, *, measured: bool
+) -> list[Section]:
+    """Each call's time and share of its floor, and the roofline of those that multiply."""
+    how = "measured" if measured else "predicted"
+    sites = [(site(call, hw), call, seconds) for call, seconds in calls]
+    rows = [
+        [_named(s), seconds, f"{s.floor / seconds:.0%} of floor" if seconds else ""]
+        for s, _, seconds in sorted(sites, key=lambda item: -item[2])
+    ]
+    title = f"time by call, {how}, and the share of it that no kernel could save"
+    parts: list[Part] = [View("bars", title, {"title": title, "unit": "s", "rows": rows})]
+    total, floor = sum(t for *_, t in sites), sum(s.floor for s, *_ in sites)
+    text = f"{len(sites)} calls, {total * 1e6:.1f} µs {how}; the chip itself takes at least "
+    parts.insert(0, Lines([f"{text}{floor * 1e6:.3g} µs on {hw.name}"]))
+    points = [(s, call, seconds) for s, call, seconds in sites if call.flops and call.bytes]
+    sections = [Section("Kernels", parts)]
+    if points:
+        note = (
+            f"{how.capitalize()} rates of the calls that multiply, below what {hw.name}'s memory "
+            "and multipliers allow. Calls that only move numbers are not in it."
+        )
+        sections.append(Section("Roofline", [_roofline(points, hw)], note))
+    table = Table(
+        "",
+        ["call", "kernel", "configuration", "µs", "of floor", "chosen by"],
+        [
+            [" ".join(s.nodes[:3]), f"{s.op} {s.kernel}", s.config, f"{seconds * 1e6:.2f}",
+             f"{s.floor / seconds:.0%}" if seconds else "", s.why]
+            for s, _, seconds in sites
+        ],
+        left=3,
+    )  # fmt: skip
+    return [*sections, Section("Calls", [table], folded=True)]
+
+
+def _roofline(points: Sequence[tuple[Site, Call, float]], hw: Hardware) -> View:
+    x = [call.flops / call.bytes for _, call, _ in points]
+    kinds = {
+        kind: hw.rate(kind) for kind in ("float32", "tf32", "bfloat16") if kind in dict(hw.flops)
+    }
+    low, high = min(x) / 2, max(*x, max(kinds.values()) / hw.bandwidth) * 4
+    series: list[dict[str, Any]] = []
+    for kind, rate in kinds.items():
+        knee = rate / hw.bandwidth
+        xs = sorted({low, min(max(knee, low), high), high})
+        series.append(
+            {"name": f"{kind} roof", "kind": "line", "x": xs,
+             "y": [min(rate, hw.bandwidth * v) for v in xs]}
+        )  # fmt: skip
+    series.append(
+        {
+            "name": "calls", "kind": "points", "x": x,
+            "y": [call.flops / seconds if seconds else 0.0 for _, call, seconds in points],
+            "labels": [f"{_named(s)}\n{seconds * 1e6:.1f} µs" for s, _, seconds in points],
+        }
+    )  # fmt: skip
+    return View(
+        "chart",
+        f"Roofline of {len(points)} calls on {hw.name}",
+        {
+            "title": "operations a second by operations a byte",
+            "x": {"label": "FLOP a byte", "log": True, "choose": True},
+            "y": {"label": "rate", "unit": "FLOP/s", "log": True, "choose": True},
+            "series": series,
+        },
+    )
+
+
+def _named(s: Site) -> str:
+    return f"{s.op} {s.kernel}: {' '.join(s.nodes[:2])}"

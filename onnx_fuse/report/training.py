@@ -1,0 +1,179 @@
+"""Training runs as a page shows them: curves by step, live while they run, one or two together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.report import page, trace
+from onnx_fuse.report.page import Page, Section, Table, View
+
+Run = Mapping[str, Any]
+"""The fields of a `training.history.History`, or those of what `train --json` wrote. All but
+"losses" may be missing."""
+
+_POINTS = 1500  # of a line: more than a screen has
+_SMOOTHED = 20  # steps from which a smoothed line is drawn too
+_REFRESH = 4.0  # seconds after which a live page loads itself again
+_SPARED = 40  # of the time, one part in so many is spent on writing a live page
+_STEPS = ("lr", "rates", "gradient_norms", "examples_per_second")
+_NAMES = {
+    "lr": "learning rate", "rates": "learning rate", "gradient_norms": "gradient norm",
+    "examples_per_second": "examples a second",
+}  # fmt: skip
+_KEYS = ("epoch", "step", "loss")  # of a record, what is no metric
+
+
+def sections(runs: Mapping[str, Run]) -> list[Section]:
+    """The loss, and whatever else is known by step or by evaluation, of runs by their names."""
+    found = [Section("Loss", [_chart("loss", list(_losses(runs)))])]
+    others: list[View] = []
+    for key in _STEPS:
+        lines = [
+            _line(_of(name, runs), *_thinned(run.get(key) or []))
+            for name, run in runs.items()
+            if any(x is not None for x in run.get(key) or [])
+        ]
+        if lines:
+            others.append(_chart(_NAMES[key], lines))
+    metrics = dict.fromkeys(
+        key for run in runs.values() for record in _evaluations(run) for key in record
+        if key not in (*_KEYS, "validation_loss")
+    )  # fmt: skip
+    for key in metrics:
+        lines = [
+            _line(_of(name, runs), *_points(run, key)) for name, run in runs.items()
+            if _points(run, key)[0]
+        ]  # fmt: skip
+        others.append(_chart(key.replace("_", " "), lines))
+    if others:
+        found.append(Section("By step", others))
+    tables = [_epochs(name, run) for name, run in runs.items() if run.get("epochs")]
+    if tables:
+        found.append(Section("By epoch", tables))
+    return found
+
+
+def _losses(runs: Mapping[str, Run]) -> Iterator[dict[str, Any]]:
+    for i, (name, run) in enumerate(runs.items()):
+        values = run["losses"]
+        own, colour = _of(name, runs), {"colour": f"var(--s{i + 1})"}
+        smoothed = len(values) > _SMOOTHED
+        yield _line(f"{own} loss".strip(), *_thinned(values)) | colour | {"thin": smoothed}
+        if smoothed:
+            yield _line(f"{own} smoothed".strip(), *_thinned(_smooth(values))) | colour
+        steps, validation = _points(run, "validation_loss")
+        if steps:
+            line = _line(f"{own} validation".strip(), steps, validation)
+            yield line | ({"dashed": True} | colour if len(runs) > 1 else {"colour": "var(--s2)"})
+
+
+def _of(name: str, runs: Mapping[str, Run]) -> str:
+    return name if len(runs) > 1 else ""
+
+
+def _chart(title: str, lines: Sequence[Mapping[str, Any]]) -> View:
+    return View(
+        "chart",
+        f"{title} by step",
+        {
+            "title": title,
+            "x": {"label": "step", "choose": True},
+            "y": {"label": "", "choose": True},
+            "series": lines,
+        },
+    )
+
+
+def _line(name: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+    return {"name": name, "kind": "line", "x": x, "y": y}
+
+
+def _evaluations(run: Run) -> Sequence[Mapping[str, float]]:
+    """The records of all evaluations; where only epochs are known, those at their ends."""
+    return run.get("metrics") or run.get("epochs") or []
+
+
+def _points(run: Run, key: str) -> tuple[list[float], list[float]]:
+    """(steps, values) of what the evaluations gave for `key`."""
+    steps = len(run["losses"]) / max(len(run.get("epochs") or []), 1)
+    found = [
+        (record.get("step", record.get("epoch", 0) * steps), record[key])
+        for record in _evaluations(run)
+        if key in record
+    ]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _epochs(name: str, run: Run) -> Table:
+    keys = list(dict.fromkeys(key for record in run["epochs"] for key in record))
+    rows = [[_number(record.get(key)) for key in keys] for record in run["epochs"]]
+    return Table(name, [key.replace("_", " ") for key in keys], rows, left=0)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value or "")
+
+
+def _thinned(values: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    """(steps, values), the means of equal stretches where there are more than _POINTS of them."""
+    known = [(i + 1, x) for i, x in enumerate(values) if x is not None]
+    array = np.asarray([(i, float(x)) for i, x in known], np.float64).reshape(-1, 2)
+    parts = np.array_split(array, min(len(array), _POINTS)) if len(array) else []
+    return [float(p[:, 0].mean()) for p in parts], [float(p[:, 1].mean()) for p in parts]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """A running mean of the last 5 % of the steps."""
+    width = max(len(values) // 20, 2)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - width, 0)
+    return [float(x) for x in (sums[ends] - sums[starts]) / (ends - starts)]
+
+
+# ---- while it runs ---------------------------------------------------------------------------
+
+
+class Live:
+    """Writes the page of a run while it trains, and notes when each step ended for its trace.
+
+    `make(run, refresh)` returns the page of the run so far, which loads itself again after so many
+    seconds; without a `path` it is never asked.
+    """
+
+    def __init__(self, path: Path | None, make: Callable[[Run, float], Page]) -> None:
+        self._path, self._make = path, make
+        self._next = 0.0
+        self._ends: list[tuple[float, float]] = []
+        self._began = time.perf_counter()
+
+    def __call__(self, run: Run) -> None:
+        """Note that the run's last step is over, and write the page if it is time."""
+        now, losses = time.perf_counter(), run["losses"]
+        if len(losses) != len(self._ends):
+            self._ends.append((now, losses[-1]))
+        if self._path is None or now < self._next:
+            return
+        page.write(self._path, self._make(run, _REFRESH))
+        spent = time.perf_counter() - now
+        self._next = now + max(_REFRESH / 2, _SPARED * spent)
+
+    def events(self) -> list[trace.Event]:
+        """The steps as a trace, one after another, with the loss as a counter."""
+        found = [*trace.named(trace.HOST, "host"), trace.thread_name(trace.HOST, 1, "steps")]
+        start = 0.0
+        for i, (end, loss) in enumerate(self._ends):
+            at = 1e6 * (end - self._began)
+            found.append(
+                trace.span(
+                    f"step {i + 1}", start, at - start, trace.HOST, 1, "step", {"loss": loss}
+                )
+            )
+            found.append(trace.counter("loss", at, {"loss": loss}, trace.HOST))
+            start = at
+        return found

@@ -1,0 +1,141 @@
+"""How two models differ along their graphs: at every value they both compute, and by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.onnx.common import Model
+from onnx_fuse.onnx.load import read
+from onnx_fuse.ops.rewrite import label
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import InferenceSession
+from onnx_fuse.validation.arrays import Array
+from onnx_fuse.validation.compare import Difference, Tolerance, difference
+from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.values import by_name
+
+_TOGETHER = 32  # values that one run gives back: all at once would not fit into memory
+_WORST = 10
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One element of an output."""
+
+    index: tuple[int, ...]
+    expected: float
+    got: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the differences of an output's elements are spread."""
+
+    output: str
+    decades: dict[str, int]
+    """The number of elements by the power of ten of their absolute difference, smallest first."""
+    worst: list[Entry]
+    """The elements that differ most, the worst first."""
+
+
+@dataclass
+class Along:
+    """The differences between two models on one set of inputs."""
+
+    nodes: list[str] = field(default_factory=list)
+    """The node of the checked model that computes each value, in the order of its graph."""
+    values: list[Difference] = field(default_factory=list)
+    """The difference at each of these values."""
+    outputs: list[Spread] = field(default_factory=list)
+    """The spread at each output of numbers."""
+
+
+def errors_along(
+    original: Model,
+    fused: Model,
+    feeds: Feeds,
+    tolerance: Tolerance,
+    *,
+    device: str = "cpu",
+    precision: str = "fp32",
+) -> Along:
+    """Compare both models at every value whose name both have, on one set of inputs.
+
+    Args:
+        original: The model that is right; onnxruntime runs it.
+        fused: The model to compare with it.
+        feeds: Arrays by input name.
+        tolerance: What each value is compared with.
+        device, precision: Where and how `fused` runs, as in `validate`.
+
+    Both run as they are written: values that are asked for would keep onnxruntime from its own
+    rewrites. A value that has another shape or type in the fused model, as where a fusion changed
+    its layout, is left out. Raises ModelError where onnxruntime refuses one of the models.
+    """
+    reference, suspect = read(original), read(fused)
+    makers = {v.name or "": label(n) for n in suspect.graph for v in n.outputs if v.name}
+    known = {v.name for node in reference.graph for v in node.outputs}
+    names = [name for name in makers if name in known]
+    outputs = {v.name for v in suspect.graph.outputs}
+    found = Along()
+    with ort.faults("the comparison by value"):
+        oracle = ort.session(_showing(reference, names), as_written=True)
+        session: Any
+        if device == "cpu":
+            session = ort.session(_showing(suspect, names), as_written=True)
+        else:
+            session = InferenceSession(
+                _showing(suspect, names), device=device, optimize=False, precision=precision
+            )
+        for start in range(0, len(names), _TOGETHER):
+            part = names[start : start + _TOGETHER]
+            expected = ort.run(oracle, feeds, part)
+            got = ort.run(session, feeds, part) if device == "cpu" else session.run(part, feeds)
+            for name, a, b in zip(part, expected, got, strict=True):
+                if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+                    continue
+                if a.shape != b.shape or a.dtype != b.dtype:
+                    continue
+                found.nodes.append(makers[name])
+                found.values.append(difference(name, a, b, tolerance))
+                if name in outputs and a.dtype.kind not in "OUSc" and a.size:
+                    found.outputs.append(_spread(name, a, b))
+    return found
+
+
+def _showing(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
+    """A copy whose outputs are the values called `names`."""
+    model = model.clone()
+    model.graph.outputs[:] = list(by_name(model, names).values())
+    return model
+
+
+def _spread(name: str, expected: Array, got: Array) -> Spread:
+    a, b = expected.astype(np.float64).ravel(), got.astype(np.float64).ravel()
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+        error = np.where(np.isnan(error), np.inf, error)
+        decade = np.floor(np.log10(error, where=error > 0, out=np.full(error.shape, -np.inf)))
+    counts: dict[str, int] = {}
+    for power, count in zip(*np.unique(decade, return_counts=True), strict=True):
+        counts[_decade(float(power))] = int(count)
+    last = np.argsort(error, kind="stable")[::-1][:_WORST]
+    worst = [
+        Entry(tuple(int(k) for k in np.unravel_index(i, expected.shape)), float(a[i]), float(b[i]))
+        for i in last
+        if error[i] > 0
+    ]
+    return Spread(name, counts, worst)
+
+
+def _decade(power: float) -> str:
+    if power == -np.inf:
+        return "equal"
+    if power == np.inf:
+        return "not comparable"
+    return f"1e{int(power)} … 1e{int(power) + 1}"

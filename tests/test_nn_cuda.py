@@ -1,0 +1,82 @@
+"""Eager tensors on a GPU, which host memory stands for: the same numbers, without copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_gpu import FakeGpu
+
+import onnx_fuse as of
+from onnx_fuse import UsageError, nn
+from onnx_fuse.nn import functional as F
+from onnx_fuse.nn import runner
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    runner.home.cache_clear()
+    yield FakeGpu().use(monkeypatch)
+    runner.home.cache_clear()
+
+
+X = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+
+
+def pointwise(x: nn.Tensor, w: nn.Tensor) -> nn.Tensor:
+    return F.silu(x.tanh() * 2 + w)
+
+
+def test_operators_and_gradients(gpu: FakeGpu) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        x = nn.tensor(X, device=device, requires_grad=True)
+        w = nn.tensor(X[::-1].copy(), device=device, requires_grad=True)
+        y = pointwise(x, w)
+        y.backward(nn.tensor(X * X, device=device))
+        assert x.grad is not None
+        assert w.grad is not None
+        assert {t.device.partition(":")[0] for t in (y, x.grad, w.grad)} == {device}
+        found.append([t.numpy() for t in (y, x.grad, w.grad)])
+    for wanted, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_a_view_has_the_same_memory_and_nothing_is_launched(gpu: FakeGpu) -> None:
+    x = nn.tensor(X, device="cuda")
+    before = gpu.counts.copy()
+    y = x.reshape(2, -1).unsqueeze(0).flatten(1)
+    assert y._data.address == x._data.address
+    assert y.shape == (1, 64)
+    assert gpu.counts == before
+
+
+def test_a_captured_step_changes_its_parameter_there(gpu: FakeGpu) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        w = nn.Parameter(nn.tensor(X[::-1].copy(), device=device))
+
+        @of.capture
+        def step(x: nn.Tensor, dy: nn.Tensor, w: nn.Parameter = w) -> nn.Tensor:
+            y = pointwise(x, w)
+            y.backward(dy)
+            w.copy_(w - w.grad * 0.1)
+            w.grad = None
+            return y
+
+        x, dy = nn.tensor(X, device=device), nn.tensor(X * X, device=device)
+        results = [step(x, dy).numpy() for _ in range(3)]
+        assert len(step.graphs) == 1
+        assert w.device.startswith(device)
+        found.append([*results, w.numpy()])
+    for wanted, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_what_is_on_two_devices_is_moved_by_hand(gpu: FakeGpu) -> None:
+    x = nn.tensor(X, device="cuda", requires_grad=True)
+    assert x.device == "cuda:0"
+    np.testing.assert_array_equal(x.detach().cpu().numpy(), X)
+    with pytest.raises(UsageError, match="from one device to another"):
+        (x * 2).cpu()
