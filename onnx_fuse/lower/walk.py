@@ -30,6 +30,7 @@ from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import (
     CANONICAL_OPSET,
     DEFAULT,
+    FUSE,
     base_name,
     carries_body,
     one_line,

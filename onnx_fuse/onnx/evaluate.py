@@ -87,7 +87,7 @@ def _key(
     arrays = [a for a in given if a is not None]
     kinds = {attribute.type for attribute in node.attributes.values()}
     simple = not kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR}
-    if not simple or node.op_type in _DRAWS or any(a.dtype == object for a in arrays):
+    if not simple or node.op_type in DRAWS or any(a.dtype == object for a in arrays):
         return None
     if sum(a.nbytes for a in arrays) > _FEW:
         return None
