@@ -302,6 +302,19 @@ def test_names_that_are_no_attributes_and_several_outputs() -> None:
     assert torch.equal(hessian, torch.tensor([[50.0, 288.0]]))
 
 
+def test_an_output_whose_size_depends_on_data_may_have_no_gradient() -> None:
+    text = """agraph (float[N,2] x) => (float[N,2] y, float[K] z)
+    <float[2] w = {2, 3}, int64[1] flat = {-1}, int64[1] first = {0}>
+    { y = Mul(x, w) f = Reshape(y, flat) n = NonZero(f) i = Squeeze(n, first) z = Gather(f, i) }"""
+    module = oft.from_onnx(text_model(text))
+    y, z = module(torch.tensor([[1.0, 0.0], [0.0, 4.0]]))
+    assert z.tolist() == [2, 12]
+    (gradient,) = torch.autograd.grad(y.sum(), [module.w], retain_graph=True)
+    assert gradient.tolist() == [1, 4]
+    (gradient,) = torch.autograd.grad(z.square().sum(), [module.w])
+    assert gradient.tolist() == [4, 96]
+
+
 # ---- nn.Module and ONNXProgram where a path goes ---------------------------------------------
 
 

@@ -218,6 +218,7 @@ class GpuRunner:
         if current_device() != self.device_id:
             with torch.cuda.device(self.device_id):
                 return self.run(graph, tensors)
+        device.start(self.device_id)  # a thread that torch has given memory alone has no context
         handle = current_stream(self.device_id)
         math = "ieee"
         if graph.has_float32 and torch.get_float32_matmul_precision() != "highest":
@@ -279,7 +280,6 @@ class GpuRunner:
             for key in [key for key in self._turns if key[1] == old]:
                 del self._turns[key]
         executable = self._executable(math)
-        device.start(self.device_id)
         names = [end.name for end in graph.inputs]
         ends = zip(names, tensors, strict=True)
         shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}

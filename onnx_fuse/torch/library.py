@@ -46,16 +46,16 @@ def mask_of(tensors: Sequence[Tensor]) -> str:
 def gradients(
     graph: Graph,
     wanted: Sequence[bool],
-    dys: Sequence[Tensor | None],
+    dys: Sequence[Tensor],
     inputs: Sequence[Tensor],
     kept: Mapping[str, Tensor],
     forward: str,
 ) -> list[Tensor | None]:
     """The gradients of those inputs of `graph` that are wanted, None for the others.
 
-    `dys` has one for each output; `kept` has by name what the backward of the mask `forward` reads
-    of a forward's results. Gradients that will be differentiated themselves are computed of the
-    inputs alone, and so are all where `forward` is empty.
+    `dys` has one for each float output; `kept` has by name what the backward of the mask `forward`
+    reads of a forward's results. Gradients that will be differentiated themselves are computed of
+    the inputs alone, and so are all where `forward` is empty.
     """
     again, mask = torch.is_grad_enabled() or not forward, forward
     if again:
@@ -63,16 +63,8 @@ def gradients(
         mask = "".join("1" if w and end.dtype.is_floating_point else "0" for w, end in pairs)
     derived = graph.derived(f"gradient:{mask}" if again else f"backward:{mask}")
     known = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | dict(kept)
-    given = [dy for dy, end in zip(dys, graph.outputs, strict=True) if end.dtype.is_floating_point]
-    tensors = []
-    for end, dy in zip(derived.inputs, given, strict=False):
-        if dy is None:
-            shape = end.shape(graph.symbols(inputs))
-            assert shape is not None, "a gradient's shape is the output's"
-            dy = inputs[0].new_zeros(shape, dtype=end.dtype)
-        tensors.append(dy)
-    tensors += [known[end.name] for end in derived.inputs[len(given) :]]
-    results = iter(run_graph(derived.key, tensors))
+    rest = [known[end.name] for end in derived.inputs[len(dys) :]]
+    results = iter(run_graph(derived.key, [*dys, *rest]))
     made = [next(results) if bit == "1" else None for bit in mask]
     return [g if w else None for g, w in zip(made, wanted, strict=True)]
 
@@ -236,7 +228,9 @@ class _Any:
         ctx.mask = last.removeprefix("forward:") if last.startswith("forward:") else ""
         ctx.key = base if ctx.mask else key
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[len(find(ctx.key).outputs) :])
+        ends = find(ctx.key).outputs
+        ctx.mark_non_differentiable(*output[len(ends) :])
+        ctx.shapes = [y.shape for y in output[: len(ends)]]
         ctx.kept = len(output) if ctx.mask else 0
         ctx.save_for_backward(*output[: ctx.kept], *tensors)
         ctx.save_for_forward(*tensors)
@@ -254,7 +248,12 @@ class _Any:
         if ctx.mask:
             ends = graph.derived(f"forward:{ctx.mask}").outputs
             known = dict(zip([end.name for end in ends], kept, strict=True))
-        dys, wanted = grads[: len(graph.outputs)], ctx.needs_input_grad[1:]
+        dys = [
+            inputs[0].new_zeros(shape, dtype=end.dtype) if dy is None else dy
+            for dy, shape, end in zip(grads, ctx.shapes, graph.outputs, strict=False)
+            if end.dtype.is_floating_point
+        ]
+        wanted = ctx.needs_input_grad[1:]
         return None, *gradients(graph, wanted, dys, inputs, known, ctx.mask)
 
     @staticmethod
@@ -421,9 +420,11 @@ class Operator:
         """The gradient of each argument."""
         count = len(self.tensors)
         args, found = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        dy = grads[0]
+        if dy is None:
+            return (None,) * (count + len(ctx.attributes) + 1)
         graph, tensors, shape = self._split((*args, *ctx.attributes))
         forward = graph.floats if ctx.saved else ""
-        dy = grads[0]
         known = {}
         if forward:
             y, *kept = found
@@ -431,7 +432,7 @@ class Operator:
             if self.rows:
                 y = y.reshape(tensors[0].shape[0], *y.shape[len(shape) - self.flat + 1 :])
             known = dict(zip(names, (y, *kept), strict=False))
-        if dy is not None and self.rows and len(shape) != self.flat:
+        if self.rows and len(shape) != self.flat:
             dy = dy.reshape(tensors[0].shape[0], *dy.shape[len(shape) - self.flat + 1 :])
         present = [x is not None for x in args]
         wanted = [w for w, there in zip(ctx.needs_input_grad, present, strict=False) if there]
