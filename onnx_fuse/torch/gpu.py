@@ -233,7 +233,10 @@ class GpuRunner:
                     return self._through_binding(math, graph, tensors, handle)
             self._layouts.move_to_end(sizes)
             places = [t.data_ptr() for t in tensors]
-            if any(place % _ALIGNED for place in places):
+            bits = 0
+            for place in places:
+                bits |= place
+            if bits % _ALIGNED:
                 tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
                 places = [t.data_ptr() for t in tensors]
             where = tensors[0].device

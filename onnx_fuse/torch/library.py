@@ -180,7 +180,10 @@ def _eager(tensors: Sequence[Tensor]) -> bool:
 
 
 def _wants_gradients(tensors: Sequence[Tensor]) -> bool:
-    return any(t.requires_grad for t in tensors)
+    for t in tensors:  # noqa: SIM110 - any() takes twice as long
+        if t.requires_grad:
+            return True
+    return False
 
 
 class _Shifted:
