@@ -20,7 +20,7 @@ from onnx_fuse.runtime.tensor import dtype_of  # noqa: E402
 from onnx_fuse.session import load  # noqa: E402
 from onnx_fuse.torch import functional  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402
-from onnx_fuse.torch.graph import Graph  # noqa: E402
+from onnx_fuse.torch.graph import Graph, find  # noqa: E402
 
 TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
 int64[2] s) { q = Add(x, b) y = Tanh(q) t = Transpose(y) z = Neg(t) same = Identity(x)
@@ -184,6 +184,7 @@ def drawn(graph: Graph, dtype: str) -> dict[str, np.ndarray]:
 def test_a_function_is_its_fused_kernels_and_needs_no_host(name: str, dtype: str) -> None:
     make, forward, backward = PROGRAMS[name]
     graph = make(dtype)
+    assert find(graph.key) is graph  # as another process finds it, by a key in torch's caches
     numpy = {"FLOAT": "float32"}.get(dtype, dtype.lower())
     feeds = drawn(graph, numpy)
     for part, kernel in (

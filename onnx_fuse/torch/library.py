@@ -247,7 +247,8 @@ class _Any:
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graph, known = find(ctx.key), {}
-        kept, inputs = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
+        saved = ctx.saved_tensors  # which may be asked for once
+        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
         if ctx.mask:
             ends = graph.derived(f"forward:{ctx.mask}").outputs
             known = dict(zip([end.name for end in ends], kept, strict=True))
@@ -422,7 +423,8 @@ class Operator:
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument."""
         count = len(self.tensors)
-        args, found = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # which may be asked for once
+        args, found = saved[:count], saved[count:]
         dy = grads[0]
         if dy is None:
             return (None,) * (count + len(ctx.attributes) + 1)
