@@ -4,7 +4,8 @@
 with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
 fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `nn` has eager
 tensors and modules, of which `capture` makes models; `register_op` and `register_kernel` add
-operators and kernels. `backend` is the interface of onnx.backend.
+operators and kernels. `backend` is the interface of onnx.backend, and `torch` has fused operators
+and imported graphs for PyTorch.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"onnx_fuse.{_NAMES[name]}"), name)
         globals()[name] = value
         return value
-    if name in _MODULES:
-        return importlib.import_module(f"onnx_fuse.{_MODULES[name]}")
+    if name in _MODULES or name == "torch":  # which needs PyTorch, and so is not in __all__
+        return importlib.import_module(f"onnx_fuse.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'onnx_fuse' has no attribute '{name}'")
 
 

@@ -12,9 +12,11 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import UsageError  # noqa: E402
+from onnx_fuse.torch import library  # noqa: E402
 from onnx_fuse.torch.functional import ACTIVATIONS  # noqa: E402
 
 ACTS: dict[str | None, Callable[..., Any]] = {
@@ -195,6 +197,40 @@ def test_gradients_of_gradients() -> None:
     ours, _, _ = CASES["layer norm tanh"]
     given = drawn(((2, 3), (2, 3), (2,), (3,), (3,)), torch.float64)
     assert gradgradcheck(ours, given, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layer norm gelu", "layer norm None", "rms norm None", "linear mish", "attention rows",
+     "loss mean 0.1 False"],
+)  # fmt: skip
+def test_eager_calls_without_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA tensors take it, tried with tensors of the CPU."""
+    monkeypatch.setattr(library, "on_gpu", lambda x: True)
+    ours, theirs, shapes = CASES[name]
+    given = drawn(shapes, torch.float32)
+    compare(ours, theirs, given)
+    assert "Direct" in ours(*given).grad_fn.name()
+    for i, fixed in enumerate(given):  # one that asks for no gradient
+        fixed.requires_grad_(False)
+        rest = [t for k, t in enumerate(given) if k != i]
+        pairs = (torch.autograd.grad(f(*given).sum(), rest) for f in (ours, theirs))
+        for found, wanted in zip(*pairs, strict=True):
+            close(found, wanted, torch.float32)
+        fixed.requires_grad_()
+    with torch.no_grad():
+        close(ours(*given), theirs(*given), torch.float32)
+    double = [t.detach().double().requires_grad_() for t in given]
+    (first,) = torch.autograd.grad(ours(*double).square().sum(), double[:1], create_graph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        loss = theirs(*double).square().sum()
+    (wanted,) = torch.autograd.grad(loss, double[:1], create_graph=True)
+    pairs = (torch.autograd.grad(g.square().sum(), double[1]) for g in (first, wanted))
+    for found, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    if name == "layer norm gelu":
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*given), ours(*given))
 
 
 # ---- odd tensors -----------------------------------------------------------------------------

@@ -12,12 +12,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_gpu import FakeGpu  # noqa: E402
+from lowering import program_of  # noqa: E402
 
 from onnx_fuse.errors import UsageError  # noqa: E402
 from onnx_fuse.onnx.build import text_model  # noqa: E402
+from onnx_fuse.runtime.tensor import dtype_of  # noqa: E402
 from onnx_fuse.session import load  # noqa: E402
+from onnx_fuse.torch import functional  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402
-from onnx_fuse.torch.graph import Graph  # noqa: E402
+from onnx_fuse.torch.graph import Graph, find  # noqa: E402
 
 TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
 int64[2] s) { q = Add(x, b) y = Tanh(q) t = Transpose(y) z = Neg(t) same = Identity(x)
@@ -49,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 def runner() -> tuple[Any, Any]:
     graph = Graph("test", load(text_model(TEXT)))
     made = module.GpuRunner(graph.model, 0)
-    return made, lambda *tensors: made.run(graph.inputs, graph.outputs, tensors)
+    return made, lambda *tensors: made.run(graph, tensors)
 
 
 def check(run: Any, rows: int, seed: int = 0) -> None:
@@ -123,8 +126,99 @@ def test_a_graph_that_needs_the_host_runs_by_a_binding(gpu: FakeGpu, now: Torch)
     graph = Graph("test", load(text_model(text)))
     made = module.GpuRunner(graph.model, 0)
     x = torch.tensor([0.0, 1, 0, 2])
-    assert made._layout("ieee", graph.inputs, [x]) is None
+    assert made._layout("ieee", graph, [x]) is None
     now.capturing = True
     with pytest.raises(UsageError, match="cannot be captured"):
-        made._through_binding("ieee", graph.inputs, graph.outputs, [x], 7)
+        made._through_binding("ieee", graph, [x], 7)
     assert np.array_equal(np.flatnonzero(x.numpy()), [1, 3])
+
+
+# ---- the programs of the functions -----------------------------------------------------------
+
+SIZES = {"M": 24, "K": 64, "N": 48, "B": 2, "S": 16, "T": 16, "E": 64}
+# graph of a function: the kernels that its forward and its backward must have in 16 bits
+PROGRAMS: dict[str, tuple[Any, str, str]] = {
+    "layer norm": (
+        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1"),
+        "LayerNormGemmGelu_mean_rstd_z", "LayerNormGemmGeluGrad",
+    ),
+    "layer norm without a bias": (
+        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "", "0"),
+        "LayerNormGemm_mean_rstd", "LayerNormGemmGrad",
+    ),
+    "rms norm": (
+        lambda dtype: functional._rms_norm_linear_graph(dtype, "1e-05", "silu", "1"),
+        "RMSNormGemmSilu_rstd_z", "RMSNormGemmSiluGrad",
+    ),
+    "linear": (
+        lambda dtype: functional._linear_activation_graph(dtype, "gelu_tanh", "1"),
+        "GemmGeluTanh_z", "GemmGeluTanhGrad",
+    ),
+    "attention": (
+        lambda dtype: functional._attention_graph(dtype, "4", "2", "64", "1", "", ""),
+        "GroupedSdpaCausal_lse", "GroupedSdpaCausalGrad",
+    ),
+    "loss": (
+        lambda dtype: functional._linear_cross_entropy_graph(
+            dtype, "1", "-100", "0.1", "mean", "0"
+        ),
+        "SoftmaxCrossEntropyLoss", "ScatterElements",
+    ),
+}  # fmt: skip
+
+
+def drawn(graph: Graph, dtype: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    found = {}
+    for value in graph.model.graph.inputs:
+        shape = [d if isinstance(d, int) else SIZES[d.value] for d in value.shape or ()]
+        if value.name == "target":
+            found["target"] = rng.integers(0, SIZES["N"], shape)
+        else:
+            found[str(value.name)] = rng.standard_normal(shape).astype(dtype_of(dtype)) / 4
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16", "FLOAT"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_function_is_its_fused_kernels_and_needs_no_host(name: str, dtype: str) -> None:
+    make, forward, backward = PROGRAMS[name]
+    graph = make(dtype)
+    assert find(graph.key) is graph  # as another process finds it, by a key in torch's caches
+    numpy = {"FLOAT": "float32"}.get(dtype, dtype.lower())
+    feeds = drawn(graph, numpy)
+    for part, kernel in (
+        (graph.saving, forward),
+        (graph.saving.replace("forward", "backward"), backward),
+    ):
+        half = graph.derived(part)
+        if part.startswith("back"):
+            ends = [(v, dtype_of(numpy)) for v in half.model.graph.inputs if v.name not in feeds]
+            assert [str(v.name) for v, _ in ends] == ["y.grad"]
+            feeds["y.grad"] = np.ones([SIZES.get(getattr(d, "value", ""), d)
+                                       for d in ends[0][0].shape or ()], ends[0][1])  # fmt: skip
+            if name == "loss":
+                feeds["y.grad"] = feeds["y.grad"].astype(np.float32)
+        given = {str(v.name): feeds[str(v.name)] for v in half.model.graph.inputs}
+        program = program_of(half.model.clone(), given)
+        assert not program.stages
+        assert not program.fallbacks
+        assert not any(call.host for call in program.calls)
+        if dtype != "FLOAT":
+            assert kernel in [call.kernel for call in program.calls]
+        tensors = [_tensor(given[end.name]) for end in half.inputs]
+        names = [end.name for end in half.outputs]
+        found = dict(zip(names, half.run(tensors), strict=True))
+        feeds |= {k: _array(t) for k, t in found.items() if k not in feeds}
+
+
+def _tensor(array: np.ndarray) -> Any:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _array(tensor: Any) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(dtype_of("bfloat16"))
+    return tensor.numpy()

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import onnx  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_models import Block, Gpt, losses  # noqa: E402
 
 import onnx_fuse as of  # noqa: E402
@@ -86,6 +87,21 @@ def test_a_transformer_fuses_trains_alike_and_keeps_its_state_dict() -> None:
     x = torch.randn(2, 5, 32)
     assert torch.equal(compiled(x), model.blocks[0](x))
     np.testing.assert_allclose(losses(model), losses(plain), atol=CURVE)
+
+
+def test_checkpointing_runs_the_forward_again() -> None:
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3))
+    imported = oft.from_onnx(of.optimize(model, torch.randn(4, 6)))
+    plain, x = copy.deepcopy(model), torch.randn(4, 6, requires_grad=True)
+    oft.fuse(model)
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+    for each in (model, imported):
+        y = checkpoint(each, x, use_reentrant=False)
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    parameters = {k: v.detach() * 2 for k, v in model.named_parameters()}
+    pair = (torch.func.functional_call(each, parameters, (x,)) for each in (model, plain))
+    torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
 
 
 class Twice(nn.Module):
@@ -300,6 +316,19 @@ def test_names_that_are_no_attributes_and_several_outputs() -> None:
         torch.autograd.grad(module(x, torch.tensor([0]))[0].square().sum(), x, create_graph=True)[0]
         .sum(), x)  # fmt: skip
     assert torch.equal(hessian, torch.tensor([[50.0, 288.0]]))
+
+
+def test_an_output_whose_size_depends_on_data_may_have_no_gradient() -> None:
+    text = """agraph (float[N,2] x) => (float[N,2] y, float[K] z)
+    <float[2] w = {2, 3}, int64[1] flat = {-1}, int64[1] first = {0}>
+    { y = Mul(x, w) f = Reshape(y, flat) n = NonZero(f) i = Squeeze(n, first) z = Gather(f, i) }"""
+    module = oft.from_onnx(text_model(text))
+    y, z = module(torch.tensor([[1.0, 0.0], [0.0, 4.0]]))
+    assert z.tolist() == [2, 12]
+    (gradient,) = torch.autograd.grad(y.sum(), [module.w], retain_graph=True)
+    assert gradient.tolist() == [1, 4]
+    (gradient,) = torch.autograd.grad(z.square().sum(), [module.w])
+    assert gradient.tolist() == [4, 96]
 
 
 # ---- nn.Module and ONNXProgram where a path goes ---------------------------------------------

@@ -64,10 +64,11 @@ class Gpt(nn.Module):
 def losses(model: Any, steps: int = 50) -> list[float]:
     """The loss of each step of AdamW on the same random symbols."""
     generator = torch.Generator().manual_seed(1)
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     found = []
     for _ in range(steps):
-        ids = torch.randint(0, 17, (4, 6), generator=generator)
+        ids = torch.randint(0, 17, (4, 6), generator=generator).to(device)
         logits = model(ids[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, Whole
 from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.autodiff.walk import backward
+from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.grad_helpers import may_be_float
+from onnx_fuse.ops.grad_helpers import fail, may_be_float
 from onnx_fuse.passes.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
@@ -54,8 +58,13 @@ def partition(
             on inputs alone, so that it can be differentiated in its turn.
 
     Raises:
-        ModelError: A node on the way has no gradient.
+        ModelError: A node on the way has no gradient; or it draws random numbers, which `recompute`
+            would draw anew.
     """
+    if recompute:
+        for node in all_nodes(model.graph):
+            if node.op_type in DRAWS and not node.domain:
+                raise fail(node, "it draws random numbers, and the forward cannot be run again")
     joint = inline(model) if recompute else model.clone()
     graph = joint.graph
     if any(v.type is None for n in graph for v in n.outputs):
@@ -79,6 +88,8 @@ def partition(
         gradients.append(g)
     graph.extend(op.nodes)
     infer_shapes(joint)  # of what nodes return besides since
+    if not recompute:
+        _measure_inputs(joint)
     ends = [dy for dy in dys.values() if dy is not None]
     kept = [] if recompute else _kept(graph, outputs, gradients, set(ends))
     graph.inputs.extend(ends)
@@ -93,6 +104,44 @@ def partition(
     inputs.clear()
     inputs.extend(read)
     return Partition(forward, behind)
+
+
+def _measure_inputs(model: ir.Model) -> None:
+    """Let a Shape of an inner value read inputs, where their sizes are known to be its sizes.
+
+    The backward then depends on the shapes of its inputs, and on no numbers among them.
+    """
+    graph, op = model.graph, Emitter(model)
+    axes: dict[str, tuple[ir.Value, int]] = {}
+    for value in graph.inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                axes.setdefault(size.value, (value, axis))
+    for node in [n for n in graph if n.op_type == "Shape" and not n.domain]:
+        measured = node.inputs[0]
+        if measured is None or measured.producer() is None or measured.shape is None:
+            continue
+        end = node.attributes.get_int("end", len(measured.shape))
+        sizes = list(measured.shape)[slice(node.attributes.get_int("start", 0), end)]
+        names = [d.value if isinstance(d, ir.SymbolicDim) else d for d in sizes]
+        if not names or any(n is None or (isinstance(n, str) and n not in axes) for n in names):
+            continue
+        op.stem = node.name or "shape"
+        found = [_size(op, n, axes) for n in names]
+        (old,) = node.outputs
+        new = found[0] if len(found) == 1 else op.Concat(*found, axis=0)
+        new.shape = ir.Shape([len(names)])
+        graph.insert_before(node, op.nodes)
+        op.nodes = []
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def _size(op: Emitter, size: int | str | None, axes: Mapping[str, tuple[ir.Value, int]]) -> Any:
+    """A size as an int64 vector of one."""
+    if isinstance(size, str):
+        value, axis = axes[size]
+        return op.Shape(value, start=axis, end=axis + 1)
+    return op.constant(np.array([size], np.int64))
 
 
 def _kept(
@@ -121,10 +170,9 @@ def _kept(
         if value in seen or maker is None:
             continue
         seen.add(value)
-        standard = not maker.domain
-        if maker.op_type in _SIZES and standard:
+        if maker.op_type in _SIZES and not maker.domain and not _is_view(maker.inputs[0]):
             sizes[value] = maker.inputs[0]
-        elif maker in first and not (maker.op_type in _VIEWS and standard):
+        elif maker in first and not _is_view(value) and maker.op_type not in _SIZES:
             if maker.op_type != "Constant":
                 kept[value] = None
         else:
@@ -134,6 +182,11 @@ def _kept(
             kept[value] = None
     order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
     return sorted(kept, key=order.__getitem__)
+
+
+def _is_view(value: ir.Value | None) -> bool:
+    maker = None if value is None else value.producer()
+    return maker is not None and maker.op_type in _VIEWS and not maker.domain
 
 
 def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:

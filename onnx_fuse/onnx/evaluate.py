@@ -89,7 +89,7 @@ def _key(
     arrays = [a for a in given if a is not None]
     kinds = {attribute.type for attribute in node.attributes.values()}
     simple = not kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR}
-    if not simple or node.op_type in _DRAWS or any(a.dtype == object for a in arrays):
+    if not simple or node.op_type in DRAWS or any(a.dtype == object for a in arrays):
         return None
     if sum(a.nbytes for a in arrays) > _FEW:
         return None
@@ -160,7 +160,7 @@ def _run(
     imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items() if d != FUSE]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
     data = model.SerializeToString()
-    again = len(data) <= _SMALL and not branches and not any(n.op_type in _DRAWS for n in nodes)
+    again = len(data) <= _SMALL and not branches and not any(n.op_type in DRAWS for n in nodes)
     answers = (_answers if again else _answers.__wrapped__)(data)
     return {
         value: np.array(answer) if dtype is None else answer.astype(dtype.numpy())
@@ -169,8 +169,9 @@ def _run(
 
 
 _SMALL = 1 << 12  # bytes of a model whose answers are remembered: each layer asks for the same
-_DRAWS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
-          "Multinomial", "Dropout"}  # fmt: skip
+DRAWS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
+         "Multinomial", "Dropout"}  # fmt: skip
+"""Operators of which two runs give two results."""
 
 
 @lru_cache(1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -251,11 +252,11 @@ def _activation(name: str | None) -> str:
     return check_activation(name) or ""
 
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def _autocast(*tensors: Any) -> Sequence[Any]:
     """The tensors in the type of an autocast region, where one is active; others as they are."""
-    device = next(x.device.type for x in tensors if x is not None)
+    device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return list(tensors)
+        return tensors
     kind = torch.get_autocast_dtype(device)
     return [
         x.to(kind) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
@@ -372,7 +373,7 @@ def attention(
             f"q {list(q.shape)} and k {list(k.shape)} are not [batch, heads, rows, width] with "
             "heads of q a multiple of those of k"
         )
-    q, k, v, mask = _autocast(q, k, v, mask)  # type: ignore[assignment]
+    q, k, v, mask = _autocast(q, k, v, mask)
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     return _ATTENTION(q, k, v, mask, causal, scale)
@@ -413,7 +414,7 @@ def linear_cross_entropy(
             f"reduction '{reduction}' is not mean, sum or (without label_smoothing) none"
         )
     wide = torch.is_autocast_enabled(x.device.type)
-    x, weight, bias = _autocast(x, weight, bias)  # type: ignore[assignment]
+    x, weight, bias = _autocast(x, weight, bias)
     options = (ignore_index, float(label_smoothing), reduction, wide)
     loss = _LINEAR_CROSS_ENTROPY(x, weight, bias, target.reshape(-1), *options)
     return loss.reshape(target.shape) if reduction == "none" else loss

@@ -328,7 +328,8 @@ def _run(module: nn.Module, swap: bool) -> list[Candidate]:
         if type(each) in _NORMS and name not in reached:
             owner = name.rpartition(".")[0]
             if owner in failed:
-                found.append(Candidate("norm", (name,), f"'{owner}': {failed[owner]}"))
+                where = f"'{owner}'" if owner else "the model"
+                found.append(Candidate("norm", (name,), f"{where}: {failed[owner]}"))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import NeedsValues, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import operands, workspace_key
@@ -30,10 +31,11 @@ from onnx_fuse.runtime.tensor import dtype_of
 
 SHAPES = 256
 """Sets of shapes and streams whose launches are kept; the least recently used go first."""
-PLACES = 4
-"""Sets of addresses of one shape that have launches of their own: torch's allocator gives the same
-ones step after step."""
+PLACES = 256
+"""Sets of addresses of one shape in one stream that have launches of their own: the layers of a
+model have a few each, which torch's allocator gives again step after step."""
 _ALIGNED = 16
+_KIND = attrgetter("shape", "dtype", "device")
 _NAMES = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16",
     torch.bfloat16: "bfloat16", torch.int64: "int64", torch.int32: "int32", torch.int16: "int16",
@@ -191,44 +193,57 @@ class GpuRunner:
         self._handles: dict[int, device.Stream] = {}
         self._lock = threading.Lock()
 
-    def run(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The outputs, in torch's current stream; `inputs` and `outputs` are the graph's ends.
+    def run(self, graph: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of the Graph in torch's current stream; the tensors are contiguous.
 
         Raises UsageError while a CUDA graph is captured, for shapes that have not run before.
         """
         if current_device() != self.device_id:
             with torch.cuda.device(self.device_id):
-                return self.run(inputs, outputs, tensors)
-        where, handle = tensors[0].device, current_stream(self.device_id)
-        math = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-        sizes = (math, *[t.shape for t in tensors])
+                return self.run(graph, tensors)
+        device.start(self.device_id)  # a thread that torch has given memory alone has no context
+        handle = current_stream(self.device_id)
+        math = "ieee"
+        if graph.has_float32 and torch.get_float32_matmul_precision() != "highest":
+            math = "tf32"
+        sizes = (math, *map(_KIND, tensors))
         with self._lock:
-            if sizes not in self._layouts:
-                self._layouts[sizes] = self._layout(math, inputs, tensors)
-            layout = self._layouts[sizes]
+            layout = self._layouts.get(sizes)
             if layout is None:
-                return self._through_binding(math, inputs, outputs, tensors, handle)
-            given = [t if t.data_ptr() % _ALIGNED == 0 else t.clone() for t in tensors]
-            arena = torch.empty(layout.plan.arena, dtype=torch.uint8, device=where)
+                if sizes not in self._layouts:
+                    layout = self._layouts[sizes] = self._layout(math, graph, tensors)
+                if layout is None:
+                    return self._through_binding(math, graph, tensors, handle)
+            self._layouts.move_to_end(sizes)
+            places = [t.data_ptr() for t in tensors]
+            bits = 0
+            for place in places:
+                bits |= place
+            if bits % _ALIGNED:
+                tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
+                places = [t.data_ptr() for t in tensors]
+            where = tensors[0].device
             results = [torch.empty(s, dtype=kind, device=where) for s, kind in layout.results]
-            places = (
-                arena.data_ptr(),
-                *[given[i].data_ptr() for i in layout.fed],
+            arena, at = None, 0
+            if layout.plan.arena:  # alive until the launches are in the stream
+                arena = torch.empty(layout.plan.arena, dtype=torch.uint8, device=where)
+                at = arena.data_ptr()
+            standing = (
+                at,
+                *[places[i] for i in layout.fed],
                 *[results[i].data_ptr() for i in layout.placed],
             )
             stream = self._handles.get(handle)
             if stream is None:
                 stream = self._handles[handle] = device.Stream(handle)
             if capturing():
-                steps = Steps(layout, places)
+                steps = Steps(layout, standing)
                 self._captured.append(steps)
             else:
                 turn = self._turns.get((handle, sizes))
                 if turn is None:
                     turn = self._turns[handle, sizes] = Turn(layout)
-                steps = turn.steps(places)
+                steps = turn.steps(standing)
             steps.launch(stream)
             for i, source in layout.copied:
                 y = results[i]
@@ -238,10 +253,9 @@ class GpuRunner:
                     stream.move(y.data_ptr(), steps.address(source), y.nbytes)
         return results
 
-    def _layout(
-        self, math: str, inputs: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> Layout | None:
+    def _layout(self, math: str, graph: Any, tensors: Sequence[torch.Tensor]) -> Layout | None:
         """What all streams share for these shapes; None for what needs the host between kernels."""
+        graph.symbols(tensors)  # which raises for what does not fit
         if capturing():
             raise UsageError(
                 "a CUDA graph is being captured, and these shapes have not run before: run once "
@@ -252,13 +266,15 @@ class GpuRunner:
             for key in [key for key in self._turns if key[1] == old]:
                 del self._turns[key]
         executable = self._executable(math)
-        device.start(self.device_id)
-        ends = zip(inputs, tensors, strict=True)
-        shapes = {end.name: (tuple(t.shape), _NAMES[t.dtype]) for end, t in ends}
-        made = executable.specializer.of(shapes)
+        names = [end.name for end in graph.inputs]
+        ends = zip(names, tensors, strict=True)
+        shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}
+        try:
+            made = executable.specializer.of(shapes)
+        except NeedsValues:  # of inputs that decide about shapes
+            return None
         if made.program.stages or any(call.host for call in made.program.calls):
             return None
-        names = [end.name for end in inputs]
         return Layout(executable, made, names, tensors[0].device)
 
     def _executable(self, math: str) -> Executable:
@@ -268,23 +284,17 @@ class GpuRunner:
         return self._executables[math]
 
     def _through_binding(
-        self,
-        math: str,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        tensors: Sequence[torch.Tensor],
-        handle: int,
+        self, math: str, graph: Any, tensors: Sequence[torch.Tensor], handle: int
     ) -> list[torch.Tensor]:
         """Run a graph that needs the host between its kernels."""
         if capturing():
             raise UsageError("this graph has operators without kernels: it cannot be captured")
         executable = self._executable(math)
         binding = executable.io_binding()
-        for end, t in zip(inputs, tensors, strict=True):
-            kind = dtype_of(_NAMES[t.dtype])
-            shape = tuple(t.shape)
+        for end, t in zip(graph.inputs, tensors, strict=True):
+            kind, shape = dtype_of(_NAMES[t.dtype]), tuple(t.shape)
             binding.bind_input(end.name, "cuda", self.device_id, kind, shape, t.data_ptr())
-        for end in outputs:
+        for end in graph.outputs:
             binding.bind_output(end.name, "cuda")
         executable.run_with_iobinding(binding, stream=handle or device.LEGACY, synchronize=False)
         return [

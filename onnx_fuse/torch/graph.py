@@ -62,7 +62,7 @@ class Graph:
         self.key, self.model, self.fused = key, model, fused
         self.inputs = [End(v) for v in model.graph.inputs]
         self.outputs = [End(v) for v in model.graph.outputs]
-        self.cuda: dict[int, Any] = {}
+        self.gpu: dict[int, Any] = {}
         """What runs it on each GPU, by its number."""
         self._made: dict[str, Graph] = {}
         self._lock = threading.RLock()
@@ -78,7 +78,10 @@ class Graph:
     def symbols(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The size of each symbol. Raises ValueError for tensors that do not fit the inputs."""
         found: dict[str, Any] = {}
+        where = tensors[0].device
         for end, tensor in zip(self.inputs, tensors, strict=True):
+            if tensor.device != where:
+                raise ValueError(f"{end.name} is on {tensor.device}, but others are on {where}")
             if tensor.dtype != end.dtype:
                 raise ValueError(f"{end.name} is {tensor.dtype}, but {end.dtype} is needed")
             if end.sizes is None:
@@ -94,26 +97,25 @@ class Graph:
         return found
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Compute the outputs on the device of the tensors."""
+        """Compute the outputs on the device of the tensors, which must be one."""
         tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        number = tensors[0].get_device()
+        if number >= 0:
+            runner = self.gpu.get(number) or self._on(tensors[0].device)
+            found: list[torch.Tensor] = runner.run(self, tensors)
+            return found
         symbols = self.symbols(tensors)
-        device = tensors[0].device
         shapes = [end.shape(symbols) for end in self.outputs]
-        if device.type == "cuda":
-            return list(self.on(device.index).run(self.inputs, self.outputs, tensors))
-        if device.type != "cpu":
-            raise UsageError(f"a tensor is on '{device}': there is 'cpu', and 'cuda'")
         return self.host.run(self.inputs, self.outputs, tensors, shapes)
 
-    def on(self, device_id: int) -> Any:
+    def _on(self, where: torch.device) -> Any:
         """What runs it on a GPU."""
-        runner = self.cuda.get(device_id)
-        if runner is None:
-            from onnx_fuse.torch.gpu import GpuRunner
+        if where.type != "cuda":
+            raise UsageError(f"a tensor is on '{where}': there is 'cpu', and 'cuda'")
+        from onnx_fuse.torch.gpu import GpuRunner
 
-            with self._lock:
-                runner = self.cuda.setdefault(device_id, GpuRunner(self.model, device_id))
-        return runner
+        with self._lock:
+            return self.gpu.setdefault(where.index, GpuRunner(self.model, where.index))
 
     # ---- derivatives ----
 
@@ -124,24 +126,37 @@ class Graph:
         of a gradient are the gradients of the float outputs; the others have the names of outputs
         of the forward, and of inputs of this graph. A gradient reads inputs alone.
         """
+        made = self._made.get(part)
+        if made is not None:
+            return made
         with self._lock:
             if part not in self._made:
                 kind, _, mask = part.partition(":")
                 wrt = [e.name for e, bit in zip(self.inputs, mask, strict=True) if bit == "1"]
                 whole = kind == "gradient"
                 halves = partition(self.model, wrt, fused=self.fused and not whole, recompute=whole)
-                made = {"gradient": halves.backward}
-                if kind != "gradient":
-                    made = {"forward": halves.forward, "backward": halves.backward}
-                for name, model in made.items():
+                models = {"gradient": halves.backward}
+                if not whole:
+                    models = {"forward": halves.forward, "backward": halves.backward}
+                for name, model in models.items():
                     key = f"{name}:{mask}"
                     self._made[key] = Graph(f"{self.key}/{key}", model, fused=self.fused)
             return self._made[part]
 
-    @property
+    @cached_property
     def floats(self) -> str:
         """The mask of all inputs that may have a gradient."""
         return "".join("1" if e.dtype.is_floating_point else "0" for e in self.inputs)
+
+    @cached_property
+    def has_float32(self) -> bool:
+        """Whether torch's precision of float32 products matters to it."""
+        return any(e.dtype == torch.float32 for e in self.inputs)
+
+    @cached_property
+    def saving(self) -> str:
+        """The part of the forward for the gradients of all of these."""
+        return f"forward:{self.floats}"
 
 
 _ROOTS: weakref.WeakValueDictionary[str, Graph] = weakref.WeakValueDictionary()

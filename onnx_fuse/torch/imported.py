@@ -29,7 +29,9 @@ from onnx_fuse.training.weights import model_names
 
 
 class OnnxModule(nn.Module):
-    """A graph whose weights are parameters under their ONNX names; `from_onnx` makes one.
+    """A graph whose weights are parameters under their ONNX names.
+
+    `from_onnx` makes one, and says what `model`, `trainable`, `precision` and `untie` are.
 
     Names with dots are those of submodules, so that the state dict has the names of the file. It
     computes what the file says in training mode too: a file that was exported for inference has no
@@ -100,7 +102,7 @@ class OnnxModule(nn.Module):
         return holder, _attribute(holder, last)
 
     def forward(self, *args: Tensor, **named: Tensor) -> Any:
-        """The outputs for the inputs, which are given in their order or by name.
+        """The outputs for the inputs: `args` in their order, the others `named`.
 
         Returns a tensor, or a tuple where the graph has several outputs. Raises ValueError for
         tensors that do not fit the graph's inputs, TypeError for a name that it does not have.

@@ -7,7 +7,7 @@ vmap: eager mode, torch.compile, torch.export and torch.func need no more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,34 +46,26 @@ def mask_of(tensors: Sequence[Tensor]) -> str:
 def gradients(
     graph: Graph,
     wanted: Sequence[bool],
-    dys: Sequence[Tensor | None],
+    dys: Sequence[Tensor],
     inputs: Sequence[Tensor],
     kept: Mapping[str, Tensor],
     forward: str,
 ) -> list[Tensor | None]:
     """The gradients of those inputs of `graph` that are wanted, None for the others.
 
-    `dys` has one for each output; `kept` has by name what the forward of the mask `forward`
-    returned. Gradients that will be differentiated themselves are computed of the inputs alone, and
-    so are all where there was no such forward.
+    `dys` has one for each float output; `kept` has by name what the backward of the mask `forward`
+    reads of a forward's results. Gradients that will be differentiated themselves are computed of
+    the inputs alone, and so are all where `forward` is empty.
     """
-    pairs = zip(wanted, graph.inputs, strict=True)
-    mask = "".join("1" if w and end.dtype.is_floating_point else "0" for w, end in pairs)
-    again = torch.is_grad_enabled() or not forward
-    derived = graph.derived(f"gradient:{mask}" if again else f"backward:{forward}")
+    again, mask = torch.is_grad_enabled() or not forward, forward
+    if again:
+        pairs = zip(wanted, graph.inputs, strict=True)
+        mask = "".join("1" if w and end.dtype.is_floating_point else "0" for w, end in pairs)
+    derived = graph.derived(f"gradient:{mask}" if again else f"backward:{mask}")
     known = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | dict(kept)
-    given = [dy for dy, end in zip(dys, graph.outputs, strict=True) if end.dtype.is_floating_point]
-    symbols = graph.symbols(inputs)
-    tensors = []
-    for end, dy in zip(derived.inputs, given, strict=False):
-        if dy is None:
-            shape = end.shape(symbols)
-            assert shape is not None, "a gradient's shape is the output's"
-            dy = inputs[0].new_zeros(shape, dtype=end.dtype)
-        tensors.append(dy)
-    tensors += [known[end.name] for end in derived.inputs[len(given) :]]
-    results = iter(run_graph(derived.key, tensors))
-    made = [next(results) if bit == "1" else None for bit in (mask if again else forward)]
+    rest = [known[end.name] for end in derived.inputs[len(dys) :]]
+    results = iter(run_graph(derived.key, [*dys, *rest]))
+    made = [next(results) if bit == "1" else None for bit in mask]
     return [g if w else None for g, w in zip(made, wanted, strict=True)]
 
 
@@ -97,6 +89,14 @@ def tangent(
         known[end.name] = inputs[0].new_zeros(shape, dtype=end.dtype)
     rest = [known[end.name] for end in twice.inputs[len(given) :]]
     return run_graph(twice.key, [*given, *rest])
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    """The product of sizes, which may be symbols of a trace."""
+    total = 1
+    for size in sizes:
+        total = total * size
+    return total
 
 
 def one_by_one(op: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
@@ -145,6 +145,47 @@ class _UnderTransforms(torch.autograd.Function):
         return of.vmap(info, in_dims[1:], *args)  # type: ignore[no-any-return]
 
 
+class _Direct(torch.autograd.Function):
+    """An operator in eager mode, without the dispatcher: half of the host's time for a call."""
+
+    @staticmethod
+    def forward(ctx: Any, of: Operator, *args: Any) -> tuple[Tensor, ...]:
+        found = of.kernel(*args)
+        of.setup(ctx, args, found)
+        ctx.of = of
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.of.backward(_Shifted(ctx), *grads)
+
+
+_OWN = {torch.Tensor, torch.nn.Parameter}
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor is in GPU memory."""
+    return bool(x.is_cuda)
+
+
+def _eager(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing asks to see the operator before its kernel: no tracing, mode or subclass."""
+    return (
+        on_gpu(tensors[0])
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and set(map(type, tensors)) <= _OWN
+    )
+
+
+def _wants_gradients(tensors: Sequence[Tensor]) -> bool:
+    for t in tensors:  # noqa: SIM110 - any() takes twice as long
+        if t.requires_grad:
+            return True
+    return False
+
+
 class _Shifted:
     """A context without the argument that `_UnderTransforms` has before an operator's own."""
 
@@ -167,6 +208,8 @@ LIBRARY.define("graph(str key, Tensor[] tensors) -> Tensor[]")
 
 def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run the graph of this key (`torch.ops.onnx_fuse.graph`)."""
+    if _eager(tensors) and not (torch.is_grad_enabled() and _wants_gradients(tensors)):
+        return find(key).run(tensors)
     if _transformed():
         return list(_UnderTransforms.apply(_Any, key, *tensors))
     found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
@@ -188,7 +231,9 @@ class _Any:
         ctx.mask = last.removeprefix("forward:") if last.startswith("forward:") else ""
         ctx.key = base if ctx.mask else key
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[len(find(ctx.key).outputs) :])
+        ends = find(ctx.key).outputs
+        ctx.mark_non_differentiable(*output[len(ends) :])
+        ctx.shapes = [y.shape for y in output[: len(ends)]]
         ctx.kept = len(output) if ctx.mask else 0
         ctx.save_for_backward(*output[: ctx.kept], *tensors)
         ctx.save_for_forward(*tensors)
@@ -202,11 +247,17 @@ class _Any:
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graph, known = find(ctx.key), {}
-        kept, inputs = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
+        saved = ctx.saved_tensors  # which may be asked for once
+        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
         if ctx.mask:
             ends = graph.derived(f"forward:{ctx.mask}").outputs
             known = dict(zip([end.name for end in ends], kept, strict=True))
-        dys, wanted = grads[: len(graph.outputs)], ctx.needs_input_grad[1:]
+        dys = [
+            inputs[0].new_zeros(shape, dtype=end.dtype) if dy is None else dy
+            for dy, shape, end in zip(grads, ctx.shapes, graph.outputs, strict=False)
+            if end.dtype.is_floating_point
+        ]
+        wanted = ctx.needs_input_grad[1:]
         return None, *gradients(graph, wanted, dys, inputs, known, ctx.mask)
 
     @staticmethod
@@ -273,15 +324,21 @@ class Operator:
     """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
     rows: bool = False
     """Whether each row of the first tensor makes a row of every result."""
+    known: dict[Any, Graph] = field(default_factory=dict)
+    """Graphs by what they depend on, where there is `flat`: type, attributes, which tensors."""
 
     def __call__(self, *args: Any) -> Tensor:
         """Run it; `args` are the tensors and the attributes."""
         given = [x for x in args[: len(self.tensors)] if x is not None]
-        if _transformed():
-            result: Tensor = _UnderTransforms.apply(self, *args, False)[0]
-            return result
-        save = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        return self.call(*args, save)[0]
+        save = torch.is_grad_enabled() and _wants_gradients(given)
+        found: tuple[Tensor, ...]
+        if _eager(given):
+            found = _Direct.apply(self, *args, True) if save else self.kernel(*args, None)
+        elif _transformed():
+            found = _UnderTransforms.apply(self, *args, False)
+        else:
+            found = self.call(*args, save)
+        return found[0]
 
     def call(self, *args: Any) -> tuple[Tensor, ...]:
         """The operator itself."""
@@ -298,48 +355,54 @@ class Operator:
         arguments = ", ".join((*kinds, *self.attributes, "bool save"))
         LIBRARY.define(f"{self.name}({arguments}) -> ({results})")
         shapes = self._fake
-        _register(self.name, self._kernel, shapes, self.setup, self.backward, self.vmap)
+        _register(self.name, self.kernel, shapes, self.setup, self.backward, self.vmap)
         return self
 
     def _split(self, args: Sequence[Any]) -> tuple[Graph, list[Tensor], torch.Size]:
         """The graph, its tensors, and the first one's shape."""
         count = len(self.tensors)
-        graph = self.graph(*args[:count], *args[count : count + len(self.attributes)])
-        tensors = [x for x in args[:count] if x is not None]
+        given, attributes = args[:count], args[count : count + len(self.attributes)]
+        tensors = [x for x in given if x is not None]
         shape = tensors[0].shape
-        return graph, self._flattened(tensors), shape
+        if not self.flat:
+            return self.graph(*given, *attributes), tensors, shape
+        key = (given[0].dtype, *attributes, *[x is None for x in given])
+        graph = self.known.get(key)
+        if graph is None:
+            graph = self.known[key] = self.graph(*given, *attributes)
+        if len(shape) != self.flat:
+            lead = len(shape) - self.flat + 1
+            rows = _product(shape[:lead])
+            tensors[0] = tensors[0].reshape(rows, *shape[lead:])
+        return graph, tensors, shape
 
-    def _flattened(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self.flat and tensors[0].dim() != self.flat:
-            lead = tensors[0].shape[: tensors[0].dim() - self.flat + 1]
-            rows = 1
-            for size in lead:
-                rows = rows * size
-            tensors[0] = tensors[0].reshape(rows, *tensors[0].shape[len(lead) :])
-        return tensors
-
-    def _results(self, found: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
+    def _results(
+        self, found: Sequence[Tensor], shape: torch.Size, *, padded: bool = True
+    ) -> tuple[Tensor, ...]:
         """The function's result in the caller's shape, and a tensor for each inner value."""
         y, *kept = found
         assert len(kept) <= self.saves, "torch would crash"
         if self.rows and len(shape) != self.flat:
             y = y.reshape(*shape[: len(shape) - self.flat + 1], *y.shape[1:])
-        kept += [y.new_empty(0) for _ in range(self.saves - len(kept))]
+        if padded:
+            kept += [y.new_empty(0) for _ in range(self.saves - len(kept))]
         return y, *kept
 
-    def _kernel(self, *args: Any) -> tuple[Tensor, ...]:
+    def kernel(self, *args: Any) -> tuple[Tensor, ...]:
+        """Run the graph; with None for `save` the result alone is returned."""
         graph, tensors, shape = self._split(args)
         if args[-1]:
-            graph = graph.derived(f"forward:{graph.floats}")
-        return self._results(graph.run(tensors), shape)
+            graph = graph.derived(graph.saving)
+        return self._results(graph.run(tensors), shape, padded=args[-1] is not None)
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
         graph, tensors, shape = self._split(args)
         if args[-1]:
-            graph = graph.derived(f"forward:{graph.floats}")
+            graph = graph.derived(graph.saving)
         return self._results(fake(graph, tensors), shape)
 
     def setup(self, ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+        """Keep what the gradient reads."""
         count = len(self.tensors)
         ctx.attributes, ctx.saved = inputs[count:-1], inputs[-1]
         ctx.set_materialize_grads(False)
@@ -358,22 +421,29 @@ class Operator:
         return [self._results([y], shape)[0], *[None] * self.saves]
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of each argument."""
         count = len(self.tensors)
-        args, found = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # which may be asked for once
+        args, found = saved[:count], saved[count:]
+        dy = grads[0]
+        if dy is None:
+            return (None,) * (count + len(ctx.attributes) + 1)
         graph, tensors, shape = self._split((*args, *ctx.attributes))
         forward = graph.floats if ctx.saved else ""
-        dy = grads[0]
         known = {}
         if forward:
             y, *kept = found
-            names = [end.name for end in graph.derived(f"forward:{forward}").outputs]
+            names = [end.name for end in graph.derived(graph.saving).outputs]
             if self.rows:
                 y = y.reshape(tensors[0].shape[0], *y.shape[len(shape) - self.flat + 1 :])
             known = dict(zip(names, (y, *kept), strict=False))
-        if dy is not None and self.rows and len(shape) != self.flat:
+        if self.rows and len(shape) != self.flat:
             dy = dy.reshape(tensors[0].shape[0], *dy.shape[len(shape) - self.flat + 1 :])
         present = [x is not None for x in args]
         wanted = [w for w, there in zip(ctx.needs_input_grad, present, strict=False) if there]
+        if forward and self.rows:  # what its backward reads has one name for every mask
+            floats = zip(wanted, graph.floats, strict=True)
+            forward = "".join("1" if w and bit == "1" else "0" for w, bit in floats)
         made = gradients(graph, wanted, [dy], tensors, known, forward)
         if made[0] is not None:
             made[0] = made[0].reshape(shape)
@@ -382,14 +452,13 @@ class Operator:
         return (*every, *[None] * (len(ctx.attributes) + 1))
 
     def vmap(self, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+        """A batch of the first tensor's as further rows; any other one by one."""
         if not self.rows or in_dims[0] is None or any(d is not None for d in in_dims[1:]):
             return one_by_one(self.call, info, in_dims, *args)
         x = args[0].movedim(in_dims[0], 0)
         y, *kept = self.call(x, *args[1:])
         if not args[-1]:
             return (y, *kept), (0, *[None] * len(kept))
-        rows = 1
-        for size in x.shape[1 : x.dim() - self.flat + 1]:
-            rows = rows * size
+        rows = _product(x.shape[1 : x.dim() - self.flat + 1])
         kept = [k.reshape(info.batch_size, rows, *k.shape[1:]) if k.dim() > 1 else k for k in kept]
         return (y, *kept), (0, *(0 if k.dim() > 2 else None for k in kept))

@@ -42,7 +42,7 @@ class LinearActivation(nn.Linear):
         return linear_activation(x, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """What print shows of the module besides its class."""
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
@@ -68,7 +68,7 @@ class _NormLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **more)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """What print shows of the module besides its class."""
         return f"activation={self.activation}"
 
 
@@ -102,7 +102,7 @@ class FusedLayerNormLinear(_NormLinear):
     def of(
         cls, norm: nn.LayerNorm, linear: nn.Linear, activation: str | None = None
     ) -> FusedLayerNormLinear:
-        """The module of two that exist, whose parameters it shares."""
+        """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
         made = cls.__new__(cls)
         _NormLinear.__init__(made, norm, linear, activation)
         return made
@@ -144,7 +144,7 @@ class RMSNormLinear(_NormLinear):
     def of(
         cls, norm: nn.RMSNorm, linear: nn.Linear, activation: str | None = None
     ) -> RMSNormLinear:
-        """The module of two that exist, whose parameters it shares."""
+        """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
         made = cls.__new__(cls)
         _NormLinear.__init__(made, norm, linear, activation)
         return made
