@@ -22,8 +22,8 @@ from onnx.reference import ReferenceEvaluator
 import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm  # noqa: F401  (these register the fused operators)
+from onnx_fuse import kernels
 from onnx_fuse.kernels import Choice, candidates, select
-from onnx_fuse.lower import context
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import inline
@@ -182,7 +182,7 @@ def only(choice: Choice) -> Iterator[None]:
             return choice
         return select(op, problem, hw, *prefs)
 
-    with patch.object(context, "select", chosen), patch.object(selection, "select", chosen):
+    with patch.object(kernels, "select", chosen), patch.object(selection, "select", chosen):
         yield
 
 

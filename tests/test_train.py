@@ -410,8 +410,8 @@ def test_dropout_gradient_goes_through_the_kept() -> None:
 class Nowhere:
     """States on no GPU."""
 
-    def __init__(self, states: object, math: str) -> None:
-        self.math = math
+    def __init__(self, states: object, math: str, memory: object) -> None:
+        self.math, self.memory = math, memory
 
     def add(self, key: str, model: object) -> None:
         self.model = model
@@ -426,9 +426,12 @@ def test_a_gpu_trains_fused_in_16_bits(
 ) -> None:
     monkeypatch.setattr("onnx_fuse.training.trainer.Cuda", Nowhere)
     monkeypatch.setattr("onnx_fuse.runtime.device.begin", lambda: None)
-    trainer = Trainer(text_model(LINEAR), loss="mse", precision=precision, device="cuda")
+    trainer = Trainer(
+        text_model(LINEAR), loss="mse", precision=precision, device="cuda", memory="1 KiB"
+    )
     assert trainer._options["level"] == level
     assert trainer._device.math == math
+    assert trainer._device.memory == 1024
 
 
 NO_WEIGHTS = "net (float[2] x) => (float[2] y) { y = Relu (x) }"
