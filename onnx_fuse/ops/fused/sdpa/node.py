@@ -36,7 +36,8 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         "its mask may be shorter than its keys": mask is not None
         and reach is not None
         and reach != every
-        and (every is not None or reach == 1),
+        # new keys come behind those of the past, however many
+        and (every is not None or reach == 1 or (before is not None and reach <= before)),
         "it has a past of keys or of values alone": (past_k is None) != (past_v is None),
         "it has a padding-length input": lengths is not None,
         "it sees a sliding window": any(
