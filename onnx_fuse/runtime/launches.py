@@ -203,6 +203,12 @@ class Launches:
             return
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
         early = overlappable(after) if waits else [False] * len(after)
+        # a library's kernels neither wait by themselves nor call for what follows them
+        foreign = [not isinstance(self._steps[k], Bound) for k in self._nodes]
+        early = [
+            e and not foreign[i] and not any(foreign[k] for k in after[i])
+            for i, e in enumerate(early)
+        ]
         before = [step.early for step in self._steps]
         for step in self._steps:
             step.early = False  # the graph's edges say it
@@ -218,7 +224,8 @@ class Launches:
         free = any(i - 1 not in after[i] for i in range(first + 1, first + len(calls)))
         launches = [launch for call in calls for launch in call.launches]
         plain = all(x.product is None and not x.cooperative for x in launches)
-        return free and plain and all(waits_first(x.source) for x in launches)
+        own = [x for x in launches if not x.of_library]
+        return free and plain and all(waits_first(x.source) for x in own)
 
 
 def _label(call: Call) -> str:
