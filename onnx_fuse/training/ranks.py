@@ -215,10 +215,7 @@ class Reduction:
         order = sorted(given, key=lambda w: ready[w])
         low = {}
         for w in order:
-            g = given[w]
-            narrow = kind is not None and g.dtype == onnx_ir.DataType.FLOAT
-            low[w] = typed(op.Cast(g, to=kind.value), None, w.shape) if narrow and kind else g
-            low[w].dtype = kind if narrow else g.dtype
+            low[w] = _narrow(op, given[w], kind)
         each = [prod(w.shape.numpy()) * low[w].dtype.itemsize for w in order if w.shape is not None]
         made: dict[onnx_ir.Value, onnx_ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
@@ -249,6 +246,19 @@ class Reduction:
         flat = self.node("AllGather", typed(part, w, part.shape), bucket, size)
         shape = [int(d) for d in w.shape.numpy()] if w.shape is not None else []
         return typed(self.op.Reshape(flat, self.op.constant(np.array(shape, np.int64))), w, w.shape)
+
+
+def _narrow(op: Builder, g: onnx_ir.Value, kind: onnx_ir.DataType | None) -> onnx_ir.Value:
+    """A float32 gradient in `kind`; the one that it was widened from, where that was of `kind`."""
+    if kind is None or g.dtype != onnx_ir.DataType.FLOAT:
+        return g
+    node = g.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    if source is not None and source.dtype == kind:
+        return typed(source, source, g.shape)
+    found = typed(op.Cast(g, to=kind.value), None, g.shape)
+    found.dtype = kind
+    return found
 
 
 def __dir__() -> list[str]:

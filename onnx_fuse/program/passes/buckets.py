@@ -27,6 +27,20 @@ def by_bucket(calls: Sequence[Call]) -> list[Call]:
     return result
 
 
+def first_buckets(calls: Sequence[Call]) -> list[int | None]:
+    """Of each call the first bucket that needs its results, None where none does."""
+    needs: dict[int, int] = {}  # buffer -> the first bucket that reads it, or what is made of it
+    found: list[int | None] = []
+    for call in reversed(calls):
+        own = call.problem.bucket if isinstance(call.problem, Collective) else None
+        wanted = [needs[t.buffer] for _, t in call.writes if t.buffer in needs]
+        bucket = min(wanted, default=None) if own is None else own
+        found.append(bucket)
+        for _, tensor in call.reads if bucket is not None else ():
+            needs[tensor.buffer] = min(bucket, needs.get(tensor.buffer, bucket))
+    return found[::-1]
+
+
 def _together(members: Sequence[Call]) -> Call:
     if len(members) == 1:
         return members[0]
