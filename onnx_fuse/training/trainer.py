@@ -342,6 +342,8 @@ class Trainer:
         graph, spec = self._build("update")
         states = {s.name: np.array(self._device.array(s.name)) for s in spec.states}
         scalars = self._scalars(spec, self.optimizer.rate(self.updates))
+        if spec.counts:
+            scalars[spec.counts] = np.ones(len(spec.measures) + 1)
         return graph, {**self._fit(spec, feeds), **scalars, **states}
 
     def finish(self, run: Run) -> float:
