@@ -390,7 +390,8 @@ def train(
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:
-        best = checkpoint and first and checkpoint.with_name(f"{checkpoint.name}.best")
+        beside = checkpoint if first else None
+        best = beside and beside.with_name(f"{beside.name}.best")
         watching.append(callbacks.BestWeights(monitor, "auto", min_delta, best))
     if csv:
         watching.append(callbacks.CsvLog(csv))

@@ -476,7 +476,8 @@ class _Step:
 
     def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
         """Σ g² over the gradients of all weights that train already."""
-        squares, parts = [], []
+        squares: list[onnx_ir.Value] = []
+        parts: list[onnx_ir.Value] = []
         for w, g in gradients.items():
             square = self.op.ReduceSumSquare(g, keepdims=0)
             if (began := self.began(w)) is not None:
