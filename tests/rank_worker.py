@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import convnet
 import mlp
 
 import onnx_fuse as of
@@ -30,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "weights": {"loss_options": {"weight": [1.0, 2.0, 0.5, 1.0, 3.0]}},
     "sum": {"loss_options": {"reduction": "sum"}, "optimizer": of.optim.AdamW(lr=1e-4)},
     "fp16": {"precision": "fp16", "loss_scale": 1024.0},
+    "batchnorm": {"sync_batchnorm": True},
     "sharded": {"shard": "optimizer", "clip_norm": 0.5},
 }
 
@@ -39,7 +41,8 @@ def batches(case: str) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(1)
     found = []
     for step in range(STEPS):
-        x = rng.normal(size=(RANKS * ROWS, WIDTHS[0])).astype(np.float32)
+        shape = (3, 8, 8) if case == "batchnorm" else (WIDTHS[0],)
+        x = rng.normal(size=(RANKS * ROWS, *shape)).astype(np.float32)
         labels = rng.integers(0, WIDTHS[-1], RANKS * ROWS)
         if case == "masked":
             labels[: step % (ROWS + 1)] = -100
@@ -50,7 +53,10 @@ def batches(case: str) -> list[dict[str, np.ndarray]]:
 def trainer(case: str, **more: Any) -> of.Trainer:
     given = {"optimizer": of.optim.AdamW(lr=1e-2), **CASES[case], **more}
     given["device"] = os.environ.get("DEVICE", "cpu")
-    return of.Trainer(mlp.build(mlp.Config(WIDTHS)), loss="cross_entropy", **given)
+    model = mlp.build(mlp.Config(WIDTHS))
+    if case == "batchnorm":
+        model = convnet.build(convnet.Config(classes=WIDTHS[-1], width=4, training=True))
+    return of.Trainer(model, loss="cross_entropy", **given)
 
 
 def curves(folder: Path) -> None:
@@ -59,14 +65,16 @@ def curves(folder: Path) -> None:
     result: dict[str, np.ndarray] = {}
     for case in os.environ.get("CASES", ",".join(CASES)).split(","):
         given = CASES[case]
-        own = {k: v for k, v in given.items() if k != "shard"}
-        whole = case in ("masked", "weights", "sum")  # counts differ: all rows are one batch then
+        own = {k: v for k, v in given.items() if k not in ("shard", "sync_batchnorm")}
+        # counts differ, or statistics are of all rows: all rows are one batch then
+        whole = case in ("masked", "weights", "sum", "batchnorm")
         parts = 1 if whole else RANKS
         if ranked:
             t = trainer(case, distributed=True)
         else:
             again = parts * own.get("accumulate", 1)
-            t = trainer(case, accumulate=again, **({"shard": ""} if "shard" in given else {}))
+            alone = {name: type(given[name])() for name in given if name not in own}
+            t = trainer(case, accumulate=again, **alone)
         losses = []
         for batch in batches(case):
             if ranked:

@@ -247,6 +247,12 @@ def train(
             metavar="NAME", help="Let each GPU hold its part alone of the states of: optimizer."
         ),
     ] = "",
+    sync_batchnorm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batchnorm", help="Normalize batches by the statistics of all GPUs' rows."
+        ),
+    ] = False,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
@@ -358,6 +364,7 @@ def train(
         distributed=ranks is not None,
         reduce_dtype=reduce_dtype,
         shard=shard,
+        sync_batchnorm=sync_batchnorm,
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")

@@ -49,6 +49,8 @@ class Ranks:
     """What gradients are added in: "fp32" (their own type) or "bf16"."""
     shard: str = ""
     """"optimizer": each rank holds, and updates by, its part of the optimizer's state alone."""
+    sync_batchnorm: bool = False
+    """Whether BatchNormalization takes the statistics of all ranks' rows together."""
     bucket: int = buckets.BUCKET
     """Bytes from which gradients are reduced together."""
 

@@ -92,6 +92,7 @@ class Trainer:
         reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
             as many bytes.
         shard: "optimizer" lets each rank hold its part of the optimizer's state alone.
+        sync_batchnorm: Normalize by the statistics of all ranks' rows, instead of each rank's own.
         memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
             "min" is the least possible. Weights, states, inputs and temporaries count. Results of
             the forward are then computed a second time in the backward where that frees enough
@@ -133,6 +134,7 @@ class Trainer:
         distributed: bool = False,
         reduce_dtype: str = "fp32",
         shard: str = "",
+        sync_batchnorm: bool = False,
     ) -> None:
         check_device(precision, device)
         self.world = world() if distributed else None
@@ -156,9 +158,13 @@ class Trainer:
         if self.world is not None:
             if ema is not None and shard:
                 raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
-            self._ranks = Ranks(self.world.rank, self.world.size, reduce_dtype, shard)
-        elif shard or reduce_dtype != "fp32":
-            raise UsageError("shard and reduce_dtype are for ranks: give distributed=True")
+            self._ranks = Ranks(
+                self.world.rank, self.world.size, reduce_dtype, shard, sync_batchnorm
+            )
+        elif shard or reduce_dtype != "fp32" or sync_batchnorm:
+            raise UsageError(
+                "shard, reduce_dtype and sync_batchnorm are for ranks: give distributed=True"
+            )
         if ema is not None and not 0 <= ema < 1:
             raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
@@ -209,7 +215,9 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
-            known = f"{self._fingerprint()} {self._settings()} {reduce_dtype} {shard}"
+            known = (
+                f"{self._fingerprint()} {self._settings()} {reduce_dtype} {shard} {sync_batchnorm}"
+            )
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
         self._device = backend(spec.states, device, gpu, math, budget, self.world)
         self._device.add("update", graph)
