@@ -215,9 +215,8 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
-            known = (
-                f"{self._fingerprint()} {self._settings()} {reduce_dtype} {shard} {sync_batchnorm}"
-            )
+            shared = self._ranks and dataclasses.replace(self._ranks, rank=0)
+            known = f"{self._fingerprint()} {self._settings()} {shared}"
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
         self._device = backend(spec.states, device, gpu, math, budget, self.world)
         self._device.add("update", graph)
