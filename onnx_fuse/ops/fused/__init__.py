@@ -11,6 +11,7 @@ from onnx_fuse.ops.fused import (
     layerscale,
     loss,
     norm,
+    pointwise_conv,
     sdpa,
 )
 from onnx_fuse.ops.rewrite import Rule
@@ -20,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     *norm.CANONICAL,
     *layerscale.RULES,
     *groupnorm.RULES,
+    *pointwise_conv.RULES,
     *conv.RULES,
     *loss.RULES,
     *sdpa.RULES,
