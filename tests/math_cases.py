@@ -75,12 +75,14 @@ class Case:
                     made.append(rng.random(spec) < 0.5)
                 else:
                     made.append((rng.standard_normal(spec) + self.offset).astype(kind))
+            elif spec is not None and spec.dtype.kind == "f" and not spec.any():
+                made.append(spec.astype(dtype_of(self.dtype)))
             else:
                 made.append(spec)
         return made
 
     def model(self, arrays: Sequence[np.ndarray | None], wide: bool = False) -> onnx.ModelProto:
-        """The node alone; `wide`: floats as float64. int64 vectors of parameters are constants."""
+        """The node alone; `wide`: floats as float64. Vectors of int64 and zeros are constants."""
         names = [f"x{i}" if a is not None else "" for i, a in enumerate(arrays)]
         outs = [f"y{i}" for i in range(self.outputs)]
         # the statistics of truth are in float64 as well
@@ -92,8 +94,10 @@ class Case:
         for i, (spec, a) in enumerate(zip(self.inputs, arrays, strict=True)):
             if a is None:
                 continue
-            if isinstance(spec, np.ndarray) and spec.ndim <= 1 and self.op not in _LABELLED:
-                number = widen(a) if wide and a.ndim == 0 else a
+            blank = isinstance(spec, np.ndarray) and spec.dtype.kind == "f" and not spec.any()
+            vector = isinstance(spec, np.ndarray) and spec.ndim <= 1 and self.op not in _LABELLED
+            if vector or blank:
+                number = widen(a) if wide and (blank or a.ndim == 0) else a
                 constants.append(onnx.numpy_helper.from_array(number, names[i]))
                 continue
             a = widen(a) if wide else a
@@ -499,6 +503,26 @@ def _indexing() -> Iterator[Case]:
     yield Case("ScatterElements", ((7, 5, 6), unlike.astype(np.int32), (7, 5, 6)), {}, 1, F16)
     yield Case("ScatterND", ((70, 300), rng.integers(-70, 70, (300, 1)), (300, 300)),
                {"reduction": "add"}, 1, "int64", note="many")  # fmt: skip
+    yield from _row_sums(rng)
+
+
+def _row_sums(rng: np.random.Generator) -> Iterator[Case]:
+    """Sums of rows into zeros and into what there is: most once, few often, some never."""
+    add = {"reduction": "add"}
+    often = np.minimum(rng.integers(-300, 300, (700, 1)), rng.integers(0, 300, (700, 1)))
+    for dtype in (F32, F16, BF16, F64):
+        yield Case(
+            "ScatterND", (np.zeros((300, 13)), often, (700, 13)), add, 1, dtype, note="zeros"
+        )
+        yield Case("ScatterND", ((300, 40), often, (700, 40)), add, 1, dtype, note="onto")
+    types = rng.integers(0, 3, (5000, 1)).astype(np.int32)
+    yield Case("ScatterND", (np.zeros((3, 1200)), types, (5000, 1200)), add, 1, BF16, note="types")
+    same = np.full((3000, 1), 2)
+    yield Case("ScatterND", (np.zeros((3, 64)), same, (3000, 64)), add, 1, F32, note="one row")
+    pairs = np.stack([rng.integers(-7, 7, 500), rng.integers(0, 50, 500)], -1)
+    yield Case("ScatterND", ((7, 50, 24), pairs, (500, 24)), add, 1, F16, note="pairs of indices")
+    places = rng.integers(0, 4000, 900)
+    yield Case("ScatterElements", (np.zeros(4000), places, (900,)), add, note="a vector")
 
 
 def _losses() -> Iterator[Case]:
