@@ -7,26 +7,8 @@
 // Outputs  : loss T [n, inner] (null where reduced); rows ACC2 pairs (loss, weight); log_prob T or null.
 // Macros   : T I ACC LOG_SOFTMAX VEC TEAM BLOCK; MEAN (total divides by the sum of weights).
 // Bound    : HBM, x once (twice with log_prob).
-#include "reduce/team.cuh"
+#include "loss/log_sum_exp.cuh"
 
-struct Pair { ACC loss, weight; };
-struct Sofar { ACC top, sum; };
-
-DEVICE Sofar merge(Sofar a, Sofar b) {
-    const ACC m = a.top > b.top || a.top != a.top ? a.top : b.top;
-    return {m, (a.sum == 0 ? a.sum : a.sum * fast_exp(a.top - m)) +
-                   (b.sum == 0 ? b.sum : b.sum * fast_exp(b.top - m))};
-}
-DEVICE Sofar take(Sofar s, const Vec<T, VEC>& t) {
-    ACC top = s.top;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
-    if (top > s.top) s.sum *= fast_exp(s.top - top), s.top = top;
-    if (s.top == -INFINITE) top = 0;  // exp(-inf - 0) is 0
-#pragma unroll
-    for (int j = 0; j < VEC; j++) s.sum += fast_exp((ACC)widen(t.at[j]) - top);
-    return s;
-}
 // log of the sum of exp over a row of `classes` scores, `inner` apart
 DEVICE ACC log_sum_exp(const T* x, i64 classes, i64 inner, int lane, Sofar* scratch) {
     Sofar s = {-INFINITE, 0};
