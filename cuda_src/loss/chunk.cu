@@ -4,86 +4,112 @@
 //            log-sum-exp, the gradient takes the row's place.
 // Inputs   : x [rows, stride] T, scores in the first `classes` columns, rows and stride of whole 16 bytes;
 //            target I [rows]; weight W [classes] or null: ones. A target equal to `ignored` counts nothing.
-// Outputs  : rows: a Pair of ACC each, the loss and the weight of its label. With s the smoothing and w the
+// Outputs  : rows: a Pair each, the loss and the weight of its label. With s the smoothing and w the
 //            weights, loss = (1 - s) w[t] (-log p[t]) + s / classes sum_c w[c] (-log p[c]).
 //            GRAD 1: x becomes d loss / d x, and 0 from column `classes` on.
-// Macros   : T I W ACC; BLOCK threads; VEC elements an access; SHARED; GRAD; SMOOTH.
+// Macros   : T I W, ACC float; BLOCK threads; VEC elements an access; SHARED; GRAD; SMOOTH.
 // Launch   : grid rows, BLOCK threads; SHARED: stride elements of shared memory.
-// Numerics : sums in ACC, in an order that BLOCK alone decides. A label out of range makes NaN.
+// Numerics : sums in float, in an order that BLOCK alone decides. A label out of range makes NaN.
 // Bound    : HBM: x once, and once more with GRAD.
 #include "loss/log_sum_exp.cuh"
 
-struct Sums { ACC weights, scores; };  // of w[c], and of w[c] x[c]
+struct Sums { float weights, scores; };  // of w[c], and of w[c] x[c]
+constexpr int STEP = BLOCK * VEC, UNROLL = 4;
+
+// VEC columns from `c` on as float; those beyond the last class are `beyond`.
+struct Columns { float at[VEC]; };
+DEVICE Columns columns(const Vec<T, VEC>& t, int c, int classes, float beyond) {
+    Columns x;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) x.at[j] = to_float(t.at[j]);
+    if (c + VEC > classes)
+#pragma unroll
+        for (int j = 0; j < VEC; j++)
+            if (c + j >= classes) x.at[j] = beyond;
+    return x;
+}
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    cross_entropy_chunk(T* x, const I* target, const W* weight, Pair* rows, i64 classes, i64 stride,
+    cross_entropy_chunk(T* x, const I* target, const W* weight, Pair* rows, int classes, int stride,
                         i64 ignored, float smoothing) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 memory[];
-    T* held = (T*)memory;
     __shared__ Sofar scratch[BLOCK / 32];
-    const i64 row = blockIdx.x;
-    T* line = x + row * stride;
-    const i64 label = target[row];
+    T* line = x + (i64)blockIdx.x * stride;
+    T* again = SHARED ? (T*)memory : line;  // where the row is read from afterwards
+    const i64 label = target[blockIdx.x];
     const bool counts = label != ignored, known = label >= 0 && label < classes;
+    const int own_at = known ? (int)label : -1, mine = threadIdx.x * VEC;
     Pair p = {0, 0};
-    if (counts) p.weight = !known ? 0 / (ACC)0 : weight ? (ACC)widen(weight[label]) : (ACC)1;
-    const ACC own = counts && known ? (ACC)widen(line[label]) : (ACC)0;
+    if (counts) p.weight = !known ? 0 / 0.0f : weight ? to_float(weight[label]) : 1.0f;
+    const float own = known ? to_float(line[own_at]) : 0.0f;
 
     Sofar s = {-INFINITE, 0};
-    constexpr int STEP = BLOCK * VEC, UNROLL = 4;
-    for (i64 c = threadIdx.x * VEC; c < classes; c += UNROLL * STEP) {
+    for (int c = mine; c < classes; c += UNROLL * STEP) {
         Vec<T, VEC> t[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
             if (c + u * STEP < classes) t[u] = load<VEC>(line + c + u * STEP);
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            const i64 at = c + u * STEP;
+            const int at = c + u * STEP;
             if (at >= classes) continue;
-            if (SHARED) store<VEC>(held + at, t[u]);
-            if (at + VEC > classes)
+            if (SHARED) store<VEC>(again + at, t[u]);
+            const Columns v = columns(t[u], at, classes, -INFINITE);
+            float top = v.at[0];
 #pragma unroll
-                for (int j = 0; j < VEC; j++)
-                    if (at + j >= classes) t[u].at[j] = narrow<T>(-INFINITE);
-            s = take<VEC>(s, t[u]);
+            for (int j = 1; j < VEC; j++) top = fmaxf(top, v.at[j]);
+            if (top > s.top) s.sum *= fast_exp(s.top - top), s.top = top;
+            const float base = s.top == -INFINITE ? 0.0f : s.top;  // exp(-inf - 0) is 0
+#pragma unroll
+            for (int j = 0; j < VEC; j++) s.sum += fast_exp(v.at[j] - base);
         }
     }
     // its barriers are also between the read of `own` and the stores below
     s = team_merge<BLOCK>(s, [](Sofar a, Sofar b) { return merge(a, b); }, scratch);
-    const ACC lse = s.top + log(s.sum);
+    const float lse = s.top + log(s.sum);
 
-    ACC smooth = 0, total = 0;
+    float smooth = 0, total = 0;
 #if SMOOTH
     __shared__ Sums smoothed[BLOCK / 32];
     Sums of = {0, 0};
-    for (i64 c = threadIdx.x * VEC; c < classes; c += STEP) {
-        const Vec<T, VEC> t = load<VEC>((SHARED ? held : line) + c);
+    for (int c = mine; c < classes; c += STEP) {
+        const Columns v = columns(load<VEC>(again + c), c, classes, 0.0f);
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
-            if (c + j >= classes) continue;
-            const ACC w = weight ? (ACC)widen(weight[c + j]) : (ACC)1;
-            of.weights += w, of.scores += w * (ACC)widen(t.at[j]);
+            const float w = c + j >= classes ? 0.0f : weight ? to_float(weight[c + j]) : 1.0f;
+            of.weights += w, of.scores += w * v.at[j];
         }
     }
-    of = team_merge<BLOCK>(of, [](Sums a, Sums b) { return Sums{a.weights + b.weights, a.scores + b.scores}; }, smoothed);
-    smooth = smoothing / (ACC)classes, total = of.weights;
-    if (counts) p.loss = smooth * (lse * of.weights - of.scores);
+    auto add = [](Sums a, Sums b) { return Sums{a.weights + b.weights, a.scores + b.scores}; };
+    of = team_merge<BLOCK>(of, add, smoothed);
+    smooth = smoothing / classes, total = of.weights;
+    p.loss = smooth * (lse * of.weights - of.scores);
 #endif
-    const ACC hard = (1 - (ACC)smoothing) * p.weight;
-    if (counts) p.loss += hard * (lse - own);
-    if (threadIdx.x == 0) rows[row] = p;
+    const float hard = (1 - smoothing) * p.weight;
+    p.loss = counts ? p.loss + hard * (lse - own) : 0.0f;
+    if (threadIdx.x == 0) rows[blockIdx.x] = p;
 #if GRAD
-    const ACC slope = hard + smooth * total;  // of exp(x - lse)
-    for (i64 c = threadIdx.x * VEC; c < stride; c += STEP) {
+    const float slope = hard + smooth * total;  // of exp(x - lse)
+    for (int c = mine; c < stride; c += STEP) {
         Vec<T, VEC> t;
-        if (c < classes) t = load<VEC>((SHARED ? held : line) + c);
+        if (counts && c < classes) {
+            Columns v = columns(load<VEC>(again + c), c, classes, -INFINITE);
 #pragma unroll
-        for (int j = 0; j < VEC; j++) {
-            ACC d = slope * fast_exp((ACC)widen(t.at[j]) - lse);
-            if (c + j == label) d -= hard;
-            if (SMOOTH && c + j < classes) d -= weight ? smooth * (ACC)widen(weight[c + j]) : smooth;
-            t.at[j] = narrow<T>(counts && c + j < classes ? d : (ACC)0);
+            for (int j = 0; j < VEC; j++) v.at[j] = slope * fast_exp(v.at[j] - lse);
+            if (own_at >= c && own_at < c + VEC)
+#pragma unroll
+                for (int j = 0; j < VEC; j++)
+                    if (c + j == own_at) v.at[j] -= hard;
+            if (SMOOTH)
+#pragma unroll
+                for (int j = 0; j < VEC; j++)
+                    if (c + j < classes) v.at[j] -= weight ? smooth * to_float(weight[c + j]) : smooth;
+#pragma unroll
+            for (int j = 0; j < VEC; j++) t.at[j] = from_float<T>(v.at[j]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < VEC; j++) t.at[j] = from_float<T>(0.0f);
         }
         store<VEC>(line + c, t);
     }

@@ -9,6 +9,16 @@
 // Bound    : HBM, x once (twice with log_prob).
 #include "loss/log_sum_exp.cuh"
 
+DEVICE Sofar take(Sofar s, const Vec<T, VEC>& t) {
+    ACC top = s.top;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
+    if (top > s.top) s.sum *= fast_exp(s.top - top), s.top = top;
+    if (s.top == -INFINITE) top = 0;  // exp(-inf - 0) is 0
+#pragma unroll
+    for (int j = 0; j < VEC; j++) s.sum += fast_exp((ACC)widen(t.at[j]) - top);
+    return s;
+}
 // log of the sum of exp over a row of `classes` scores, `inner` apart
 DEVICE ACC log_sum_exp(const T* x, i64 classes, i64 inner, int lane, Sofar* scratch) {
     Sofar s = {-INFINITE, 0};

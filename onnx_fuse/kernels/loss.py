@@ -79,8 +79,9 @@ class Chunk(RuleBased):
 
     def supports(self, problem: CrossEntropyChunk, hw: Hardware) -> str | None:
         """Every type that sums are taken of in float32."""
-        known = ("float32", "float16", "bfloat16")
-        return None if problem.dtype in known else f"no kernel for {problem.dtype}"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"no kernel for {problem.dtype}"
+        return "too many classes" if problem.stride >= 2**30 else None
 
     def configs(self, problem: CrossEntropyChunk, hw: Hardware) -> Sequence[Config]:
         """Other counts of threads a row, and the row in shared memory or not."""
@@ -107,11 +108,13 @@ class Chunk(RuleBased):
             ACC=accumulator(problem.dtype), VEC=vec, BLOCK=block, SHARED=shared > 0,
             GRAD=problem.gradient, SMOOTH=problem.smoothing != 0,
         )  # fmt: skip
-        numbers = (problem.classes, problem.stride, problem.ignored)
+        numbers = (
+            Num("i32", problem.classes), Num("i32", problem.stride), Num("i64", problem.ignored),
+            Num("f32", problem.smoothing),
+        )  # fmt: skip
         return (Launch(
             self.source, "cross_entropy_chunk", (problem.rows, 1, 1), (block, 1, 1),
-            (*map(Ptr, ("x", "target", "weight", "rows")), *(Num("i64", n) for n in numbers),
-             Num("f32", problem.smoothing)), macros, smem=shared,
+            (*map(Ptr, ("x", "target", "weight", "rows")), *numbers), macros, smem=shared,
         ),)  # fmt: skip
 
 
