@@ -12,6 +12,7 @@ from onnx_fuse.ops.fused import (
     linear_cross_entropy,
     loss,
     norm,
+    pointwise_conv,
     sdpa,
 )
 from onnx_fuse.ops.rewrite import Rule
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *norm.CANONICAL,
     *layerscale.RULES,
     *groupnorm.RULES,
+    *pointwise_conv.RULES,
     *conv.RULES,
     *loss.RULES,
     linear_cross_entropy.RULE,
