@@ -77,6 +77,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("Reduce", "SumSquares"), "reduce"),
     **dict.fromkeys(("Pool", "ChannelWindow", "Resample", "GridSample", "Col2Im"), "pool"),
     "CrossEntropy": "loss",
+    "CrossEntropyChunk": "loss",
     **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),

@@ -9,8 +9,8 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
     epilogue_defines,
-    gate_refusal,
     slope_seconds,
+    store_refusal,
     type_defines,
 )
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
@@ -65,7 +65,7 @@ class Skinny(WithoutWorkspace):
         ):
             return "c is read as a dense [M, N]"
         act = problem.epilogue.act
-        return f"no activation {act!r}" if act and act not in BY_KEY else gate_refusal(problem)
+        return f"no activation {act!r}" if act and act not in BY_KEY else store_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""

@@ -11,7 +11,7 @@ from onnx_fuse.program.call import Lowering
 FAMILIES: tuple[str, ...] = (
     *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
-    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
+    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer", "linear_cross_entropy"),
 )
 
 

@@ -457,6 +457,31 @@ class CrossEntropy(AnyProblem):
 
 
 @dataclass(frozen=True)
+class CrossEntropyChunk(AnyProblem):
+    """The cross-entropy of a chunk of `rows` rows of scores "x", `stride` elements apart.
+
+    "rows" [rows, 2] takes each row's loss and the weight of its label. With `gradient`, what
+    d loss / d x is takes the place of x, with zeros from column `classes` on.
+    """
+
+    op = "CrossEntropyChunk"
+    rows: int
+    classes: int
+    stride: int
+    dtype: str
+    labels: str
+    weights: str = "float32"
+    ignored: int = -100
+    smoothing: float = 0.0
+    gradient: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """x read; written too with the gradient."""
+        return (1 + self.gradient) * self.rows * self.stride * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
 class SlopeProduct(AnyProblem):
     """dz = dy act'(z) [m, n], and its column sums: to "dbias", or to `parts` parts "part" [n].
 
