@@ -332,7 +332,11 @@ class SumSquares(AnyProblem):
 
 @dataclass(frozen=True)
 class Pool(AnyProblem):
-    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp"."""
+    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp".
+
+    With `channels`, of which `planes` is a multiple, the tensors are channels last: x is
+    [planes / channels, *inner, channels].
+    """
 
     op = "Pool"
     kind: str
@@ -344,6 +348,7 @@ class Pool(AnyProblem):
     include_pad: bool = False
     column_major: bool = False
     p: float = 2.0
+    channels: int = 0
 
     @property
     def bytes(self) -> int:
