@@ -23,7 +23,7 @@ from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.problems import Conv, Pool, Reduce
+from onnx_fuse.program.problems import Conv, Pool, Reduce, Resample
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -177,7 +177,7 @@ def interpret(
             else:
                 found = _product(call.problem, read)
             results = [found[name].reshape(t.shape) for name, t in call.writes]
-        elif isinstance(call.problem, Conv | Pool | Reduce):
+        elif isinstance(call.problem, Conv | Pool | Reduce | Resample):
             results = [_image(call, memory)]
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
@@ -237,6 +237,8 @@ def _image(call: Call, memory: Memory) -> np.ndarray:
             (v,) = _evaluate(p.tail.expression, loads, [replace(y, shape=v.shape)])
     elif isinstance(p, Pool):
         v = interpret_images.pool(p, read["x"])
+    elif isinstance(p, Resample):
+        v = interpret_images.resample(p, read)
     else:
         assert isinstance(p, Reduce)
         v = interpret_images.reduction(p, read["x"])

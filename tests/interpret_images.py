@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.problems import Conv, Pool, Reduce, Window
+from onnx_fuse.program.problems import Conv, Pool, Reduce, Resample, Window
 
 
 def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) -> np.ndarray:
@@ -64,6 +64,14 @@ def pool(p: Pool, x: np.ndarray) -> np.ndarray:
     found = windows(x, p.window, p.outer, fill).reshape(x.shape[0], *p.outer, -1, p.channels)
     result: np.ndarray = found.max(-2) if p.kind == "max" else np.nanmean(found, -2)
     return result
+
+
+def resample(p: Resample, read: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Weighted sums along one axis."""
+    x = read["x"].reshape(p.outer, p.length, p.inner)
+    index, weight = (read[name].reshape(p.resized, p.taps) for name in ("source", "weight"))
+    assert (index >= 0).all()
+    return np.einsum("ortc,rt->orc", x[:, index.astype(int)], weight)
 
 
 def reduction(p: Reduce, x: np.ndarray) -> np.ndarray:

@@ -49,6 +49,12 @@ STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int
         " h = Sigmoid(g) m = Mul(a, h) c = Concat<axis=1>(m, a)"
         " p = Constant<value = int64[8] {0,0,1,0,0,0,1,0}>() y = Pad(c, p)", 5,
     ),
+    "an enlarged image beside another": (
+        {"x": (1, 16, 4, 5), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1)}, (1, 24, 8, 10),
+        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = float[4] {1,1,2,2}>()"
+        " b = Resize<mode=\"nearest\",nearest_mode=\"floor\">(a, , s)"
+        " c = Conv(b, v) y = Concat<axis=1>(b, c)", 2,
+    ),
     "a row of pixels": (
         {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), "y = Conv<pads=[2,2]>(x, u)", 2,
     ),

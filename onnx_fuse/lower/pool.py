@@ -151,7 +151,7 @@ def taps(
 
 def resize(ctx: Context, node: ir.Node) -> str | None:
     """Resize: one pass an axis, each a gather with weights that the host works out."""
-    x = ctx.dense(node, 0)
+    x = ctx.view(node, 0)
     rank = len(x.shape)
     mode = ctx.attr(node, "mode", "nearest")
     if x.dtype not in FLOATS and (mode != "nearest" or x.dtype not in ("int32", "int8", "uint8")):
@@ -186,14 +186,19 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
         return None
     acc = accumulator(x.dtype) if x.dtype in FLOATS else "float"
     between = {"float": "float32", "double": "float64"}[acc]
-    source, shape = x, list(x.shape)
-    for step, a in enumerate(todo):
-        at = axes.index(a) if a in axes else -1
+    last_axis = in_stretch(ctx, x)
+    source = channels_last(x) if last_axis else ctx.contiguous(x)
+    if last_axis:
+        y = channels_last(stored_last(ctx, node, y))
+    places = [0, rank - 1, *range(1, rank - 1)] if last_axis else list(range(rank))
+    shape = list(source.shape)
+    for step, axis in enumerate(todo):
+        at, a = axes.index(axis) if axis in axes else -1, places[axis]
         crop = (
             (float(roi[at]), float(roi[at + len(axes)])) if roi is not None and roi.size else (0, 1)
         )
         index, weight = taps(
-            shape[a], y.shape[a], scales[a], mode=mode, transform=transform,
+            shape[a], y.shape[a], scales[axis], mode=mode, transform=transform,
             nearest=ctx.attr(node, "nearest_mode", "round_prefer_floor"),
             cubic=ctx.attr(node, "cubic_coeff_a", -0.75),
             exclude_outside=bool(ctx.attr(node, "exclude_outside", 0)),
