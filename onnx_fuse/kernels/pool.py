@@ -7,7 +7,7 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased, window_macros
+from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
 
@@ -25,14 +25,18 @@ class Windows(RuleBased):
     free_axes = "yz"
 
     def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch, a result a thread."""
-        size, dtype = problem.planes * prod(problem.outer), problem.dtype
+        """One launch, a result a thread, or the neighbouring channels of one access."""
+        dtype = problem.dtype
+        vec = access_width(problem.channels, dtype) if problem.channels else 1
+        size = problem.planes * prod(problem.outer) // vec
         after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
         return (Launch(
             self.source, "pool", _blocks(size), (256, 1, 1),
             (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
-             *(Num("i32", n) for n in (*problem.inner, *problem.outer)), Num("f32", problem.p)),
+             *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
+             Num("f32", problem.p)),
             defines(
+                VEC=vec, CHANNELS_LAST=bool(problem.channels),
                 T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
                 MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
                 COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
