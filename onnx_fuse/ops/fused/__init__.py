@@ -12,6 +12,7 @@ from onnx_fuse.ops.fused import (
     loss,
     norm,
     sdpa,
+    window_gradients,  # noqa: F401  (its operators have no rules)
 )
 from onnx_fuse.ops.rewrite import Rule
 
