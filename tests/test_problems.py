@@ -58,7 +58,7 @@ FORCED = [
     # graph, type, operator, kernel that is forced, the kernel that is chosen without
     ("agraph (float[9,64] x) => (float[9,64] y) { y = Softmax(x) }", "float32",
      "Softmax", "column", "row"),
-    (CONV + "{ y = Conv(x, w) }", "float16", "Conv", "implicit", "mma"),
+    (CONV + "{ y = Conv(x, w) }", "float16", "Conv", "implicit", "wgmma"),
     ("agraph (float[64,96] x) => (float[96,64] y) { y = Transpose(x) }", "float32",
      "Pointwise", "generated", "tiles"),
     ("agraph (float[4,3000] x) => (float[4,5] y, int64[4,5] i) <int64[1] k = {5}> "

@@ -33,13 +33,17 @@ class Windows(RuleBased):
     free_axes = "yz"
 
     def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch, a result a thread."""
-        size, dtype = problem.planes * prod(problem.outer), problem.dtype
+        """One launch, a result a thread, or the neighbouring channels of one access."""
+        dtype = problem.dtype
+        vec = access_width(problem.channels, dtype) if problem.channels else 1
+        size = problem.planes * prod(problem.outer) // vec
         return (Launch(
             self.source, "pool", _blocks(size), (256, 1, 1),
             (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
-             *(Num("i32", n) for n in (*problem.inner, *problem.outer)), Num("f32", problem.p)),
+             *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
+             Num("f32", problem.p)),
             defines(
+                VEC=vec, CHANNELS_LAST=bool(problem.channels),
                 T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
                 MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
                 COLUMN_MAJOR=problem.column_major, **window_macros(problem.window),

@@ -1,7 +1,7 @@
 """Images in memory as [batch, *spatial, channels], seen by everyone as [batch, channels, *spatial].
 
 A convolution in 16 bits writes its result so, and what follows it keeps that order where it can:
-pointwise operators, pools, Concat and Pad. A lowering that asks for `ctx.dense` gets a copy.
+pointwise operators, pools, Resize, Concat and Pad. Who asks for `ctx.dense` gets a copy.
 """
 
 from __future__ import annotations

@@ -206,7 +206,10 @@ class Conv(AnyProblem):
     """x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer].
 
     y = act(x * weight + bias); `slope`: the activation's alpha is a number a filter. `transposed`:
-    ConvTranspose.
+    ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
+    alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
+    one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
+    elements, () where x is dense.
     """
 
     op = "Conv"
@@ -223,6 +226,13 @@ class Conv(AnyProblem):
     act_alpha: float = 0.0
     slope: bool = False
     tail: Tail | None = None
+    channels_last: bool = False
+    x_strides: tuple[int, ...] = ()
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether each channel has one filter of its own."""
+        return self.channels == self.filters == 1 < self.groups
 
     @property
     def flops(self) -> int:
@@ -364,7 +374,11 @@ class SumSquares(AnyProblem):
 
 @dataclass(frozen=True)
 class Pool(AnyProblem):
-    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp"."""
+    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp".
+
+    With `channels`, of which `planes` is a multiple, the tensors are channels last: x is
+    [planes / channels, *inner, channels].
+    """
 
     op = "Pool"
     kind: str
@@ -376,6 +390,7 @@ class Pool(AnyProblem):
     include_pad: bool = False
     column_major: bool = False
     p: float = 2.0
+    channels: int = 0
 
     @property
     def bytes(self) -> int:
