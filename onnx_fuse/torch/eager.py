@@ -26,7 +26,8 @@ _OWN = {torch.Tensor, torch.nn.Parameter}
 
 def on_gpu(x: Tensor) -> bool:
     """Whether a tensor is in GPU memory."""
-    return x.is_cuda
+    found: bool = x.is_cuda
+    return found
 
 
 def plain(tensors: Sequence[Tensor]) -> bool:
@@ -179,13 +180,13 @@ class Half:
     def run(self, dy: Tensor, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients in the order of the inputs."""
         turn = self.turn
-        given = [dy, *[saved[i] for i, _ in self._sources]]
-        given, places = gpu.addresses(given)
+        alive, places = gpu.addresses([dy, *[saved[i] for i, _ in self._sources]])
         for i, (_, offset) in enumerate(self._sources, 1):
             places[i] += offset
         where = turn.layout.where
         found = [torch.empty(s, dtype=d, device=where) for s, d in self._results]
         turn.launch(places, [g.data_ptr() for g in found])
+        del alive  # copies of tensors with gaps, until the launches are in the stream
         return [None if i < 0 else found[i] for i in self._places]
 
 

@@ -100,7 +100,7 @@ class Layout:
     def nbytes(self, i: int) -> int:
         """The bytes of an output."""
         shape, kind = self.results[i]
-        return prod(shape) * kind.itemsize
+        return prod(shape) * int(kind.itemsize)
 
     def _place_constants(self, executable: Executable) -> None:
         """Upload what lowering knew, and run once what depends on that alone."""
@@ -364,17 +364,20 @@ class GpuRunner:
 
 def current_device() -> int:
     """The number of torch's current GPU; a tensor is in its memory, so that torch has begun."""
-    return torch._C._cuda_getDevice()
+    found: int = torch._C._cuda_getDevice()
+    return found
 
 
 def current_stream(device_id: int) -> int:
     """The handle of torch's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device_id)
+    found: int = torch._C._cuda_getCurrentRawStream(device_id)
+    return found
 
 
 def capturing() -> bool:
     """Whether torch's current stream is captured into a CUDA graph."""
-    return torch._C._cuda_isCurrentStreamCapturing()
+    found: bool = torch._C._cuda_isCurrentStreamCapturing()
+    return found
 
 
 def state(device_id: int) -> tuple[int, str]:
@@ -384,4 +387,5 @@ def state(device_id: int) -> tuple[int, str]:
 
 def precision() -> str:
     """Torch's precision of float32 products."""
-    return torch._C._get_float32_matmul_precision()
+    found: str = torch._C._get_float32_matmul_precision()
+    return found
