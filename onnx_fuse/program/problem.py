@@ -358,6 +358,9 @@ class TensorMap:
     """Kernel argument: a TMA descriptor over `ptr`, dims innermost first, strides in bytes.
 
     `strides` has one entry fewer than `shape` (the innermost is contiguous); `swizzle` is 0 or 128.
+    With a `window`, `shape` is (channels, width, height, images), `box` (channels, pixels), and a
+    load takes so many pixels one after another (im2col): from the left and top corner on, as far
+    beyond the first pixel, to the right and bottom one beyond the last, in steps along both axes.
     """
 
     ptr: Ptr
@@ -366,6 +369,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 128
+    window: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import bind_defaults, const_array
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
-from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.ops.fused import linear_cross_entropy
+from onnx_fuse.ops.rewrite import Rewriter, nodes_in_order, typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
@@ -143,6 +144,8 @@ def training_model(
     statistics = step.batch_norms(choice)
     step.dropouts()
     step.attach_loss(losses.terms(loss, loss_options, output))
+    if fused and level and not step.evaluates:
+        step.fuse_loss()
     weights = step.weights(statistics, choice)
     if step.evaluates:
         for w in weights:
@@ -247,7 +250,8 @@ class _Step:
         assert w.shape is not None
         part = self.reduction.part_of(w) if self.ranks and kind == "slot" else 0
         shape = (part,) if part else tuple(w.shape.numpy())
-        made = self.add_state(f"{w.name}.{name}", kind, np.full(shape, initial, w.dtype.numpy()))
+        first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
+        made = self.add_state(f"{w.name}.{name}", kind, first)
         if part:
             self.wholes[made] = tuple(w.shape.numpy())
         return made
@@ -348,6 +352,16 @@ class _Step:
             self.place()
         self.loss, labels, self.targets = losses.attach(self.model, terms, shares)
         self.labels = labels
+        self.op = autodiff.Emitter(self.model)
+
+    def fuse_loss(self) -> None:
+        """Let the loss take over the product that makes its scores, which no step returns."""
+        self.graph.outputs.clear()
+        self.graph.outputs.append(self.loss)
+        rw = Rewriter(self.model, training=True)
+        for node in nodes_in_order(self.graph, linear_cross_entropy.RULE.anchors):
+            linear_cross_entropy.RULE.apply(rw, node)
+        (self.loss,) = self.graph.outputs
         self.op = autodiff.Emitter(self.model)
 
     @property

@@ -12,6 +12,7 @@ from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
+from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
@@ -26,6 +27,7 @@ def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: Context
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("memory order", lambda calls, *_: in_memory_order(calls)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
     ("cse", lambda calls, keep, _: eliminate_common(calls, keep)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),

@@ -58,7 +58,7 @@ def batch(
         for i in reversed(members):
             # `run` starts at its last member; earlier ones join as long as they may wait for it
             beside = run if copy_fusion.piece_of(calls[i]) is not None else ()
-            if run and not _may_wait(calls, i, run[0], beside):
+            if run and not (_may_wait(calls, i, run[0], beside) and _small(calls[i])):
                 _place(calls, run, choice, depths, gone, placed)
                 run = []
             run.append(i)
@@ -121,12 +121,15 @@ def _kind(call: Call) -> object | None:
 
 
 def _batch_key(call: Call) -> object | None:
-    """The problem of a small call, and which of its operands are there."""
+    """The problem of a call, and which of its operands are there."""
     if call.problem is None or isinstance(call.problem, BatchedCalls | PointwiseMany | CopyMany):
         return None
-    if coarse(sum(t.nbytes for _, t in call.reads)) > MAX_WAIT:
-        return None
     return call.problem, tuple(name for name, _ in (*call.reads, *call.writes))
+
+
+def _small(call: Call) -> bool:
+    """Whether what the call reads may be kept until others of its kind are ready."""
+    return call.expression is not None or coarse(sum(t.nbytes for _, t in call.reads)) <= MAX_WAIT
 
 
 def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice | None:
