@@ -215,8 +215,8 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
-            shared = self._ranks and dataclasses.replace(self._ranks, rank=0)
-            known = f"{self._fingerprint()} {self._settings()} {shared}"
+            common = self._ranks and dataclasses.replace(self._ranks, rank=0)
+            known = f"{self._fingerprint()} {self._settings()} {common}"
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
         self._device = backend(spec.states, device, gpu, math, budget, self.world)
         self._device.add("update", graph)
