@@ -375,12 +375,14 @@ class Stream:
         steps: Sequence[Callable[[], None]],
         after: Sequence[Sequence[int]] | None = None,
         early: Sequence[bool] = (),
+        joined: Sequence[int] = (),
     ) -> Graph:
         """An executable graph of what the steps enqueue, in their order.
 
         With `after`, each step is one kernel or a library's call, and step i follows the steps
         `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
-        launched before their end.
+        launched before their end. The graph ends in the steps `joined`, but for the last, as well:
+        a library may have drawn streams of its own into the capture there.
         """
         driver = self._driver
         nodes: list[list[Any]] = []
@@ -408,6 +410,12 @@ class Stream:
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
+                if joined:
+                    last = [node for i in (*joined, len(nodes) - 1) for node in nodes[i]]
+                    set_to = driver.cuStreamUpdateCaptureDependencies(
+                        self.raw, last, [whole] * len(last), len(last), replaced
+                    )
+                    check(set_to, "graph capture")
             except BaseException:
                 driver.cuStreamEndCapture(self.raw)
                 raise
