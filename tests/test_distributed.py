@@ -143,7 +143,7 @@ def step_program(shard: str = "", bucket: int = 1 << 14) -> Program:
         clip_norm=1.0,
         fused=True,
         whole=lambda node: True,
-        ranks=Ranks(1, 2, "bf16", shard, bucket),
+        ranks=Ranks(1, 2, "bf16", shard, bucket=bucket),
     )
     shapes = {
         str(v.name): (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
