@@ -1,0 +1,189 @@
+"""A head's product and its cross-entropy as one operator: recognized, differentiated, in chunks."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from interpret import interpret
+from lowering import H200, program_of
+
+from onnx_fuse import autodiff, optim, passes
+from onnx_fuse.lower import linear_cross_entropy
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.problems import CrossEntropyChunk
+from onnx_fuse.training.step import training_model
+
+CLASSES, WIDTH, ROWS = 2083, 16, 600
+HEAD = "wt = Transpose <perm = [1, 0]> (w) l = MatMul (x, wt)"
+LOSS = "loss = SoftmaxCrossEntropyLoss <ignore_index = -100> (z, labels)"
+NAMES = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+# of the largest number: 16-bit scores of up to 16 are rounded before their exp
+TOLERANCE = {"float": 2e-6, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def feeds_of(kind: str, weight: str, **extra: tuple[int, ...]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    shapes = {"x": (ROWS, WIDTH), "w": (CLASSES, WIDTH) if weight == "VK" else (WIDTH, CLASSES)}
+    found = {
+        name: rng.standard_normal(shape).astype(NAMES[kind])
+        for name, shape in (shapes | extra).items()
+    }
+    labels = rng.integers(0, CLASSES, ROWS)
+    labels[::7] = -100
+    return found | {"labels": labels}
+
+
+def truth(
+    feeds: dict[str, np.ndarray], weight: str, smoothing: float = 0.0
+) -> dict[str, np.ndarray]:
+    """The mean loss and its gradients in float64."""
+    wide = {name: a.astype(np.float64) for name, a in feeds.items()}
+    x, w, labels = wide["x"], wide["w"] if weight == "VK" else wide["w"].T, feeds["labels"]
+    z = x @ w.T + wide.get("c", 0.0)
+    log_p = z - np.logaddexp.reduce(z, axis=1, keepdims=True)
+    counted = np.flatnonzero(labels >= 0)
+    each = wide.get("each", np.ones(CLASSES))
+    wanted = np.zeros_like(z)  # what every -log p counts for
+    wanted[counted] = smoothing / CLASSES * each
+    wanted[counted, labels[counted]] += (1 - smoothing) * each[labels[counted]]
+    total = each[labels[counted]].sum()
+    g = (np.exp(log_p) * wanted.sum(1, keepdims=True) - wanted) / total
+    dw = g.T @ x
+    return {
+        "loss": np.asarray(-(wanted * log_p).sum() / total), "x.grad": g @ w,
+        "w.grad": dw if weight == "VK" else dw.T, "c.grad": g.sum(0),
+    }  # fmt: skip
+
+
+def gradient_of(text: str, wrt: list[str]) -> ir.Model:
+    model = text_model(f"agraph {text}")
+    report = passes.optimize(model)
+    assert report.fusions == {"LinearCrossEntropy": 1}
+    return autodiff.gradient(model, wrt=wrt)
+
+
+HEADS = {
+    "tied": ("VK", HEAD, ()),
+    "of a weight with a column a class": ("KV", "l = MatMul (x, w)", ()),
+    "a Gemm with a bias": ("VK", "l = Gemm <transB = 1> (x, w, c)", ("c",)),
+    "a product and a sum": ("KV", "m = MatMul (x, w) l = Add (m, c)", ("c",)),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("head", HEADS)
+def test_chunks_of_rows_make_the_loss_and_its_gradients(
+    head: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 256 * 2176 * 4)
+    weight, product, more = HEADS[head]
+    extra = {"c": (CLASSES,)} if more else {}
+    feeds = feeds_of(kind, weight, **extra)
+    shape = f"[{CLASSES}, {WIDTH}]" if weight == "VK" else f"[{WIDTH}, {CLASSES}]"
+    bias = f", {kind}[{CLASSES}] c" if more else ""
+    cast = "z = Cast <to = 1> (l)" if kind != "float" else "z = Identity (l)"
+    model = gradient_of(
+        f"({kind}[M, {WIDTH}] x, {kind}{shape} w{bias}, int64[M] labels) => (float loss) "
+        f"{{ {product} {cast} {LOSS} }}",
+        ["x", "w", *more],
+    )
+    feeds["loss.grad"] = np.array(1, np.float32)
+    program = program_of(model, feeds)
+    problems = [c.problem for c in program.calls if isinstance(c.problem, CrossEntropyChunk)]
+    assert len(problems) == (3 if kind == "float" else 2)
+    assert {p.stride for p in problems} == {CLASSES if kind == "float" else 2112} or weight == "KV"
+    assert not program.fallbacks
+    got, want = interpret(program, feeds, {}), truth(feeds, weight)
+    for name, array in got.items():
+        error = np.abs(array.astype(np.float64) - want[name]).max() / np.abs(want[name]).max()
+        assert error < TOLERANCE[kind], (name, error)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_smoothing_and_weights_of_classes(weighted: bool) -> None:
+    """The attributes that no rule sets: of a node in a file."""
+    feeds = feeds_of("float", "VK", **({"each": (CLASSES,)} if weighted else {}))
+    each = "each = Constant <value = float {1}> ()"
+    if weighted:
+        feeds["each"] = np.abs(feeds["each"])
+        each = ""
+    model = text_model(
+        f"""agraph (float[M, {WIDTH}] x, float[{CLASSES}, {WIDTH}] w, int64[M] labels
+        {f", float[{CLASSES}] each" if weighted else ""}) => (float loss)
+        {{ none = Constant <value = float {{-0.0}}> () {each}
+           sum, total = onnx_fuse.LinearCrossEntropy <ignore_index = -100, label_smoothing = 0.2>
+             (x, w, none, labels, each)
+           loss = Div (sum, total) }}"""
+    )
+    model = autodiff.gradient(model, wrt=["x", "w"])
+    feeds["loss.grad"] = np.array(1, np.float32)
+    got, want = interpret(program_of(model, feeds), feeds, {}), truth(feeds, "VK", 0.2)
+    for name, array in got.items():
+        error = np.abs(array - want[name]).max() / np.abs(want[name]).max()
+        assert error < TOLERANCE["float"], (name, error)
+
+
+REFUSED = {
+    "the scores are an output": (HEAD, "(float loss, float[M, V] l)", "are an output"),
+    "the scores have another reader": (
+        f"{HEAD} top = ReduceMax <keepdims = 0> (l)",
+        "(float loss, float top)",
+        "read elsewhere",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_product_whose_scores_are_wanted_stays(case: str) -> None:
+    nodes, outputs, reason = REFUSED[case]
+    model = text_model(
+        f"agraph (float[M, {WIDTH}] x, float[{CLASSES}, {WIDTH}] w, int64[M] labels) => {outputs} "
+        f"{{ {nodes} {LOSS.replace('z', 'l')} }}"
+    )
+    report = passes.optimize(model)
+    assert "LinearCrossEntropy" not in report.fusions
+    assert any(reason in left.reason for left in report.not_fused)
+
+
+LM = f"""agraph (int64[B, T] ids, float[{CLASSES}, {WIDTH}] table, float[{WIDTH}] g, float[{WIDTH}] b)
+=> (float[B, T, {CLASSES}] logits) {{ x = Gather (table, ids) n = LayerNormalization (x, g, b) t = Transpose <perm = [1, 0]> (table)
+   logits = MatMul (n, t) }}"""
+
+
+def language_model() -> ir.Model:
+    model, rng = text_model(LM), np.random.default_rng(0)
+    for value in list(model.graph.inputs)[1:]:
+        array = rng.standard_normal(value.shape.numpy()).astype(np.float32)
+        value.const_value = ir.tensor(array, name=value.name)
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_training_step_on_a_gpu_has_it_and_an_evaluation_gives_scores(precision: str) -> None:
+    options = {"loss": "cross_entropy", "optimizer": optim.AdamW(), "level": 2, "fused": True}
+    counts = {}
+    for mode in ("update", "evaluate"):
+        model, _ = training_model(language_model(), mode=mode, precision=precision, **options)
+        counts[mode] = [n.op_type for n in model.graph if "Entropy" in n.op_type]
+    assert counts == {
+        "update": ["LinearCrossEntropy_gx_gw_gb"],
+        "evaluate": ["SoftmaxCrossEntropyLoss"],
+    }
+
+
+@pytest.mark.parametrize("chip", ["H200", "A100", "B200"])
+def test_every_chip_has_kernels_for_it(chip: str) -> None:
+    model = gradient_of(
+        f"(float16[M, {WIDTH}] x, float16[{CLASSES}, {WIDTH}] w, int64[M] labels) => (float loss) "
+        f"{{ {HEAD} z = Cast <to = 1> (l) {LOSS} }}",
+        ["x", "w"],
+    )
+    feeds = feeds_of("float16", "VK") | {"loss.grad": np.array(1, np.float32)}
+    program = program_of(model, feeds, CHIPS[chip])
+    strides = {c.problem.stride for c in program.calls if isinstance(c.problem, CrossEntropyChunk)}
+    assert strides == ({2112} if CHIPS[chip] is H200 else {CLASSES})
