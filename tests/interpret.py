@@ -193,7 +193,7 @@ def interpret(
                 results += _evaluate(call.problem.expression, here, to)
         elif isinstance(call.problem, CrossEntropyChunk):
             read = {name: memory.view(t).copy() for name, t in call.reads}
-            found = _cross_entropy(call.problem, read)
+            found = cross_entropy_chunk(call.problem, read)
             results = [found[name] for name, _ in call.writes]
         elif isinstance(call.problem, Reduce):
             results = [_sums(call.problem, memory.view(call.reads[0][1]))]
@@ -237,7 +237,9 @@ def interpret(
     return known | {name: made[name] for name, value in program.outputs if value is None}
 
 
-def _cross_entropy(p: CrossEntropyChunk, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def cross_entropy_chunk(
+    p: CrossEntropyChunk, read: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """A chunk's losses and weights, and what takes the place of its scores."""
     x, label = read["x"].astype(np.float64), read["target"]
     counts = label != p.ignored
