@@ -89,9 +89,10 @@ def test_a_product_whose_scores_are_wanted_stays(case: str) -> None:
     assert any(reason in left.reason for left in report.not_fused)
 
 
-LM = f"""agraph (int64[B, T] ids, float[{CLASSES}, {WIDTH}] table, float[{WIDTH}] g, float[{WIDTH}] b)
-=> (float[B, T, {CLASSES}] logits) {{ x = Gather (table, ids) n = LayerNormalization (x, g, b) t = Transpose <perm = [1, 0]> (table)
-   logits = MatMul (n, t) }}"""
+LM = f"""agraph (int64[B, T] ids, float[{CLASSES}, {WIDTH}] table, float[{WIDTH}] g,
+  float[{WIDTH}] b) => (float[B, T, {CLASSES}] logits)
+{{ x = Gather (table, ids) n = LayerNormalization (x, g, b)
+   t = Transpose <perm = [1, 0]> (table) logits = MatMul (n, t) }}"""
 
 
 def language_model() -> ir.Model:
