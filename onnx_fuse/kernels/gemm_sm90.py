@@ -320,8 +320,9 @@ class Wgmma:
         )  # y and c begin with their buffers
         if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
-        elif out_size == 4 and splits == 1 and n % 2 == 0 and not operand(problem):
-            tile |= {} if problem.epilogue.save_z or problem.epilogue.gate else {"PAIRS": 1}
+        elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
+            other = problem.epilogue.among("save_z", "gate") or operand(problem)
+            tile |= {} if other else {"PAIRS": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
         if side == "tiles":
