@@ -20,7 +20,8 @@
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
-//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access);
+//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access),
+//            PAIRS (DIRECT y is float, without c and z, N is even: two where y begins at 8 bytes);
 //            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Code     : kernels that take turns share the instruction cache, and one whose epilogue has left it
 //            takes 4 us more: loops that need no unrolling have none.
@@ -62,6 +63,9 @@
 #endif
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
+#endif
+#ifndef PAIRS
+#define PAIRS 0
 #endif
 static_assert(!STATIC_B || !IM2COL, "the first step's b is asked for by k");
 static_assert(!STATIC_B || CLUSTER == 1, "b is asked for before the other CTA has set up its barriers");
@@ -117,6 +121,16 @@ DEVICE void leave(TO* into, i64 at, float v, int pass) {
     else into[at] = stored<float>(v, into + at);
 #endif
 }
+
+#if PAIRS
+DEVICE void leave_two(float* into, float2 v) {
+#if ACCUMULATE
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(into), "f"(v.x), "f"(v.y) : "memory");
+#else
+    *(float2*)into = v;
+#endif
+}
+#endif
 
 struct Tile { int m, n, batch, split; };
 struct Work {
@@ -616,6 +630,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             if (plain) {
                                 at += (i64)t.split * M * N;
                                 TO* into = pass == 0 ? z : y;
+#if PAIRS
+                                if (in && ((u64)y & 7) == 0) leave_two(into + at, v), in = false, both = false;
+#endif
                                 if (EVEN && !ACCUMULATE) {
                                     if (in) *(float2*)(into + at) = v;
                                 } else if (in) {

@@ -217,6 +217,8 @@ class Wgmma:
             tail, share = 1.2e-6, 0.0
         if ITEMSIZE[problem.out] == 4:  # by plain stores (H200, 2026-11: 45 us where f16 takes 28)
             share = 2.0
+        elif direct(problem):  # two bytes at a time (16384 x 50257 words: 4.8 ms, 2.0 by TMA)
+            share = 4.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
         extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(problem.epilogue.save_z)
@@ -318,6 +320,9 @@ class Wgmma:
         )  # y and c begin with their buffers
         if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
+        elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
+            other = problem.epilogue.among("save_z", "gate") or operand(problem)
+            tile |= {} if other else {"PAIRS": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
         if side == "tiles":
