@@ -69,7 +69,7 @@ MODULES: dict[str, str] = {
     "MatMulNBits": "matmul_nbits",
     "GemmInteger": "gemm_integer",
     "Sdpa": "sdpa",
-    "SdpaGrad": "sdpa",
+    "SdpaGrad": "sdpa_grad_sm90",
     "Conv": "conv",
     "ConvWeightGrad": "conv_grad",
     **dict.fromkeys(("Norm", "NormGrad", "NormGradSums"), "norm"),
