@@ -215,12 +215,11 @@ class _Step:
         self.graph.inputs.append(value)
 
     def slot(self, w: onnx_ir.Value, name: str, kind: str, initial: float) -> onnx_ir.Value:
-        """A new state in the shape of parameter `w`."""
+        """A new state in the shape of parameter `w`; one number, broadcast, takes no memory."""
         assert w.dtype is not None
         assert w.shape is not None
-        return self.add_state(
-            f"{w.name}.{name}", kind, np.full(w.shape.numpy(), initial, w.dtype.numpy())
-        )
+        number = np.array(initial, w.dtype.numpy())
+        return self.add_state(f"{w.name}.{name}", kind, np.broadcast_to(number, w.shape.numpy()))
 
     def add_state(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
         """Add a state, and return the input that reads it."""
