@@ -72,24 +72,29 @@ def _moved(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | N
         ((step, size, to) for size, step, to in zip(x.shape, x.strides, y.strides, strict=True)
          if size != 1), reverse=True,
     )  # fmt: skip
-    rest, offset, start = part.offset - x.offset, y.offset, {}
+    rest, offset = part.offset - x.offset, y.offset
     if rest < 0 or any(step < 1 for step, _, _ in axes):
         return None
+    left = []  # places of each axis behind the part's last one
     for step, size, to in axes:
-        start[step] = min(rest // step, size - 1)
-        rest -= start[step] * step
-        offset += start[step] * to
-    found = {step: (size, to) for step, size, to in axes}
-    if rest or len(found) < len(axes):
-        return None
+        first = min(rest // step, size - 1)
+        rest -= first * step
+        offset += first * to
+        left.append(size - 1 - first)
     strides = []
     for size, step in zip(part.shape, part.strides, strict=True):
-        if size == 1:
+        # the axis that it goes along, perhaps several places at a time
+        k = next((k for k, (own, _, _) in enumerate(axes) if own <= step), None)
+        if size == 1 or k is None:
             strides.append(0)
-        elif step not in found or start[step] + size > found[step][0]:
-            return None
-        else:
-            strides.append(found[step][1])
+            rest += size - 1
+            continue
+        own, _, to = axes[k]
+        left[k] -= (size - 1) * (step // own)
+        rest += step % own
+        strides.append(step // own * to)
+    if rest or any(n < 0 for n in left):
+        return None
     place = Tensor(y.buffer, y.dtype, part.shape, tuple(strides), offset)
     writes = tuple((n, place if t is part else t) for n, t in call.writes)
     return replace(call, writes=writes), (part.offset, part.size)
