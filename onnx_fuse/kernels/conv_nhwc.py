@@ -81,7 +81,7 @@ class ChannelsLast(RuleBased):
 
 
 class Depthwise(ChannelsLast):
-    """conv/depthwise_nhwc.cu: two channels and a run of outputs a thread; `wide` outputs."""
+    """conv/depthwise_nhwc.cu: `pairs` of channels and a run of `wide` outputs a thread."""
 
     name = "depthwise"
     source = "conv/depthwise_nhwc.cu"
@@ -92,34 +92,44 @@ class Depthwise(ChannelsLast):
             return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
         if problem.groups % 2:
             return f"{problem.groups} channels are no pairs"
-        if self._span(problem, 2) > 32:
+        if self._kept(problem, 2, 1) > 56:
             return "the filter is too wide"
         return super().supports(problem, hw)
 
-    def _span(self, problem: Conv, wide: int) -> int:
+    def _kept(self, problem: Conv, wide: int, pairs: int) -> int:
+        """Words that a thread keeps: the inputs of its rows on their way, and its sums."""
         taps = problem.window
-        return (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
+        span = (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
+        rows = taps.kernel[1] if taps.kernel[1] <= 3 else 2
+        return (rows * span + 2 * wide) * pairs
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """The rule's run of outputs, then others whose inputs fit the registers."""
-        runs = [wide for wide in (2, 4, 7, 8) if self._span(problem, wide) <= 32]
-        return [Config.of(), *(Config.of(wide=wide) for wide in runs)]
+        """The rule's, then others whose rows of inputs fit the registers."""
+        found = [
+            Config.of(wide=wide, pairs=pairs)
+            for wide in (2, 4, 7, 8)
+            for pairs in (1, 2)
+            if self._kept(problem, wide, pairs) <= 56 and problem.groups % (2 * pairs) == 0
+        ]
+        return [Config.of(), *found]
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a pair of channels and a run of outputs a thread."""
-        wide = config.integer("wide")
+        wide, pairs = config.integer("wide"), config.integer("pairs", 1)
         if not wide:
-            least = 2 if self._span(problem, 4) > 24 else 4
-            wide = 7 if problem.outer[2] % 7 == 0 and self._span(problem, 7) <= 16 else least
+            wide = 4 if self._kept(problem, 4, 1) <= 56 else 2
+            both = problem.groups % 4 == 0 and self._kept(problem, wide, 2) <= 56
+            pairs = 2 if both else 1
         _, oh, ow = problem.outer
-        size = problem.batch * oh * -(-ow // wide) * (problem.groups // 2)
+        size = problem.batch * oh * -(-ow // wide) * (problem.groups // (2 * pairs))
         sn, sy, sx = _strides(problem)
         return (Launch(
             self.source, "conv_depthwise", (-(-size // 256), 1, 1), (256, 1, 1),
             (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", size),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
-            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TRANSPOSED=False,
+            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, PAIRS=pairs,
+                    TRANSPOSED=False,
                     **window_macros(problem.window), **_epilogue(problem),
                     **tail_macros(problem.tail)),
         ),)  # fmt: skip
@@ -308,16 +318,20 @@ class WgmmaConv(_Chosen):
         return super().supports(problem, hw) or self.inner.supports(self._product(problem), hw)
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the product."""
-        return self.inner.configs(self._product(problem), hw)
+        """The configurations of the product, and a narrow tile for few filters."""
+        found = [*self.inner.configs(self._product(problem), hw)]
+        if problem.filters <= 64:
+            found.append(Config.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
+        return found
 
     def fits(self, problem: Conv, config: Config) -> bool:
         """Whether each split has steps of k."""
         return not config.attrs or self.inner.fits(self._product(problem), config)
 
     def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
-        """Those of the product."""
-        return self.inner.cost(self._product(problem), config, hw)
+        """The tiles of the product, or the images read and written once."""
+        tiles = self.inner.tile_seconds(self._product(problem), config, hw)
+        return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
         """The product's partial sums."""

@@ -45,6 +45,8 @@ def convolution(
 ) -> str | None:
     """y = act(Conv(x, weight) + bias), all images channels last; `y` is the new dense output."""
     out = channels_last(stored_last(ctx, node, y))
+    if is_channels_last(reads["x"]):  # what else reads it is of the stretch as well
+        ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
     if bias is None:
         zero = ir.DataType[shape.dtype.upper()].numpy()
