@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
+from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
@@ -281,23 +282,28 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
-class WgmmaConv(_Chosen):
-    """gemm/wgmma_sm90.cu with a's tiles gathered by TMA (im2col): a step is a tap's 64 channels."""
+class Im2col(_Chosen):
+    """The Hopper products with a's tiles gathered by TMA: a step is 64 channels of a tap."""
 
     name = "wgmma"
     source = Wgmma.source
 
     def __init__(self) -> None:
-        self.inner = Wgmma()
+        self.many, self.few = Wgmma(), Cluster()
+
+    def _inner(self, config: Config) -> Wgmma | Cluster:
+        """The product's candidate whose configuration it is."""
+        return self.many if config.attr("tile") else self.few
 
     def _product(self, problem: Conv) -> Problem:
         """The product of the same tiles, whose k is the taps' channels in steps of 64."""
         epilogue = epilogue_of(problem)
         assert epilogue is not None
+        extra = {"static_b": True} if problem.static_weight else {}
         return Problem.of(
             "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
             k=-(-problem.channels // 64) * 64 * prod(problem.window.kernel), dtype=problem.dtype,
-            trans_b=True, epilogue=epilogue,
+            trans_b=True, epilogue=epilogue, **extra,
         )  # fmt: skip
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
@@ -315,48 +321,55 @@ class WgmmaConv(_Chosen):
             first, last = corners[2 - i], problem.inner[i] - 1 + corners[4 - i]
             if (last - first) // window.strides[i] + 1 != problem.outer[i]:
                 return "y ends elsewhere than the window"
-        return super().supports(problem, hw) or self.inner.supports(self._product(problem), hw)
+        return super().supports(problem, hw) or self.many.supports(self._product(problem), hw)
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the product, and a narrow tile for few filters."""
-        found = [*self.inner.configs(self._product(problem), hw)]
+        """The configurations of both products, and a narrow tile for few filters."""
+        product = self._product(problem)
+        found = [*self.many.configs(product, hw)]
         if problem.filters <= 64:
             found.append(Config.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
+        if self.few.supports(product, hw) is None:
+            found += self.few.configs(product, hw)
         return found
 
     def fits(self, problem: Conv, config: Config) -> bool:
-        """Whether each split has steps of k."""
-        return not config.attrs or self.inner.fits(self._product(problem), config)
+        """Whether each part of the sum has steps."""
+        return not config.attrs or self._inner(config).fits(self._product(problem), config)
 
     def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
-        """The tiles of the product, or the images read and written once."""
-        tiles = self.inner.tile_seconds(self._product(problem), config, hw)
+        """The time of the product, whose a is the images once and not tap by tap."""
+        product = self._product(problem)
+        if not config.attr("tile"):
+            return self.few.cost(product, config, hw)
+        tiles = self.many.tile_seconds(product, config, hw)
         return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
         """The product's partial sums."""
         how = self.ruled(problem, config, hw)
-        return self.inner.workspace(self._product(problem), how, hw)
+        return self._inner(how).workspace(self._product(problem), how, hw)
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The product's launches, its operands described as images and taps."""
         config = self.ruled(problem, config, hw)
-        product, *rest = self.inner.launch(self._product(problem), config, hw)
-        (mi, bn, pingpong), cluster = config.integers("tile"), config.integer("cluster")
+        product, *rest = self._inner(config).launch(self._product(problem), config, hw)
+        a, b = product.args[:2]
+        assert isinstance(a, TensorMap)
+        assert isinstance(b, TensorMap)
         _, h, w = problem.inner
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
         left, top, right, bottom = _corners(problem)
         images = TensorMap(
             Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-            tuple(2 * step for step in reversed(_strides(problem))),
-            (64, (64 if pingpong else 128) * mi),
+            tuple(2 * step for step in reversed(_strides(problem))), (64, a.box[1]),
             window=(left, top, right, bottom, window.strides[2], window.strides[1]),
         )  # fmt: skip
         taps = prod(window.kernel)
         filters = TensorMap(
             Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
-            (2 * taps * ldw, 2 * ldw), (64, bn // cluster, 1),
+            (2 * taps * ldw, 2 * ldw), (64, b.box[1], 1),
         )  # fmt: skip
         steps = Num("i32", -(-problem.channels // 64))
         args: tuple[Arg, ...] = (images, filters, *product.args[2:], Num("i32", oh), Num("i32", ow),
@@ -374,4 +387,4 @@ def _corners(problem: Conv) -> tuple[int, int, int, int]:
     return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
 
 
-KERNELS = (Depthwise(), WgmmaConv(), Mma())
+KERNELS = (Depthwise(), Im2col(), Mma())

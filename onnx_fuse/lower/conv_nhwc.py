@@ -60,6 +60,7 @@ def convolution(
     else:
         reads["x"] = ctx.contiguous(channels_last(reads["x"]))
         reads["weight"] = _packed(ctx, reads["weight"], shape)
+    shape = replace(shape, static_weight=ctx.known(reads["weight"]) is not None)
     return ctx.select(node, shape, reads, {"y": out})
 
 

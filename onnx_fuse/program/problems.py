@@ -209,7 +209,7 @@ class Conv(AnyProblem):
     ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
-    elements, () where x is dense.
+    elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
     """
 
     op = "Conv"
@@ -228,6 +228,7 @@ class Conv(AnyProblem):
     tail: Tail | None = None
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
+    static_weight: bool = False
 
     @property
     def depthwise(self) -> bool:
