@@ -192,6 +192,14 @@ class Wgmma:
         return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.integer("planes")])
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The tiles' time, or that of their operands."""
+        mi, _, pingpong = config.integers("tile")
+        # tiles mostly empty of rows stream b at a third of the memory's rate
+        few = problem.m <= (32 if pingpong else 64) * mi
+        stream = problem.bytes / (hw.bandwidth * (0.35 if few else 1.0))
+        return max(self.tile_seconds(problem, config, hw), stream) + hw.launch_seconds
+
+    def tile_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
@@ -232,9 +240,7 @@ class Wgmma:
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
-        # tiles mostly empty of rows stream b at a third of the memory's rate
-        stream = problem.bytes / (hw.bandwidth * (0.35 if problem.m <= bm // 2 else 1.0))
-        return max(seconds, stream) + hw.launch_seconds
+        return seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         """Bytes of the partial sums of the splits of k."""

@@ -116,7 +116,8 @@ class ChannelNorm(AnyProblem):
     """y = (x - mean) / sqrt(variance + epsilon) scale + bias, x of `size` elements.
 
     Scale and bias are a number a channel, of `channels` of `inner` elements; mean and variance are
-    too, or, with `group`, a number for so many channels of a row of the batch.
+    too, or, with `group`, a number for so many channels of a row of the batch; of `pixels` rows, if
+    given, where the channels are the last axis and `inner` is 1.
     """
 
     op = "ChannelNorm"
@@ -129,6 +130,7 @@ class ChannelNorm(AnyProblem):
     stat: str
     epsilon: float = 1e-5
     tail: Tail | None = None
+    pixels: int = 0
 
     @property
     def bytes(self) -> int:
@@ -209,7 +211,7 @@ class Conv(AnyProblem):
     ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
-    elements, () where x is dense.
+    elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
     """
 
     op = "Conv"
@@ -228,6 +230,7 @@ class Conv(AnyProblem):
     tail: Tail | None = None
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
+    static_weight: bool = False
 
     @property
     def depthwise(self) -> bool:
