@@ -366,6 +366,18 @@ def _windows() -> Iterator[Case]:
         yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 10, 3, 4), (10,)), attrs, 1, dtype)
     yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 5, 3, 3)), {"group": 2, "dilations": [2, 1]})
     yield Case("ConvTranspose", ((2, 6, 9), (6, 70, 3)), {"strides": [2]}, note="1-D")
+    for dtype in (F16, BF16):  # one convolution for each phase of the strides
+        both = {"strides": [2, 2], "pads": [1, 1, 1, 1], "output_padding": [1, 0]}
+        for x, w, how in (
+            ((2, 64, 9, 8), (64, 32, 3, 3), {"pads": [1, 1, 1, 1]}),
+            ((2, 64, 9, 8), (64, 32, 3, 3), both),
+            ((2, 24, 9, 8), (24, 32, 4, 5), {"strides": [2, 3], "dilations": [1, 2]}),
+            ((2, 24, 6, 5), (24, 32, 3, 3), {"strides": [2, 2], "dilations": [2, 2]}),
+            ((2, 64, 5, 4), (64, 32, 1, 1), {"strides": [2, 2], "output_padding": [1, 0]}),
+            ((2, 64, 5, 4), (64, 32, 1, 1), {}),
+            ((2, 64, 9), (64, 32, 4), {"strides": [2], "pads": [1, 1]}),
+        ):
+            yield Case("ConvTranspose", (x, w), how, 1, dtype, note="-".join(how))
     square = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
     square |= {"group": 1, "swap": [1, 0, 2, 3]}
     one = {"kernel_shape": [1, 1], "pads": [0] * 4}

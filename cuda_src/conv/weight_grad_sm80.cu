@@ -6,8 +6,8 @@
 // Inputs   : x T [n, h, w, groups * channels], dy T [n, oh, ow, groups * filters]; channels and filters are
 //            multiples of 8. `plane` and `row` divide by oh * ow and by ow (Divide).
 // Outputs  : part f32 [splits, groups * filters, TAPS * channels]; dw TY [groups * filters, channels, TAPS].
-// Macros   : T TY BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES, geometry.cuh's.
-// Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads; finish: 32 sums a block of 256.
+// Macros   : T TY LANES; BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES, geometry.cuh's.
+// Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads; sum: 256 / LANES sums a block.
 // Numerics : f32 sums, pixels in order within a part, parts in an order of their number alone.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
 #include "sm80.cuh"
@@ -112,21 +112,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 #endif
 
-// The sum of the parts, [rows, TAPS, channels], as [rows, channels, TAPS].
+// The sum of the parts, [rows, TAPS, channels], as [rows, channels, TAPS]; LANES threads a sum.
+#ifdef LANES
 extern "C" __global__ void __launch_bounds__(256)
     conv_weight_sum(const float* part, TY* dw, u32 size, u32 channels, int splits) {
     after_previous_launch();
-    __shared__ float sums[8][32];
-    const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32, i = blockIdx.x * 32 + tx;
+    constexpr int ACROSS = 256 / LANES;
+    __shared__ float sums[LANES][ACROSS];
+    const u32 tx = threadIdx.x % ACROSS, ty = threadIdx.x / ACROSS, i = blockIdx.x * ACROSS + tx;
     float z = 0;
     if (i < size)
 #pragma unroll 4
-        for (int k = ty; k < splits; k += 8) z += part[(i64)k * size + i];
-    sums[ty][tx] = z;
-    __syncthreads();
+        for (int k = ty; k < splits; k += LANES) z += part[(i64)k * size + i];
+    if (LANES > 1) {
+        sums[ty][tx] = z;
+        __syncthreads();
+    }
     if (ty || i >= size) return;
 #pragma unroll
-    for (int k = 1; k < 8; k++) z += sums[k][tx];
+    for (int k = 1; k < LANES; k++) z += sums[k][tx];
     const u32 c = i % channels, tap = i / channels % TAPS, m = i / channels / TAPS;
     dw[((i64)m * channels + c) * TAPS + tap] = narrow<TY>(z);
 }
+#endif

@@ -83,6 +83,7 @@ class Mma(RuleBased):
         pixels, types = problem.batch * oh * ow, {"TY": C_TYPES[problem.out_dtype]}
         splits = -(-pixels // chunk)
         size = problem.groups * problem.filters * problem.depth
+        lanes = 8 if splits >= 16 else 1
         geometry = window_macros(problem.window)
         macros = dict(zip(("BM", "BN", "WM", "WN", "BK", "STAGES"), tile, strict=True))
         product = Launch(
@@ -90,14 +91,14 @@ class Mma(RuleBased):
             (Ptr("x"), Ptr("dy"), Ptr("workspace"), Num("u32", pixels),
              *(Num("i32", n) for n in (problem.groups, problem.channels, problem.filters, h, w)),
              *(Num("u32", n) for n in (*_divide(oh * ow), *_divide(ow), oh * ow, ow, chunk))),
-            as_defines({"T": C_TYPES[problem.dtype]}, types, macros, geometry),
+            as_defines({"T": C_TYPES[problem.dtype]}, macros, geometry),
             stages * bk * (bm + bn + 16) * 2,
         )  # fmt: skip
         total = Launch(
-            self.source, "conv_weight_sum", (-(-size // 32), 1, 1), (256, 1, 1),
+            self.source, "conv_weight_sum", (-(-size * lanes // 256), 1, 1), (256, 1, 1),
             (Ptr("workspace"), Ptr("dw"), Num("u32", size), Num("u32", problem.channels),
              Num("i32", splits)),
-            as_defines({"T": C_TYPES[problem.dtype]}, types, geometry),
+            as_defines({"T": C_TYPES[problem.dtype], "LANES": lanes}, types, geometry),
         )  # fmt: skip
         return product, total
 

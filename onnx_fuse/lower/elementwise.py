@@ -89,6 +89,37 @@ def _fold(name: str) -> Lowering:
     return lower
 
 
+_plain_where = _simple("Where")
+
+
+def where(ctx: Context, node: ir.Node) -> str | None:
+    """Where; the mask of a Relu's gradient is worked out there, from the Relu's result.
+
+    The next layer's gradient keeps that result anyway, and a mask made beside it would keep the
+    Relu out of the epilogue of what is before it.
+    """
+    mask = node.inputs[0].producer() if node.inputs[0] is not None else None
+    y = mask.inputs[0].producer() if mask is not None and mask.inputs[0] is not None else None
+    given = mask is not None and mask.op_type == "Greater" and ctx.host(mask, 1) is not None
+    if (
+        mask is None
+        or y is None
+        or y.op_type != "Relu"
+        or not given
+        or ctx.host(node, 0) is not None
+    ):
+        return _plain_where(ctx, node)
+    if len(mask.outputs[0].uses()) > 1:
+        return _plain_where(ctx, node)
+    code, shape = Code(), broadcast(ctx, node)
+    args = [operand(ctx, code, mask, i, shape)[0] for i in range(2)]
+    condition = code.step("Greater", "bool", *args)
+    (a, dtype), (b, _) = (operand(ctx, code, node, i, shape) for i in (1, 2))
+    made = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
+    emit(ctx, code, node, code.step("Where", dtype, condition, a, b), made)
+    return None
+
+
 def clip(ctx: Context, node: ir.Node) -> str | None:
     """y = min(max, max(min, x)); either bound may be absent."""
     x = ctx.view(node, 0)
@@ -171,6 +202,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Cast"): cast,
     ("", "CastLike"): cast,
     ("", "Clip"): clip,
+    ("", "Where"): where,
     ("", "Range"): range_,
 }
 for _row in ACTIVATIONS.values():
