@@ -50,7 +50,7 @@ template <int K, int STRIDE, int DILATION, int PAD, int AFTER> DEVICE int counte
     return end <= start ? 0 : min(K - 1, (end - 1 - start) / DILATION) - first + 1;
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     pool_grad(const T* dy, const CODE* code, T* dx, i64 size, int channels, int d, int h, int w, int od, int oh,
               int ow) {
     after_previous_launch();

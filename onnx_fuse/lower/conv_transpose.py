@@ -23,7 +23,7 @@ PHASES = 16
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """One axis of a phase: outputs `first`, `first` + stride, ..., and taps from `last` down.
 
     `taps` of them, `step` apart, make a filter of `dilation` with these pads; 0: nothing is added.
@@ -39,7 +39,7 @@ class _Axis:
     after: int = 0
 
 
-def _axis(shape: Conv, axis: int, r: int) -> _Axis:
+def _axis(shape: Conv, axis: int, r: int) -> Axis:
     """The outputs `r`, `r` + stride, ... of an axis."""
     window, size = shape.window, shape.inner[axis]
     stride, dilation = window.strides[axis], window.dilations[axis]
@@ -47,22 +47,23 @@ def _axis(shape: Conv, axis: int, r: int) -> _Axis:
     taps = [t for t in range(window.kernel[axis]) if (ahead - t * dilation) % stride == 0]
     outputs = -(-(shape.outer[axis] - r) // stride)
     if not taps:
-        return _Axis(r, outputs, 0)
+        return Axis(r, outputs, 0)
     last, step = taps[-1], taps[1] - taps[0] if len(taps) > 1 else 1
     apart, start = step * dilation // stride, (ahead - last * dilation) // stride
     reach = outputs - 1 + start + (len(taps) - 1) * apart
-    return _Axis(r, outputs, len(taps), last, step, apart, -start, reach - (size - 1))
+    return Axis(r, outputs, len(taps), last, step, apart, -start, reach - (size - 1))
 
 
 @dataclass(frozen=True)
-class _Phase:
+class Phase:
     """The axes of one phase, and its convolution; None: its outputs are zeros."""
 
-    axes: tuple[_Axis, _Axis, _Axis]
+    axes: tuple[Axis, Axis, Axis]
     shape: Conv | None
 
 
-def _phases(shape: Conv) -> list[_Phase]:
+def phases(shape: Conv) -> list[Phase]:
+    """The phases of a transposed convolution, which together write each output once."""
     steps = [min(s, o) for s, o in zip(shape.window.strides, shape.outer, strict=True)]
     found = []
     for rest in product(*map(range, steps)):
@@ -73,7 +74,7 @@ def _phases(shape: Conv) -> list[_Phase]:
         )  # fmt: skip
         outer = (a.outputs, b.outputs, c.outputs)
         made = replace(shape, transposed=False, outer=outer, window=window)
-        found.append(_Phase((a, b, c), made if a.taps and b.taps and c.taps else None))
+        found.append(Phase((a, b, c), made if a.taps and b.taps and c.taps else None))
     return found
 
 
@@ -84,7 +85,7 @@ def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
         return False
     if a * b * c > PHASES:
         return False
-    shapes = [phase.shape for phase in _phases(shape)]
+    shapes = [phase.shape for phase in phases(shape)]
     if bias and None in shapes:
         return False
     x = _channels_second(replace(channels_last(x), strides=dense_strides(channels_last(x).shape)))
@@ -103,9 +104,9 @@ def convolution(
     """y = ConvTranspose(x, weight) + bias, channels last; `y` is the new dense output."""
     out = channels_last(stored_last(ctx, node, y))
     weight, rank = reads["weight"], len(y.shape) - 2
-    phases = _phases(shape)
+    found = phases(shape)
     reads["x"] = _channels_second(ctx.contiguous(channels_last(reads["x"])))
-    for phase in phases:
+    for phase in found:
         axes = phase.axes[3 - rank :]
         firsts, steps = [a.first for a in axes], shape.window.strides[3 - rank :]
         part = out.slice(
@@ -121,7 +122,7 @@ def convolution(
             (*weight.shape[:2], *(a.taps for a in axes)),
         )  # fmt: skip
         given = {**reads, "weight": taps.permute((1, 0, *range(2, rank + 2)))}
-        target = part if len(phases) == 1 else ctx.scratch(y.dtype, part.shape)
+        target = part if len(found) == 1 else ctx.scratch(y.dtype, part.shape)
         if reason := conv_nhwc.into(ctx, node, phase.shape, given, target):
             return reason
         if target is not part:
