@@ -144,6 +144,8 @@ def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
     norms = [p for p in problems if isinstance(p, ChannelNorm | ChannelGrad)]
     assert norms
     assert all(p.inner == 1 for p in norms)
+    # whose mask its gradient works out again, where nothing else needs the masked gradient
+    assert sum(p.relu for p in norms if isinstance(p, ChannelGrad) and p.stage == "dx") == 2
     # a Relu is in the epilogue of the norm before it
     assert sum(call.kernel.endswith("+Relu") for call in calls) == 3
     assert not any(call.host for call in calls)

@@ -164,7 +164,8 @@ class ChannelGrad(AnyProblem):
     """The gradient of a ChannelNorm of x [batch, channels, inner] by its own mean and variance.
 
     In three stages: "sums" over chunks of each channel, "params", which adds them up, and "dx".
-    `splits` chunks of `chunk` elements (vectors) make a channel.
+    `splits` chunks of `chunk` elements (vectors) make a channel. `relu`: dy is the gradient of a
+    Relu of the norm, which has "bias".
     """
 
     op = "ChannelGrad"
@@ -177,6 +178,7 @@ class ChannelGrad(AnyProblem):
     dtype: str
     param: str
     epsilon: float = 1e-5
+    relu: bool = False
 
     @property
     def bytes(self) -> int:
