@@ -29,6 +29,8 @@ def rows() -> Iterator[Row]:
             ((2, 24, 6, 5), (24, 32, 3, 3), {"strides": [2, 2], "dilations": [2, 2]}),
             ((2, 64, 5, 4), (64, 32, 1, 1), {"strides": [2, 2], "output_padding": [1, 0]}),
             ((2, 64, 5, 4), (64, 32, 1, 1), {}),
+            ((2, 6, 9, 8), (6, 1, 3, 3), {"pads": [1, 1, 1, 1], "group": 6}),
+            ((2, 6, 5, 4), (6, 1, 3, 3), {"strides": [2, 2], "group": 6}),
             ((2, 64, 9), (64, 32, 4), {"strides": [2], "pads": [1, 1]}),
         ):
             yield _row("ConvTranspose", (x, w), how, 1, dtype, note="-".join(how))
@@ -43,10 +45,15 @@ def rows() -> Iterator[Row]:
             ((2, 16, 5, 7), (2, 24, 9, 8), {"dilations": [2, 1], "pads": [0, 0, 0, 1]}),
             ((3, 32, 9, 8), (3, 48, 9, 8), {"group": 2}),
             ((4, 128, 28, 28), (4, 64, 28, 28), one),
+            ((3, 70, 9, 8), (3, 70, 9, 8), {"group": 70}),
+            ((2, 6, 5, 4), (2, 6, 9, 8), {"group": 6, "strides": [2, 2]}),
             ((6, 64, 17), (6, 8, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],
                                        "dilations": [1], "swap": [1, 0, 2]}),
         ):  # fmt: skip
             yield _row("ConvWeightGrad", (dy, x), square | how, 1, dtype, FUSE)
+    seven = square | {"kernel_shape": [7, 7], "pads": [3] * 4, "group": 66}
+    for dtype in (F32, F16, BF16, F64):
+        yield _row("ConvWeightGrad", ((5, 66, 14, 15), (5, 66, 14, 15)), seven, 1, dtype, FUSE)
     for dtype in (F32, F16, BF16, F64):
         for how in ({}, {"dilations": [2, 1], "ceil_mode": 1}, {"auto_pad": "SAME_UPPER"}):
             attrs = {"kernel_shape": [3, 2], "strides": [2, 1], **how}

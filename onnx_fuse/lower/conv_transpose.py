@@ -81,9 +81,8 @@ def phases(shape: Conv) -> list[Phase]:
 def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
     """Whether each phase is to run channels last, and what no tap reaches is zero."""
     a, b, c = shape.window.strides
-    if not shape.transposed or shape.act or shape.groups > 1 or shape.channels % 8:
-        return False
-    if a * b * c > PHASES:
+    shared = shape.groups == 1 and shape.channels % 8 == 0
+    if not shape.transposed or shape.act or not (shared or shape.depthwise) or a * b * c > PHASES:
         return False
     shapes = [phase.shape for phase in phases(shape)]
     if bias and None in shapes:
@@ -121,7 +120,9 @@ def convolution(
             [0, 0, *(a.last for a in axes)], [1, 1, *(-a.step for a in axes)],
             (*weight.shape[:2], *(a.taps for a in axes)),
         )  # fmt: skip
-        given = {**reads, "weight": taps.permute((1, 0, *range(2, rank + 2)))}
+        if not shape.depthwise:  # whose channels are its filters
+            taps = taps.permute((1, 0, *range(2, rank + 2)))
+        given = {**reads, "weight": taps}
         target = part if len(found) == 1 else ctx.scratch(y.dtype, part.shape)
         if reason := conv_nhwc.into(ctx, node, phase.shape, given, target):
             return reason

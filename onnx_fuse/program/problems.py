@@ -279,6 +279,11 @@ class ConvWeightGrad(AnyProblem):
     out_dtype: str
 
     @property
+    def depthwise(self) -> bool:
+        """Whether each channel has one filter of its own."""
+        return self.channels == self.filters == 1 < self.groups
+
+    @property
     def depth(self) -> int:
         """The number of sums a filter has."""
         return self.channels * prod(self.window.kernel)
@@ -297,8 +302,7 @@ class ConvWeightGrad(AnyProblem):
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type, without tensor cores where channels stand alone."""
-        alone = self.channels == self.filters == 1 < self.groups
-        return hw.rate("float32" if alone else self.dtype)
+        return hw.rate("float32" if self.depthwise else self.dtype)
 
 
 @dataclass(frozen=True)
