@@ -22,6 +22,7 @@ from onnx_fuse.lower.stages import run_loop
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
+from onnx_fuse.program.moves import ScatterND
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import Conv, Pool, Reduce, Resample
 from onnx_fuse.runtime.plan import Plan, plan
@@ -142,6 +143,18 @@ class Memory:
         return np.where(inside, found, np.zeros((), found.dtype))
 
 
+def _scattered(p: ScatterND, read: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Sums of rows, which is all that is interpreted, onto what is there or zeros."""
+    assert p.reduction == "add"
+    assert p.fresh == ("before" not in read)
+    kind = read["update"].dtype
+    y = np.zeros((p.rows, p.inner)) if p.fresh else read["before"].reshape(p.rows, p.inner)
+    y = y.astype(np.float64)
+    places = np.ravel_multi_index(tuple(read["index"].reshape(-1, len(p.dims)).T), p.dims, "wrap")
+    np.add.at(y, places, read["update"].reshape(p.count, p.inner).astype(np.float64))
+    return y.astype(kind)
+
+
 def interpret(
     program: Program,
     feeds: Mapping[str, np.ndarray],
@@ -184,6 +197,9 @@ def interpret(
             results = [read[f"0{name[1:]}"] for name, _ in call.writes]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
+        elif isinstance(call.problem, ScatterND):
+            results = [_scattered(call.problem, {n: memory.view(t).copy() for n, t in call.reads})]
+            results = [results[0].reshape(t.shape) for _, t in call.writes]
         elif call.kernel == "SortedRows":
             rows = memory.view(call.reads[0][1])
             order = np.lexsort(rows.T[::-1])

@@ -34,6 +34,10 @@ def rows() -> Iterator[Row]:
             ((2, 64, 9), (64, 32, 4), {"strides": [2], "pads": [1, 1]}),
         ):
             yield _row("ConvTranspose", (x, w), how, 1, dtype, note="-".join(how))
+        # channels first: groups that share channels, and three axes
+        how = {"group": 2, "pads": [1, 0, 1, 1]}
+        yield _row("ConvTranspose", ((2, 32, 7, 5), (32, 12, 3, 3)), how, 1, dtype)
+        yield _row("Conv", ((1, 16, 5, 6, 7), (24, 16, 2, 3, 2)), {}, 1, dtype, note="3-D")
     square = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
     square |= {"group": 1, "swap": [1, 0, 2, 3]}
     one = {"kernel_shape": [1, 1], "pads": [0] * 4}

@@ -211,7 +211,7 @@ class Conv(AnyProblem):
     ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
-    elements, () where x is dense.
+    elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
     """
 
     op = "Conv"
@@ -230,6 +230,7 @@ class Conv(AnyProblem):
     tail: Tail | None = None
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
+    static_weight: bool = False
 
     @property
     def depthwise(self) -> bool:
@@ -545,6 +546,31 @@ class CrossEntropy(AnyProblem):
 
 
 @dataclass(frozen=True)
+class CrossEntropyChunk(AnyProblem):
+    """The cross-entropy of a chunk of `rows` rows of scores "x", `stride` elements apart.
+
+    "rows" [rows, 2] takes each row's loss and the weight of its label. With `gradient`, what
+    d loss / d x is takes the place of x, with zeros from column `classes` on.
+    """
+
+    op = "CrossEntropyChunk"
+    rows: int
+    classes: int
+    stride: int
+    dtype: str
+    labels: str
+    weights: str = "float32"
+    ignored: int = -100
+    smoothing: float = 0.0
+    gradient: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """x read; written too with the gradient."""
+        return (1 + self.gradient) * self.rows * self.stride * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
 class SlopeProduct(AnyProblem):
     """dz = dy act'(z) [m, n], and its column sums: to "dbias", or to `parts` parts "part" [n].
 
@@ -597,6 +623,32 @@ class Fold(AnyProblem):
     def bytes(self) -> int:
         """The bytes of w, which is read, and of wq, which is written."""
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
+
+
+COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+"""What the ranks of a training may exchange."""
+
+
+@dataclass(frozen=True)
+class Collective(AnyProblem):
+    """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
+
+    `kind` "AllReduce": their sum, on every rank; "ReduceScatter": the rank's part of the sum;
+    "AllGather": the parts of all ranks in their order.
+    """
+
+    op = "Collective"
+    kind: str
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ranks: int
+    bucket: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a rank gives."""
+        pairs = zip(self.sizes, self.dtypes, strict=True)
+        return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from onnx_fuse.ops.fused import (
     gemm,
     groupnorm,
     layerscale,
+    linear_cross_entropy,
     loss,
     norm,
+    pointwise_conv,
     sdpa,
     window_gradients,  # noqa: F401  (its operators have no rules)
 )
@@ -21,8 +23,10 @@ RULES: tuple[Rule, ...] = (
     *norm.CANONICAL,
     *layerscale.RULES,
     *groupnorm.RULES,
+    *pointwise_conv.RULES,
     *conv.RULES,
     *loss.RULES,
+    linear_cross_entropy.RULE,
     *sdpa.RULES,
     gemm.FUSE_GEMM,
     gated.RULE,

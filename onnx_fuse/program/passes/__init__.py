@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
@@ -39,6 +40,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     # twice: what the first has moved to the end lets its producers wait as well
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
+    ("buckets", lambda calls, *_: by_bucket(calls)),
     ("pointwise problems", lambda calls, *_: [as_problem(call) for call in calls]),
     ("select", lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs)),
 )
