@@ -12,7 +12,7 @@ from test_gradients import session
 from onnx_fuse import autodiff
 from onnx_fuse.lower.conv_transpose import phases
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, Conv, PoolGrad, Window
+from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, Conv, MaxPoolGrad, Window
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
@@ -137,7 +137,7 @@ def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
     calls = program_of(graph, feeds).calls
     problems = [call.problem for call in calls]
     assert sum(p.op == "ConvWeightGrad" for p in problems if p) == 4
-    assert [p.channels for p in problems if isinstance(p, PoolGrad)] == [16]
+    assert [p.channels for p in problems if isinstance(p, MaxPoolGrad)] == [16]
     convolutions = [p for p in problems if isinstance(p, Conv)]
     assert convolutions
     assert all(p.channels_last for p in convolutions)

@@ -11,7 +11,7 @@ from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.conv import triple, window
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering
-from onnx_fuse.program.problems import ConvWeightGrad, PoolGrad
+from onnx_fuse.program.problems import ConvWeightGrad, MaxPoolGrad
 
 
 def weight_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -57,8 +57,8 @@ def max_pool_grad(ctx: Context, node: ir.Node) -> str | None:
     taps = window(ctx, node, ctx.attr(node, "kernel_shape"), x.shape[2:], dy.shape[2:])
     batch, channels = x.shape[:2]
     last = in_stretch(ctx, x)
-    problem = PoolGrad(
-        "max", batch if last else batch * channels, channels if last else 1, triple(x.shape[2:]),
+    problem = MaxPoolGrad(
+        batch if last else batch * channels, channels if last else 1, triple(x.shape[2:]),
         triple(dy.shape[2:]), taps, x.dtype,
     )  # fmt: skip
     dx = ctx.output(node, 0, x.shape, x.dtype)

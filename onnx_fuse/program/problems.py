@@ -406,28 +406,26 @@ class Pool(AnyProblem):
 
 
 @dataclass(frozen=True)
-class PoolGrad(AnyProblem):
-    """dx [planes, *inner, channels] of a Pool, "max" or "average"; dy [planes, *outer, channels].
+class MaxPoolGrad(AnyProblem):
+    """dx [planes, *inner, channels] of x's windows and dy [planes, *outer, channels].
 
-    Each dy is added to where the window's first maximum of "x" was, or shared among its elements.
-    `channels` neighbours share a position: 1 where the planes of a batch stand one by one.
+    Each dy is added to where the window's first maximum was. `channels` neighbours share a
+    position: 1 where the planes of a batch stand one by one.
     """
 
-    op = "PoolGrad"
-    kind: str
+    op = "MaxPoolGrad"
     planes: int
     channels: int
     inner: Triple
     outer: Triple
     window: Window
     dtype: str
-    include_pad: bool = False
 
     @property
     def bytes(self) -> int:
-        """dy read, dx written, and x read where maxima are looked for."""
-        whole = prod(self.inner) * (2 if self.kind == "max" else 1)
-        return self.planes * self.channels * (whole + prod(self.outer)) * ITEMSIZE[self.dtype]
+        """x and dy read, dx written."""
+        each = 2 * prod(self.inner) + prod(self.outer)
+        return self.planes * self.channels * each * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
