@@ -76,7 +76,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("ChannelNorm", "RunningStats", "ChannelGrad"), "channel"),
     "Softmax": "softmax",
     **dict.fromkeys(("Reduce", "SumSquares"), "reduce"),
-    **dict.fromkeys(("Pool", "PoolGrad", "ChannelWindow"), "pool"),
+    **dict.fromkeys(("Pool", "MaxPoolGrad", "ChannelWindow"), "pool"),
     **dict.fromkeys(("Resample", "GridSample", "Col2Im"), "pool"),
     "CrossEntropy": "loss",
     "CrossEntropyChunk": "loss",
