@@ -9,8 +9,8 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     each_has_steps,
     epilogue_defines,
-    gate_refusal,
     slope_seconds,
+    store_refusal,
     type_defines,
 )
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
@@ -80,7 +80,7 @@ class Cluster(WithoutWorkspace):
             return f"n={problem.n}: more than two tiles an SM"
         if min(problem.m, problem.n, problem.k) < 1:
             return "empty"
-        return gate_refusal(problem)
+        return store_refusal(problem)
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
         of = config.integer

@@ -55,7 +55,8 @@ def columns(problem: Problem) -> int:
 
 def direct(problem: Problem, splits: int = 1) -> bool:
     """Whether y leaves by plain stores: TMA stores 16-bit rows of a multiple of 16 bytes."""
-    return splits > 1 or ITEMSIZE[problem.out] != 2 or problem.n % 8 != 0
+    stride = problem.integer("ldy", problem.n)
+    return splits > 1 or ITEMSIZE[problem.out] != 2 or stride % 8 != 0
 
 
 class Wgmma:
@@ -96,6 +97,8 @@ class Wgmma:
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
+        if problem.attr("ldy") and (direct(problem) or problem.batch or operand(problem)):
+            return "rows of y that stand apart are one product's, of whole 16 bytes, without c"
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
@@ -157,7 +160,10 @@ class Wgmma:
                 continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            alone = whole or problem.epilogue.moments or problem.attr("parts")
+            if problem.attr("ldy") and bn % 64:  # its last columns go by plain stores
+                continue
+            alone = whole or any((problem.epilogue.moments, problem.attr("parts"),
+                                  problem.attr("ldy")))  # fmt: skip
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
@@ -281,7 +287,7 @@ class Wgmma:
         )
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
-        wide = n // 2 if problem.epilogue.gate else n
+        wide = problem.integer("ldy", n // 2 if problem.epilogue.gate else n)
 
         def stored(name: str, used: object) -> TensorMap:
             return TensorMap(
