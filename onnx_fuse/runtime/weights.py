@@ -67,10 +67,12 @@ class Weights:
         self._blocks.append(block)
         at = block.address
         for name, array in arrays.items():
-            dense = np.asarray(array, order="C")  # keeps a scalar one
-            tensor = Tensor(-1, dense.dtype.name, dense.shape, dense_strides(dense.shape))
+            tensor = Tensor(-1, array.dtype.name, array.shape, dense_strides(array.shape))
             self.resident[name] = (tensor, at)
-            if dense.nbytes:
+            if array.size > 1 and not any(array.strides) and not array.flat[0]:
+                self._stream.fill(at, 0, array.nbytes)  # the first states of an optimizer
+            elif array.size:
+                dense = np.asarray(array, order="C")  # keeps a scalar one
                 self._stream.upload(at, dense.ctypes.data, dense.nbytes)
                 self._stream.wait(f"uploading {name}")
             at += sizes[name]

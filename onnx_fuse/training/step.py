@@ -247,7 +247,8 @@ class _Step:
         assert w.shape is not None
         part = self.reduction.part_of(w) if self.ranks and kind == "slot" else 0
         shape = (part,) if part else tuple(w.shape.numpy())
-        made = self.add_state(f"{w.name}.{name}", kind, np.full(shape, initial, w.dtype.numpy()))
+        first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
+        made = self.add_state(f"{w.name}.{name}", kind, first)
         if part:
             self.wholes[made] = tuple(w.shape.numpy())
         return made
