@@ -8,6 +8,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
+    each_has_steps,
     epilogue_defines,
     gate_refusal,
     normed,
@@ -183,9 +184,7 @@ class Wgmma:
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether each split has steps of k."""
         splits = config.integer("splits")
-        return splits == 1 or (splits - 1) * ceil(self._steps(problem) / splits) < self._steps(
-            problem
-        )
+        return splits == 1 or each_has_steps(self._steps(problem), splits)
 
     def _steps(self, problem: Problem) -> int:
         """64-wide steps of k, in all products of bf16 planes."""

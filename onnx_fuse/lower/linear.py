@@ -430,7 +430,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         or not n
         or name.exposed not in ((), ("dz",))
     ):
-        return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
+        return f"the one pass takes 16-bit rows of whole 16 bytes, not {n} columns of {dy.dtype}"
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)
     parts = act_parts(rows, n)
