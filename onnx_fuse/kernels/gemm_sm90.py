@@ -47,7 +47,8 @@ SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale:
+    turned = problem.epilogue.dw == "turned"
+    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale or turned:
         return 2
     return int(bool(problem.epilogue.bias or problem.epilogue.dw))
 
@@ -95,6 +96,8 @@ class Wgmma:
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
+        if problem.epilogue.dw == "turned" and direct(problem):
+            return "sums of columns go with TMA stores of 16 bits"
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
@@ -156,7 +159,8 @@ class Wgmma:
                 continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            alone = whole or problem.epilogue.moments or problem.attr("parts")
+            turned = problem.epilogue.dw == "turned"
+            alone = whole or turned or problem.epilogue.moments or problem.attr("parts")
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
@@ -239,7 +243,9 @@ class Wgmma:
         return ceil(problem.m / ((64 if pingpong else 128) * mi))
 
     def parts(self, problem: Problem, config: Config) -> int:
-        """How many [2, m] planes of "part" hold the row sums of dgamma and dbeta."""
+        """How many [2, m] planes of "part" hold the sums of dgamma and dbeta; [2, n] of "turned"."""
+        if problem.epilogue.dw == "turned":
+            return ceil(problem.m / 16)
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
         return ceil(problem.n / columns)
 
