@@ -97,6 +97,15 @@ DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z, int w
                  "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
+// `box` pixels of a 4-D tensor of images from (w, h, image) on, at (dx, dy) from each: 64 channels.
+DEVICE void tma_load_im2col(u32 to, const TensorMap& map, u32 bar, int c, int w, int h, int image,
+                            u16 dx, u16 dy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(c), "r"(w), "r"(h), "r"(image), "h"(dx), "h"(dy)
+        : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Wait until at most N stores still read their shared memory.
 template <int N> DEVICE void tma_store_wait_read() {

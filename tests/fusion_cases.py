@@ -245,6 +245,86 @@ FUSION_CASES = (
         output="float[B,6,S,T] y",
         reason="it follows an Add",
     ),
+    *(
+        FusionCase(
+            f"convolution_of_single_taps_behind_a_norm_{name}",
+            "float[B,8,S,T] x, float[8] g, float[8] b, "
+            f"float[{wide},{8 // group},{taps},{taps}] w"
+            + (", float[32] c" if "c" in read else "")
+            + (", float[8,32,1,1] v" if "v" in body else ""),
+            "t = Transpose <perm = [0,2,3,1]> (x)\n n = LayerNormalization (t, g, b)\n"
+            f"u = Transpose <perm = {perm}> (n)\n"
+            f"z = Conv <group = {group}, pads = [{pads}], strides = [{step},{step}]> ({read})\n"
+            f"{body}",
+            fused,
+            output=f"float[B,{out},S,T] y",
+            reason=reason,
+            gone=("Conv",) if fused else (),
+        )
+        for name, wide, group, taps, perm, pads, step, read, out, body, fused, reason in (
+            (
+                "narrow",
+                8,
+                1,
+                1,
+                "[0,3,1,2]",
+                "0,0,0,0",
+                1,
+                "u, w",
+                8,
+                "y = Relu (z)",
+                ("LayerNormGemmRelu",),
+                "",
+            ),
+            (
+                "and_another",
+                32,
+                1,
+                1,
+                "[0,3,1,2]",
+                "0,0,0,0",
+                1,
+                "u, w, c",
+                8,
+                "h = Gelu (z)\n y = Conv (h, v)",
+                ("LayerNormGemmGelu",),
+                "",
+            ),
+            (
+                "wide",
+                32,
+                1,
+                1,
+                "[0,3,1,2]",
+                "0,0,0,0",
+                1,
+                "u, w, c",
+                32,
+                "y = Neg (z)",
+                (),
+                "the Transpose would move 32 numbers a pixel, not 8",
+            ),
+            ("of_groups", 8, 2, 1, "[0,3,1,2]", "0,0,0,0", 1, "u, w", 8, "y = Neg (z)", (), ""),
+            ("of_nine", 8, 1, 3, "[0,3,1,2]", "1,1,1,1", 1, "u, w", 8, "y = Neg (z)", (), ""),
+            ("in_steps", 8, 1, 1, "[0,3,1,2]", "0,0,0,0", 2, "u, w", 8, "y = Neg (z)", (), ""),
+            ("padded", 8, 1, 1, "[0,3,1,2]", "1,1,1,1", 1, "u, w", 8, "y = Neg (z)", (), ""),
+            ("turned", 8, 1, 1, "[0,3,2,1]", "0,0,0,0", 1, "u, w", 8, "y = Neg (z)", (), ""),
+            (
+                "read_twice",
+                8,
+                1,
+                1,
+                "[0,3,1,2]",
+                "0,0,0,0",
+                1,
+                "u, w",
+                8,
+                "y = Mul (z, u)",
+                (),
+                "others read the norm or its Transpose",
+            ),
+        )
+    ),
     FusionCase(
         "conv_prelu",
         "float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a",

@@ -187,6 +187,20 @@ def test_stages_give_onnxruntimes_results(name: str) -> None:
         np.testing.assert_array_equal(got[output], want, err_msg=output)
 
 
+STRINGS = """agraph (float[3,5,4] x) => (float[3,5,4] y, string[3,5,4] s)
+    { a = Abs (x) s = Cast <to = 8> (a) b = Cast <to = 1> (s) y = Neg (b) }"""
+
+
+def test_strings_between_numbers_are_a_stage_of_onnxruntimes() -> None:
+    model, feeds = text_model(STRINGS), {"x": X}
+    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    program = lowered(model, feeds)
+    assert [stage.host for stage in program.stages] == [True]
+    got = interpret(program, feeds, {}, lowered)
+    for output, want in zip(("y", "s"), expected, strict=True):
+        np.testing.assert_array_equal(got[output], want, err_msg=output)
+
+
 def test_a_body_with_a_deferred_node_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage knows nodes and values by name: a call of which some is deferred has its own body."""
     model = text_model(

@@ -7,16 +7,8 @@
 // Outputs  : loss T [n, inner] (null where reduced); rows ACC2 pairs (loss, weight); log_prob T or null.
 // Macros   : T I ACC LOG_SOFTMAX VEC TEAM BLOCK; MEAN (total divides by the sum of weights).
 // Bound    : HBM, x once (twice with log_prob).
-#include "reduce/team.cuh"
+#include "loss/log_sum_exp.cuh"
 
-struct Pair { ACC loss, weight; };
-struct Sofar { ACC top, sum; };
-
-DEVICE Sofar merge(Sofar a, Sofar b) {
-    const ACC m = a.top > b.top || a.top != a.top ? a.top : b.top;
-    return {m, (a.sum == 0 ? a.sum : a.sum * fast_exp(a.top - m)) +
-                   (b.sum == 0 ? b.sum : b.sum * fast_exp(b.top - m))};
-}
 DEVICE Sofar take(Sofar s, const Vec<T, VEC>& t) {
     ACC top = s.top;
 #pragma unroll

@@ -10,7 +10,8 @@ The fields of the Problem's epilogue are described in `program.epilogue`. Its at
   parts                       wgmma, with layernorm: how many moments of a row of a "part" holds;
                               row0 and row1 are written from them
 and the operands: lda, ldb (row strides; default dense), a_strides, b_strides, c_strides (one a
-batch dim, 0 broadcasts; default dense), align (what addresses are multiples of; 16 bytes).
+batch dim, 0 broadcasts; default dense), ldy (row stride of y, of whole 16 bytes; wgmma only,
+which leaves anything in a row beyond column n), align (what addresses are multiples of; 16 bytes).
 Types: a, b `dtype`; y, z, c `out`. Pointers: a b y c z row0..row3 col0 col1 part workspace.
 """
 

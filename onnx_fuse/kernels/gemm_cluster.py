@@ -8,8 +8,8 @@ from math import ceil
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     epilogue_defines,
-    gate_refusal,
     slope_seconds,
+    store_refusal,
     type_defines,
 )
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
@@ -79,7 +79,7 @@ class Cluster(WithoutWorkspace):
             return f"n={problem.n}: more than two tiles an SM"
         if min(problem.m, problem.n, problem.k) < 1:
             return "empty"
-        return gate_refusal(problem)
+        return store_refusal(problem)
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
         of = config.integer

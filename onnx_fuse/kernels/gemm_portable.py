@@ -36,6 +36,11 @@ def gate_refusal(problem: Problem) -> str | None:
     return None
 
 
+def store_refusal(problem: Problem) -> str | None:
+    """Why a kernel that stores the rows of y one behind the other cannot; None if it can."""
+    return "rows of y stand apart" if problem.attr("ldy") else gate_refusal(problem)
+
+
 def normed(problem: Problem) -> bool:
     """Whether the residual is a LayerNormalization of c."""
     return problem.epilogue.residual == "norm"
@@ -151,7 +156,7 @@ class _Portable(WithoutWorkspace):
             return f"no activation {act!r}"
         if max(problem.m, problem.n, problem.k) >= 2**31:
             return "a dimension of 2^31 or more"
-        return gate_refusal(problem)
+        return store_refusal(problem)
 
 
 SIMT_TILES: dict[int, dict[str, int]] = {

@@ -9,8 +9,8 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
     epilogue_defines,
-    gate_refusal,
     slope_seconds,
+    store_refusal,
     type_defines,
 )
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
@@ -50,6 +50,8 @@ class Skinny(WithoutWorkspace):
             return f"{problem.m} rows (at most 512): w would be read too often"
         if problem.k % 8 or not aligned(problem):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
+        if not problem.trans_b and problem.n % 2:
+            return f"rows of w are read in pairs of columns, not n={problem.n}"
         if problem.epilogue.dw or problem.epilogue.moments or problem.attr("parts"):
             return "no row sums of the result, none of parts"
         if problem.epilogue.row_bias:
@@ -63,7 +65,7 @@ class Skinny(WithoutWorkspace):
         ):
             return "c is read as a dense [M, N]"
         act = problem.epilogue.act
-        return f"no activation {act!r}" if act and act not in BY_KEY else gate_refusal(problem)
+        return f"no activation {act!r}" if act and act not in BY_KEY else store_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""

@@ -55,7 +55,8 @@ def columns(problem: Problem) -> int:
 
 def direct(problem: Problem, splits: int = 1) -> bool:
     """Whether y leaves by plain stores: TMA stores 16-bit rows of a multiple of 16 bytes."""
-    return splits > 1 or ITEMSIZE[problem.out] != 2 or problem.n % 8 != 0
+    stride = problem.integer("ldy", problem.n)
+    return splits > 1 or ITEMSIZE[problem.out] != 2 or stride % 8 != 0
 
 
 class Wgmma:
@@ -98,6 +99,8 @@ class Wgmma:
                 return "c is broadcast over the batch"
         if problem.epilogue.dw == "turned" and direct(problem):
             return "sums of columns go with TMA stores of 16 bits"
+        if problem.attr("ldy") and (direct(problem) or problem.batch or operand(problem)):
+            return "rows of y that stand apart are one product's, of whole 16 bytes, without c"
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
@@ -159,8 +162,10 @@ class Wgmma:
                 continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            turned = problem.epilogue.dw == "turned"
-            alone = whole or turned or problem.epilogue.moments or problem.attr("parts")
+            if problem.attr("ldy") and bn % 64:  # its last columns go by plain stores
+                continue
+            apart = problem.epilogue.moments, problem.attr("parts"), problem.attr("ldy")
+            alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
@@ -243,7 +248,7 @@ class Wgmma:
         return ceil(problem.m / ((64 if pingpong else 128) * mi))
 
     def parts(self, problem: Problem, config: Config) -> int:
-        """How many [2, m] planes of "part" hold the sums of dgamma and dbeta; [2, n] of "turned"."""
+        """How many [2, m] planes of "part" hold sums of dgamma and dbeta; [2, n] of "turned"."""
         if problem.epilogue.dw == "turned":
             return ceil(problem.m / 16)
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
@@ -288,7 +293,7 @@ class Wgmma:
         )
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
-        wide = n // 2 if problem.epilogue.gate else n
+        wide = problem.integer("ldy", n // 2 if problem.epilogue.gate else n)
 
         def stored(name: str, used: object) -> TensorMap:
             return TensorMap(

@@ -13,8 +13,8 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
-from onnx_fuse.program.problems import CrossEntropy
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import CrossEntropy, CrossEntropyChunk
 
 _MOST = 512  # threads a row
 _NONE_IGNORED = -(2**62)
@@ -70,4 +70,55 @@ class Rows(RuleBased):
         ),)  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"CrossEntropy": (Rows(),)}
+class Chunk(RuleBased):
+    """loss/chunk.cu. Operands: x target weight rows."""
+
+    name = "block"
+    source = "loss/chunk.cu"
+    free_axes = "yz"
+
+    def supports(self, problem: CrossEntropyChunk, hw: Hardware) -> str | None:
+        """Every type that sums are taken of in float32."""
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"no kernel for {problem.dtype}"
+        return "too many classes" if problem.stride >= 2**30 else None
+
+    def configs(self, problem: CrossEntropyChunk, hw: Hardware) -> Sequence[Config]:
+        """Other counts of threads a row, and the row in shared memory or not."""
+        held = (0, 1) if self._bytes(problem) <= hw.smem_per_block - 1024 else (0,)
+        return [Config.of(), *(Config.of(team=n, shared=s) for n in (256, 512, 1024) for s in held)]
+
+    def _bytes(self, problem: CrossEntropyChunk) -> int:
+        return problem.stride * ITEMSIZE[problem.dtype]
+
+    def launch(
+        self, problem: CrossEntropyChunk, config: Config, hw: Hardware
+    ) -> tuple[Launch, ...]:
+        """One block a row."""
+        vec = access_width(problem.stride, problem.dtype)
+        block = config.integer("team")
+        held = bool(config.integer("shared"))
+        if not block:
+            block = min(512, max(32, team_size(problem.rows, problem.stride, vec)))
+            # two blocks on a multiprocessor: one computes while the other waits for memory
+            held = 2 * self._bytes(problem) < hw.smem_per_block - 4096
+        shared = self._bytes(problem) if held else 0
+        macros = defines(
+            T=C_TYPES[problem.dtype], I=C_TYPES[problem.labels], W=C_TYPES[problem.weights],
+            ACC=accumulator(problem.dtype), VEC=vec, BLOCK=block, SHARED=shared > 0,
+            GRAD=problem.gradient, SMOOTH=problem.smoothing != 0,
+        )  # fmt: skip
+        numbers = (
+            Num("i32", problem.classes), Num("i32", problem.stride), Num("i64", problem.ignored),
+            Num("f32", problem.smoothing),
+        )  # fmt: skip
+        return (Launch(
+            self.source, "cross_entropy_chunk", (problem.rows, 1, 1), (block, 1, 1),
+            (*map(Ptr, ("x", "target", "weight", "rows")), *numbers), macros, smem=shared,
+        ),)  # fmt: skip
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "CrossEntropy": (Rows(),),
+    "CrossEntropyChunk": (Chunk(),),
+}

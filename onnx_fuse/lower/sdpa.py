@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code, cast_step, emit
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.fused.sdpa.causal import CAUSAL
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problem import (
@@ -67,7 +68,7 @@ def _problem(
     return Problem.of(
         op, m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
         group=heads // k.shape[1], scale=float(scale), q_strides=q.strides[:3],
-        k_strides=k.strides[:3], v_strides=v.strides[:3], **{"mask": (), **masks.attrs, **more},
+        k_strides=k.strides[:3], v_strides=v.strides[:3], **{"mask": (), **more, **masks.attrs},
         **{f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense},
     )  # fmt: skip
 
@@ -76,8 +77,12 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
     """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them."""
     kind = KINDS[FusedName.of(node.op_type).kind]
     found, at = _Masks(), first
-    for name, step in zip(("mask", "mask2"), kind.steps, strict=False):
+    for number, step in enumerate(kind.steps, 1):
         tensor = ctx.view(node, at)
+        if number == ctx.attr(node, CAUSAL, 0) and tensor.shape[-2:] == (q.shape[2], k.shape[2]):
+            found.attrs["causal"] = True  # it is the last one
+            break
+        name = ("mask", "mask2")[number - 1]
         if step == "Where":
             fill = ctx.host(node, at + 1)
             if fill is None or np.isnan(fill).any():

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step, copy, dtype_name, emit
+from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
@@ -157,6 +158,7 @@ def concat(ctx: Context, node: ir.Node) -> str | None:
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     y = ctx.output(node, 0, shape, parts[0].dtype)
+    y = follow(ctx, node, y, parts)
     start = 0
     for part in parts:
         starts = [start if k == axis else 0 for k in range(rank)]
@@ -196,7 +198,7 @@ def pad(ctx: Context, node: ir.Node) -> str | None:
     shape = [d + b + a for d, b, a in zip(x.shape, before, after, strict=True)]
     if mode != "constant":
         return _pad_axes(ctx, node, x, before, after, mode)
-    y = ctx.output(node, 0, shape, x.dtype)
+    y = follow(ctx, node, ctx.output(node, 0, shape, x.dtype), [x])
     code = Code()
     if ctx.has(node, 2):
         value = ctx.host(node, 2)

@@ -590,7 +590,8 @@ class Lowerer(Control):
         self.fallbacks.setdefault(name, reason)
         types = None if captured(node) else self.infer(node)
         made = [(i, v) for i, v in enumerate(node.outputs) if v.name]
-        typed = types is not None and all(types[i] is not None for i, _ in made)
+        found_types = [None if types is None else types[i] for i, _ in made]
+        typed = all(t is not None and t[0] in ITEMSIZE for t in found_types)  # no strings
         if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
             self.stuck.add(node)
             self._defer(node)

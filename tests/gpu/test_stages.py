@@ -42,3 +42,12 @@ def test_a_loop_that_data_ends_stacks_more_rows_where_data_says_so() -> None:
             np.testing.assert_allclose(value, want, rtol=1e-6)
         lengths.add(len(got[1]))
     assert len(lengths) == 3
+
+
+@pytest.mark.filterwarnings("ignore:runs on onnxruntime")
+def test_strings_between_numbers() -> None:
+    model, feeds = text_model(test_stages.STRINGS), {"x": test_stages.X}
+    reference = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    got = Executable(model).run(None, feeds)
+    for value, want in zip(got, reference.run(None, feeds), strict=True):
+        np.testing.assert_array_equal(np.asarray(value), want)

@@ -9,9 +9,12 @@ from onnx_fuse.ops.fused import (
     gemm,
     groupnorm,
     layerscale,
+    linear_cross_entropy,
     loss,
     norm,
+    pointwise_conv,
     sdpa,
+    window_gradients,  # noqa: F401  (its operators have no rules)
 )
 from onnx_fuse.ops.rewrite import Rule
 
@@ -20,8 +23,10 @@ RULES: tuple[Rule, ...] = (
     *norm.CANONICAL,
     *layerscale.RULES,
     *groupnorm.RULES,
+    *pointwise_conv.RULES,
     *conv.RULES,
     *loss.RULES,
+    linear_cross_entropy.RULE,
     *sdpa.RULES,
     gemm.FUSE_GEMM,
     gated.RULE,

@@ -1,0 +1,242 @@
+"""LinearCrossEntropy: a product that makes scores, and the cross-entropy that alone reads them.
+
+    z = x · Wᵀ + c      p = softmax(z)
+    loss = Σ_m (1 - s) w[t] (-log p[t]) + s/V Σ_v w[v] (-log p[v])      total = Σ_m w[t]
+for x [M, K], W [V, K], labels t [M], class weights w and label smoothing s. A mean is loss / total.
+Rows whose label is `ignore_index` count in neither. With g = d loss / d z the gradients of the loss
+are gx = g · W, gw = gᵀ · x and gb = Σ_m g. They are inner values of the body, which the forward of
+a training graph returns: it makes them while it has g, and what the gradient of the loss is
+multiplies them. So a runtime needs z for a few rows at a time, and never M x V numbers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder, dim, given, rank
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.fused.gradients import cotangents, saved
+from onnx_fuse.ops.grad_helpers import Values
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import (
+    Rewriter,
+    Rule,
+    attribute,
+    consumers,
+    other_operand,
+    producer,
+    row_axis,
+    typed,
+)
+
+NAME = "LinearCrossEntropy"
+LEAST_CLASSES = 2048
+"""Classes from which the scores weigh more than the operands that they are made of."""
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_VIEWS = 16
+"""Nodes between a product and its loss that are looked over at most."""
+
+_BODY = """LinearCrossEntropy <ignore_index: int = -100, label_smoothing: float = 0.0,
+    stash_type: int = 1> (x, w, bias, labels, weight) => (loss, total) {
+  wt = Transpose <perm: ints = [1, 0]> (w)
+  product = MatMul (x, wt)
+  scores = Add (product, bias)
+  z = Cast <to: int = @stash_type> (scores)
+  log_p = LogSoftmax <axis: int = 1> (z)
+  zero_id = Constant <value_int: int = 0> ()
+  one_id = Constant <value_int: int = 1> ()
+  second = Constant <value_ints: ints = [1]> ()
+  ids = Cast <to: int = 7> (labels)
+  skipped = Constant <value_int: int = @ignore_index> ()
+  ignored = Equal (ids, skipped)
+  safe = Where (ignored, zero_id, ids)
+  index = Unsqueeze (safe, second)
+  out = Unsqueeze (ignored, second)
+  zero = CastLike (zero_id, z)
+  one = CastLike (one_id, z)
+  classes = Shape <start: int = 1, end: int = 2> (z)
+  weights = Cast <to: int = @stash_type> (weight)
+  each = Expand (weights, classes)
+  own = Gather (each, index)
+  counted = Where (out, zero, own)
+  total = ReduceSum <keepdims: int = 0> (counted)
+  epsilon = Constant <value_float: float = @label_smoothing> ()
+  smooth = CastLike (epsilon, z)
+  keep = Sub (one, smooth)
+  count = Squeeze (classes)
+  count_z = CastLike (count, z)
+  share = Div (smooth, count_z)
+  hard = Mul (counted, keep)
+  own_log = GatherElements <axis: int = 1> (log_p, index)
+  hard_log = Mul (hard, own_log)
+  weighted = Mul (log_p, each)
+  every = ReduceSum <keepdims: int = 1> (weighted, second)
+  spread = Mul (every, share)
+  is_hard = Equal (smooth, zero)
+  soft_log = Where (is_hard, zero, spread)
+  row_log = Add (hard_log, soft_log)
+  row = Where (out, zero, row_log)
+  sum = ReduceSum <keepdims: int = 0> (row)
+  loss = Neg (sum)
+  p = Exp (log_p)
+  numbers = Range (zero_id, count, one_id)
+  is_own = Equal (numbers, index)
+  label = Where (is_own, hard, zero)
+  mass = ReduceSum <keepdims: int = 0> (each)
+  soft_mass = Mul (share, mass)
+  slope = Add (hard, soft_mass)
+  soft = Mul (share, each)
+  pull = Mul (slope, p)
+  push = Add (label, soft)
+  both = Sub (pull, push)
+  g = Where (out, zero, both)
+  gz = CastLike (g, x)
+  gx = MatMul (gz, w)
+  gt = Transpose <perm: ints = [1, 0]> (gz)
+  gts = Cast <to: int = @stash_type> (gt)
+  xs = Cast <to: int = @stash_type> (x)
+  gw = MatMul (gts, xs)
+  gzs = Cast <to: int = @stash_type> (gz)
+  first = Constant <value_ints: ints = [0]> ()
+  gb = ReduceSum <keepdims: int = 0> (gzs, first)
+}"""
+
+
+def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
+    """The saved gradients of the sum, times that of the sum."""
+    cotangents(node, dys, 2)
+    dy, answers = dys[0], []
+    if dy is None:
+        return [None, None, None]
+    for name, value in zip(("gx", "gw", "gb"), node.inputs, strict=False):
+        g = saved(node, name)
+        wide = g if g.dtype == dy.dtype else op.Cast(g, to=dy.dtype.value)
+        assert value is not None
+        answers.append(typed(op.CastLike(op.Mul(wide, dy), value), value, value.shape))
+    return answers
+
+
+register(OpDef(NAME, FUSE, body=_BODY, saves=("gx", "gw", "gb"), grad=_gradient))
+
+
+class _Product(NamedTuple):
+    """The product below the scores: x [..., K], and W [V, K], or [K, V] if `turned`."""
+
+    node: ir.Node
+    x: ir.Value
+    w: ir.Value
+    turned: bool
+    bias: ir.Value | None
+
+
+def _product(node: ir.Node | None) -> _Product | None:
+    if node is None:
+        return None
+    name, bias = FusedName.of(node.op_type), None
+    if node.domain == "" and node.op_type == "Add":
+        for x in node.inputs:
+            found = _product(producer(x, "MatMul"))
+            if found is not None and x is not None and _read_once(x):
+                bias = other_operand(node, x)
+                return found._replace(bias=bias) if _fits(bias, found) else None
+        return None
+    fused = node.domain == FUSE and name.family == "Gemm" and not name.activation
+    fused = fused and not (name.norm or name.place or name.exposed or name.grad)
+    if not fused and (node.domain or node.op_type not in ("MatMul", "Gemm")):
+        return None
+    x, w, *rest = node.inputs
+    plain = all(attribute(node, key, 1.0) == 1.0 for key in ("alpha", "beta"))
+    if x is None or w is None or rank(w) != 2 or not (rank(x) or 0) >= 2 or not plain:
+        return None
+    if attribute(node, "transA", 0):
+        return None
+    turned = not attribute(node, "transB", 0)
+    made = producer(w, "Transpose")
+    if made is not None and made.inputs[0] is not None:  # a table that is tied to the head
+        w, turned = made.inputs[0], not turned
+    site = _Product(node, x, w, turned, rest[0] if rest else None)
+    return site if _fits(site.bias, site) else None
+
+
+def _fits(bias: ir.Value | None, site: _Product) -> bool:
+    """Whether a bias is one number, or one a class."""
+    classes = dim(site.w, 1 if site.turned else 0)
+    return bias is None or (rank(bias) or 0) == 0 or (rank(bias), dim(bias, 0)) == (1, classes)
+
+
+def _read_once(value: ir.Value) -> bool:
+    """Whether one node reads the numbers of a value; Shape nodes will do with any like it."""
+    readers = [n for n in consumers(value) if n.op_type != "Shape"]
+    return len(readers) == 1 and not value.is_graph_output()
+
+
+def _below(node: ir.Node, axis: int) -> int | None:
+    """The axis of the classes below a view that keeps the order of the rows, None for others."""
+    if node.domain or node.op_type in ("Concat", "Split", "Gather", "Slice"):
+        return None
+    if node.op_type == "Cast":
+        before, after = node.inputs[0], node.outputs[0]
+        wider = before is not None and before.dtype in _HALF and after.dtype == ir.DataType.FLOAT
+        return axis if wider else None
+    below = row_axis(node, axis)
+    if node.op_type == "Transpose" and below is not None:
+        rows = [p for p in node.attributes.get_ints("perm", ()) if p != below]
+        return below if rows == sorted(rows) else None
+    return below
+
+
+def _apply(rw: Rewriter, loss: ir.Node) -> bool:
+    scores, labels = loss.inputs[:2]
+    if loss.domain or scores is None or labels is None:
+        return False
+    value, axis, site = scores, 1, None
+    views: list[ir.Node] = []
+    while len(views) < _VIEWS:
+        node = value.producer()
+        site = _product(node)
+        if site is not None or node is None or (below := _below(node, axis)) is None:
+            break
+        views.append(node)
+        assert node.inputs[0] is not None
+        value, axis = node.inputs[0], below
+    if site is None or axis != (rank(value) or 0) - 1:
+        return False
+    classes, width = dim(site.w, int(site.turned)), dim(site.w, 1 - int(site.turned))
+    if classes is None or width is None or classes < LEAST_CLASSES:
+        return False
+    nodes = [site.node, loss]
+    weight, reduction = given(loss, 2), attribute(loss, "reduction", "mean")
+    if reduction == "none":
+        return rw.refuse(NAME, nodes, "the loss of each row is asked for, not their sum")
+    if len(loss.outputs) > 1 and (loss.outputs[1].uses() or loss.outputs[1].is_graph_output()):
+        return rw.refuse(NAME, nodes, "the probabilities are read as well")
+    if not all(_read_once(v) for v in (value, *(view.outputs[0] for view in views))):
+        return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
+    op, x, w = Builder(), site.x, site.w
+    double = x.dtype == ir.DataType.DOUBLE
+    stash = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+    x2 = typed(op.Reshape(x, op.constant([-1, width])), x, [None, width])
+    ids = typed(op.Reshape(labels, op.constant([-1])), labels, [None])
+    if site.turned:
+        w = typed(op.Transpose(w, perm=[1, 0]), w, [classes, width])
+    if weight is None:
+        weight = rw.initializer(f"one.{stash.name.lower()}", np.ones((), stash.numpy()))
+    ignored = loss.attributes.get_int("ignore_index", -(2**62))
+    total, count = op.node(
+        NAME, [x2, w, rw.zeros(x) if site.bias is None else site.bias, ids, weight], outputs=2,
+        domain=FUSE, ignore_index=ignored, stash_type=int(stash),
+    )  # fmt: skip
+    for value in (total, count):
+        value.dtype, value.shape = stash, ir.Shape([])
+    result = total if reduction == "sum" else op.Div(total, count)
+    dtype = loss.outputs[0].dtype
+    if dtype is not None and dtype != stash:
+        result = op.Cast(typed(result, total, []), to=dtype.value)
+    return rw.replace(loss, op, [loss.outputs[0]], [typed(result, loss.outputs[0], [])])
+
+
+RULE = Rule(NAME, 2, ("SoftmaxCrossEntropyLoss",), _apply)
