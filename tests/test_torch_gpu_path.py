@@ -106,7 +106,7 @@ def test_a_capture_needs_a_run_before_and_keeps_its_launches(gpu: FakeGpu, now: 
     gpu.counts.clear()
     check(run, 4)
     assert not [n for n in gpu.counts if "Alloc" in n or "Synchronize" in n or "Event" in n]
-    assert [len(turn._captured) for turn in made._turns.values()] == [0, 1]
+    assert [len(turn._kept) for turn in made._turns.values()] == [0, 1]
 
 
 def test_old_shapes_go(gpu: FakeGpu, now: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
