@@ -48,7 +48,8 @@ SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale:
+    turned = problem.epilogue.dw == "turned"
+    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale or turned:
         return 2
     return int(bool(problem.epilogue.bias or problem.epilogue.dw))
 
@@ -97,6 +98,8 @@ class Wgmma:
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
+        if problem.epilogue.dw == "turned" and direct(problem):
+            return "sums of columns go with TMA stores of 16 bits"
         if problem.attr("ldy") and (direct(problem) or problem.batch or operand(problem)):
             return "rows of y that stand apart are one product's, of whole 16 bytes, without c"
         parts = problem.epilogue.moments
@@ -162,8 +165,8 @@ class Wgmma:
                 continue
             if problem.attr("ldy") and bn % 64:  # its last columns go by plain stores
                 continue
-            alone = whole or any((problem.epilogue.moments, problem.attr("parts"),
-                                  problem.attr("ldy")))  # fmt: skip
+            apart = problem.epilogue.moments, problem.attr("parts"), problem.attr("ldy")
+            alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
@@ -252,7 +255,9 @@ class Wgmma:
         return ceil(problem.m / ((64 if pingpong else 128) * mi))
 
     def parts(self, problem: Problem, config: Config) -> int:
-        """How many [2, m] planes of "part" hold the row sums of dgamma and dbeta."""
+        """How many [2, m] planes of "part" hold sums of dgamma and dbeta; [2, n] of "turned"."""
+        if problem.epilogue.dw == "turned":
+            return ceil(problem.m / 16)
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
         return ceil(problem.n / columns)
 
