@@ -22,7 +22,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import AnyProblem, Hardware, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 PACKED = "its weight stays in 4 bits"
