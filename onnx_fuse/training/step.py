@@ -144,7 +144,7 @@ def training_model(
     statistics = step.batch_norms(choice)
     step.dropouts()
     step.attach_loss(losses.terms(loss, loss_options, output))
-    if fused and level and not step.evaluates:
+    if fused and not step.evaluates:
         step.fuse_loss()
     weights = step.weights(statistics, choice)
     if step.evaluates:
