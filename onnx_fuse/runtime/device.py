@@ -411,7 +411,8 @@ class Stream:
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
                 if joined:
-                    last = [node for i in (*joined, len(nodes) - 1) for node in nodes[i]]
+                    ends = {int(n): n for i in (*joined, len(nodes) - 1) for n in nodes[i]}
+                    last = list(ends.values())
                     set_to = driver.cuStreamUpdateCaptureDependencies(
                         self.raw, last, [whole] * len(last), len(last), replaced
                     )
