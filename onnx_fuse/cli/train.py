@@ -22,7 +22,7 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
-from onnx_fuse.cli.train_options import Config, parse_groups, parse_terms
+from onnx_fuse.cli.train_options import Config, begin_ranks, parse_groups, parse_terms
 from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
@@ -235,6 +235,32 @@ def train(
             "the same MODEL and options, on a GPU.",
         ),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train on this many GPUs of this machine, by a process each; with --device cpu by "
+            "so many processes. --batch-size is that of all together.",
+        ),
+    ] = None,
+    reduce_dtype: Annotated[
+        str,
+        typer.Option(
+            "--reduce", metavar="NAME", help="Add up the gradients of several GPUs in fp32 or bf16."
+        ),
+    ] = "fp32",
+    shard: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Let each GPU hold its part alone of the states of: optimizer."
+        ),
+    ] = "",
+    sync_batchnorm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batchnorm", help="Normalize batches by the statistics of all GPUs' rows."
+        ),
+    ] = False,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
@@ -269,6 +295,10 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
+    ranks = begin_ranks(gpus)
+    first = ranks is None or ranks.rank == 0
+    if not first:  # which writes and shows what there is to see
+        csv = tensorboard = curve = trace = json = html = adapters = None
     output = output or files.default_output(model, ".tuned.onnx")
     files.check_paths(
         {"MODEL": model, "--data": data, "--val": val, "--config": config},
@@ -301,17 +331,24 @@ def train(
         raise UsageError("adapters need a rank: add --lora-rank 8")
     if resume and checkpoint is None:
         raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
-    if checkpoint is not None:
+    if checkpoint is not None and first:
         context.with_resource(folders.locked(checkpoint))
     check_device(precision, device)
     arrays, held_out = load(data), load(val) if val else None
     trainer = Trainer(
-        model, **trainer_settings(model, context.params), device=device, memory=memory,
+        model,
+        **trainer_settings(model, context.params),
+        device=device,
+        memory=memory,
         compiled=compiled,
-    )  # fmt: skip
+        distributed=ranks is not None,
+        reduce_dtype=reduce_dtype,
+        shard=shard,
+        sync_batchnorm=sync_batchnorm,
+    )
     for note in trainer.notes:
         printer.text(f"note: {note}")
-    source = sources.source(trainer, arrays, batch_size)
+    source = sources.source(trainer, arrays, batch_size, split=True)
     span = epochs * (source.steps or 0) // accumulate if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
@@ -334,11 +371,14 @@ def train(
 
     extra: list[Section] = []
     live = training.Live(html, page)
-    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
+    watching: list[callbacks.Callback] = [live]
+    if first:
+        watching.insert(0, callbacks.Progress(printer.console))
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:
-        best = checkpoint and checkpoint.with_name(f"{checkpoint.name}.best")
+        beside = checkpoint if first else None
+        best = beside and beside.with_name(f"{beside.name}.best")
         watching.append(callbacks.BestWeights(monitor, "auto", min_delta, best))
     if csv:
         watching.append(callbacks.CsvLog(csv))
@@ -360,6 +400,8 @@ def train(
     _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
+    if not first:
+        return
     with written(output) as draft:
         trainer.save(draft, ema=ema is not None)
         feeds = {k: a[:batch_size] for k, a in arrays.items()}

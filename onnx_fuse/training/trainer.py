@@ -96,6 +96,7 @@ class Trainer:
             `deploy.compile_training` compiles them.
         compiled: A folder that it has written from the same model and settings: the GPU runs what
             is there, and nothing is compiled.
+        sync_batchnorm: Normalize by the statistics of all ranks' rows, instead of each rank's own.
         memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
             "min" is the least possible. Weights, states, inputs and temporaries count. Results of
             the forward are then computed a second time in the backward where that frees enough
@@ -139,6 +140,7 @@ class Trainer:
         shard: str = "",
         hardware: Hardware | None = None,
         compiled: str | os.PathLike[str] | None = None,
+        sync_batchnorm: bool = False,
     ) -> None:
         check_device(precision, device)
         self.world = world() if distributed else None
@@ -162,9 +164,13 @@ class Trainer:
         if self.world is not None:
             if ema is not None and shard:
                 raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
-            self._ranks = Ranks(self.world.rank, self.world.size, reduce_dtype, shard)
-        elif shard or reduce_dtype != "fp32":
-            raise UsageError("shard and reduce_dtype are for ranks: give distributed=True")
+            self._ranks = Ranks(
+                self.world.rank, self.world.size, reduce_dtype, shard, sync_batchnorm
+            )
+        elif shard or reduce_dtype != "fp32" or sync_batchnorm:
+            raise UsageError(
+                "shard, reduce_dtype and sync_batchnorm are for ranks: give distributed=True"
+            )
         if ema is not None and not 0 <= ema < 1:
             raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
@@ -217,7 +223,8 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
-            known = f"{self._fingerprint()} {self._settings()} {reduce_dtype} {shard}"
+            common = self._ranks and dataclasses.replace(self._ranks, rank=0)
+            known = f"{self._fingerprint()} {self._settings()} {common}"
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
         self._device = backend(
             spec.states, device, gpu, math, budget, self.world, hardware, compiled
@@ -364,6 +371,8 @@ class Trainer:
         graph, spec = self._build("update")
         states = {s.name: np.array(self._device.array(s.name)) for s in spec.states}
         scalars = self._scalars(spec, self.optimizer.rate(self.updates))
+        if spec.counts:
+            scalars[spec.counts] = np.ones(len(spec.measures) + 1)
         return graph, {**self._fit(spec, feeds), **scalars, **states}
 
     def finish(self, run: Run) -> float:
