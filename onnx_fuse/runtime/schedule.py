@@ -105,7 +105,7 @@ def _by_data(program: Program) -> list[list[int]]:
 
 def collective(call: Call) -> bool:
     """Whether a call waits for the other ranks."""
-    return any(launch.collective is not None for launch in call.launches)
+    return call.problem is not None and call.problem.op == "Collective"
 
 
 def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:
