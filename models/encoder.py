@@ -1,8 +1,9 @@
 """A BERT style encoder: `python models/encoder.py -o encoder.onnx [--size bert-base] [--prenorm]`.
 
 input_ids, attention_mask (1: attend, 0: padding), token_type_ids, all [batch, sequence] int64
--> last_hidden_state [batch, sequence, width], pooler_output [batch, width], both float32.
-At most `context` tokens a sequence. `encoder.onnx` beside this file is what the defaults write.
+-> last_hidden_state [batch, sequence, width], pooler_output [batch, width], both float32; with
+`--classes`, logits [batch, classes] of the pooler's output alone. At most `context` tokens a
+sequence. `encoder.onnx` beside this file is what the defaults write.
 """
 
 import math
@@ -25,6 +26,7 @@ class Config:
     context: int = 128
     types: int = 2
     prenorm: bool = False  # LayerNorm before each sublayer and after the last, not after each
+    classes: int = 0  # of a classifier, for fine-tuning
 
 
 SIZES = {"tiny": Config(), "bert-base": Config(12, 12, 768, 30522, 512)}
@@ -100,6 +102,10 @@ def build(c: Config, seed: int = 0) -> ir.Model:
         x = net.layer_norm("norm", x, c.width, EPSILON)
     with net.scope("pooler"):
         pooled = net.Tanh(net.gemm("dense", net.Gather(x, 0, axis=1), c.width, c.width, 0.02))
+    if c.classes:
+        logits = net.gemm("classifier", pooled, c.width, c.classes, 0.02)
+        net.output(logits, "logits", ["batch", c.classes])
+        return net.model()
     net.output(x, "last_hidden_state", ["batch", "sequence", c.width])
     net.output(pooled, "pooler_output", ["batch", c.width])
     return net.model()

@@ -92,6 +92,18 @@ CACHE_DIR = Variable(
 CACHE_MB = Variable(
     "ONNX_FUSE_CACHE_MB", int, 4096, "MB of graphs and programs kept in the cache; 0 keeps none"
 )
+PATIENCE = Variable(
+    "ONNX_FUSE_PATIENCE",
+    _count,
+    25,
+    "the seconds without a sign of life after which a rank of a distributed run counts as hanging",
+)
+STALL = Variable(
+    "ONNX_FUSE_STALL",
+    _count,
+    120,
+    "the seconds that a living rank may stay a step behind the others before all of them end",
+)
 
 VARIABLES: tuple[Variable[object], ...] = (
     DEBUG,
@@ -103,4 +115,6 @@ VARIABLES: tuple[Variable[object], ...] = (
     AHEAD,
     CACHE_DIR,
     CACHE_MB,
+    PATIENCE,
+    STALL,
 )  # type: ignore[assignment]

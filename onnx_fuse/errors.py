@@ -15,6 +15,8 @@ INSTALL_CUDA = 'pip install ".[cuda13]"'
 """The command that installs the CUDA packages, in a checkout of this project."""
 INSTALL_CUBLASLT = 'pip install ".[cublaslt]"'
 """The command that installs cuBLASLt, in a checkout of this project."""
+INSTALL_DISTRIBUTED = 'pip install ".[distributed]"'
+"""The command that installs NCCL and its bindings, in a checkout of this project."""
 INSTALL_TORCH = 'pip install ".[torch]"'
 """The command that installs PyTorch, in a checkout of this project."""
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import interpret_images
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -18,11 +20,11 @@ import onnxruntime
 from onnx_fuse.cuda.pointwise import LARGEST
 from onnx_fuse.lower.stages import run_loop
 from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.call import Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
-from onnx_fuse.program.moves import PointwiseMany
+from onnx_fuse.program.moves import PointwiseMany, ScatterND
 from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.problems import CrossEntropyChunk, Reduce
+from onnx_fuse.program.problems import Conv, CrossEntropyChunk, Pool, Reduce, Resample
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -142,6 +144,18 @@ class Memory:
         return np.where(inside, found, np.zeros((), found.dtype))
 
 
+def _scattered(p: ScatterND, read: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Sums of rows, which is all that is interpreted, onto what is there or zeros."""
+    assert p.reduction == "add"
+    assert p.fresh == ("before" not in read)
+    kind = read["update"].dtype
+    y = np.zeros((p.rows, p.inner)) if p.fresh else read["before"].reshape(p.rows, p.inner)
+    y = y.astype(np.float64)
+    places = np.ravel_multi_index(tuple(read["index"].reshape(-1, len(p.dims)).T), p.dims, "wrap")
+    np.add.at(y, places, read["update"].reshape(p.count, p.inner).astype(np.float64))
+    return y.astype(kind)
+
+
 def interpret(
     program: Program,
     feeds: Mapping[str, np.ndarray],
@@ -179,6 +193,10 @@ def interpret(
             if isinstance(call.problem, Problem) and call.problem.epilogue.accumulate:
                 found["y"] = found["y"] + memory.view(dict(call.writes)["y"])
             results = [found[name].reshape(t.shape) for name, t in call.writes]
+        elif isinstance(call.problem, Reduce) and call.problem.reducer == "Sum":
+            results = [_sums(call.problem, memory.view(call.reads[0][1]))]
+        elif isinstance(call.problem, Conv | Pool | Reduce | Resample):
+            results = [_image(call, memory)]
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
             results = [read[f"0{name[1:]}"] for name, _ in call.writes]
@@ -195,10 +213,11 @@ def interpret(
             read = {name: memory.view(t).copy() for name, t in call.reads}
             found = cross_entropy_chunk(call.problem, read)
             results = [found[name] for name, _ in call.writes]
-        elif isinstance(call.problem, Reduce):
-            results = [_sums(call.problem, memory.view(call.reads[0][1]))]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
+        elif isinstance(call.problem, ScatterND):
+            results = [_scattered(call.problem, {n: memory.view(t).copy() for n, t in call.reads})]
+            results = [results[0].reshape(t.shape) for _, t in call.writes]
         elif call.kernel == "SortedRows":
             rows = memory.view(call.reads[0][1])
             order = np.lexsort(rows.T[::-1])
@@ -235,6 +254,29 @@ def interpret(
 
         made |= zip(stage.outputs, run_loop(stage.loop, inputs, once, np.stack), strict=True)
     return known | {name: made[name] for name, value in program.outputs if value is None}
+
+
+def _image(call: Call, memory: Memory) -> np.ndarray:
+    """The one result of a problem of images, through its tail."""
+    p, (_, y) = call.problem, call.writes[0]
+    read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
+    if isinstance(p, Conv):
+        v = interpret_images.convolution(p, read, STEPS.__getitem__)
+        if p.tail is not None:
+            others = iter([name for name in ("e1", "e2", "e3") if name in read])
+            loads = [
+                v if i == p.tail.own else read[next(others)].reshape(v.shape)
+                for i in range(p.tail.expression.loads)
+            ]
+            (v,) = _evaluate(p.tail.expression, loads, [replace(y, shape=v.shape)])
+    elif isinstance(p, Pool):
+        v = interpret_images.pool(p, read["x"])
+    elif isinstance(p, Resample):
+        v = interpret_images.resample(p, read)
+    else:
+        assert isinstance(p, Reduce)
+        v = interpret_images.reduction(p, read["x"])
+    return v.reshape(y.shape)
 
 
 def cross_entropy_chunk(

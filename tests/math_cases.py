@@ -21,7 +21,8 @@ from onnx.reference import ReferenceEvaluator
 
 import onnx_fuse.ops.fused.conv
 import onnx_fuse.ops.fused.gradients
-import onnx_fuse.ops.fused.norm  # noqa: F401  (these register the fused operators)
+import onnx_fuse.ops.fused.norm
+import onnx_fuse.ops.fused.window_gradients  # noqa: F401  (these register the fused operators)
 from onnx_fuse import kernels
 from onnx_fuse.kernels import Choice, candidates, select
 from onnx_fuse.lower.walk import lower
@@ -75,12 +76,14 @@ class Case:
                     made.append(rng.random(spec) < 0.5)
                 else:
                     made.append((rng.standard_normal(spec) + self.offset).astype(kind))
+            elif spec is not None and spec.dtype.kind == "f" and not spec.any():
+                made.append(spec.astype(dtype_of(self.dtype)))
             else:
                 made.append(spec)
         return made
 
     def model(self, arrays: Sequence[np.ndarray | None], wide: bool = False) -> onnx.ModelProto:
-        """The node alone; `wide`: floats as float64. int64 vectors of parameters are constants."""
+        """The node alone; `wide`: floats as float64. Vectors of int64 and zeros are constants."""
         names = [f"x{i}" if a is not None else "" for i, a in enumerate(arrays)]
         outs = [f"y{i}" for i in range(self.outputs)]
         # the statistics of truth are in float64 as well
@@ -92,8 +95,10 @@ class Case:
         for i, (spec, a) in enumerate(zip(self.inputs, arrays, strict=True)):
             if a is None:
                 continue
-            if isinstance(spec, np.ndarray) and spec.ndim <= 1 and self.op not in _LABELLED:
-                number = widen(a) if wide and a.ndim == 0 else a
+            blank = isinstance(spec, np.ndarray) and spec.dtype.kind == "f" and not spec.any()
+            vector = isinstance(spec, np.ndarray) and spec.ndim <= 1 and self.op not in _LABELLED
+            if vector or blank:
+                number = widen(a) if wide and (blank or a.ndim == 0) else a
                 constants.append(onnx.numpy_helper.from_array(number, names[i]))
                 continue
             a = widen(a) if wide else a
@@ -337,6 +342,22 @@ def _windows() -> Iterator[Case]:
         yield Case("Conv", ((3, 24, 12, 14), (40, 24, 1, 1), (40,)), {}, 1, dtype, note="one tap")
         yield Case("Conv", ((3, 40, 7, 7), (72, 40, 1, 1), (72,)), {}, 1, dtype, note="odd rows")
     yield Case("Conv", ((1, 512, 7, 7), (65, 512, 3, 3)), {"pads": [1, 1, 1, 1]}, note="split")
+    around = {"pads": [1, 1, 1, 1]}
+    for dtype in (F16, BF16):  # these run channels last
+        yield Case("Conv", ((2, 72, 11, 12), (40, 72, 3, 3), (40,)), around, 1, dtype)
+        yield Case("Conv", ((3, 96, 9, 10), (96, 1, 3, 3), (96,)), {"group": 96}, 1, dtype)
+    for attrs, x, w in (
+        ({"strides": [2, 2], "pads": [3, 3, 3, 3]}, (2, 3, 29, 31), (64, 3, 7, 7)),
+        ({"strides": [4, 4]}, (2, 3, 16, 20), (24, 3, 4, 4)),
+        ({"strides": [2, 1], "dilations": [1, 2], **around}, (2, 64, 14, 9), (130, 64, 3, 3)),
+        ({"strides": [2, 2]}, (2, 64, 14, 15), (128, 64, 1, 1)),
+        ({"group": 4, **around}, (2, 64, 9, 9), (84, 16, 3, 3)),
+        ({"group": 32, "pads": [3, 3, 3, 3]}, (2, 32, 15, 17), (32, 1, 7, 7)),
+        ({"group": 40, "strides": [2, 2], "pads": [2, 2, 2, 2]}, (2, 40, 15, 17), (40, 1, 5, 5)),
+        ({"pads": [1, 2]}, (3, 20, 33), (21, 20, 4)),
+        (around, (1, 512, 7, 7), (64, 512, 3, 3)),
+    ):
+        yield Case("Conv", (x, w, w[:1]), attrs, 1, F16, note="channels last")
     yield Case(
         "Conv", ((6, 4, 20, 20), (9, 4, 18, 18)), {"pads": [1, 1, 1, 1]}, note="weight gradient"
     )
@@ -349,6 +370,31 @@ def _windows() -> Iterator[Case]:
         yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 10, 3, 4), (10,)), attrs, 1, dtype)
     yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 5, 3, 3)), {"group": 2, "dilations": [2, 1]})
     yield Case("ConvTranspose", ((2, 6, 9), (6, 70, 3)), {"strides": [2]}, note="1-D")
+    square = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
+    square |= {"group": 1, "swap": [1, 0, 2, 3]}
+    one = {"kernel_shape": [1, 1], "pads": [0] * 4}
+    for dtype in (F16, BF16):
+        for dy, x, how in (
+            ((2, 16, 9, 8), (2, 24, 9, 8), {}),
+            ((3, 72, 5, 4), (3, 136, 9, 8), {"strides": [2, 2]}),
+            ((3, 72, 5, 8), (3, 40, 9, 8), {"strides": [2, 1], **one}),
+            ((2, 16, 5, 7), (2, 24, 9, 8), {"dilations": [2, 1], "pads": [0, 0, 0, 1]}),
+            ((3, 32, 9, 8), (3, 48, 9, 8), {"group": 2}),
+            ((4, 128, 28, 28), (4, 64, 28, 28), one),
+            ((6, 64, 17), (6, 8, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],
+                                       "dilations": [1], "swap": [1, 0, 2]}),
+        ):  # fmt: skip
+            yield Case("ConvWeightGrad", (dy, x), square | how, 1, dtype, FUSE)
+    for dtype in (F32, F16, BF16, F64):
+        for how in ({}, {"dilations": [2, 1], "ceil_mode": 1}, {"auto_pad": "SAME_UPPER"}):
+            attrs = {"kernel_shape": [3, 2], "strides": [2, 1], **how}
+            attrs |= {} if "auto_pad" in how else {"pads": [1, 1, 1, 0]}
+            given = ((2, 3, 5, 16), (2, 3, 9 if "auto_pad" in how else 10, 16))
+            yield Case("MaxPoolGrad", given, attrs, 1, dtype, FUSE, note="-".join(how))
+    how = {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}
+    yield Case("MaxPoolGrad", ((1, 2, 2, 2, 2), (1, 2, 5, 5, 5)), how, 1, F32, FUSE, note="3-D")
+    how = {"kernel_shape": [17, 16], "strides": [2, 1], "pads": [1, 1, 1, 1]}
+    yield Case("MaxPoolGrad", ((1, 2, 5, 11), (1, 2, 24, 24)), how, 1, F32, FUSE, note="many taps")
     for op, attrs in (
         ("MaxPool", {}), ("MaxPool", {"dilations": [2, 1]}), ("AveragePool", {}),
         ("AveragePool", {"count_include_pad": 1}), ("LpPool", {"p": 3}),
@@ -499,6 +545,26 @@ def _indexing() -> Iterator[Case]:
     yield Case("ScatterElements", ((7, 5, 6), unlike.astype(np.int32), (7, 5, 6)), {}, 1, F16)
     yield Case("ScatterND", ((70, 300), rng.integers(-70, 70, (300, 1)), (300, 300)),
                {"reduction": "add"}, 1, "int64", note="many")  # fmt: skip
+    yield from _row_sums(rng)
+
+
+def _row_sums(rng: np.random.Generator) -> Iterator[Case]:
+    """Sums of rows into zeros and into what there is: most once, few often, some never."""
+    add = {"reduction": "add"}
+    often = np.minimum(rng.integers(-300, 300, (700, 1)), rng.integers(0, 300, (700, 1)))
+    for dtype in (F32, F16, BF16, F64):
+        yield Case(
+            "ScatterND", (np.zeros((300, 13)), often, (700, 13)), add, 1, dtype, note="zeros"
+        )
+        yield Case("ScatterND", ((300, 40), often, (700, 40)), add, 1, dtype, note="onto")
+    types = rng.integers(0, 3, (5000, 1)).astype(np.int32)
+    yield Case("ScatterND", (np.zeros((3, 1200)), types, (5000, 1200)), add, 1, BF16, note="types")
+    same = np.full((3000, 1), 2)
+    yield Case("ScatterND", (np.zeros((3, 64)), same, (3000, 64)), add, 1, F32, note="one row")
+    pairs = np.stack([rng.integers(-7, 7, 500), rng.integers(0, 50, 500)], -1)
+    yield Case("ScatterND", ((7, 50, 24), pairs, (500, 24)), add, 1, F16, note="pairs of indices")
+    places = rng.integers(0, 4000, 900)
+    yield Case("ScatterElements", (np.zeros(4000), places, (900,)), add, note="a vector")
 
 
 def _losses() -> Iterator[Case]:

@@ -16,6 +16,7 @@ LAYERS = (
     ("errors",),
     ("config", "progress"),
     ("files", "container", "layout"),
+    ("distributed",),
     ("onnx",),
     ("program",),
     ("ops",),

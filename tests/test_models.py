@@ -20,6 +20,8 @@ MODELS = Path(__file__).parent.parent / "models"
 GPT = ["--layers", "2", "--heads", "3", "--width", "24", "--vocab", "50", "--context", "16"]
 ENCODER = ["--layers", "2", "--heads", "2", "--width", "16", "--vocab", "40", "--context", "12"]
 CONVNET = ["--width", "4", "--stages", "2", "--blocks", "2", "--classes", "5"]
+VIT = ["--layers", "2", "--heads", "2", "--width", "16", "--image", "12", "--patch", "4"]
+LLAMA = ["--layers", "2", "--heads", "4", "--kv_heads", "2", "--width", "24", "--hidden", "20"]
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +126,8 @@ def encoder(p: Arrays, feed: Arrays) -> Arrays:
         rows.append(layer_norm(p, "norm", x, 1e-12) if prenorm else x)
     hidden = np.stack(rows)
     pooled = np.tanh(gemm(p, "pooler.dense", hidden[:, 0]))
+    if "classifier.weight" in p:
+        return {"logits": gemm(p, "classifier", pooled)}
     return {"last_hidden_state": hidden, "pooler_output": pooled}
 
 
@@ -133,6 +137,56 @@ def mlp(p: Arrays, feed: Arrays) -> Arrays:
         x = gemm(p, f"layers.{i}.fc", layer_norm(p, f"layers.{i}.norm", x, 1e-5))
         x = x if i == 2 else gelu(x)
     return {"logits": x}
+
+
+def vit(p: Arrays, feed: Arrays) -> Arrays:
+    rows = []
+    for image in feed["pixels"]:
+        cut = image.reshape(3, 3, 4, 3, 4).transpose(1, 3, 0, 2, 4).reshape(9, 48)
+        weight = p["embeddings.patch.weight"].reshape(16, 48)
+        x = np.concatenate([p["embeddings.class_token"][0], cut @ weight.T
+                            + p["embeddings.patch.bias"]])  # fmt: skip
+        x = x + p["embeddings.positions"][0]
+        every = np.arange(len(x))
+        for i in range(2):
+            h = linear(p, f"blocks.{i}.attn.qkv", layer_norm(p, f"blocks.{i}.norm1", x, 1e-6))
+            q, k, v = np.split(h, 3, axis=-1)
+            x = x + linear(p, f"blocks.{i}.attn.proj", attend(q, k, v, 2, lambda t: every))  # noqa: B023
+            h = gelu(linear(p, f"blocks.{i}.mlp.up", layer_norm(p, f"blocks.{i}.norm2", x, 1e-6)))
+            x = x + linear(p, f"blocks.{i}.mlp.down", h)
+        rows.append(gemm(p, "head", layer_norm(p, "norm", x, 1e-6)[0]))
+    return {"logits": np.stack(rows)}
+
+
+def llama(p: Arrays, feed: Arrays) -> Arrays:
+    def norm(name: str, x: Array) -> Array:
+        root = np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+        scaled: Array = x / root * p[f"{name}.weight"]
+        return scaled
+
+    def turned(x: Array) -> Array:
+        """Pairs (j, j + 3) of each head of six turn by t / 10000^(j / 3) at position t."""
+        heads = x.reshape(len(x), -1, 2, 3)
+        z = heads[:, :, 0] + 1j * heads[:, :, 1]
+        z = z * np.exp(1j * np.arange(len(x))[:, None, None] * 10000.0 ** (-np.arange(3) / 3))
+        return np.stack([z.real, z.imag], 2).reshape(x.shape)
+
+    def shared(x: Array) -> Array:
+        return np.repeat(x.reshape(len(x), 2, 6), 2, axis=1).reshape(len(x), 24)
+
+    rows = []
+    for ids in feed["input_ids"]:
+        x = p["tokens.weight"][ids]
+        for i in range(2):
+            h = norm(f"blocks.{i}.attn_norm", x)
+            q, k, v = (h @ p[f"blocks.{i}.attn.{n}.weight"] for n in "qkv")
+            h = attend(turned(q), shared(turned(k)), shared(v), 4, lambda t: np.arange(t + 1))
+            x = x + h @ p[f"blocks.{i}.attn.o.weight"]
+            h = norm(f"blocks.{i}.mlp_norm", x)
+            gate, up = (h @ p[f"blocks.{i}.mlp.{n}.weight"] for n in ("gate", "up"))
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p[f"blocks.{i}.mlp.down.weight"]
+        rows.append(norm("norm", x) @ p["head.weight"])
+    return {"logits": np.stack(rows)}
 
 
 def conv(w: Array, x: Array, stride: int) -> Array:
@@ -187,11 +241,18 @@ def image_feed(rng: np.random.Generator, batch: int, size: int) -> Arrays:
     return {"x": rng.standard_normal((batch, 3, size, size + 3)).astype(np.float32)}
 
 
+def square_feed(rng: np.random.Generator, batch: int, _: int) -> Arrays:
+    return {"pixels": rng.standard_normal((batch, 3, 12, 12)).astype(np.float32)}
+
+
 CASES = {
     "gpt tied": ("gpt", GPT, token_feed, gpt),
     "gpt untied": ("gpt", [*GPT, "--no-tied"], token_feed, gpt),
     "encoder postnorm": ("encoder", ENCODER, padded_feed, encoder),
     "encoder prenorm": ("encoder", [*ENCODER, "--prenorm"], padded_feed, encoder),
+    "encoder classifier": ("encoder", [*ENCODER, "--classes", "3"], padded_feed, encoder),
+    "vit": ("vit", VIT, square_feed, vit),
+    "llama": ("llama", LLAMA, token_feed, llama),
     "mlp": ("mlp", ["--widths", "20", "24", "16", "5"], vector_feed, mlp),
     "convnet": ("convnet", CONVNET, image_feed, convnet),
     "convnet training": (
@@ -258,7 +319,7 @@ def test_encoder_in_git_is_what_the_defaults_write(tmp_path: Path) -> None:
     assert written.stat().st_size < 300_000
 
 
-@pytest.mark.parametrize("name", ["gpt", "encoder", "mlp", "convnet"])
+@pytest.mark.parametrize("name", ["gpt", "encoder", "vit", "llama", "mlp", "convnet"])
 def test_bytes_follow_the_seed(name: str, tmp_path: Path) -> None:
     first, again, other = (
         write(name, tmp_path / f"{i}.onnx", "--seed", seed).read_bytes()
@@ -273,6 +334,7 @@ def test_bytes_follow_the_seed(name: str, tmp_path: Path) -> None:
     [
         ("gpt", "gpt2-small", 124_439_808),  # the published sizes
         ("encoder", "bert-base", 109_482_240),
+        ("vit", "vit-b16", 86_567_656),
     ],
 )
 def test_full_size(name: str, size: str, parameters: int) -> None:
@@ -294,6 +356,9 @@ def test_full_size(name: str, size: str, parameters: int) -> None:
     [
         ("gpt", ["--heads", "3"], "width 64 is not a multiple of heads 3"),
         ("encoder", ["--heads", "0"], "width 32 is not a multiple of heads 0"),
+        ("vit", ["--patch", "7"], "image 32 is not a multiple of patch 7"),
+        ("llama", ["--heads", "3"], "width 64 is not heads 3 times an even number"),
+        ("llama", ["--kv_heads", "3"], "heads 4 are not a multiple of kv_heads 3"),
         ("mlp", ["--widths", "8"], "widths needs at least an input and an output"),
     ],
 )

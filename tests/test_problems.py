@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ FORCED = [
     # graph, type, operator, kernel that is forced, the kernel that is chosen without
     ("agraph (float[9,64] x) => (float[9,64] y) { y = Softmax(x) }", "float32",
      "Softmax", "column", "row"),
-    (CONV + "{ y = Conv(x, w) }", "float16", "Conv", "implicit", "mma"),
+    (CONV + "{ y = Conv(x, w) }", "float16", "Conv", "implicit", "wgmma"),
     ("agraph (float[64,96] x) => (float[96,64] y) { y = Transpose(x) }", "float32",
      "Pointwise", "generated", "tiles"),
     ("agraph (float[4,3000] x) => (float[4,5] y, int64[4,5] i) <int64[1] k = {5}> "
@@ -126,6 +127,24 @@ def test_a_tuning_record_sets_the_configuration(
 def test_an_epsilon_does_not_part_tuning_records() -> None:
     keys = {tuning.key("Norm", Norm(8, 64, "float16", "float16", epsilon=e)) for e in (0.1, 1e-5)}
     assert len(keys) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("chip", ["H200", "A100"])
+def test_a_kernel_that_supports_a_product_has_a_configuration(dtype: str, chip: str) -> None:
+    """Its sizes may be odd, small, or fit no tile: what is refused is refused by `supports`."""
+    empty = []
+    for m, n, k in itertools.product((1, 3, 64, 513), (1, 2, 7, 8, 1000), (1, 8, 24, 768)):
+        for trans_b, act in itertools.product((False, True), ("", "sigmoid")):
+            problem = Problem.of(
+                "Gemm", m=m, n=n, k=k, dtype=dtype, trans_b=trans_b, lda=k,
+                ldb=k if trans_b else -(-n // 8) * 8, align=16, **({"act": act} if act else {}),
+            )  # fmt: skip
+            for kernel in candidates("Gemm"):
+                refused = kernel.supports(problem, CHIPS[chip])
+                if refused is None and not kernel.configs(problem, CHIPS[chip]):
+                    empty.append(f"{kernel.name}: {problem}")
+    assert not empty
 
 
 def test_what_costs_less_pays() -> None:

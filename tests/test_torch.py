@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import UsageError  # noqa: E402
-from onnx_fuse.torch import library  # noqa: E402
+from onnx_fuse.torch import eager, gpu  # noqa: E402
 from onnx_fuse.torch.functional import ACTIVATIONS  # noqa: E402
+from onnx_fuse.torch.graph import Graph  # noqa: E402
 
 ACTS: dict[str | None, Callable[..., Any]] = {
     None: lambda z: z,
@@ -199,14 +203,41 @@ def test_gradients_of_gradients() -> None:
     assert gradgradcheck(ours, given, atol=1e-4)
 
 
+class HostTurn:
+    """A graph as `gpu.Turn` launches it, on addresses of host memory."""
+
+    def __init__(self, graph: Graph, tensors: list[Any]) -> None:
+        self._graph, self._given = graph, [(tuple(t.shape), t.dtype) for t in tensors]
+        results = [(tuple(y.shape), y.dtype) for y in graph.run(tensors)]
+        self.layout = SimpleNamespace(results=results, where=torch.device("cpu"))
+
+    def launch(self, inputs: list[int], outputs: list[int]) -> None:
+        given = [at(a, *kind) for a, kind in zip(inputs, self._given, strict=True)]
+        ends = zip(outputs, self._graph.run(given), self.layout.results, strict=True)
+        for address, y, kind in ends:
+            at(address, *kind).copy_(y)
+
+
+def at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The tensor there."""
+    count = prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["layer norm gelu", "layer norm None", "rms norm None", "linear mish", "attention rows",
-     "loss mean 0.1 False"],
+    ["layer norm gelu", "layer norm None", "rms norm None", "linear mish", "linear None",
+     "attention rows", "loss mean 0.1 False", "loss sum 0.1 True"],
 )  # fmt: skip
 def test_eager_calls_without_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA tensors take it, tried with tensors of the CPU."""
-    monkeypatch.setattr(library, "on_gpu", lambda x: True)
+    monkeypatch.setattr(eager, "on_gpu", lambda x: True)
+    monkeypatch.setattr(gpu, "current_device", lambda: -1)
+    monkeypatch.setattr(gpu, "state", lambda number: (0, "highest"))
+    monkeypatch.setattr(Graph, "turn", lambda graph, tensors: HostTurn(graph, tensors))
     ours, theirs, shapes = CASES[name]
     given = drawn(shapes, torch.float32)
     compare(ours, theirs, given)

@@ -14,6 +14,8 @@
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
 //            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
+//            IM2COL: a's rows are the pixels of a convolution's y [oh, ow], its k the filter's taps and of
+//            each 64 channels a step, `blocks` of them; a is channels-last images, b [taps, N, channels].
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
@@ -49,12 +51,23 @@
 #ifndef EVEN
 #define EVEN 0
 #endif
+#ifndef IM2COL
+#define IM2COL 0
+#define KW 1
+#define DW 1
+#define DH 1
+#define SW 1
+#define SH 1
+#define PW 0
+#define PH 0
+#endif
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
 #ifndef PAIRS
 #define PAIRS 0
 #endif
+static_assert(!STATIC_B || !IM2COL, "the first step's b is asked for by k");
 static_assert(!STATIC_B || CLUSTER == 1, "b is asked for before the other CTA has set up its barriers");
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
@@ -144,7 +157,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     int splits, TR* row0, TR* row1, const TR* row2,
     const TR* row3, const TV* col0, const TV* col1, float alpha,
     float beta, float act_alpha, float* part, u32* sync,
-    const T* side_a, i64 side_ld, float epsilon) {
+    const T* side_a, i64 side_ld, float epsilon
+#if IM2COL
+    , int oh, int ow, int blocks
+#endif
+) {
+#if !IM2COL
+    constexpr int oh = 1, ow = 1, blocks = 1;
+#endif
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
@@ -235,6 +255,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (NEXT_ALONE) launch_dependents();
             for (int id = start; id < count; next(id)) {
                 int steps = steps_of(t.split);
+                int image = 0, py = 0, px = 0;  // IM2COL: the tile's first pixel
+                if (IM2COL) {
+                    image = t.m / (oh * ow), py = t.m / ow % oh * SH - PH, px = t.m % ow * SW - PW;
+                }
                 if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
 #pragma unroll 1
                 for (int step = 0; step < steps; step++) {
@@ -242,10 +266,13 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     int k = (at - pass * k_steps) * BK;
                     int za = PASSES > 1 ? plane_a(pass) : t.batch * batch_a;
                     int zb = PASSES > 1 ? plane_b(pass) : t.batch * batch_b;
+                    if (IM2COL) zb = at / blocks, k = (at - zb * blocks) * BK;
                     u32 a = base + s * STAGE_BYTES, b = a + A_BYTES, bar = full + s * 8;
                     mbarrier_wait(empty + s * 8, phase);
                     if (!STATIC_B || id > start || step > 0) load_b(b, bar, k, t.n, zb);
-                    if (TRANS_A)
+                    if (IM2COL)
+                        tma_load_im2col(a, map_a, bar, k, px, py, image, zb % KW * DW, zb / KW * DH);
+                    else if (TRANS_A)
 #pragma unroll
                         for (int i = 0; i < BM / 64; i++)
                             tma_load(a + i * 8192, map_a, bar, t.m + i * 64, k, za);

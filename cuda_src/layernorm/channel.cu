@@ -1,36 +1,70 @@
 // layernorm/channel.cu: y = (x - mean) / sqrt(variance + epsilon) * scale + bias with given statistics.
 // Idea     : a vector of VEC elements a thread; channel_apply serves BatchNormalization (statistics
 //            by channel) and the Group- and InstanceNormalization of long rows (by group of
-//            `per` channels: GROUPED). channel_running: the new running mean and variance.
-// Inputs   : x, y [n, channels, inner] T, VEC divides inner; scale, bias P [channels]; mean, variance M
+//            `per` channels: GROUPED). Where inner is short, as of images whose channels are last, a vector
+//            has several channels (COLUMNS): a thread takes it in ROWS rows, which share their statistics.
+//            channel_running: the new running mean and variance.
+// Inputs   : x, y [n, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale, bias P [channels]; mean, variance M
 //            [channels], or [n * channels / per] where GROUPED.
 //            e1, e2, e3 T, laid out as y: what SUFFIX (suffix.cuh) takes of channel_apply's result, in TY.
-// Macros   : T P M ACC VEC GROUPED, suffix.cuh's.
+// Macros   : T P M ACC VEC GROUPED COLUMNS, suffix.cuh's.
 // Bound    : HBM, x read and y written once.
 #include "layernorm/suffix.cuh"
+constexpr int ROWS = 4;
+
+// y[i..] = SUFFIX((x - m) a + b), VEC elements; `own` and `more` are x's and e1's to e3's there.
+DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Vec<T, VEC> (&more)[3], const ACC* m, const ACC* a,
+                  const ACC* b, int step) {
+    Vec<TY, VEC> out;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        const ACC v = ((ACC)widen(own.at[j]) - m[j * step]) * a[j * step] + b[j * step];
+        out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(more[0].at[j]), widen(more[1].at[j]),
+                                                             widen(more[2].at[j])));
+    }
+    store<VEC>(y + i, out);
+}
 
 extern "C" __global__ void __launch_bounds__(256)
     channel_apply(const T* x, const P* scale, const P* bias, const M* mean, const M* variance,
                   const T* e1, const T* e2, const T* e3, TY* y, i64 size, i64 channels, i64 inner,
                   i64 per, float epsilon) {
     after_previous_launch();
+    auto fetch = [&](i64 i, Vec<T, VEC>& own, Vec<T, VEC> (&more)[3]) {
+        own = load<VEC>(x + i);
+        if (OPERANDS > 0) more[0] = load<VEC>(e1 + i);
+        if (OPERANDS > 1) more[1] = load<VEC>(e2 + i);
+        if (OPERANDS > 2) more[2] = load<VEC>(e3 + i);
+    };
+#if COLUMNS
+    const i64 columns = channels * inner, across = columns / VEC, rows = size / columns;
+    const i64 step = (rows + ROWS - 1) / ROWS, t = (i64)blockIdx.x * 256 + threadIdx.x, first = t / across;
+    if (first >= step) return;
+    const i64 q = t % across * VEC;
+    ACC a[VEC], b[VEC], m[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        const i64 c = (q + j) / inner;
+        a[j] = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[c]) + (ACC)epsilon);
+        m[j] = widen(mean[c]), b[j] = widen(bias[c]);
+    }
+    Vec<T, VEC> own[ROWS], more[ROWS][3];
+#pragma unroll
+    for (int k = 0; k < ROWS; k++)
+        if (first + k * step < rows) fetch((first + k * step) * columns + q, own[k], more[k]);
+#pragma unroll
+    for (int k = 0; k < ROWS; k++)
+        if (first + k * step < rows) apply(y, (first + k * step) * columns + q, own[k], more[k], m, a, b, 1);
+#else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;
     const i64 q = i / inner, c = q % channels, stat = GROUPED ? q / per : c;
     const ACC a = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[stat]) + (ACC)epsilon);
     const ACC m = widen(mean[stat]), b = widen(bias[c]);
-    const Vec<T, VEC> t = load<VEC>(x + i);
-    Vec<T, VEC> e[3];
-    if (OPERANDS > 0) e[0] = load<VEC>(e1 + i);
-    if (OPERANDS > 1) e[1] = load<VEC>(e2 + i);
-    if (OPERANDS > 2) e[2] = load<VEC>(e3 + i);
-    Vec<TY, VEC> out;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
-        const ACC v = ((ACC)widen(t.at[j]) - m) * a + b;
-        out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
-    }
-    store<VEC>(y + i, out);
+    Vec<T, VEC> own, more[3];
+    fetch(i, own, more);
+    apply(y, i, own, more, &m, &a, &b, 0);
+#endif
 }
 
 #ifdef R

@@ -1,12 +1,13 @@
 // layernorm/channel_grad.cu: the gradient of BatchNormalization in training, by the batch's mean and variance.
 // Idea     : xh = (x - mean) rstd: dbias = sum dy, dscale = sum dy xh over batch and inner axes, then
 //            dx = scale rstd (dy - dbias / count - xh dscale / count). channel_sums: a block takes a
-//            chunk of one channel; or, where inner is short (COLUMNS), of 32 of the channels * inner
-//            columns. channel_params adds the parts up, channel_dx reads x and dy once more.
-// Inputs   : x, dy [batch, channels, inner] T, VEC divides inner; scale P, mean, variance ACC [channels].
+//            chunk of one channel; or, where inner is short (COLUMNS, as of images whose channels are last), of
+//            TX vectors of the channels * inner columns. channel_params adds the parts up, channel_dx reads
+//            x and dy once more, there ROWS rows a thread, which share their statistics.
+// Inputs   : x, dy [batch, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale P, mean, variance ACC [channels].
 // Outputs  : part ACC [splits, 2, channels] (COLUMNS: [splits, 2, channels * inner]); dscale, dbias P
 //            (or null); sums ACC [2, channels]; dx T.
-// Macros   : T P ACC VEC COLUMNS.
+// Macros   : T P ACC VEC COLUMNS TX.
 // Numerics : ACC; the order depends on the shape alone.
 // Bound    : HBM, x and dy twice, dx once.
 #include "common.cuh"
@@ -15,36 +16,45 @@ extern "C" __global__ void __launch_bounds__(256)
     channel_sums(const T* x, const T* dy, const ACC* mean, const ACC* variance, ACC* part, u32 batch,
                  u32 channels, u32 inner, u32 chunk, float epsilon) {
     after_previous_launch();
-    ACC a = 0, b = 0;
 #if COLUMNS
-    __shared__ ACC scratch[2][8][32];
-    const u32 columns = channels * inner, tiles = (columns + 31) / 32;
-    const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32;
-    const u32 q = blockIdx.x % tiles * 32 + tx, split = blockIdx.x / tiles, c = q / inner;
+    constexpr int TY = 256 / TX;
+    __shared__ ACC scratch[2][TY][TX * VEC];
+    const u32 columns = channels * inner, tiles = (columns + TX * VEC - 1) / (TX * VEC);
+    const u32 tx = threadIdx.x % TX, ty = threadIdx.x / TX;
+    const u32 q = (blockIdx.x % tiles * TX + tx) * VEC, split = blockIdx.x / tiles;
     const u32 last = min((split + 1) * chunk, batch);
+    ACC m[VEC] = {}, a[VEC] = {}, b[VEC] = {};
     if (q < columns) {
-        const ACC m = mean[c];
+#pragma unroll
+        for (int j = 0; j < VEC; j++) m[j] = mean[(q + j) / inner];
 #pragma unroll 4
-        for (u32 n = split * chunk + ty; n < last; n += 8) {
+        for (u32 n = split * chunk + ty; n < last; n += TY) {
             const i64 at = (i64)n * columns + q;
-            const ACC d = widen(dy[at]);
-            a += d * ((ACC)widen(x[at]) - m), b += d;
+            const Vec<T, VEC> v = load<VEC>(x + at), d = load<VEC>(dy + at);
+#pragma unroll
+            for (int j = 0; j < VEC; j++) {
+                a[j] += (ACC)widen(d.at[j]) * ((ACC)widen(v.at[j]) - m[j]);
+                b[j] += (ACC)widen(d.at[j]);
+            }
         }
     }
-    scratch[0][ty][tx] = a, scratch[1][ty][tx] = b;
-    __syncthreads();
-    if (ty || q >= columns) return;
-    a = b = 0;
 #pragma unroll
-    for (int k = 0; k < 8; k++) a += scratch[0][k][tx], b += scratch[1][k][tx];
-    part += (i64)split * 2 * columns + q;
-    part[0] = a / sqrt(variance[c] + (ACC)epsilon);
-    part[columns] = b;
+    for (int j = 0; j < VEC; j++) scratch[0][ty][tx * VEC + j] = a[j], scratch[1][ty][tx * VEC + j] = b[j];
+    __syncthreads();
+    for (u32 k = threadIdx.x; k < 2 * TX * VEC; k += 256) {
+        const u32 which = k / (TX * VEC), own = k % (TX * VEC), column = blockIdx.x % tiles * (TX * VEC) + own;
+        if (column >= columns) continue;
+        ACC s = 0;
+        for (int t = 0; t < TY; t++) s += scratch[which][t][own];
+        if (which == 0) s /= sqrt(variance[column / inner] + (ACC)epsilon);
+        part[((i64)split * 2 + which) * columns + column] = s;
+    }
 #else
     __shared__ ACC scratch[8];
     const u32 c = blockIdx.x % channels, split = blockIdx.x / channels, per = inner / VEC;
     const u32 last = min((split + 1) * chunk, batch * per);
     const ACC m = mean[c];
+    ACC a = 0, b = 0;
 #pragma unroll 4
     for (u32 k = split * chunk + threadIdx.x; k < last; k += 256) {
         const i64 at = ((i64)(k / per) * channels + c) * inner + k % per * VEC;
@@ -83,19 +93,53 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (out) out[c] = narrow<P>(s);
 }
 
+constexpr int ROWS = 4;
+// dx of one channel.
+struct Gradient {
+    ACC a, m, c1, c2;
+    DEVICE ACC of(ACC x, ACC dy) const { return a * (dy - c1 - (x - m) * c2); }
+};
+DEVICE Gradient gradient(const P* scale, const ACC* mean, const ACC* variance, const ACC* sums, i64 c, i64 channels,
+                         i64 count, float epsilon) {
+    const ACC rs = (ACC)1 / sqrt(variance[c] + (ACC)epsilon);
+    return {(ACC)widen(scale[c]) * rs, mean[c], sums[channels + c] / (ACC)count, rs * (sums[c] / (ACC)count)};
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     channel_dx(const T* x, const T* dy, const P* scale, const ACC* mean, const ACC* variance,
                const ACC* sums, T* dx, i64 size, i64 channels, i64 inner, i64 count, float epsilon) {
     after_previous_launch();
+#if COLUMNS
+    const i64 columns = channels * inner, across = columns / VEC, rows = size / columns;
+    const i64 step = (rows + ROWS - 1) / ROWS, t = (i64)blockIdx.x * 256 + threadIdx.x, first = t / across;
+    if (first >= step) return;
+    const i64 q = t % across * VEC;
+    Gradient how[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; j++)
+        how[j] = gradient(scale, mean, variance, sums, (q + j) / inner, channels, count, epsilon);
+    Vec<T, VEC> v[ROWS], d[ROWS];
+#pragma unroll
+    for (int k = 0; k < ROWS; k++)
+        if (first + k * step < rows) {
+            v[k] = load<VEC>(x + (first + k * step) * columns + q);
+            d[k] = load<VEC>(dy + (first + k * step) * columns + q);
+        }
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+        if (first + k * step >= rows) break;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) v[k].at[j] = narrow<T>(how[j].of(widen(v[k].at[j]), widen(d[k].at[j])));
+        store<VEC>(dx + (first + k * step) * columns + q, v[k]);
+    }
+#else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;
-    const i64 c = i / inner % channels;
-    const ACC rs = (ACC)1 / sqrt(variance[c] + (ACC)epsilon), a = (ACC)widen(scale[c]) * rs;
-    const ACC m = mean[c], c1 = sums[channels + c] / (ACC)count, c2 = rs * (sums[c] / (ACC)count);
+    const Gradient how = gradient(scale, mean, variance, sums, i / inner % channels, channels, count, epsilon);
     Vec<T, VEC> v = load<VEC>(x + i);
     const Vec<T, VEC> d = load<VEC>(dy + i);
 #pragma unroll
-    for (int j = 0; j < VEC; j++)
-        v.at[j] = narrow<T>(a * ((ACC)widen(d.at[j]) - c1 - ((ACC)widen(v.at[j]) - m) * c2));
+    for (int j = 0; j < VEC; j++) v.at[j] = narrow<T>(how.of(widen(v.at[j]), widen(d.at[j])));
     store<VEC>(dx + i, v);
+#endif
 }

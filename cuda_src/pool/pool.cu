@@ -1,23 +1,30 @@
 // pool/pool.cu: y = max, mean or p-norm over windows of x[planes, d, h, w].
-// Idea     : a thread an output, its window clipped to the input once; neighbours share cache lines.
+// Idea     : a thread VEC outputs, their window clipped to the input once; neighbours share cache lines.
 // Inputs   : x, y T dense, three spatial axes (leading ones of size 1 where there are fewer).
+//            CHANNELS_LAST: [n, d, h, w, channels], VEC neighbouring channels a thread, no indices.
 // Outputs  : y; indices i64 (or null): position of the maximum in the whole of x, row-major, or
 //            column-major within the plane where COLUMN_MAJOR.
-// Macros   : T ACC MODE (0 max, 1 mean, 2 p-norm); KD KH KW, SD SH SW, DD DH DW (dilation), PD PH PW
+// Macros   : T ACC VEC CHANNELS_LAST MODE (0 max, 1 mean, 2 p-norm); KD KH KW, SD SH SW, DD DH DW (dilation), PD PH PW
 //            (padding before), ED EH EW (padding after); INCLUDE_PAD, COLUMN_MAJOR.
 // Numerics : max propagates NaN; sums in ACC, row-major order.
 // Bound    : HBM; L1 for overlapping windows.
 #include "reduce/team.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    pool(const T* x, T* y, i64* indices, i64 size, int d, int h, int w, int od, int oh, int ow, float p) {
+    pool(const T* x, T* y, i64* indices, i64 size, int channels, int d, int h, int w, int od, int oh, int ow,
+         float p) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
-    const int ox = i % ow, oy = i / ow % oh, oz = i / ((i64)ow * oh) % od;
-    const i64 plane = i / ((i64)ow * oh * od), base = plane * d * h * w;
+    const int vectors = CHANNELS_LAST ? channels / VEC : 1, step = CHANNELS_LAST ? channels : 1;
+    const i64 q = i / vectors;
+    const int ox = q % ow, oy = q / ow % oh, oz = q / ((i64)ow * oh) % od;
+    const i64 plane = q / ((i64)ow * oh * od), base = plane * d * h * w;
+    const T* from = x + base * step + (CHANNELS_LAST ? i % vectors * VEC : 0);
     const int z0 = oz * SD - PD, y0 = oy * SH - PH, x0 = ox * SW - PW;
-    ACC s = MODE ? (ACC)0 : -INFINITE;
+    ACC s[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; j++) s[j] = MODE ? (ACC)0 : -INFINITE;
     int count = 0;
     i64 best = -1;
     for (int a = 0; a < KD; a++) {
@@ -30,19 +37,29 @@ extern "C" __global__ void __launch_bounds__(256)
                 if (INCLUDE_PAD) count += iz < d + ED && iy < h + EH && ix < w + EW;
                 if ((unsigned)iz >= (unsigned)d || (unsigned)iy >= (unsigned)h || (unsigned)ix >= (unsigned)w)
                     continue;
-                const ACC v = widen(x[base + ((i64)iz * h + iy) * w + ix]);
+                const Vec<T, VEC> in = load<VEC>(from + (((i64)iz * h + iy) * w + ix) * step);
                 if (!INCLUDE_PAD) count++;
-                if (MODE == 1) s += v;
-                if (MODE == 2) s += p == 2 ? v * v : p == 1 ? fabs(v) : pow(fabs(v), (ACC)p);
-                if (MODE == 0 && (best < 0 || !(s >= v || s != s))) {
-                    s = v;
-                    best = base + (COLUMN_MAJOR ? ((i64)ix * h + iy) * d + iz : ((i64)iz * h + iy) * w + ix);
+                const bool first = best < 0;
+#pragma unroll
+                for (int j = 0; j < VEC; j++) {
+                    const ACC v = widen(in.at[j]);
+                    if (MODE == 1) s[j] += v;
+                    if (MODE == 2) s[j] += p == 2 ? v * v : p == 1 ? fabs(v) : pow(fabs(v), (ACC)p);
+                    if (MODE == 0 && (first || !(s[j] >= v || s[j] != s[j]))) {
+                        s[j] = v;
+                        best = base + (COLUMN_MAJOR ? ((i64)ix * h + iy) * d + iz : ((i64)iz * h + iy) * w + ix);
+                    }
                 }
             }
         }
     }
-    if (MODE == 1) s /= count;
-    if (MODE == 2) s = p == 2 ? sqrt(s) : p == 1 ? s : pow(s, 1 / (ACC)p);
-    y[i] = narrow<T>(s);
+    Vec<T, VEC> out;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        if (MODE == 1) s[j] /= count;
+        if (MODE == 2) s[j] = p == 2 ? sqrt(s[j]) : p == 1 ? s[j] : pow(s[j], 1 / (ACC)p);
+        out.at[j] = narrow<T>(s[j]);
+    }
+    store<VEC>(y + i * VEC, out);
     if (indices) indices[i] = best;
 }

@@ -105,14 +105,19 @@ def _descriptor(arg: TensorMap, address: int) -> bytes:
 
     kinds, shape, strides, box, ones = _constants(arg.dtype, arg.shape, arg.strides, arg.box)
     swizzle = driver.CUtensorMapSwizzle
-    code, found = driver.cuTensorMapEncodeTiled(
+    if arg.window:
+        encode = driver.cuTensorMapEncodeIm2col
+        steps = [ones[0], *map(driver.cuuint32_t, arg.window[4:]), ones[0]]
+        how = [list(arg.window[:2]), list(arg.window[2:4]), *arg.box, steps]
+    else:
+        encode, how = driver.cuTensorMapEncodeTiled, [box, ones]
+    code, found = encode(
         kinds,
         len(arg.shape),
         address,
         shape,
         strides,
-        box,
-        ones,
+        *how,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle.CU_TENSOR_MAP_SWIZZLE_128B
         if arg.swizzle == 128

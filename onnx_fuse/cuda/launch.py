@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
-from onnx_fuse.cuda import cublaslt
+from onnx_fuse.cuda import collective, cublaslt
 from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
 from onnx_fuse.cuda.source import Defines, waits
@@ -207,6 +207,8 @@ def _settings(
 
 def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
     """`launch` with its addresses: a kernel of ours, or a library's call."""
-    if launch.product is None:
+    if not launch.of_library:
         return Bound(launch, pointers, hw)
+    if launch.collective is not None:
+        return collective.Bound(launch, pointers, hw)
     return cublaslt.Bound(launch, pointers, hw)

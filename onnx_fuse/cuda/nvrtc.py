@@ -216,7 +216,7 @@ def _disassembler() -> tuple[str, ...]:
 
 def compile_all(launches: Iterable[Launch], arch: str, workers: int = 8) -> None:
     """Compile every distinct module of `launches` in threads; later binds find them cached."""
-    wanted = {(x.source, x.defines) for x in launches if x.product is None}
+    wanted = {(x.source, x.defines) for x in launches if not x.of_library}
     if not config.DUMP.value:
         with LOCK:
             wanted = {key for key in wanted if (*key, arch) not in LOADED}

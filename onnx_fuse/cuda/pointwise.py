@@ -24,6 +24,8 @@ from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 THREADS = 256
 REGISTERS = 96
 """Elements of all operands together that a thread may hold: more would spill."""
+FEW_ELEMENTS = 1 << 18
+"""Elements that a kernel may handle one by one: it takes little longer than its launch."""
 TILE_LEAST = 24
 """Accesses that both axes of a transpose must hold to go through tiles of 32."""
 STORAGE = {
@@ -183,6 +185,11 @@ def vector_width(
         return 1
     while width > 2 and width * len(tensors) > REGISTERS:
         width //= 2
+    if len(dims) > 1 and isinstance(dims[-1], sizes.Size):
+        # a program for each remainder would be many: only a large tensor is worth them
+        few = sizes.upper_bound(prod(dims), sizes.wide_size_class) <= FEW_ELEMENTS
+        if few:
+            return 1
     steps = [[row.step for row in rows if row.load == i] for i in range(len(tensors))]
     while width > 1:
         aligned = all(

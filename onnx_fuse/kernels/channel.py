@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, tail_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
@@ -19,15 +19,23 @@ class Apply(RuleBased):
 
     def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a vector a thread."""
-        vec = access_width(problem.inner, problem.dtype)
+        columns = problem.inner < _SHORT and not problem.group
+        vec = access_width(
+            problem.channels * problem.inner if columns else problem.inner, problem.dtype
+        )
+        threads = problem.size // vec
+        if columns:
+            across = problem.channels * problem.inner
+            threads = across // vec * -(-problem.size // (across * _ROWS))
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
         numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1))
         return (Launch(
-            self.source, "channel_apply", (-(-problem.size // (256 * vec)), 1, 1), (256, 1, 1),
+            self.source, "channel_apply", (-(-threads // 256), 1, 1), (256, 1, 1),
             (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),
             defines(
                 T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
                 ACC=accumulator(problem.dtype), VEC=vec, GROUPED=problem.group > 0,
+                COLUMNS=columns,
                 **tail_macros(problem.tail),
             ),
         ),)  # fmt: skip
@@ -48,6 +56,7 @@ class Running(RuleBased):
             defines(
                 T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
                 R=C_TYPES[problem.old], ACC=accumulator(problem.dtype), VEC=1, GROUPED=False,
+                COLUMNS=False,
             ),
         ),)  # fmt: skip
 
@@ -61,14 +70,14 @@ class Grad(RuleBased):
     def launch(self, problem: ChannelGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch of the stage."""
         batch, channels, inner = problem.batch, problem.channels, problem.inner
-        columns, vec = by_columns(problem), access_width(inner, problem.dtype)
+        columns, vec, tx = by_columns(problem), _width(problem), _across(problem)
         epsilon = Num("f32", problem.epsilon)
         macros = defines(
             T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
-            VEC=vec, COLUMNS=columns,
+            VEC=vec, COLUMNS=columns, TX=tx,
         )  # fmt: skip
         if problem.stage == "sums":
-            tiles = -(-channels * inner // 32) if columns else channels
+            tiles = -(-channels * inner // (tx * vec)) if columns else channels
             numbers = (batch, channels, inner, problem.chunk)
             return (Launch(
                 self.source, "channel_sums", (tiles * problem.splits, 1, 1), (256, 1, 1),
@@ -83,28 +92,46 @@ class Grad(RuleBased):
                 macros,
             ),)  # fmt: skip
         size = batch * channels * inner
+        threads = channels * inner // vec * -(-batch // _ROWS) if columns else size // vec
         return (Launch(
-            self.source, "channel_dx", (-(-size // (256 * vec)), 1, 1), (256, 1, 1),
+            self.source, "channel_dx", (-(-threads // 256), 1, 1), (256, 1, 1),
             (*map(Ptr, ("x", "dy", "scale", "mean", "variance", "sums", "dx")),
              *(Num("i64", n) for n in (size, channels, inner, batch * inner)), epsilon), macros,
         ),)  # fmt: skip
 
 
 _BLOCKS = 1024  # of a channel's sums: fixed, so that they are the shape's alone
+_SHORT = (
+    16  # elements of a channel that side by side are too few for vectors or blocks of their own
+)
+_ROWS = 4  # rows of columns that a thread takes: ROWS of the kernels
 
 
 def by_columns(problem: ChannelGrad) -> bool:
     """Whether channels are too short for blocks of their own."""
-    return problem.inner < 16
+    return problem.inner < _SHORT
+
+
+def _width(problem: ChannelGrad) -> int:
+    """Elements an access."""
+    rows = problem.channels * problem.inner if by_columns(problem) else problem.inner
+    return access_width(rows, problem.dtype)
+
+
+def _across(problem: ChannelGrad) -> int:
+    """Threads side by side of a block that sums columns."""
+    return lanes(-(-problem.channels * problem.inner // _width(problem)))
 
 
 def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     """(chunks, elements or vectors a chunk) of a channel's sums."""
     channels, inner = problem.channels, problem.inner
     if by_columns(problem):
-        tiles, length, least = -(-channels * inner // 32), problem.batch, 32
+        across = _across(problem)
+        tiles = -(-channels * inner // (across * _width(problem)))
+        length, least = problem.batch, 4 * (256 // across)
     else:
-        length = problem.batch * inner // access_width(inner, problem.dtype)
+        length = problem.batch * inner // _width(problem)
         tiles, least = channels, 1024
     splits = max(1, min(length // least, -(-_BLOCKS // tiles)))
     chunk = -(-length // splits)

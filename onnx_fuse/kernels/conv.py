@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels import Kernel, conv_nhwc
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
@@ -18,6 +18,7 @@ from onnx_fuse.program.problems import Conv
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
 _SPLITS = 64  # of a sum, at most
+CHANNELS_LAST = "its images are channels last"
 _ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
 
 
@@ -51,6 +52,8 @@ class Direct(RuleBased):
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Few filters a group: others would read x again for each."""
+        if problem.channels_last:
+            return CHANNELS_LAST
         if problem.filters > 4:
             return f"{problem.filters} filters a group (at most 4): x would be read for each"
         return super().supports(problem, hw)
@@ -73,6 +76,10 @@ class _Tiled(RuleBased):
     """
 
     half = False
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """Any problem of channels before the spatial axes."""
+        return CHANNELS_LAST if problem.channels_last else super().supports(problem, hw)
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
         """The rule's, then both tiles with sums in one, two, four and eight parts."""
@@ -196,4 +203,4 @@ class Implicit(_Tiled):
     source = "conv/implicit.cu"
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Conv": (Direct(), Mma(), Implicit())}
+KERNELS: dict[str, Sequence[Kernel]] = {"Conv": (*conv_nhwc.KERNELS, Direct(), Mma(), Implicit())}

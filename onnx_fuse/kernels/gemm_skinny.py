@@ -50,6 +50,8 @@ class Skinny(WithoutWorkspace):
             return f"{problem.m} rows (at most 512): w would be read too often"
         if problem.k % 8 or not aligned(problem):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
+        if not problem.trans_b and problem.n % 2:
+            return f"rows of w are read in pairs of columns, not n={problem.n}"
         if problem.epilogue.dw or problem.epilogue.moments or problem.attr("parts"):
             return "no row sums of the result, none of parts"
         if problem.epilogue.row_bias:

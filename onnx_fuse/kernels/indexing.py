@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import RuleBased, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
 
 THREADS = 256
 MAX_TUPLE = 6
+FEW = 64
+"""Updates up to which a block of indexing/scatter.cu finds those before its own in one look."""
+IDS = 256
+"""Rows of the table whose updates a block of indexing/row_sums.cu finds."""
+MOST_READ = 1 << 31
+"""Index tuples that all of its blocks may read together: some milliseconds."""
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
 _INDEX_TYPES = {"int64": "i64", "int32": "int"}
 _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
@@ -98,11 +105,113 @@ class Lines(RuleBased):
         ),)  # fmt: skip
 
 
+class Grouped(RuleBased):
+    """indexing/row_sums.cu: the updates of a row are found by a sort. Operands: y index update.
+
+    A configuration sets `part`, the sorted updates that one team sums, and `items`, the vectors of
+    a row that one of its threads has.
+    """
+
+    name = "grouped"
+    source = "indexing/row_sums.cu"
+
+    def supports(self, problem: ScatterND, hw: Hardware) -> str | None:
+        """Sums of rows; not so few that the launches weigh more, nor in too large a table."""
+        count, rows = problem.count, problem.rows
+        if problem.reduction != "add":
+            return f"reduction {problem.reduction}"
+        if problem.dtype not in (*FLOATS, "int32", "int64"):
+            return f"rows of {problem.dtype}"
+        if len(problem.dims) > MAX_TUPLE:
+            return f"index tuples of {len(problem.dims)}"
+        if count <= FEW and not problem.fresh:
+            return f"only {count} updates"
+        if max(count, rows, problem.inner) >= 1 << 30 or -(-rows // IDS) * count > MOST_READ:
+            return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
+        return None
+
+    def configs(self, problem: ScatterND, hw: Hardware) -> Sequence[Config]:
+        """The rule's, then smaller and larger parts, and other numbers of vectors."""
+        part, items = self._part(problem), self._items(problem)
+        parts = [Config.of(part=n) for n in (part // 2, 2 * part)]
+        others = [Config.of(items=n) for n in range(1, self._row(problem) + 1) if n != items]
+        return [Config.of(), *parts, *others]
+
+    @staticmethod
+    def _part(problem: ScatterND) -> int:
+        """About half the square root of all, so that parts and their sums are about as long."""
+        return 1 << max(6, (problem.count - 1).bit_length() // 2 - 1)
+
+    @staticmethod
+    def _team(problem: ScatterND) -> tuple[int, int]:
+        """Elements an access and threads a row."""
+        vec = access_width(problem.inner, problem.dtype)
+        return vec, lanes(-(-problem.inner // vec))
+
+    @staticmethod
+    def _row(problem: ScatterND) -> int:
+        """Vectors a thread that has a share of a whole row, or four."""
+        return min(4, -(-problem.inner * ITEMSIZE[problem.dtype] // 512))
+
+    def _items(self, problem: ScatterND) -> int:
+        """A whole row where there are rows enough for all multiprocessors."""
+        units = problem.rows if problem.fresh else problem.count
+        return 1 if units >= 4096 else 1
+
+    def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
+        """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
+        part = config.integer("part") or self._part(problem)
+        at = -(-4 * (problem.rows + 1 + 2 * problem.count) // 16) * 16
+        size = 8 if problem.dtype in ("float64", "int64") else 4
+        return part, at, at + 2 * -(-problem.count // part) * problem.inner * size
+
+    def workspace(self, problem: ScatterND, config: Config, hw: Hardware) -> int:
+        """The bytes of the order of the updates and of the sums of parts."""
+        return self._room(problem, config)[2]
+
+    def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The sort, the sums of parts if a row can have several, and the sums of rows."""
+        count, rows, inner = problem.count, problem.rows, problem.inner
+        part, at, _ = self._room(problem, config)
+        vec, team = self._team(problem)
+        items = config.integer("items") or self._items(problem)
+        start, row = Ptr("workspace"), Ptr("workspace", 4 * (rows + 1))
+        order, sums = Ptr("workspace", 4 * (rows + 1 + count)), Ptr("workspace", at)
+        macros = defines(
+            T=C_TYPES[problem.dtype], IDX=_INDEX_TYPES[problem.index], Q=len(problem.dims),
+            VEC=vec, TEAM=team, ITEMS=items, FRESH=problem.fresh, **({"AHEAD":config.integer("ahead")} if config.integer("ahead") else {}),
+        )  # fmt: skip
+
+        def sizes(*numbers: int) -> tuple[Arg, ...]:
+            return tuple(Num("i32", n) for n in numbers)
+
+        def summing(entry: str, blocks: int, wide: int, *args: Arg) -> Launch:
+            grid = (blocks, -(-inner // (team * vec * wide)), 1)
+            given = (start, row, order, Ptr("update"), sums, *args)
+            return Launch(self.source, entry, grid, (THREADS, 1, 1), given, macros)
+
+        sort = Launch(
+            self.source, "group_rows", (-(-rows // IDS), 1, 1), (1024, 1, 1),
+            (Ptr("index"), start, row, order, *sizes(count, rows), *_dims(problem.dims)), macros,
+        )  # fmt: skip
+        chunks, units = -(-count // part), rows if problem.fresh else count
+        several = (summing("sum_parts", chunks, 1, *sizes(rows, inner, part)),)
+        return (
+            sort,
+            *(several if count > part else ()),
+            summing("sum_rows", -(-units * team // THREADS), items, Ptr("y"), *sizes(rows, inner, units, part)),
+        )
+
+
 class Rows(_Tuples):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"
     free_axes = "yz"
+
+    def supports(self, problem: ScatterND, hw: Hardware) -> str | None:
+        """Tuples that are not too long, into what y holds."""
+        return "it writes no zeros" if problem.fresh else super().supports(problem, hw)
 
     def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a tuple."""
@@ -120,5 +229,5 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "GatherElements": (Elements(),),
     "GatherND": (Tuples(),),
     "ScatterElements": (Lines(),),
-    "ScatterND": (Rows(),),
+    "ScatterND": (Grouped(), Rows()),
 }

@@ -18,6 +18,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
+from onnx_fuse.program.size import maximum, minimum
 
 _KEPT = 40  # elements of a row a thread may hold in registers
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
@@ -47,7 +48,8 @@ def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
 def grad_parts(problem: NormGrad) -> int:
     """Enough blocks to fill a GPU, few enough that their parts weigh little beside x."""
     rows = problem.rows
-    return min(-(-rows // min(8, max(1, rows // 256))), _GRAD_THREADS // grad_shape(problem)[1])
+    most = _GRAD_THREADS // grad_shape(problem)[1]
+    return minimum(-(-rows // minimum(8, maximum(1, rows // 256))), most)
 
 
 class Row(RuleBased):

@@ -7,9 +7,17 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased, window_macros
+from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
-from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
+from onnx_fuse.program.problems import (
+    ChannelWindow,
+    Col2Im,
+    GridSample,
+    Pool,
+    PoolGrad,
+    Resample,
+    Window,
+)
 
 _KINDS = ("max", "average", "lp")
 
@@ -25,19 +33,69 @@ class Windows(RuleBased):
     free_axes = "yz"
 
     def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch, a result a thread."""
-        size, dtype = problem.planes * prod(problem.outer), problem.dtype
-        after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
+        """One launch, a result a thread, or the neighbouring channels of one access."""
+        dtype = problem.dtype
+        vec = access_width(problem.channels, dtype) if problem.channels else 1
+        size = problem.planes * prod(problem.outer) // vec
         return (Launch(
             self.source, "pool", _blocks(size), (256, 1, 1),
             (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
-             *(Num("i32", n) for n in (*problem.inner, *problem.outer)), Num("f32", problem.p)),
+             *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
+             Num("f32", problem.p)),
             defines(
+                VEC=vec, CHANNELS_LAST=bool(problem.channels),
                 T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
                 MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
-                COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
+                COLUMN_MAJOR=problem.column_major, **window_macros(problem.window),
+                **_after(problem.window),
             ),
         ),)  # fmt: skip
+
+
+class WindowsGrad(RuleBased):
+    """pool/pool_grad.cu. Operands: x dy dx."""
+
+    source = "pool/pool_grad.cu"
+
+    def launch(self, problem: PoolGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The windows' first maxima, by the number of their tap, then the sums."""
+        vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
+        wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
+        macros = defines(
+            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
+            MODE=_KINDS.index(problem.kind), CODE=f"u{8 * _code_bytes(problem)}", VEC=vec,
+            WIDE=wide, INCLUDE_PAD=problem.include_pad, **window_macros(problem.window),
+            **_after(problem.window),
+        )  # fmt: skip
+        sizes = tuple(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer))
+        size = problem.planes * prod(problem.inner) * problem.channels // (vec * wide)
+        codes = Launch(
+            self.source, "pool_codes", _blocks(outputs // vec), (256, 1, 1),
+            (Ptr("x"), Ptr("workspace"), Num("i64", outputs // vec), *sizes), macros,
+        )  # fmt: skip
+        sums = Launch(
+            self.source, "pool_grad", _blocks(size), (256, 1, 1),
+            (Ptr("dy"), Ptr("workspace"), Ptr("dx"), Num("i64", size), *sizes), macros,
+        )  # fmt: skip
+        return (codes, sums) if problem.kind == "max" else (sums,)
+
+    def workspace(self, problem: PoolGrad, config: Config, hw: Hardware) -> int:
+        """A number for each window."""
+        return _outputs(problem) * _code_bytes(problem) if problem.kind == "max" else 0
+
+
+def _outputs(problem: PoolGrad) -> int:
+    return problem.planes * prod(problem.outer) * problem.channels
+
+
+def _code_bytes(problem: PoolGrad) -> int:
+    taps = prod(problem.window.kernel)
+    return 1 if taps < 1 << 8 else 2 if taps < 1 << 16 else 4
+
+
+def _after(window: Window) -> dict[str, int]:
+    """ED EH EW: the padding behind each axis."""
+    return {"E" + axis: pad for axis, pad in zip("DHW", window.after, strict=True)}
 
 
 class Channels(RuleBased):
@@ -114,6 +172,7 @@ class Columns(RuleBased):
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Pool": (Windows(),),
+    "PoolGrad": (WindowsGrad(),),
     "ChannelWindow": (Channels(),),
     "Resample": (Taps(),),
     "GridSample": (Points(),),

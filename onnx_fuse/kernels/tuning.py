@@ -103,7 +103,7 @@ def code_of(problem: AnyProblem, kernel: Kernel, how: Config, hw: Hardware) -> s
     if isinstance(problem, Problem) and problem.attr("unaligned"):
         problem = problem.replace(align=2)
     for launch in kernel.launch(problem, how, hw):
-        if launch.product is not None:
+        if launch.of_library:
             text += f"cuBLASLt {cublaslt.version()}\n"
         else:
             text += code_digest(launch.source, launch.entry, launch.defines) + "\n"

@@ -64,6 +64,7 @@ class Values:
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
         self.fold_pays: dict[tuple[Problem, bool], bool] = {}
+        self.channels_last: set[int] = set()
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names, self._prefix = 0, "value"
         self._random: Tensor | None = None

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import copy
+from onnx_fuse.lower import conv_nhwc
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
@@ -125,14 +126,14 @@ def convolution(
     ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0, slope: Tensor | None = None
 ) -> str | None:
     """y = act(Conv(x, weight) + bias), or ConvTranspose; `slope` is the alpha of each filter."""
-    x, weight = ctx.dense(node, 0), ctx.dense(node, 1)
+    x, weight = ctx.view(node, 0), ctx.view(node, 1)
     transposed = node.op_type == "ConvTranspose"
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"
-    reads: dict[str, Tensor] = {"x": x, "weight": weight}
+    reads: dict[str, Tensor] = {}
     known = ctx.host(node, 2) if ctx.has(node, 2) else None
     if ctx.has(node, 2) and (known is None or known.any()):  # zeros stand for no bias
         reads["bias"] = ctx.dense(node, 2)
@@ -151,6 +152,9 @@ def convolution(
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups, triple(x.shape[2:]),
         triple(y.shape[2:]), taps, x.dtype, transposed, act, alpha, slope is not None,
     )  # fmt: skip
+    if conv_nhwc.pays(ctx, shape, x):
+        return conv_nhwc.convolution(ctx, node, shape, {"x": x, "weight": weight, **reads}, y)
+    reads = {"x": ctx.contiguous(x), "weight": ctx.contiguous(weight), **reads}
     moves = (
         *taps.before,
         *taps.after,

@@ -20,6 +20,7 @@ from onnx_fuse.cuda.pointwise import (
     operand,
     rounded,
 )
+from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
@@ -54,7 +55,7 @@ def _simple(name: str) -> Lowering:
                 inner = "float64" if dtype not in FLOATS else dtype
                 args = [code.step("Cast", inner, a) for a in args]
                 raised = code.step("Pow", inner, *args)
-                y = ctx.output(node, 0, shape, dtype)
+                y = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
                 emit(ctx, code, node, code.step("Cast", dtype, raised), y)
                 return None
         for attribute, default in ATTRIBUTES.get(name, ()):
@@ -63,7 +64,7 @@ def _simple(name: str) -> Lowering:
             args.append(code.scalar(value, kind))
         result = "bool" if name in COMPARES else dtype
         compute = result
-        y = ctx.output(node, 0, shape, result)
+        y = follow(ctx, node, ctx.output(node, 0, shape, result), code.reads)
         emit(ctx, code, node, code.step(step, compute, *args), y)
         return None
 
@@ -81,7 +82,7 @@ def _fold(name: str) -> Lowering:
             value = code.step(step, dtype, value, operand(ctx, code, node, i, shape)[0])
         if name == "Mean":
             value = code.step("Div", dtype, value, code.scalar(len(node.inputs), dtype))
-        y = ctx.output(node, 0, shape, dtype)
+        y = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
         emit(ctx, code, node, value, y)
         return None
 
@@ -97,7 +98,7 @@ def clip(ctx: Context, node: ir.Node) -> str | None:
         if ctx.has(node, i):
             bound, _ = operand(ctx, code, node, i, x.shape)
             value = code.step(step, x.dtype, value, bound)
-    y = ctx.output(node, 0, x.shape, x.dtype)
+    y = follow(ctx, node, ctx.output(node, 0, x.shape, x.dtype), code.reads)
     emit(ctx, code, node, value, y)
     return None
 
@@ -118,7 +119,7 @@ def cast(ctx: Context, node: ir.Node) -> str | None:
     if dtype == "float8_e8m0fnu":
         return f"no cast to {dtype}"
     code = Code()
-    y = ctx.output(node, 0, x.shape, dtype)
+    y = follow(ctx, node, ctx.output(node, 0, x.shape, dtype), code.reads)
     value = code.load(x)
     if dtype in LARGEST:
         value = rounded(code, value, dtype, bool(ctx.attr(node, "saturate", 1)))

@@ -14,6 +14,9 @@ from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.size import number
 
+MOST_KNOWN = 1 << 12
+"""Elements up to which a constant is looked at for zeros."""
+
 
 def gather(ctx: Context, node: ir.Node) -> str | None:
     """y[o, index..., i] = x[o, index, i] along `axis`."""
@@ -38,13 +41,20 @@ def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
     """Neighbours in order (the positions of a sequence) are a view."""
     x = ctx.view(node, 0)
     axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
-    first, count = int(index[0]) if index.size else 0, index.size
-    if first < 0 or first + count > x.shape[axis] or (index != np.arange(count) + first).any():
+    if not _is_run(index, x.shape[axis]):
         return False
+    first, count = int(index[0]) if index.size else 0, index.size
     starts = [first if a == axis else 0 for a in range(rank)]
     shape = [count if a == axis else d for a, d in enumerate(x.shape)]
     ctx.alias(node, 0, x.slice(starts, [1] * rank, shape))
     return True
+
+
+def _is_run(index: np.ndarray, size: int) -> bool:
+    """Whether a vector of indices counts neighbours of an axis, in order."""
+    first = int(index[0]) if index.size else 0
+    inside = first >= 0 and first + index.size <= size
+    return inside and not (index != np.arange(index.size) + first).any()
 
 
 def _pick(ctx: Context, node: ir.Node) -> str | None:
@@ -107,36 +117,89 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
         return None
+    if not index.size:
+        copy(ctx, node, x, y)
+        return None
+    given, length, inner = index.shape[axis], x.shape[axis], prod(x.shape[axis + 1 :])
+    reduction, lines = ctx.attr(node, "reduction", "none"), index.size // given
+    if lines == 1 and reduction == "add":
+        rows = ScatterND(given, (length,), 1, update.dtype, index.dtype, reduction)
+        return _scattered(ctx, node, rows, x, index, update, y)
     copy(ctx, node, x, y)
-    if index.size:
-        inner = prod(x.shape[axis + 1 :])
-        lines = index.size // index.shape[axis]
-        problem = ScatterElements(
-            lines, inner, index.shape[axis], x.shape[axis], update.dtype, index.dtype,
-            ctx.attr(node, "reduction", "none"),
-        )  # fmt: skip
-        reads = {"index": index, "update": update, "before": y}
-        return ctx.select(node, problem, reads, {"y": y})
-    return None
+    problem = ScatterElements(lines, inner, given, length, update.dtype, index.dtype, reduction)
+    reads = {"index": index, "update": update, "before": y}
+    return ctx.select(node, problem, reads, {"y": y})
 
 
 def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
     """y = x, then y[index[j, :], i] (op)= update[j, i], in order of j."""
     x, index, update = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
-    q = index.shape[-1]
+    q, reduction = index.shape[-1], ctx.attr(node, "reduction", "none")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
         return None
-    copy(ctx, node, x, y)
     count, inner = prod(index.shape[:-1]), prod(x.shape[q:])
-    if count and inner:
-        problem = ScatterND(
-            count, x.shape[:q], inner, update.dtype, index.dtype,
-            ctx.attr(node, "reduction", "none"),
-        )  # fmt: skip
-        reads = {"index": index, "update": update, "before": y}
-        return ctx.select(node, problem, reads, {"y": y})
-    return None
+    if not (count and inner):
+        copy(ctx, node, x, y)
+        return None
+    known = ctx.host(node, 1)
+    if known is not None and q == 1 and reduction in ("none", "add"):
+        indices = known.reshape(-1)
+        if _is_run(indices, x.shape[0]):
+            _scatter_run(ctx, node, x, int(indices[0]), update, y, add=reduction == "add")
+            return None
+    problem = ScatterND(count, x.shape[:q], inner, update.dtype, index.dtype, reduction)
+    return _scattered(ctx, node, problem, x, index, update, y)
+
+
+def _scattered(
+    ctx: Context,
+    node: ir.Node,
+    problem: ScatterND,
+    x: Tensor,
+    index: Tensor,
+    update: Tensor,
+    y: Tensor,
+) -> str | None:
+    """y = x with the updates: zeros are written with the sums where a kernel does both."""
+    reads = {"index": index, "update": update}
+    if problem.reduction == "add" and _is_zero(ctx, x):
+        fresh = replace(problem, fresh=True)
+        if ctx.select(node, fresh, reads, {"y": y}) is None:
+            return None
+    copy(ctx, node, x, y)
+    return ctx.select(node, problem, reads | {"before": y}, {"y": y})
+
+
+def _is_zero(ctx: Context, x: Tensor) -> bool:
+    """Whether it is known to be 0.0, and not -0.0, everywhere; of a large one only if broadcast."""
+    if any(x.strides) and x.size > MOST_KNOWN:
+        return False
+    one = Tensor(x.buffer, x.dtype, (1,), (1,), x.offset)
+    array = ctx.known(x if any(x.strides) else one)
+    return array is not None and not np.ascontiguousarray(array).view(np.uint8).any()
+
+
+def _scatter_run(
+    ctx: Context, node: ir.Node, x: Tensor, first: int, update: Tensor, y: Tensor, *, add: bool
+) -> None:
+    """y = x with the updates in its rows from `first` on, in order: positions of a sequence."""
+    rank, tail = len(x.shape), x.shape[1:]
+    update = reshaped(ctx, update, (update.size // prod(tail), *tail))
+    last = first + update.shape[0]
+
+    def rows(of: Tensor, begin: int, end: int) -> Tensor:
+        return of.slice([begin] + [0] * (rank - 1), [1] * rank, (end - begin, *tail))
+
+    for begin, end in ((0, first), (last, x.shape[0])):
+        if begin < end:
+            copy(ctx, node, rows(x, begin, end), rows(y, begin, end))
+    if add:
+        code = Code()
+        both = (code.load(rows(x, first, last)), code.load(update))
+        emit(ctx, code, node, code.step("Add", x.dtype, *both), rows(y, first, last))
+    else:
+        copy(ctx, node, update, rows(y, first, last))
 
 
 def one_hot(ctx: Context, node: ir.Node) -> str | None:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.kernels.channel import by_columns, channel_chunks
 from onnx_fuse.kernels.norm import grad_parts
+from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
@@ -112,7 +113,7 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
     if length > 32768 or (length > 4096 and rows < 64):
         mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
         reduction(ctx, node, x, mean, "Moments", [1], variance, (rows, length))
-        _apply(ctx, node, (x, scale, bias, mean, variance), y, per, epsilon)
+        _apply(ctx, node, (x, scale, bias, mean, variance), y, (channels, inner), per, epsilon)
         return None
     problem = Norm(
         rows, length, x.dtype, scale.dtype, affine=2, groups=groups, channels=per, inner=inner,
@@ -124,17 +125,20 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
 
 def batch_norm(ctx: Context, node: ir.Node) -> str | None:
     """BatchNormalization: by the running statistics, or in training by the batch's own."""
-    x, scale, bias, mean, variance = (ctx.dense(node, i) for i in range(5))
+    x, (scale, bias, mean, variance) = ctx.view(node, 0), (ctx.dense(node, i) for i in range(1, 5))
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
-    channels, inner = (x.shape[1], prod(x.shape[2:])) if len(x.shape) > 1 else (1, 1)
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not x.size:
         return None
+    last = in_stretch(ctx, x)
+    y = channels_last(stored_last(ctx, node, y)) if last else y
+    shape = _planes(x, last)
+    planes = channels, _ = shape[1:]
+    x = ctx.contiguous(channels_last(x) if last else x)
     if ctx.attr(node, "training_mode", 0):
         old = (mean, variance)
         mean, variance = (ctx.scratch(_stat(x), (channels,)) for _ in range(2))
-        shape = (x.size // (channels * inner), channels, inner)
         reduction(ctx, node, x, mean, "Moments", [0, 2], variance, shape)
         if any(ctx.wants(node, i) for i in (1, 2) if i < len(node.outputs)):
             new = [ctx.output(node, 1), ctx.output(node, 2)]
@@ -147,18 +151,21 @@ def batch_norm(ctx: Context, node: ir.Node) -> str | None:
             ctx.select(
                 node, problem, {n: bound[n] for n in names[:4]}, {n: bound[n] for n in names[4:]}
             )
-    _apply(ctx, node, (x, scale, bias, mean, variance), y, 0, ctx.attr(node, "epsilon", 1e-5))
+    epsilon = ctx.attr(node, "epsilon", 1e-5)
+    _apply(ctx, node, (x, scale, bias, mean, variance), y, planes, 0, epsilon)
     return None
 
 
 def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     """BatchNormGrad: dx, dscale, dbias; the forward's mean and variance are the same calls."""
-    dy, x, scale = (ctx.dense(node, i) for i in range(3))
+    dy, x, scale = ctx.view(node, 0), ctx.view(node, 1), ctx.dense(node, 2)
     if x.dtype not in FLOATS or dy.dtype != x.dtype:
         return f"no kernel for {x.dtype}"
-    batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
     if not x.size or x.size >= 2**32:
         return "nothing to reduce, or 32-bit indices do not reach"
+    outer, last = x.shape, in_stretch(ctx, x)
+    batch, channels, inner = _planes(x, last)
+    dy, x = (ctx.contiguous(channels_last(t) if last else t) for t in (dy, x))
     stat = _stat(x)
     mean, variance = (ctx.scratch(stat, (channels,)) for _ in range(2))
     reduction(ctx, node, x, mean, "Moments", [0, 2], variance, (batch, channels, inner))
@@ -177,9 +184,18 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     if not ctx.wants(node, 0):
         return None
     reads = {"x": x, "dy": dy, "scale": scale, "mean": mean, "variance": variance, "sums": sums}
-    dx = ctx.output(node, 0, x.shape, x.dtype)
+    dx = ctx.output(node, 0, outer, x.dtype)
+    dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
     return ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
+
+
+def _planes(x: Tensor, last: bool) -> tuple[int, int, int]:
+    """(batch, channels, elements of a channel side by side); `last`: pixels make the batch."""
+    if len(x.shape) < 2:
+        return x.size, 1, 1
+    batch, channels, *spatial = x.shape
+    return (batch * prod(spatial), channels, 1) if last else (batch, channels, prod(spatial))
 
 
 def _stat(x: Tensor) -> str:
@@ -187,14 +203,17 @@ def _stat(x: Tensor) -> str:
 
 
 def _apply(
-    ctx: Context, node: ir.Node, reads: tuple[Tensor, ...], y: Tensor, per: int, epsilon: float
-) -> None:
-    """y by given statistics; `per` channels share one, or 0: one a channel over the batch."""
+    ctx: Context, node: ir.Node, reads: tuple[Tensor, ...], y: Tensor, planes: tuple[int, int],
+    per: int, epsilon: float,
+) -> None:  # fmt: skip
+    """y by given statistics; `per` channels share one, or 0: one a channel over the batch.
+
+    `planes` are the channels, and the elements of one side by side.
+    """
     x = reads[0]
-    channels, inner = (x.shape[1], prod(x.shape[2:])) if len(x.shape) > 1 else (1, 1)
     problem = ChannelNorm(
-        x.size, channels, inner, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon
-    )
+        x.size, *planes, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon
+    )  # fmt: skip
     bound = dict(zip(("x", "scale", "bias", "mean", "variance"), reads, strict=True))
     ctx.select(node, problem, bound, {"y": y}, inplace=[("y", "x")])
 

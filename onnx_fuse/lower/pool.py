@@ -8,6 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
+from onnx_fuse.lower.channels_last import (
+    channels_last,
+    in_stretch,
+    is_channels_last,
+    stored_last,
+)
 from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.program.call import Context, Lowering, Tensor
@@ -18,8 +24,7 @@ KINDS = {"MaxPool": "max", "AveragePool": "average", "LpPool": "lp"}
 
 def pool(ctx: Context, node: ir.Node) -> str | None:
     """MaxPool (with indices), AveragePool, LpPool."""
-    x = ctx.dense(node, 0)
-    largest = node.op_type == "MaxPool"
+    x, largest = ctx.view(node, 0), node.op_type == "MaxPool"
     if x.dtype not in FLOATS and (not largest or x.dtype not in ("int8", "uint8")):
         return f"no kernel for {x.dtype}"
     rank = len(x.shape) - 2
@@ -34,18 +39,24 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
         writes["indices"] = ctx.output(node, 1, shape, "int64")
     if not y.size:
         return None
-    taps = window(ctx, node, kernel, x.shape[2:], y.shape[2:])
+    inner = x.shape[2:]
+    last = in_stretch(ctx, x) and "indices" not in writes and rank < 3
+    x = channels_last(x) if last else ctx.contiguous(x)
+    channels = y.shape[1] if last else 0
+    taps = window(ctx, node, kernel, inner, y.shape[2:])
     problem = Pool(
-        KINDS[node.op_type], x.shape[0] * x.shape[1], triple(x.shape[2:]), triple(y.shape[2:]),
+        KINDS[node.op_type], y.shape[0] * y.shape[1], triple(inner), triple(y.shape[2:]),
         taps, x.dtype, bool(ctx.attr(node, "count_include_pad", 0)),
-        bool(ctx.attr(node, "storage_order", 0)), float(ctx.attr(node, "p", 2)),
+        bool(ctx.attr(node, "storage_order", 0)), float(ctx.attr(node, "p", 2)), channels,
     )  # fmt: skip
+    if last:
+        writes["y"] = channels_last(stored_last(ctx, node, y))
     return ctx.select(node, problem, {"x": x}, writes)
 
 
 def global_pool(ctx: Context, node: ir.Node) -> str | None:
     """GlobalAveragePool, GlobalMaxPool, GlobalLpPool: reductions over the spatial axes."""
-    x = ctx.dense(node, 0)
+    x = ctx.view(node, 0)
     kind = node.op_type.removeprefix("Global").removesuffix("Pool")
     p = ctx.attr(node, "p", 2)
     if kind == "Lp" and p not in (1, 2):
@@ -53,7 +64,9 @@ def global_pool(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0)
     if y.size:
         reducer = {"Average": "Mean", "Max": "Max", "Lp": f"L{p}"}[kind]
-        reduction(ctx, node, x, y, reducer, range(2, len(x.shape)))
+        last = is_channels_last(x)
+        axes = range(1 + (not last), len(x.shape) - last)
+        reduction(ctx, node, channels_last(x) if last else ctx.contiguous(x), y, reducer, axes)
     return None
 
 
@@ -138,7 +151,7 @@ def taps(
 
 def resize(ctx: Context, node: ir.Node) -> str | None:
     """Resize: one pass an axis, each a gather with weights that the host works out."""
-    x = ctx.dense(node, 0)
+    x = ctx.view(node, 0)
     rank = len(x.shape)
     mode = ctx.attr(node, "mode", "nearest")
     if x.dtype not in FLOATS and (mode != "nearest" or x.dtype not in ("int32", "int8", "uint8")):
@@ -173,14 +186,19 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
         return None
     acc = accumulator(x.dtype) if x.dtype in FLOATS else "float"
     between = {"float": "float32", "double": "float64"}[acc]
-    source, shape = x, list(x.shape)
-    for step, a in enumerate(todo):
-        at = axes.index(a) if a in axes else -1
+    last_axis = in_stretch(ctx, x)
+    source = channels_last(x) if last_axis else ctx.contiguous(x)
+    if last_axis:
+        y = channels_last(stored_last(ctx, node, y))
+    places = [0, rank - 1, *range(1, rank - 1)] if last_axis else list(range(rank))
+    shape = list(source.shape)
+    for step, axis in enumerate(todo):
+        at, a = axes.index(axis) if axis in axes else -1, places[axis]
         crop = (
             (float(roi[at]), float(roi[at + len(axes)])) if roi is not None and roi.size else (0, 1)
         )
         index, weight = taps(
-            shape[a], y.shape[a], scales[a], mode=mode, transform=transform,
+            shape[a], y.shape[a], scales[axis], mode=mode, transform=transform,
             nearest=ctx.attr(node, "nearest_mode", "round_prefer_floor"),
             cubic=ctx.attr(node, "cubic_coeff_a", -0.75),
             exclude_outside=bool(ctx.attr(node, "exclude_outside", 0)),

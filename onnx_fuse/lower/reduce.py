@@ -18,6 +18,7 @@ from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
 from onnx_fuse.cuda.pointwise import Code, emit
 from onnx_fuse.kernels.rule_based import BLOCK, access_width
 from onnx_fuse.lower import elementwise
+from onnx_fuse.lower.channels_last import channels_last, is_channels_last
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
 
@@ -114,10 +115,13 @@ def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | str:
 
 def reduce(ctx: Context, node: ir.Node) -> str | None:
     """ReduceSum, ReduceMean, ... over the axes of input 1 (all where there is none)."""
-    x = ctx.dense(node, 0)
+    x = ctx.view(node, 0)
     axes = _axes(ctx, node, len(x.shape))
     if isinstance(axes, str):
         return axes
+    if is_channels_last(x) and axes == list(range(2, len(x.shape))):
+        x, axes = channels_last(x), [axis - 1 for axis in axes]
+    x = ctx.contiguous(x)
     reducer = REDUCERS[node.op_type]
     if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
         ctx.alias(node, 0, x)

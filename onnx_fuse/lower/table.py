@@ -10,8 +10,9 @@ from onnx_fuse.program.call import Lowering
 # Modules of this folder whose LOWERINGS table serves operators: see llir.
 FAMILIES: tuple[str, ...] = (
     *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
-    *("reduce", "norm", "softmax", "conv", "pool", "scan", "recurrent", "loss", "sdpa"),
-    *("regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer", "linear_cross_entropy"),
+    *("reduce", "norm", "softmax", "conv", "conv_grad", "pool", "scan", "recurrent", "loss"),
+    *("sdpa", "regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
+    *("linear_cross_entropy", "collective"),
 )
 
 

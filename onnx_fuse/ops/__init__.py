@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnx_fuse.ops import (  # noqa: F401
     attention,
+    collective,
     conv,
     elementwise,
     indexing,

@@ -19,6 +19,7 @@ from onnx_fuse.ops.grad_helpers import (
     Unary,
     Values,
     arguments,
+    emit,
     fail,
     filled,
     ints_attribute,
@@ -147,6 +148,11 @@ def weight_grad(
     """d loss / d weight of Conv: the image convolved with dy, channels in the batch's place."""
     n = len(strides)
     spatial = list(range(2, 2 + n))
+    if op.fused and n < 3 and weight.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        how = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
+        swap = [1, 0, *spatial]
+        (dw,) = emit(op, "ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)
+        return dw
     if set(kernel) == set(strides) == set(dilations) == {1} and not any(pads) and group == 1:
         # A 1x1 convolution is a matrix product, summed over batch and places.
         return _pointwise_weight_grad(op, x, dy, weight)
@@ -238,6 +244,10 @@ def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """dy added at the flat positions that the pool reports; windows may overlap."""
+    if op.fused:
+        how = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
+        (dx,) = emit(op, "MaxPoolGrad", [dy, x], [x], **how)
+        return dx
     if node.attributes.get_int("storage_order", 0):
         attributes = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
         _, indices = op.MaxPool(x, outputs=2, **attributes)

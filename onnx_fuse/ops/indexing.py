@@ -31,27 +31,47 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 
 def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
-    """Rows of dy added at their indices; one constant index is a pad with zeros."""
+    """Rows of dy added at their indices; those of neighbours in order are padded with zeros."""
     (x, indices), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get_int("axis", 0)
-    one = static(indices)
-    if one is not None and one.size == 1 and one.ndim < 2 and x.shape is not None:
-        index = int(one.reshape(-1)[0])
-        row = op.Unsqueeze(dy, op.constant([axis])) if one.ndim == 0 else dy
-        axis, size = norm_axis(axis, x), dim(x, axis)
-        if size is not None:
-            before, after = index % size, size - 1 - index % size
+    run = None if x.shape is None else _run(op, indices)
+    if run is not None:
+        (first, count), scalar = run, indices.shape is not None and not indices.shape
+        row = op.Unsqueeze(dy, op.constant([axis])) if scalar else dy
+        axis = norm_axis(axis, x)
+        size = dim(x, axis)
+        if size is not None and isinstance(count, int):
+            before, after = first % size, size - first % size - count
         else:
-            rest = op.Sub(
-                op.Shape(x, start=axis, end=axis + 1), index + 1 if index >= 0 else -index
-            )
-            before, after = (index, rest) if index >= 0 else (rest, -1 - index)
+            whole = size if size is not None else op.Shape(x, start=axis, end=axis + 1)
+            end = first + count if isinstance(count, int) else op.Add(count, first)
+            before = first if first >= 0 else op.Add(whole, first)
+            after = op.Sub(whole, end) if first >= 0 else -end
         return [pad(op, row, [axis], [before], [after])]
     indices = to_type(op, indices, ir.DataType.INT64)  # ScatterND takes no other
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
         last = op.Unsqueeze(indices, op.constant([-1]))
         return [scatter_add(op, "ScatterND", zeros_like(op, x), last, dy)]
     return [_scatter_axis(op, x, indices, dy, axis)]
+
+
+def _run(op: Any, indices: ir.Value) -> tuple[int, int | Tensor] | None:
+    """The first of indices that count neighbours in order, and how many: an int, or a vector of one
+    where the model runs. None for other indices.
+    """
+    known, made = static(indices), indices.producer()
+    if known is not None:
+        if known.ndim > 1 or not known.size:
+            return None
+        first, count = int(known.reshape(-1)[0]), known.size
+        follow = (known.reshape(-1) == np.arange(count) + first).all()
+        return (first, count) if follow and (first >= 0 or first + count <= 0) else None
+    if made is None or made.domain or made.op_type != "Range":
+        return None
+    start, step = static(made.inputs[0]), static(made.inputs[2])
+    if start is None or step is None or int(step) != 1 or int(start) < 0:
+        return None
+    return int(start), op.Shape(indices)
 
 
 def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:

@@ -228,6 +228,8 @@ class Context(Protocol):
     folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]]
     """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs, cv."""
     fold_pays: dict[tuple[Problem, bool], bool]
+    channels_last: set[int]
+    """Buffers of images whose channels are the last axis in memory (`lower.channels_last`)."""
 
     def view(self, node: ir.Node, i: int) -> Tensor:
         """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""

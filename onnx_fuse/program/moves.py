@@ -6,6 +6,7 @@ Conventions are those of `problems`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
@@ -209,7 +210,10 @@ class ScatterElements(AnyProblem):
 
 @dataclass(frozen=True)
 class ScatterND(AnyProblem):
-    """y[index[j, :], i] (op)= update[j, i] for `count` j in order; y's indexed sizes are `dims`."""
+    """y[index[j, :], i] (op)= update[j, i] for `count` j in order; y's indexed sizes are `dims`.
+
+    `fresh`: all of y is written, as if it held zeros before.
+    """
 
     op = "ScatterND"
     count: int
@@ -218,12 +222,19 @@ class ScatterND(AnyProblem):
     dtype: str
     index: str
     reduction: str = "none"
+    fresh: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The runs of `inner` elements that y has."""
+        return prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Indices and updates read, y written."""
-        tuple_bytes = len(self.dims) * ITEMSIZE[self.index]
-        return self.count * (2 * self.inner * ITEMSIZE[self.dtype] + tuple_bytes)
+        """Indices and updates read, y written, where it is not fresh at the indices alone."""
+        written = self.rows if self.fresh else self.count
+        tuples = self.count * len(self.dims) * ITEMSIZE[self.index]
+        return (self.count + written) * self.inner * ITEMSIZE[self.dtype] + tuples
 
 
 @dataclass(frozen=True)

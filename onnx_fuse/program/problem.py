@@ -15,6 +15,7 @@ from onnx_fuse.program.size import Classes, Size, Trace, size_class, upper_bound
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
+    from onnx_fuse.program.problems import Collective
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -357,6 +358,9 @@ class TensorMap:
     """Kernel argument: a TMA descriptor over `ptr`, dims innermost first, strides in bytes.
 
     `strides` has one entry fewer than `shape` (the innermost is contiguous); `swizzle` is 0 or 128.
+    With a `window`, `shape` is (channels, width, height, images), `box` (channels, pixels), and a
+    load takes so many pixels one after another (im2col): from the left and top corner on, as far
+    beyond the first pixel, to the right and bottom one beyond the last, in steps along both axes.
     """
 
     ptr: Ptr
@@ -365,6 +369,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 128
+    window: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -384,7 +389,7 @@ class Launch:
     `sync`: bytes bound under "sync", this call's own, zero at first; what the kernel leaves there
     the next run finds (counters and flags that it resets itself). `cooperative`: all blocks are on
     the chip at once, so they may wait for each other. `product`: no kernel, but cuBLASLt's call for
-    this problem; `source` is empty then.
+    this problem; `collective`: NCCL's for this bucket. `source` is empty then.
     """
 
     source: str
@@ -398,6 +403,12 @@ class Launch:
     sync: int = 0
     cooperative: bool = False
     product: Problem | None = None
+    collective: Collective | None = None
+
+    @property
+    def of_library(self) -> bool:
+        """Whether a library's call takes the place of a kernel."""
+        return self.product is not None or self.collective is not None
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,10 @@ class Conv(AnyProblem):
     """x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer].
 
     y = act(x * weight + bias); `slope`: the activation's alpha is a number a filter. `transposed`:
-    ConvTranspose.
+    ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
+    alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
+    one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
+    elements, () where x is dense.
     """
 
     op = "Conv"
@@ -223,6 +226,13 @@ class Conv(AnyProblem):
     act_alpha: float = 0.0
     slope: bool = False
     tail: Tail | None = None
+    channels_last: bool = False
+    x_strides: tuple[int, ...] = ()
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether each channel has one filter of its own."""
+        return self.channels == self.filters == 1 < self.groups
 
     @property
     def flops(self) -> int:
@@ -245,6 +255,48 @@ class Conv(AnyProblem):
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type."""
         return hw.rate(self.dtype)
+
+
+@dataclass(frozen=True)
+class ConvWeightGrad(AnyProblem):
+    """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
+
+    x is [batch, *inner, groups * channels] and dy [batch, *outer, groups * filters]. A
+    ConvTranspose has it too, with its x as dy and its dy as x.
+    """
+
+    op = "ConvWeightGrad"
+    batch: int
+    groups: int
+    channels: int
+    filters: int
+    inner: Triple
+    outer: Triple
+    window: Window
+    dtype: str
+    out_dtype: str
+
+    @property
+    def depth(self) -> int:
+        """The number of sums a filter has."""
+        return self.channels * prod(self.window.kernel)
+
+    @property
+    def flops(self) -> int:
+        """Two a product, pads counted as others."""
+        return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
+
+    @property
+    def bytes(self) -> int:
+        """x, dy and dw once each."""
+        ends = self.channels * prod(self.inner) + self.filters * prod(self.outer)
+        sums = self.filters * self.depth * ITEMSIZE[self.out_dtype]
+        return self.groups * (self.batch * ends * ITEMSIZE[self.dtype] + sums)
+
+    def rate(self, hw: Hardware) -> float:
+        """The rate of products of its type, without tensor cores where channels stand alone."""
+        alone = self.channels == self.filters == 1 < self.groups
+        return hw.rate("float32" if alone else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -322,7 +374,11 @@ class SumSquares(AnyProblem):
 
 @dataclass(frozen=True)
 class Pool(AnyProblem):
-    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp"."""
+    """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp".
+
+    With `channels`, of which `planes` is a multiple, the tensors are channels last: x is
+    [planes / channels, *inner, channels].
+    """
 
     op = "Pool"
     kind: str
@@ -334,11 +390,37 @@ class Pool(AnyProblem):
     include_pad: bool = False
     column_major: bool = False
     p: float = 2.0
+    channels: int = 0
 
     @property
     def bytes(self) -> int:
         """The bytes of x, which is read, and of y, which is written."""
         return self.planes * (prod(self.inner) + prod(self.outer)) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class PoolGrad(AnyProblem):
+    """dx [planes, *inner, channels] of a Pool, "max" or "average"; dy [planes, *outer, channels].
+
+    Each dy is added to where the window's first maximum of "x" was, or shared among its elements.
+    `channels` neighbours share a position: 1 where the planes of a batch stand one by one.
+    """
+
+    op = "PoolGrad"
+    kind: str
+    planes: int
+    channels: int
+    inner: Triple
+    outer: Triple
+    window: Window
+    dtype: str
+    include_pad: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """dy read, dx written, and x read where maxima are looked for."""
+        whole = prod(self.inner) * (2 if self.kind == "max" else 1)
+        return self.planes * self.channels * (whole + prod(self.outer)) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -534,6 +616,32 @@ class Fold(AnyProblem):
     def bytes(self) -> int:
         """The bytes of w, which is read, and of wq, which is written."""
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
+
+
+COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+"""What the ranks of a training may exchange."""
+
+
+@dataclass(frozen=True)
+class Collective(AnyProblem):
+    """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
+
+    `kind` "AllReduce": their sum, on every rank; "ReduceScatter": the rank's part of the sum;
+    "AllGather": the parts of all ranks in their order.
+    """
+
+    op = "Collective"
+    kind: str
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ranks: int
+    bucket: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a rank gives."""
+        pairs = zip(self.sizes, self.dtypes, strict=True)
+        return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 
 
 @dataclass(frozen=True)

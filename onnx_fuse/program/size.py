@@ -45,10 +45,10 @@ def size_class(size: int) -> tuple[int, int]:
 
 
 def wide_size_class(size: int) -> tuple[int, int]:
-    """The class of `size` in steps of four: 2 to 64, 65 to 256, 257 to 1024 and so on."""
+    """The class of `size` in steps of four: 2 to 512, 513 to 2048, 2049 to 8192 and so on."""
     if size <= 1:
         return size, size
-    first, last = 2, 64
+    first, last = 2, 512
     while size > last:
         first, last = last + 1, 4 * last
     return first, last

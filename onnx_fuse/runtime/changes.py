@@ -47,8 +47,8 @@ def changes(program: Program) -> tuple[Change, ...] | None:
     for i, call in enumerate(program.calls):
         for j, launch in enumerate(call.launches):
             numbers = tuple(word for word, _ in words(i, call, launch))
-            if launch.product is not None:
-                if launch.product.trace is not None:
+            if launch.of_library:
+                if launch.product is not None and launch.product.trace is not None:
                     return None
                 continue
             fixed = (launch.block, launch.smem, launch.cluster, launch.sync)

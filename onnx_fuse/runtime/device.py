@@ -378,12 +378,12 @@ class Stream:
     ) -> Graph:
         """An executable graph of what the steps enqueue, in their order.
 
-        With `after`, each step is one kernel, and step i follows the steps `after[i]`, all earlier
-        ones; a kernel of an `early` step itself waits for those, and may be launched before their
-        end.
+        With `after`, each step is one kernel or a library's call, and step i follows the steps
+        `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
+        launched before their end.
         """
         driver = self._driver
-        nodes: list[Any] = []
+        nodes: list[list[Any]] = []
         whole, programmatic = driver.CUgraphEdgeData(), driver.CUgraphEdgeData()
         kinds = driver.CUgraphDependencyType
         programmatic.type = int(kinds.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
@@ -398,7 +398,7 @@ class Stream:
             try:
                 for i, step in enumerate(steps):
                     if after is not None:
-                        heads = [nodes[k] for k in after[i]]
+                        heads = [node for k in after[i] for node in nodes[k]]
                         edges = [programmatic if early[i] else whole] * len(heads)
                         set_to = driver.cuStreamUpdateCaptureDependencies(
                             self.raw, heads, edges, len(heads), replaced
@@ -407,7 +407,7 @@ class Stream:
                     step()
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
-                    nodes.append(found[4][0] if found[4] else None)
+                    nodes.append(list(found[4] or ()))
             except BaseException:
                 driver.cuStreamEndCapture(self.raw)
                 raise
@@ -415,7 +415,7 @@ class Stream:
                 if collects:
                     gc.enable()
             graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
-        return Graph(graph, nodes)
+        return Graph(graph, [last[0] if last else None for last in nodes])
 
     def launch(self, graph: Graph, what: str) -> None:
         """Launch an executable graph in this stream."""

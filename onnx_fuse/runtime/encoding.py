@@ -116,7 +116,8 @@ def _arg(arg: Arg) -> list[Any]:
         return ["num", arg.ctype, number(arg.value)]
     if isinstance(arg, TensorMap):
         sizes = [list(arg.shape), list(arg.strides), list(arg.box)]
-        return ["map", arg.ptr.name, arg.ptr.offset, arg.dtype, *sizes, arg.swizzle]
+        window = [list(arg.window)] if arg.window else []
+        return ["map", arg.ptr.name, arg.ptr.offset, arg.dtype, *sizes, arg.swizzle, *window]
     return ["table", [[w.name, w.offset] if isinstance(w, Ptr) else w for w in arg.words]]
 
 
@@ -361,7 +362,7 @@ class _Decoder:
             return Table(tuple(words))
         if kind != "map":
             raise _fault(f"an argument is a {str(kind)[:40]!r}")
-        name, offset, dtype, shape, strides, box, swizzle = rest
+        name, offset, dtype, shape, strides, box, swizzle, *windows = rest
         if dtype not in ("bfloat16", "float16", "float32") or swizzle not in (0, 128):
             raise _fault("a tensor map of an unknown kind")
         made = TensorMap(
@@ -371,8 +372,11 @@ class _Decoder:
             _sizes(strides, 0, 2**40, "a tensor map's strides"),
             _sizes(box, 1, 256, "a tensor map's box"),
             swizzle,
+            _sizes(windows[0], -128, 127, "a tensor map's window") if windows else (),
         )
-        if not len(made.shape) == len(made.box) == len(made.strides) + 1 <= 5:
+        rank = len(made.shape)
+        boxed = len(made.box) == rank if not made.window else (rank, len(made.box)) == (4, 2)
+        if not boxed or len(made.window) not in (0, 6) or not rank == len(made.strides) + 1 <= 5:
             raise _fault("a tensor map of unequal ranks")
         last = sum((d - 1) * s for d, s in zip(made.shape[1:], made.strides, strict=True))
         reach = offset + last + made.shape[0] * ITEMSIZE[dtype]

@@ -15,7 +15,7 @@ from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import Change, Spots, operands, spots
-from onnx_fuse.runtime.schedule import Order, Segment, copies, overlappable
+from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable
 
 
 class Launches:
@@ -203,6 +203,12 @@ class Launches:
             return
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
         early = overlappable(after) if waits else [False] * len(after)
+        # a library's kernels neither wait by themselves nor call for what follows them
+        foreign = [not _waits(self._steps[k]) for k in self._nodes]
+        early = [
+            e and not foreign[i] and not any(foreign[k] for k in after[i])
+            for i, e in enumerate(early)
+        ]
         before = [step.early for step in self._steps]
         for step in self._steps:
             step.early = False  # the graph's edges say it
@@ -216,9 +222,16 @@ class Launches:
         """Whether calls may run side by side, and no kernel counts on a single launch before it."""
         after, first, calls = self._order.after, self._segment.first, self._segment.calls
         free = any(i - 1 not in after[i] for i in range(first + 1, first + len(calls)))
+        if any(map(collective, calls)):  # whose edges, and those to them, are never early ones
+            return free
         launches = [launch for call in calls for launch in call.launches]
         plain = all(x.product is None and not x.cooperative for x in launches)
         return free and plain and all(waits_first(x.source) for x in launches)
+
+
+def _waits(step: Step) -> bool:
+    """Whether a kernel of ours waits for those before it ahead of all else."""
+    return isinstance(step, Bound) and waits_first(step.launch.source)
 
 
 def _label(call: Call) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.problems import Collective
 
 FEW_BLOCKS = 8
 """Of a call that leaves the multiprocessors to the one it runs beside."""
@@ -78,6 +80,16 @@ def by_dependency(program: Program) -> Order:
     One of few blocks that could be the first follows the first: it has the time, and a CUDA graph
     that begins at one kernel begins sooner.
     """
+    wanted = _by_data(program)
+    for i, call in enumerate(program.calls):
+        blocks = sum(prod(launch.grid) for launch in call.launches)
+        if i and not wanted[i] and 0 < blocks <= FEW_BLOCKS and not collective(call):
+            wanted[i] = [0]
+    return _order(_one_by_one(program, wanted))
+
+
+def _by_data(program: Program) -> list[list[int]]:
+    """Of each call the calls that it follows by what they read and write."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     wanted: list[list[int]] = []
@@ -85,19 +97,41 @@ def by_dependency(program: Program) -> Order:
         reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
         wanted.append([writer[b] for b in reads | writes if b in writer])
         wanted[-1] += [r for b in writes for r in readers[b]]
-        blocks = sum(prod(launch.grid) for launch in call.launches)
-        if i and not wanted[-1] and 0 < blocks <= FEW_BLOCKS:
-            wanted[-1] = [0]
         for b in reads - writes:
             readers[b].append(i)
         for b in writes:
             writer[b], readers[b] = i, []
-    return _order(wanted)
+    return wanted
+
+
+def collective(call: Call) -> bool:
+    """Whether a call waits for the other ranks."""
+    return isinstance(call.problem, Collective)
+
+
+def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:
+    """`wanted`, where each collective follows the one before: their order is that of all ranks."""
+    places = [i for i, call in enumerate(program.calls) if collective(call)]
+    for before, after in pairwise(places):
+        wanted[after].append(before)
+    return wanted
 
 
 def sequential(program: Program) -> Order:
-    """Each call follows the one before."""
-    return _order([i - 1] if i else [] for i in range(len(program.calls)))
+    """Each call follows the one before, but for collectives: they run beside the others.
+
+    A collective follows what it reads, and the collective before.
+    """
+    if not any(map(collective, program.calls)):
+        return _order([i - 1] if i else [] for i in range(len(program.calls)))
+    wanted, before = _by_data(program), None
+    for i, call in enumerate(program.calls):
+        if collective(call):
+            continue
+        if before is not None:
+            wanted[i].append(before)
+        before = i
+    return _order(_one_by_one(program, wanted))
 
 
 def overlappable(after: Sequence[Sequence[int]]) -> list[bool]:

@@ -53,11 +53,17 @@ class CudaStates:
     """
 
     def __init__(
-        self, states: Mapping[str, Array], *, math: str = "ieee", memory: Budget | None = None
+        self,
+        states: Mapping[str, Array],
+        *,
+        math: str = "ieee",
+        memory: Budget | None = None,
+        device_id: int = 0,
     ) -> None:
         self._math, self._memory = math, memory
         empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
-        self._home = Executable(empty, math=math)
+        self._device_id = device_id
+        self._home = Executable(empty, math=math, device_id=device_id)
         self._home.weights.place({**states, SOUND: np.array(True)})
         self._models: dict[str, ir.Model] = {}
         self._executables: dict[str, Executable] = {}
@@ -97,6 +103,7 @@ class CudaStates:
                 model,
                 math=self._math,
                 state=successors,
+                device_id=self._device_id,
                 home=self._home.shared,
                 memory=self._memory,
             )

@@ -97,4 +97,4 @@ class ZeroCopy:
 def _plain(launch: Launch) -> bool:
     """Whether a kernel of ours reaches its operands by ordinary loads and stores alone."""
     maps = any(isinstance(arg, TensorMap) for arg in launch.args)
-    return launch.product is None and not maps
+    return not launch.of_library and not maps

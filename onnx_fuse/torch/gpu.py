@@ -6,9 +6,11 @@ allocator. So a run waits for nothing, copies nothing, and may be captured into 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -34,8 +36,11 @@ SHAPES = 256
 PLACES = 256
 """Sets of addresses of one shape in one stream that have launches of their own: the layers of a
 model have a few each, which torch's allocator gives again step after step."""
+SMALL = 64 << 10
+"""Bytes of an arena that a stream keeps for its next run: torch's allocator takes its time."""
 _ALIGNED = 16
-_KIND = attrgetter("shape", "dtype", "device")
+KIND = attrgetter("shape", "dtype", "device")
+"""What a layout depends on, of each of its tensors."""
 _NAMES = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16",
     torch.bfloat16: "bfloat16", torch.int64: "int64", torch.int32: "int32", torch.int16: "int16",
@@ -59,6 +64,7 @@ class Layout:
         where: torch.device,
     ) -> None:
         program = self.program = made.program
+        self.where = where
         self.plan, self.hw = made.plan, executable.hw
         calls = (*program.setup, *program.calls)
         nvrtc.compile_all([x for c in calls for x in c.launches], self.hw.arch)
@@ -90,6 +96,11 @@ class Layout:
                 self.copied.append((i, known))
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
         """The buffers whose places a run brings: those of `fed`, then those of `placed`."""
+
+    def nbytes(self, i: int) -> int:
+        """The bytes of an output."""
+        shape, kind = self.results[i]
+        return prod(shape) * int(kind.itemsize)
 
     def _place_constants(self, executable: Executable) -> None:
         """Upload what lowering knew, and run once what depends on that alone."""
@@ -159,23 +170,84 @@ class Turn:
     Streams share none: launches may count in memory of their own, which needs an order.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, handle: int) -> None:
+        self.layout = layout
+        self.used = 0
+        """When the runner last found it, which counts its calls."""
+        self._stream = device.Stream(handle)
         self._steps: OrderedDict[tuple[int, ...], Steps] = OrderedDict()
+        self._captured: list[Steps] = []  # a graph that nobody here knows may launch them again
+        self._latest: tuple[tuple[int, ...], Steps | None] = ((), None)
+        self._small: torch.Tensor | None = None
+        self._lock = threading.Lock()
 
-    def steps(self, places: tuple[int, ...]) -> Steps:
-        """Those for these addresses of the arena and of `Layout.movable`."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs for tensors of this layout's kinds."""
+        layout = self.layout
+        tensors, places = addresses(tensors)
+        found = [torch.empty(s, dtype=d, device=layout.where) for s, d in layout.results]
+        self.launch(places, [y.data_ptr() for y in found])
+        return found
+
+    def launch(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Enqueue all launches, with the addresses of the graph's inputs and outputs."""
+        layout = self.layout
+        device.start(layout.where.index)  # of a thread that torch has given memory alone
+        arena, capture = None, capturing()
+        if layout.plan.arena:  # alive until the launches are in the stream
+            arena = self._small
+            if arena is None or capture:
+                size, where = layout.plan.arena, layout.where
+                arena = torch.empty(size, dtype=torch.uint8, device=where)
+                if size <= SMALL and not capture:
+                    self._small = arena
+        places = (
+            0 if arena is None else arena.data_ptr(),
+            *[inputs[i] for i in layout.fed],
+            *[outputs[i] for i in layout.placed],
+        )
+        with self._lock:
+            before, steps = self._latest
+            if capture:
+                steps = Steps(layout, places)
+                self._captured.append(steps)
+            elif steps is None or before != places:
+                steps = self._standing(places)
+                self._latest = places, steps
+            steps.launch(self._stream)
+            for i, source in layout.copied:
+                at = source if isinstance(source, torch.Tensor) else steps.address(source)
+                if isinstance(at, torch.Tensor):
+                    at = at.data_ptr()
+                if nbytes := layout.nbytes(i):
+                    self._stream.move(outputs[i], at, nbytes)
+
+    def _standing(self, places: tuple[int, ...]) -> Steps:
+        """The launches for these addresses of the arena and of `Layout.movable`."""
         found = self._steps.get(places)
         if found is not None:
             self._steps.move_to_end(places)
             return found
         if len(self._steps) < PLACES:
-            found = Steps(self._layout, places)
+            found = Steps(self.layout, places)
         else:
             _, found = self._steps.popitem(last=False)
             found.move(places)
         self._steps[places] = found
         return found
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
+    """The tensors with their addresses; those with gaps or at odd addresses are copied."""
+    tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    places = [t.data_ptr() for t in tensors]
+    bits = 0
+    for place in places:
+        bits |= place
+    if bits % _ALIGNED:
+        tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
+        places = [t.data_ptr() for t in tensors]
+    return tensors, places
 
 
 class GpuRunner:
@@ -187,73 +259,64 @@ class GpuRunner:
     def __init__(self, model: ir.Model, device_id: int) -> None:
         self.device_id, self._model = device_id, model
         self._executables: dict[str, Executable] = {}
-        self._layouts: OrderedDict[Sizes, Layout | None] = OrderedDict()
-        self._turns: dict[tuple[int, Sizes], Turn] = {}
-        self._captured: list[Steps] = []  # a graph that nobody here knows may launch them again
-        self._handles: dict[int, device.Stream] = {}
+        self._layouts: dict[Sizes, Layout | None] = {}
+        self._turns: dict[tuple[Any, ...], Turn] = {}
+        self._calls = itertools.count(1)
         self._lock = threading.Lock()
 
     def run(self, graph: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of the Graph in torch's current stream; the tensors are contiguous.
+        """The outputs of the Graph in torch's current stream.
 
         Raises UsageError while a CUDA graph is captured, for shapes that have not run before.
         """
         if current_device() != self.device_id:
             with torch.cuda.device(self.device_id):
                 return self.run(graph, tensors)
-        device.start(self.device_id)  # a thread that torch has given memory alone has no context
-        handle = current_stream(self.device_id)
-        math = "ieee"
-        if graph.has_float32 and torch.get_float32_matmul_precision() != "highest":
-            math = "tf32"
-        sizes = (math, *map(_KIND, tensors))
-        with self._lock:
-            layout = self._layouts.get(sizes)
-            if layout is None:
-                if sizes not in self._layouts:
-                    layout = self._layouts[sizes] = self._layout(math, graph, tensors)
-                if layout is None:
-                    return self._through_binding(math, graph, tensors, handle)
-            self._layouts.move_to_end(sizes)
-            places = [t.data_ptr() for t in tensors]
-            bits = 0
-            for place in places:
-                bits |= place
-            if bits % _ALIGNED:
-                tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
-                places = [t.data_ptr() for t in tensors]
-            where = tensors[0].device
-            results = [torch.empty(s, dtype=kind, device=where) for s, kind in layout.results]
-            arena, at = None, 0
-            if layout.plan.arena:  # alive until the launches are in the stream
-                arena = torch.empty(layout.plan.arena, dtype=torch.uint8, device=where)
-                at = arena.data_ptr()
-            standing = (
-                at,
-                *[places[i] for i in layout.fed],
-                *[results[i].data_ptr() for i in layout.placed],
-            )
-            stream = self._handles.get(handle)
-            if stream is None:
-                stream = self._handles[handle] = device.Stream(handle)
-            if capturing():
-                steps = Steps(layout, standing)
-                self._captured.append(steps)
-            else:
-                turn = self._turns.get((handle, sizes))
-                if turn is None:
-                    turn = self._turns[handle, sizes] = Turn(layout)
-                steps = turn.steps(standing)
-            steps.launch(stream)
-            for i, source in layout.copied:
-                y = results[i]
-                if isinstance(source, torch.Tensor):
-                    y.copy_(source)
-                elif y.numel():
-                    stream.move(y.data_ptr(), steps.address(source), y.nbytes)
-        return results
+        turn = self.turn(graph, tensors)
+        return self._through_binding(graph, tensors) if turn is None else turn.run(tensors)
 
-    def _layout(self, math: str, graph: Any, tensors: Sequence[torch.Tensor]) -> Layout | None:
+    def turn(self, graph: Any, tensors: Sequence[torch.Tensor]) -> Turn | None:
+        """What runs tensors like these in torch's current stream, on torch's current device.
+
+        None for a graph that needs the host between its kernels. Raises as `run` does.
+        """
+        device.start(self.device_id)
+        handle = current_stream(self.device_id)
+        sizes = (self._math(graph), *map(KIND, tensors))
+        turn = self._turns.get((handle, sizes))
+        if turn is None:
+            with self._lock:
+                turn = self._made(graph, tensors, handle, sizes)
+        if turn is not None:
+            turn.used = next(self._calls)
+        return turn
+
+    @staticmethod
+    def _math(graph: Any) -> str:
+        """What products of float32 are computed in."""
+        return "tf32" if graph.has_float32 and precision() != "highest" else "ieee"
+
+    def _made(
+        self, graph: Any, tensors: Sequence[torch.Tensor], handle: int, sizes: Sizes
+    ) -> Turn | None:
+        """A new turn; the least recently used one goes where there are too many."""
+        found = self._turns.get((handle, sizes))
+        if found is not None:
+            return found
+        if sizes not in self._layouts:
+            self._layouts[sizes] = self._layout(graph, tensors)
+        layout = self._layouts[sizes]
+        if layout is None:
+            return None
+        while len(self._turns) >= SHAPES:
+            old = min(self._turns, key=lambda key: self._turns[key].used)
+            del self._turns[old]
+            if all(key[1] != old[1] for key in self._turns):
+                self._layouts.pop(old[1], None)
+        found = self._turns[handle, sizes] = Turn(layout, handle)
+        return found
+
+    def _layout(self, graph: Any, tensors: Sequence[torch.Tensor]) -> Layout | None:
         """What all streams share for these shapes; None for what needs the host between kernels."""
         graph.symbols(tensors)  # which raises for what does not fit
         if capturing():
@@ -261,11 +324,7 @@ class GpuRunner:
                 "a CUDA graph is being captured, and these shapes have not run before: run once "
                 "before the capture"
             )
-        while len(self._layouts) >= SHAPES:
-            old, _ = self._layouts.popitem(last=False)
-            for key in [key for key in self._turns if key[1] == old]:
-                del self._turns[key]
-        executable = self._executable(math)
+        executable = self._executable(self._math(graph))
         names = [end.name for end in graph.inputs]
         ends = zip(names, tensors, strict=True)
         shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}
@@ -283,13 +342,11 @@ class GpuRunner:
             self._executables[math] = Executable(model, math=math, device_id=self.device_id)
         return self._executables[math]
 
-    def _through_binding(
-        self, math: str, graph: Any, tensors: Sequence[torch.Tensor], handle: int
-    ) -> list[torch.Tensor]:
+    def _through_binding(self, graph: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a graph that needs the host between its kernels."""
         if capturing():
             raise UsageError("this graph has operators without kernels: it cannot be captured")
-        executable = self._executable(math)
+        executable, handle = self._executable(self._math(graph)), current_stream(self.device_id)
         binding = executable.io_binding()
         for end, t in zip(graph.inputs, tensors, strict=True):
             kind, shape = dtype_of(_NAMES[t.dtype]), tuple(t.shape)
@@ -306,15 +363,29 @@ class GpuRunner:
 
 
 def current_device() -> int:
-    """The number of torch's current GPU."""
-    return int(torch.cuda.current_device())
+    """The number of torch's current GPU; a tensor is in its memory, so that torch has begun."""
+    found: int = torch._C._cuda_getDevice()
+    return found
 
 
 def current_stream(device_id: int) -> int:
     """The handle of torch's current stream."""
-    return int(torch._C._cuda_getCurrentRawStream(device_id))
+    found: int = torch._C._cuda_getCurrentRawStream(device_id)
+    return found
 
 
 def capturing() -> bool:
     """Whether torch's current stream is captured into a CUDA graph."""
-    return bool(torch.cuda.is_current_stream_capturing())
+    found: bool = torch._C._cuda_isCurrentStreamCapturing()
+    return found
+
+
+def state(device_id: int) -> tuple[int, str]:
+    """What decides about a run besides its tensors: torch's stream and precision."""
+    return current_stream(device_id), precision()
+
+
+def precision() -> str:
+    """Torch's precision of float32 products."""
+    found: str = torch._C._get_float32_matmul_precision()
+    return found

@@ -98,18 +98,23 @@ class Graph:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the outputs on the device of the tensors, which must be one."""
-        tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        number = tensors[0].get_device()
-        if number >= 0:
-            runner = self.gpu.get(number) or self._on(tensors[0].device)
-            found: list[torch.Tensor] = runner.run(self, tensors)
+        if tensors[0].get_device() >= 0:
+            found: list[torch.Tensor] = self._on(tensors[0].device).run(self, tensors)
             return found
+        tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         symbols = self.symbols(tensors)
         shapes = [end.shape(symbols) for end in self.outputs]
         return self.host.run(self.inputs, self.outputs, tensors, shapes)
 
+    def turn(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What launches it for GPU tensors like these (`gpu.GpuRunner.turn`)."""
+        return self._on(tensors[0].device).turn(self, tensors)
+
     def _on(self, where: torch.device) -> Any:
         """What runs it on a GPU."""
+        known = self.gpu.get(where.index)
+        if known is not None:
+            return known
         if where.type != "cuda":
             raise UsageError(f"a tensor is on '{where}': there is 'cpu', and 'cuda'")
         from onnx_fuse.torch.gpu import GpuRunner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils import _pytree as tree
 
+from onnx_fuse.torch import gpu
+from onnx_fuse.torch.eager import KINDS, Direct, Ready, flattened, plain
 from onnx_fuse.torch.graph import Graph, find
 
 LIBRARY = Library("onnx_fuse", "DEF")
@@ -91,14 +94,6 @@ def tangent(
     return run_graph(twice.key, [*given, *rest])
 
 
-def _product(sizes: Sequence[Any]) -> Any:
-    """The product of sizes, which may be symbols of a trace."""
-    total = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
 def one_by_one(op: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     """The rule of vmap for any operator: each of the batch by itself."""
     flat, spec = tree.tree_flatten(args)
@@ -145,40 +140,6 @@ class _UnderTransforms(torch.autograd.Function):
         return of.vmap(info, in_dims[1:], *args)  # type: ignore[no-any-return]
 
 
-class _Direct(torch.autograd.Function):
-    """An operator in eager mode, without the dispatcher: half of the host's time for a call."""
-
-    @staticmethod
-    def forward(ctx: Any, of: Operator, *args: Any) -> tuple[Tensor, ...]:
-        found = of.kernel(*args)
-        of.setup(ctx, args, found)
-        ctx.of = of
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.of.backward(_Shifted(ctx), *grads)
-
-
-_OWN = {torch.Tensor, torch.nn.Parameter}
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor is in GPU memory."""
-    return bool(x.is_cuda)
-
-
-def _eager(tensors: Sequence[Tensor]) -> bool:
-    """Whether nothing asks to see the operator before its kernel: no tracing, mode or subclass."""
-    return (
-        on_gpu(tensors[0])
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and set(map(type, tensors)) <= _OWN
-    )
-
-
 def _wants_gradients(tensors: Sequence[Tensor]) -> bool:
     for t in tensors:  # noqa: SIM110 - any() takes twice as long
         if t.requires_grad:
@@ -208,7 +169,7 @@ LIBRARY.define("graph(str key, Tensor[] tensors) -> Tensor[]")
 
 def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run the graph of this key (`torch.ops.onnx_fuse.graph`)."""
-    if _eager(tensors) and not (torch.is_grad_enabled() and _wants_gradients(tensors)):
+    if plain(tensors) and not (torch.is_grad_enabled() and _wants_gradients(tensors)):
         return find(key).run(tensors)
     if _transformed():
         return list(_UnderTransforms.apply(_Any, key, *tensors))
@@ -324,21 +285,55 @@ class Operator:
     """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
     rows: bool = False
     """Whether each row of the first tensor makes a row of every result."""
-    known: dict[Any, Graph] = field(default_factory=dict)
-    """Graphs by what they depend on, where there is `flat`: type, attributes, which tensors."""
+    ready: dict[Any, Ready] = field(default_factory=dict)
+    """What runs an eager call, by its kind."""
 
     def __call__(self, *args: Any) -> Tensor:
         """Run it; `args` are the tensors and the attributes."""
-        given = [x for x in args[: len(self.tensors)] if x is not None]
+        count = len(self.tensors)
+        given = [x for x in args[:count] if x is not None]
         save = torch.is_grad_enabled() and _wants_gradients(given)
+        if plain(given):
+            ready = self._ready(args, given, save)
+            if ready is not None:
+                if save:
+                    made: Tensor = Direct.apply(ready, *args[:count])
+                    return made
+                return ready.run(given)[0]
         found: tuple[Tensor, ...]
-        if _eager(given):
-            found = _Direct.apply(self, *args, True) if save else self.kernel(*args, None)
-        elif _transformed():
+        if _transformed():
             found = _UnderTransforms.apply(self, *args, False)
         else:
             found = self.call(*args, save)
         return found[0]
+
+    def _ready(self, args: Sequence[Any], given: Sequence[Tensor], save: bool) -> Ready | None:
+        """What runs a call like this one; None for what only the dispatcher can run."""
+        count, number = len(self.tensors), given[0].get_device()
+        if gpu.current_device() != number:
+            return None
+        key = (save, gpu.state(number), *args[count:], *map(gpu.KIND, given))
+        found = self.ready.get(key)
+        if found is None:
+            if len(self.ready) >= KINDS:
+                self.ready.clear()
+            graph = self.graph(*args)
+            found = Ready(graph, given, self.flat, self.rows, save, self._again)
+            self.ready[key] = found
+        return None if found.turn is None else found
+
+    def _again(
+        self, graph: Graph, needs: Sequence[bool], dy: Tensor, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The gradients as functions of the tensors alone, which may be differentiated again."""
+        x = tensors[0]
+        if self.rows:
+            dy = flattened(dy, self.flat)
+        given = [flattened(x, self.flat), *tensors[1:]]
+        made = gradients(graph, needs, [dy], given, {}, "")
+        if made[0] is not None:
+            made[0] = made[0].reshape(x.shape)
+        return made
 
     def call(self, *args: Any) -> tuple[Tensor, ...]:
         """The operator itself."""
@@ -364,36 +359,23 @@ class Operator:
         given, attributes = args[:count], args[count : count + len(self.attributes)]
         tensors = [x for x in given if x is not None]
         shape = tensors[0].shape
-        if not self.flat:
-            return self.graph(*given, *attributes), tensors, shape
-        key = (given[0].dtype, *attributes, *[x is None for x in given])
-        graph = self.known.get(key)
-        if graph is None:
-            graph = self.known[key] = self.graph(*given, *attributes)
-        if len(shape) != self.flat:
-            lead = len(shape) - self.flat + 1
-            rows = _product(shape[:lead])
-            tensors[0] = tensors[0].reshape(rows, *shape[lead:])
-        return graph, tensors, shape
+        tensors[0] = flattened(tensors[0], self.flat)
+        return self.graph(*given, *attributes), tensors, shape
 
-    def _results(
-        self, found: Sequence[Tensor], shape: torch.Size, *, padded: bool = True
-    ) -> tuple[Tensor, ...]:
+    def _results(self, found: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
         """The function's result in the caller's shape, and a tensor for each inner value."""
         y, *kept = found
         assert len(kept) <= self.saves, "torch would crash"
         if self.rows and len(shape) != self.flat:
             y = y.reshape(*shape[: len(shape) - self.flat + 1], *y.shape[1:])
-        if padded:
-            kept += [y.new_empty(0) for _ in range(self.saves - len(kept))]
-        return y, *kept
+        return y, *kept, *[y.new_empty(0) for _ in range(self.saves - len(kept))]
 
     def kernel(self, *args: Any) -> tuple[Tensor, ...]:
-        """Run the graph; with None for `save` the result alone is returned."""
+        """Run the graph."""
         graph, tensors, shape = self._split(args)
         if args[-1]:
             graph = graph.derived(graph.saving)
-        return self._results(graph.run(tensors), shape, padded=args[-1] is not None)
+        return self._results(graph.run(tensors), shape)
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
         graph, tensors, shape = self._split(args)
@@ -459,6 +441,6 @@ class Operator:
         y, *kept = self.call(x, *args[1:])
         if not args[-1]:
             return (y, *kept), (0, *[None] * len(kept))
-        rows = _product(x.shape[1 : x.dim() - self.flat + 1])
+        rows = prod(x.shape[1 : x.dim() - self.flat + 1])
         kept = [k.reshape(info.batch_size, rows, *k.shape[1:]) if k.dim() > 1 else k for k in kept]
         return (y, *kept), (0, *(0 if k.dim() > 2 else None for k in kept))

@@ -11,9 +11,11 @@ import onnx_ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime import ort
+from onnx_fuse.training.staged import Staged
 from onnx_fuse.training.step import Spec, State
 
 if TYPE_CHECKING:
+    from onnx_fuse.distributed.world import World
     from onnx_fuse.runtime.budget import Budget
 
 Array = np.ndarray[Any, Any]
@@ -101,16 +103,47 @@ class Portable:
                 self._now[s.name] = 1 - self._now[s.name]
 
 
+class PortableRanks(Portable):
+    """The same for a rank of several, whose graphs are run in stages."""
+
+    def __init__(self, states: Sequence[State], world: World) -> None:
+        super().__init__(states)
+        self._world = world
+        self._staged: dict[str, Staged] = {}
+
+    def add(self, key: str, model: onnx_ir.Model) -> None:
+        """Make the sessions for the graph of a mode."""
+        with ort.faults("training graph"):
+            self._staged[key] = Staged(model, self._world)
+
+    def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        ends = [name for name in (spec.loss, spec.norm) if name]
+        names = [*ends, *spec.outputs, *(s.next for s in spec.states if s.next)]
+        states = {s.name: self.array(s.name) for s in spec.states}
+        with ort.faults("training step"):
+            found = self._staged[key].run({**feeds, **states}, names)
+        for s in spec.states:
+            if s.next:
+                self._arrays[s.name][1 - self._now[s.name]][...] = found.pop(s.next)
+        return found
+
+
 class Cuda:
     """The same on a GPU: one graph launch a step, states replaced in place unless it was bad."""
 
     in_flight = 4
 
-    def __init__(self, states: Sequence[State], math: str, memory: Budget | None = None) -> None:
+    def __init__(
+        self,
+        states: Sequence[State],
+        math: str,
+        memory: Budget | None = None,
+        device_id: int = 0,
+    ) -> None:
         from onnx_fuse.runtime.states import CudaStates
 
         initial = {s.name: np.asarray(s.initial) for s in states}
-        self._states = CudaStates(initial, math=math, memory=memory)
+        self._states = CudaStates(initial, math=math, memory=memory, device_id=device_id)
         self.add = self._states.add
         self.array = self._states.read
         self.write = self._states.write
@@ -130,10 +163,44 @@ class Cuda:
         """Nothing is left to do."""
 
 
+def backend(
+    states: Sequence[State],
+    device: str,
+    gpu: int,
+    math: str,
+    budget: Budget | None,
+    world: World | None,
+) -> Portable | Cuda:
+    """What runs the steps on `device`, of all ranks of `world` together."""
+    if device == "cpu":
+        return Portable(states) if world is None else PortableRanks(states, world)
+    if world is not None:
+        from onnx_fuse.distributed import nccl
+        from onnx_fuse.runtime.device import start
+
+        start(gpu)
+        nccl.connect(world)
+    return Cuda(states, math, budget, gpu)
+
+
+def gpu_of(device: str, device_id: int | None, local_rank: int | None) -> tuple[str, int]:
+    """The kind of `device`, "cpu" or "cuda", and the number of the GPU.
+
+    "cuda:1" names one; `device_id` does, too; else it is the rank's on its machine, or 0. Raises
+    UsageError where two are named.
+    """
+    kind, _, number = device.partition(":")
+    named = [int(n) for n in (number or None, device_id) if n is not None]
+    if len(set(named)) > 1 or (device_id is not None and (kind == "cpu" or device_id < 0)):
+        raise UsageError(f"device '{device}' and device_id {device_id} contradict each other")
+    return kind, named[0] if named else local_rank or 0
+
+
 def check_device(precision: str, device: str) -> None:
     """Raise UsageError where training has no such device, or it lacks the precision."""
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"training runs on device 'cpu' or 'cuda', not on '{device}'")
+    kind, colon, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and number.isdecimal())):
+        raise UsageError(f"training runs on device 'cpu', 'cuda' or 'cuda:1', not on '{device}'")
     if precision not in PRECISIONS:
         raise UsageError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
     if device == "cpu" and precision not in ("fp32", "fp16"):

@@ -75,7 +75,7 @@ def fit(
         CheckFailed: A loss or gradient is not finite.
     """
     again = epochs > 1 and not steps_per_epoch
-    source = sources.source(trainer, data, batch_size, shuffle=shuffle, again=again)
+    source = sources.source(trainer, data, batch_size, shuffle=shuffle, again=again, split=True)
     held_out = None
     if validation is not None:
         held_out = sources.source(trainer, validation, batch_size, shuffle=False)
@@ -91,16 +91,21 @@ def fit(
     elif evaluate_every:
         raise UsageError("evaluate_every needs data to evaluate: give validation")
     with contextlib.ExitStack() as stack:
-        if folder:
+        if folder and is_first(trainer):
             stack.enter_context(checkpoint.locked(folder))
         for callback in callbacks:
             callback.on_start(run)
             stack.callback(callback.on_end, run)
         loop = _Loop(run, source, held_out, metrics, callbacks, folder, ema)
-        while len(run.history.epochs) < epochs and not run.stopped:
+        while len(run.history.epochs) < epochs and not loop.stopped():
             loop.epoch(steps_per_epoch, evaluate_every, every)
         run.finished = True
     return run.history
+
+
+def is_first(trainer: Trainer) -> bool:
+    """Whether this process is the only one of the run, or the one that writes for all ranks."""
+    return trainer.world is None or trainer.world.rank == 0
 
 
 def _history(trainer: Trainer, source: sources.Source) -> History:
@@ -159,10 +164,10 @@ class _Loop:
             if self.folder and every and step % every == 0:
                 self.read()
                 self.keep()
-            if self.run.stopped:
+            if self.stopped():
                 break
         self.read()
-        if self.run.stopped:
+        if self.stopped():
             self.keep()
             return
         record = self.mean(first)
@@ -176,6 +181,13 @@ class _Loop:
             self.tell("on_evaluation")
         self.tell("on_epoch")
         self.keep()
+
+    def stopped(self) -> bool:
+        """Whether the run ends here, on whichever rank a callback wants it."""
+        world = self.trainer.world
+        if world is not None and world.any(bool(self.run.stopped)):
+            self.run.stop("another rank ended the run")
+        return bool(self.run.stopped)
 
     def batches(self, first: int, steps_per_epoch: int | None) -> Iterator[dict[str, Array]]:
         """The batches of this epoch that are not done, of which `first` came before it."""

@@ -113,10 +113,13 @@ def terms(
 
 
 def attach(
-    model: onnx_ir.Model, given: Sequence[Term]
+    model: onnx_ir.Model,
+    given: Sequence[Term],
+    shares: Sequence[onnx_ir.Value | None] = (),
 ) -> tuple[onnx_ir.Value, list[onnx_ir.Value], list[Target]]:
     """Append the weighted sum of losses to a model, in place.
 
+    `shares` are scalars that multiply the losses, where a batch is one of several ranks' parts.
     Returns the sum, the new inputs that are fed, and what the losses by name compare. Raises
     UsageError and ModelError for a loss that does not fit the model.
     """
@@ -139,6 +142,16 @@ def attach(
         else:
             value = _attach_model(model, term, outputs, logits)
         values.append(value)
+    if any(share is not None for share in shares):
+        op = autodiff.Emitter(model)
+        op.stem = "loss"
+        values = [
+            value
+            if share is None
+            else typed(op.Mul(value, _like(op, share, value)), value, onnx_ir.Shape([]))
+            for value, share in zip(values, shares, strict=True)
+        ]
+        model.graph.extend(op.nodes)
     total = values[0]
     if len(values) > 1 or given[0].weight != 1:
         op = autodiff.Emitter(model)

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import onnx_ir
 
+from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import data as arrays_of
+from onnx_fuse.training.ranks import Spare
 
 if TYPE_CHECKING:
+    from onnx_fuse.distributed.world import World
     from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["Data", "Source", "as_feeds", "source"]
@@ -57,12 +60,16 @@ class _Rows:
     steps: int | None
     seed: int
     shuffle: bool
+    world: World | None = None
 
     def batches(self, epoch: int, start: int, done: int) -> Iterator[dict[str, Array]]:
         order = arrays_of.order(self.examples, self.seed, epoch, shuffle=self.shuffle)
         for i in range(start, self.steps or 0):
             # ascending, so that a mapped file is read forwards
-            yield self.select(np.sort(order[i * self.batch_size : (i + 1) * self.batch_size]))
+            rows = np.sort(order[i * self.batch_size : (i + 1) * self.batch_size])
+            some, spare = _part(len(rows), self.world)
+            feeds = self.select(rows[some])
+            yield Spare(feeds) if spare else feeds
 
 
 @dataclass
@@ -75,6 +82,7 @@ class _Stream:
     steps: int | None = None
     batch_size: int = 0
     examples: int = 0
+    world: World | None = None
     _begun: bool = field(default=False, init=False)
 
     def batches(self, epoch: int, start: int, done: int) -> Iterator[dict[str, Array]]:
@@ -82,11 +90,31 @@ class _Stream:
         if self.once:
             skipped = 0 if self._begun else done
             self._begun = True
-        yield from map(self.convert, itertools.islice(self.make(epoch), skipped, None))
+        batches = map(self.convert, itertools.islice(self.make(epoch), skipped, None))
+        if self.world is None:
+            yield from batches
+            return
+        for batch in batches:
+            size = max((len(array) for array in batch.values() if array.ndim), default=0)
+            some, spare = _part(size, self.world)
+            feeds = {name: a[some] if a.ndim else a for name, a in batch.items()}
+            yield Spare(feeds) if spare else feeds
+
+
+def _part(rows: int, world: World | None) -> tuple[slice, bool]:
+    """A rank's rows of a batch of all ranks; the first one, and True, where it would have none."""
+    some = slice(rows) if world is None else pieces(rows, world.size, world.rank)
+    return (some, False) if some.start != some.stop else (slice(1), True)
 
 
 def source(
-    trainer: Trainer, data: Data, batch_size: int, *, shuffle: bool = True, again: bool = True
+    trainer: Trainer,
+    data: Data,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    again: bool = True,
+    split: bool = False,
 ) -> Source:
     """The batches of `data` for the inputs of `trainer`.
 
@@ -96,6 +124,7 @@ def source(
         batch_size: Number of examples in a batch, of data that has no batches of its own.
         shuffle: Draw a new order for each epoch, of data whose examples can be chosen.
         again: Whether the data is to be read more than once.
+        split: Whether a batch is that of all ranks, of which each takes its rows.
 
     Raises:
         DataError: The data does not fit the model. Whole arrays are checked here.
@@ -105,7 +134,7 @@ def source(
     if all(hasattr(data, name) for name in ("examples", "batch_size", "steps", "batches")):
         found: Source = data
         return found
-    inputs = trainer.spec().feeds
+    inputs, world = trainer.spec().feeds, trainer.world if split else None
 
     def convert(batch: Any) -> dict[str, Array]:
         return as_feeds(batch, inputs)
@@ -118,21 +147,28 @@ def source(
             trainer,
             batch_size,
             shuffle,
+            world,
         )
     if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return _rows(
-            lambda rows: convert(data[rows.tolist()]), len(data), trainer, batch_size, shuffle
+            lambda rows: convert(data[rows.tolist()]),
+            len(data),
+            trainer,
+            batch_size,
+            shuffle,
+            world,
         )
     if hasattr(data, "column_names") and callable(getattr(data, "iter", None)):
-        _fixed(trainer, batch_size)
+        _fixed(trainer, batch_size, world)
         return _Stream(
             lambda epoch: _at_epoch(data, epoch).iter(batch_size=batch_size),
             convert,
             once=False,
             batch_size=batch_size,
+            world=world,
         )
     if callable(data) and not isinstance(data, Iterable):
-        return _Stream(data, convert, once=False)
+        return _Stream(data, convert, once=False, world=world)
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise UsageError(
             f"training data of type {type(data).__name__}: give arrays by input name, a data set "
@@ -149,6 +185,7 @@ def source(
         convert,
         once=once,
         steps=_length(data),
+        world=world,
     )
 
 
@@ -158,25 +195,28 @@ def _rows(
     trainer: Trainer,
     batch_size: int,
     shuffle: bool,
+    world: World | None,
 ) -> _Rows:
     """Examples in batches; a smaller last one counts unless the model fixes the size."""
-    whole = _fixed(trainer, batch_size)
+    whole = _fixed(trainer, batch_size, world)
     steps = examples // batch_size if whole else math.ceil(examples / batch_size)
     if not steps:
         raise DataError(
             f"the data has {examples} examples, which do not fill one batch"
             + (f": the model fixes it at {batch_size}" if whole else "")
         )
-    return _Rows(select, examples, batch_size, steps, trainer.seed, shuffle)
+    return _Rows(select, examples, batch_size, steps, trainer.seed, shuffle, world)
 
 
-def _fixed(trainer: Trainer, batch_size: int) -> bool:
-    """Whether the model fixes its batch. Raises UsageError where that is not `batch_size`."""
+def _fixed(trainer: Trainer, batch_size: int, world: World | None) -> bool:
+    """Whether the model fixes its batch. Raises UsageError where that is not a rank's part."""
     first = [v.shape[0] for v in trainer.spec().feeds if v.shape is not None and len(v.shape)]
     fixed = next((d for d in first if isinstance(d, int)), None)
-    if fixed not in (None, batch_size):
+    ranks = 1 if world is None else world.size
+    if fixed is not None and fixed * ranks != batch_size:
         raise UsageError(
-            f"the model's batch is fixed at {fixed}: give --batch-size {fixed}, or --free-batch"
+            f"the model's batch is fixed at {fixed}: give --batch-size {fixed * ranks}, or "
+            "--free-batch"
         )
     return fixed is not None
 

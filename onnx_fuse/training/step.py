@@ -24,12 +24,15 @@ from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.training import losses, optim
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
+from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
 from onnx_fuse.training.weights import ancestors, model_names
 
 __all__ = ["Mode", "Spec", "State", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
+NORM, NEW_WEIGHTS = 1 << 20, 2 << 20
+"""Buckets of what follows the gradients: their norm, and weights that are gathered."""
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
 
@@ -51,6 +54,8 @@ class State:
     """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
     average: str = ""
     """The state that is a parameter's running average, or ""."""
+    whole: tuple[int, ...] | None = None
+    """The shape of the whole of which this rank holds its part, flat; None for all of it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ class Spec:
     """The model's own outputs."""
     states: tuple[State, ...]
     """The tensors that outlive a step."""
+    counts: str = ""
+    """The input of what this rank's losses are means of, and of its rows: float64."""
+    measures: tuple[Measure, ...] = ()
+    """What the losses are means of, where there are several ranks."""
 
     @property
     def strict(self) -> bool:
@@ -101,6 +110,7 @@ def training_model(
     ema: float | None = None,
     fused: bool = False,
     whole: autodiff.Whole | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
@@ -113,6 +123,7 @@ def training_model(
             "average" is that by the running averages of the weights.
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
+        ranks: The processes that train together, of which each has its part of the batch.
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
     accumulate, free_batch, level, precision, loss_scale, ema) and the errors are those of
@@ -128,7 +139,7 @@ def training_model(
     dtype, _ = PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    step = _Step(prepared, mode, named, optimizer)
+    step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
     step.attach_loss(losses.terms(loss, loss_options, output))
@@ -148,8 +159,9 @@ def training_model(
     )
     if accumulate > 1:
         gradients = step.accumulate(gradients)
+    step.agree()
     if mode == "update":
-        gradients = step.check(gradients)
+        gradients = step.check(step.reduce(gradients))
         step.update(step.clip(gradients, clip_norm), ema)
     return step.finish()
 
@@ -178,7 +190,12 @@ class _Step:
     """A training graph as it grows: its model, the states found so far, the ends of note."""
 
     def __init__(
-        self, model: onnx_ir.Model, mode: Mode, named: set[str], optimizer: optim.Optimizer
+        self,
+        model: onnx_ir.Model,
+        mode: Mode,
+        named: set[str],
+        optimizer: optim.Optimizer,
+        ranks: Ranks | None,
     ) -> None:
         self.model, self.graph, self.mode = model, model.graph, mode
         self.optimizer, self.evaluates = optimizer, mode in ("evaluate", "average")
@@ -194,6 +211,13 @@ class _Step:
         self.finite: onnx_ir.Value | None = None
         self.averages: dict[onnx_ir.Value, onnx_ir.Value] = {}
         self.shared: dict[tuple[str, float], onnx_ir.Value] = {}
+        self.ranks = None if self.evaluates else ranks
+        self.counts: onnx_ir.Value | None = None
+        self.measures: tuple[Measure, ...] = ()
+        self.rows: onnx_ir.Value | None = None  # the rank's share of all rows
+        self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
+        self.buckets: dict[onnx_ir.Value, int] = {}  # which that is reduced in
+        self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -218,12 +242,16 @@ class _Step:
         self.graph.inputs.append(value)
 
     def slot(self, w: onnx_ir.Value, name: str, kind: str, initial: float) -> onnx_ir.Value:
-        """A new state in the shape of parameter `w`."""
+        """A new state in the shape of parameter `w`, or of the part that this rank updates."""
         assert w.dtype is not None
         assert w.shape is not None
-        return self.add_state(
-            f"{w.name}.{name}", kind, np.full(w.shape.numpy(), initial, w.dtype.numpy())
-        )
+        part = self.reduction.part_of(w) if self.ranks and kind == "slot" else 0
+        shape = (part,) if part else tuple(w.shape.numpy())
+        first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
+        made = self.add_state(f"{w.name}.{name}", kind, first)
+        if part:
+            self.wholes[made] = tuple(w.shape.numpy())
+        return made
 
     def add_state(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
         """Add a state, and return the input that reads it."""
@@ -296,7 +324,21 @@ class _Step:
 
     def attach_loss(self, terms: Sequence[Term]) -> None:
         self.outputs = list(self.graph.outputs)
-        self.loss, self.labels, self.targets = losses.attach(self.model, terms)
+        shares: Sequence[onnx_ir.Value | None] = ()
+        if self.ranks is not None:
+            # what the terms are means of is known once they are attached
+            known = losses.attach(self.model.clone(), terms)[2]
+            self.measures = measures(terms, known)
+            self.counts = onnx_ir.Value(
+                name=self.op.fresh("ranks.counts"),
+                type=onnx_ir.TensorType(onnx_ir.DataType.DOUBLE),
+                shape=onnx_ir.Shape([len(terms) + 1]),
+            )
+            self.graph.inputs.append(self.counts)
+            shares, self.rows = self.reduction.shares(self.counts, self.measures)
+            self.place()
+        self.loss, labels, self.targets = losses.attach(self.model, terms, shares)
+        self.labels = labels
         self.op = autodiff.Emitter(self.model)
 
     def fuse_loss(self) -> None:
@@ -308,6 +350,30 @@ class _Step:
             linear_cross_entropy.RULE.apply(rw, node)
         (self.loss,) = self.graph.outputs
         self.op = autodiff.Emitter(self.model)
+
+    @property
+    def reduction(self) -> Reduction:
+        """What emits the collectives, with the emitter of now."""
+        assert self.ranks is not None
+        return Reduction(self.ranks, self.op)
+
+    def agree(self) -> None:
+        """The loss and the running statistics become those of all ranks."""
+        if self.ranks is None:
+            return
+        assert self.rows is not None
+        for value in [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]:
+            self.next[value] = self.reduction.mean(self.next[value], self.rows)
+        self.loss = self.reduction.node("AllReduce", self.loss, LOSS)
+
+    def reduce(
+        self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
+    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        """The gradients of all ranks' batches together."""
+        if self.ranks is None:
+            return gradients
+        made, self.buckets = self.reduction.gradients(gradients, self.ready)
+        return made
 
     def weights(self, statistics: set[onnx_ir.Value], choice: Choice) -> list[onnx_ir.Value]:
         """The initializers of the model that train."""
@@ -372,6 +438,8 @@ class _Step:
         self.op = autodiff.Emitter(self.model)
         self.op.stem = "update"
         gradients = {w: found[w.name] for w in weights if w.name in found}
+        places = {node: i for i, node in enumerate(self.graph)}
+        self.ready = {w: places.get(g.producer(), 0) for w, g in gradients.items()}  # type: ignore[arg-type]
         if self.loss_scale is None:
             return gradients
         back = self.op.Reciprocal(self.loss_scale)
@@ -418,16 +486,20 @@ class _Step:
         self.next[good] = op.Where(self.finite, op.Where(full, zero, count), zero)
         self.next[made] = op.Where(self.finite, self.scalars["step"], made)
         none = op.constant(0.0, total.dtype)
-        return {w: typed(op.Where(self.finite, g, none), w, w.shape) for w, g in gradients.items()}
+        return {w: typed(op.Where(self.finite, g, none), w, g.shape) for w, g in gradients.items()}
 
     def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
         """Σ g² over the gradients of all weights that train already."""
-        squares = []
+        squares, parts = [], []
         for w, g in gradients.items():
             square = self.op.ReduceSumSquare(g, keepdims=0)
             if (began := self.began(w)) is not None:
                 square = self.op.Where(began, square, self.op.constant(0.0, w.dtype))
-            squares.append(square)
+            sharded = self.ranks is not None and self.reduction.part_of(w)
+            (parts if sharded else squares).append(typed(square, w, onnx_ir.Shape([])))
+        if parts:
+            own = typed(self.op.Sum(*parts), parts[0], onnx_ir.Shape([]))
+            squares.append(self.reduction.node("AllReduce", own, NORM))
         found: onnx_ir.Value = self.op.Sum(*squares)
         return typed(found, next(iter(gradients)), onnx_ir.Shape([]))
 
@@ -507,8 +579,9 @@ class _Step:
             step = self.step_of(w) if self.optimizer.counts else lr
             kinds = self.optimizer.slots.items()
             slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
-            news = self.optimizer.update(self.op, model_names(w)[0], w, g, slots, lr, step)
-            olds = [w, *slots]
+            own = w if self.ranks is None else self.reduction.own(w)
+            news = self.optimizer.update(self.op, model_names(w)[0], own, g, slots, lr, step)
+            olds = [own, *slots]
             if ema is not None:
                 olds.append(self.average(w))
                 moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - ema)
@@ -517,7 +590,9 @@ class _Step:
                 if condition is not None:
                     pairs = zip(news, olds, strict=True)
                     news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
-            self.next.update(zip(olds, news, strict=True))
+            if own is not w:
+                news = [self.reduction.joined(news[0], w, NEW_WEIGHTS + self.buckets[w]), *news[1:]]
+            self.next.update(zip([w, *olds[1:]], news, strict=True))
 
     def average(self, w: onnx_ir.Value) -> onnx_ir.Value:
         """A new state that is the running average of a parameter, and begins as what it is."""
@@ -554,9 +629,19 @@ class _Step:
             rng=names.get("rng", ""),
             outputs=tuple(str(v.name) for v in outputs),
             states=tuple(
-                State(str(v.name), kind, initial, v, name(self.next, v), name(self.averages, v))
+                State(
+                    str(v.name),
+                    kind,
+                    initial,
+                    v,
+                    name(self.next, v),
+                    name(self.averages, v),
+                    self.wholes.get(v),
+                )
                 for v, kind, initial in self.states
             ),
+            counts=str(self.counts.name) if self.counts is not None else "",
+            measures=self.measures,
         )
         return self.model, spec
 

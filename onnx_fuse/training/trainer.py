@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
+from onnx_fuse.distributed.world import world
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.exported import exported
@@ -25,13 +27,14 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.training import adapters, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
-from onnx_fuse.training.backends import Cuda, Portable, check_device
+from onnx_fuse.training.backends import backend, check_device, gpu_of
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation
+from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal, model_names
@@ -81,6 +84,14 @@ class Trainer:
             with what `trainable` matches. `save` writes the sum of both.
         tie: Train a weight that the file stores twice as one.
         untie: Give each place that reads a tensor of one repeated number a tensor of its own.
+        device_id: The number of the GPU, which `device` may give as well, as "cuda:1"; the default
+            is 0, and of several ranks each one's number on its machine.
+        distributed: Train together with the other processes of a run (ranks), which torchrun,
+            mpirun, srun or `onnx-fuse train --gpus` have started. Each gives `step` its part of
+            the batch; the loss and the update are those of all parts together.
+        reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
+            as many bytes.
+        shard: "optimizer" lets each rank hold its part of the optimizer's state alone.
         memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
             "min" is the least possible. Weights, states, inputs and temporaries count. Results of
             the forward are then computed a second time in the backward where that frees enough
@@ -118,21 +129,36 @@ class Trainer:
         tie: bool = False,
         untie: bool = False,
         memory: int | str | None = None,
+        device_id: int | None = None,
+        distributed: bool = False,
+        reduce_dtype: str = "fp32",
+        shard: str = "",
     ) -> None:
         check_device(precision, device)
+        self.world = world() if distributed else None
+        """The ranks that train together, or None."""
+        local = None if self.world is None else self.world.local_rank
+        device, gpu = gpu_of(device, device_id, local)
         if memory is not None and device != "cuda":
             raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
         budget = None if memory is None else parse_budget(memory)
         if device == "cuda":
             from onnx_fuse.runtime.device import begin
 
-            begin()
+            begin(gpu)
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
             raise UsageError(
                 "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
             )
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
+        self._ranks = None
+        if self.world is not None:
+            if ema is not None and shard:
+                raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
+            self._ranks = Ranks(self.world.rank, self.world.size, reduce_dtype, shard)
+        elif shard or reduce_dtype != "fp32":
+            raise UsageError("shard and reduce_dtype are for ranks: give distributed=True")
         if ema is not None and not 0 <= ema < 1:
             raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
@@ -172,7 +198,7 @@ class Trainer:
             "ema": ema,
         }
         math = PRECISIONS[precision][1]
-        self._whole = partial(_whole, math=math) if device == "cuda" else None
+        self._whole = partial(_whole, math=math, gpu=gpu) if device == "cuda" else None
         self.seed, self.accumulate = seed, accumulate
         self._batch_unchecked: bool = free_batch
         self.calls = 0
@@ -182,9 +208,10 @@ class Trainer:
         """The JSON values that `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
-        self._device: Portable | Cuda = (
-            Portable(spec.states) if device == "cpu" else Cuda(spec.states, math, budget)
-        )
+        if self.world is not None:
+            known = f"{self._fingerprint()} {self._settings()} {reduce_dtype} {shard}"
+            self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
+        self._device = backend(spec.states, device, gpu, math, budget, self.world)
         self._device.add("update", graph)
 
     # -- graphs --
@@ -201,6 +228,7 @@ class Trainer:
             mode=mode,
             fused=self._whole is not None,
             whole=self._whole,
+            ranks=self._ranks,
             **options,
         )
 
@@ -278,9 +306,15 @@ class Trainer:
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self.evaluate(feeds)
+        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
+        if self.world is not None:
+            spare = isinstance(feeds, Spare)
+            arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
+            arrays[spec.counts] = count
+            rows *= self.world.size
+            self.world.watch.steps += 1
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
-        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
         result = self._device.start(mode, spec, arrays)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
@@ -289,10 +323,13 @@ class Trainer:
 
     def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:
         """What a step reads beside its batch and the states."""
+        draw = self.calls
+        if self.world is not None:  # as if one process had the ranks' batches one by one
+            draw = self.calls * self.world.size + self.world.rank
         given = (
             (spec.lr, np.array(rate, np.float32)),
             (spec.step, np.array(self.updates + 1)),
-            (spec.rng, np.array((self.seed << 32) % 2**62 + self.calls)),
+            (spec.rng, np.array((self.seed << 32) % 2**62 + draw)),
         )
         return {name: value for name, value in given if name}
 
@@ -456,8 +493,11 @@ class Trainer:
     def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as it was given, with the trained weights in place of its own.
 
-        With `ema` these are their running averages. Raises UsageError where there are none.
+        With `ema` these are their running averages. Of several ranks, rank 0 writes it. Raises
+        UsageError where there are no averages.
         """
+        if self.world is not None and self.world.rank:
+            return
         model = self._given.clone()
         for name, array in self.weights(ema=ema).items():
             set_parameter(model, name, array)
@@ -502,6 +542,8 @@ class Trainer:
     def checkpoint(self, folder: str | os.PathLike[str], **extra: Any) -> Path:
         """Write the folder `folder/step-N`, from which `resume` continues to the same bits.
 
+        All ranks of a run call it together, and rank 0 writes.
+
         Args:
             folder: A folder for the checkpoints of this run; it is made where it is missing.
             **extra: JSON values, which are in `extra` again after a resume.
@@ -516,7 +558,7 @@ class Trainer:
         """
         self._finish_steps()
         spec = self._specs["update"]
-        states = {s.name: self._device.array(s.name) for s in spec.states}
+        states = whole_states(spec.states, self._device.array, self.world)
         for name, array in states.items():
             # of an update that will be left out
             summed = not spec.strict and name.endswith(".accumulated")
@@ -529,7 +571,10 @@ class Trainer:
             "settings": self._settings(),
             "extra": extra,
         }
-        return checkpoint.write(folder, states, manifest)
+        if self.world is None:
+            return checkpoint.write(folder, states, manifest)
+        written = b"" if self.world.rank else bytes(checkpoint.write(folder, states, manifest))
+        return Path(os.fsdecode(self.world.broadcast(written)))
 
     @classmethod
     def resume(
@@ -541,6 +586,7 @@ class Trainer:
         schedule: optim.Schedule | None = None,
         loss: Given | Sequence[Term] | None = None,
         memory: int | str | None = None,
+        **ranks: Any,
     ) -> Trainer:
         """Make a Trainer that continues a run from its newest whole checkpoint.
 
@@ -551,6 +597,7 @@ class Trainer:
             schedule: Learning rates from now on; the default is those of the run.
             loss: The loss of the run, where that is a model or a function.
             memory: The most GPU memory that a step may take; it may differ from that of the run.
+            **ranks: device_id, distributed, reduce_dtype and shard, which may differ as well.
 
         Raises:
             DataError: There is no whole checkpoint, or it is of another model.
@@ -563,7 +610,8 @@ class Trainer:
             stored |= {"loss": own}
             if stored["lora"] is not None:
                 stored["lora"] = Lora(**stored["lora"])
-            trainer = cls(model, optimizer=optimizer, device=device, memory=memory, **stored)
+            stored |= {"optimizer": optimizer, "device": device, "memory": memory}
+            trainer = cls(model, **stored, **ranks)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{folder}: the settings of its run are damaged: {error}") from error
         trainer.restore(folder)
@@ -587,13 +635,14 @@ class Trainer:
             raise DataError(f"{folder}: the checkpoint is of another model")
         for s in states:
             got, own = tensors[s.name], np.asarray(s.initial)
-            if (got.dtype, got.shape) != (own.dtype, own.shape):
+            shape = own.shape if s.whole is None else s.whole
+            if (got.dtype, got.shape) != (own.dtype, shape):
                 raise DataError(
                     f"{folder}: '{s.name}' is {got.dtype}{list(got.shape)} in the checkpoint, "
-                    f"{own.dtype}{list(own.shape)} in the run"
+                    f"{own.dtype}{list(shape)} in the run"
                 )
         for s in states:
-            self._device.write(s.name, tensors[s.name])
+            self._device.write(s.name, part_of_state(s, tensors[s.name], self.world))
         self.calls, self.extra = manifest["step"], manifest["extra"]
 
     def _settings(self) -> dict[str, Any]:
@@ -617,11 +666,11 @@ def _level(precision: str, device: str) -> int:
     return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
 
 
-def _whole(node: onnx_ir.Node, math: str) -> bool:
+def _whole(node: onnx_ir.Node, math: str, gpu: int) -> bool:
     """Whether a fused node's gradients are best made by one call on this GPU."""
     from onnx_fuse.lower.linear import gradient_pays
 
-    return gradient_pays(node, math, Hardware.detect(0))
+    return gradient_pays(node, math, Hardware.detect(gpu))
 
 
 def _weight_names(spec: Spec) -> list[str]:

@@ -14,6 +14,7 @@ from onnx_fuse.ops.fused import (
     norm,
     pointwise_conv,
     sdpa,
+    window_gradients,  # noqa: F401  (its operators have no rules)
 )
 from onnx_fuse.ops.rewrite import Rule
 

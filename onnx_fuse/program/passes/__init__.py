@@ -7,10 +7,13 @@ from functools import partial
 from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
+from onnx_fuse.program.passes.copy_forwarding import forward_copies
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
+from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
@@ -25,9 +28,11 @@ def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: Context
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("memory order", lambda calls, *_: in_memory_order(calls)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
     ("cse", lambda calls, keep, _: eliminate_common(calls, keep)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
+    ("copy forwarding", lambda calls, keep, _: forward_copies(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEFORE_CHAINS),
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
@@ -37,6 +42,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     # twice: what the first has moved to the end lets its producers wait as well
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
+    ("buckets", lambda calls, *_: by_bucket(calls)),
     ("pointwise problems", lambda calls, *_: [as_problem(call) for call in calls]),
     ("select", lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs)),
 )

@@ -14,6 +14,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.epilogue import NONE
 from onnx_fuse.program.expression import Tail
+from onnx_fuse.program.moves import ScatterND
 from onnx_fuse.program.passes.callgraph import (
     LARGE,
     Calls,
@@ -315,6 +316,42 @@ def _all_of(calls: Sequence[Call], tensor: Tensor) -> bool:
     return max(ends) < tensor.size and {t.dtype for t in others} == {tensor.dtype}
 
 
+def add_onto(calls: Calls, i: int, call: Call) -> None:
+    """s = r + u, where u is rows summed into zeros: they are summed onto r, which becomes s.
+
+    So the gradient of a table that is looked up and multiplied by takes no pass over it.
+    """
+    if steps_of(call) != ["Add"] or len(call.reads) != 2:
+        return
+    first, second, total = tensors = [t for _, t in (*call.reads, *call.writes)]
+    if not whole(total.size, *tensors) or len({t.dtype for t in tensors}) > 1:
+        return
+    for u, r in ((first, second), (second, first)):
+        at, scatter = calls.sole_producer(i, u) or (i, call)
+        begin, _ = calls.sole_producer(i, r) or (i, call)
+        problem = scatter.problem
+        if not isinstance(problem, ScatterND) or not problem.fresh or begin == i:
+            continue
+        wanted = replace(problem, fresh=False)
+        if not calls.may_write(begin, i, total) or not _all_of(calls.calls, r):
+            continue
+        if not calls.pays((problem, pointwise(call)), (wanted,)):
+            continue
+        same = {r.buffer: total.buffer}
+        made = replace(
+            scatter,
+            problem=wanted,
+            reads=(*scatter.reads, ("before", total)),
+            writes=(("y", total),),
+        )
+        if calls.fuse(at, i, made, here=True):
+            calls.now = [tuple(rename_buffers(c, same) for c in now) for now in calls.now]
+            calls.readers[total.buffer] = [i, *calls.readers[total.buffer]]
+            calls.writers[total.buffer] = [begin, i]
+            calls.readers[r.buffer] = calls.writers[r.buffer] = []
+            return
+
+
 def tail(calls: Calls, i: int, call: Call) -> None:
     """A pointwise call behind a kernel that takes a tail becomes part of it."""
     if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:
@@ -346,6 +383,6 @@ def tail(calls: Calls, i: int, call: Call) -> None:
             return
 
 
-BEFORE_CHAINS = (add, scale, add, activate, slope, add_to_gradient)
+BEFORE_CHAINS = (add_onto, add, scale, add, activate, slope, add_to_gradient)
 BEHIND_CHAINS = (tail, cast)
 """In order: each sees what the one before has made."""

@@ -12,6 +12,7 @@ from onnx_fuse.kernels.rows import fold_kind
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.passes import copy_fusion
+from onnx_fuse.program.passes.buckets import first_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import Hardware
@@ -33,7 +34,8 @@ def batch(
 
     A call may wait for a later one of its kind if nothing in between reads what it writes or
     writes what it touches. Of large tensors those that are ready last have a launch of their own:
-    the others' may run beside what makes them.
+    the others' may run beside what makes them. What ranks reduce in different buckets stays apart:
+    the earlier one is sent while the later one is made.
     """
     depth: dict[int, int] = defaultdict(int)  # of a buffer: the longest chain of calls to it
     depths = []
@@ -42,9 +44,10 @@ def batch(
         for _, tensor in call.writes:
             depth[tensor.buffer] = depths[-1]
     kinds: dict[object, list[int]] = defaultdict(list)
+    first = first_buckets(calls)
     for i, call in enumerate(calls):
         if (kind := _kind(call)) is not None:
-            kinds[kind].append(i)
+            kinds[kind, first[i]].append(i)
     gone: set[int] = set()
     placed: dict[int, list[Call]] = defaultdict(list)
     for members in kinds.values():
@@ -55,7 +58,7 @@ def batch(
         for i in reversed(members):
             # `run` starts at its last member; earlier ones join as long as they may wait for it
             beside = run if copy_fusion.piece_of(calls[i]) is not None else ()
-            if run and not _may_wait(calls, i, run[0], beside):
+            if run and not (_may_wait(calls, i, run[0], beside) and _small(calls[i])):
                 _place(calls, run, choice, depths, gone, placed)
                 run = []
             run.append(i)
@@ -118,12 +121,15 @@ def _kind(call: Call) -> object | None:
 
 
 def _batch_key(call: Call) -> object | None:
-    """The problem of a small call, and which of its operands are there."""
+    """The problem of a call, and which of its operands are there."""
     if call.problem is None or isinstance(call.problem, BatchedCalls | PointwiseMany | CopyMany):
         return None
-    if coarse(sum(t.nbytes for _, t in call.reads)) > MAX_WAIT:
-        return None
     return call.problem, tuple(name for name, _ in (*call.reads, *call.writes))
+
+
+def _small(call: Call) -> bool:
+    """Whether what the call reads may be kept until others of its kind are ready."""
+    return call.expression is not None or coarse(sum(t.nbytes for _, t in call.reads)) <= MAX_WAIT
 
 
 def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice | None:

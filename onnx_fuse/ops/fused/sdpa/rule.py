@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, causal_step
 from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
 from onnx_fuse.ops.fused.sdpa.scores import (
@@ -86,7 +87,8 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     guard = "NanGuard" if ending.guarded else ""
     q, k, v, heads = grouping(*frame.qkv)
     kind = Kind(heads is not None, found.wide, found.softcap is not None, False, steps, guard)
-    y = emit(op, kind, heads, [q, k, v, *masks], scale, found.softcap)
+    step = causal_step(found.steps)
+    y = emit(op, kind, heads, [q, k, v, *masks], scale, found.softcap, step)
     y = frame.back(op, y)
     if ending.turned:
         y = transposed(op, y, swapped(rank(ending.product.outputs[0]) or rank(v) or 4))
@@ -449,9 +451,12 @@ def emit(
     inputs: Sequence[ir.Value],
     scale: float,
     softcap: float | None = None,
+    causal: int = 0,
 ) -> ir.Value:
-    """The node, and its output typed like q."""
+    """The node, and its output typed like q; `causal` as `causal_step` gives it."""
     attributes: dict[str, object] = {"scale": float(scale)}
+    if causal:
+        attributes[CAUSAL] = causal
     if softcap is not None:
         attributes["softcap"] = float(softcap)
     if heads is not None:

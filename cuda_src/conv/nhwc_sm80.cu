@@ -1,0 +1,146 @@
+// conv/nhwc_sm80.cu: Conv of channels-last 16-bit images on mma.sync, any group, stride, dilation, padding.
+// Idea     : implicit GEMM y[p, m] = sum_k x[p, k] w[m, k], k = (tap, channel): a step has one tap and BK of
+//            its channels, so a row of the tile is one pixel's, 16 bytes a copy (cp.async), with zeros
+//            where the tap falls outside; STAGES - 1 steps are on their way. The tile of sums goes
+//            through shared memory, so that bias, suffix and stores take 16 bytes a thread.
+// Inputs   : x T [n, h, w, groups * channels] by the strides sn, sy, sx of images, rows and pixels (multiples
+//            of 8 elements), weight T [groups * filters, KH * KW, ldw], of whose last axis the first
+//            `channels` count and the others are 0, bias T or null.
+// Outputs  : y T [n, oh, ow, groups * filters], or part f32 [splits, ...] where SPLIT (finish.cu).
+// Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK STAGES, geometry.cuh's, SPLIT,
+//            VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's.
+// Launch   : pixel tiles * filter tiles * groups x 1 x splits blocks of 32 BM BN / (WM WN) threads.
+// Numerics : f32 accumulate, one rounding.
+// Bound    : mma.sync's rate (about half of wgmma's on Hopper).
+#include "sm80.cuh"
+#include "conv/geometry.cuh"
+#include "conv/suffix.cuh"
+
+constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
+constexpr int PITCH = BK + 8, CHUNKS = BK / 8, ROWS = THREADS / CHUNKS;  // rows copied at once
+constexpr int A_ROWS = BM / ROWS, B_ROWS = BN / ROWS, MT = WM / 16, NT = WN / 8;
+constexpr int STAGE = (BM + BN) * PITCH, OUT = BN + 4;
+static_assert(A_ROWS > 0 && B_ROWS > 0 && NT % 2 == 0, "tile and threads");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    conv_nhwc(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
+              const T* e3, TY* y, float* part, i64 columns, int groups, int channels, int filters,
+              int h, int w, int oh, int ow, i64 sn, int sy, int sx, int ldw, int chunk, float alpha) {
+    after_previous_launch();
+    extern __shared__ __align__(16) u8 memory[];
+    T* tiles = (T*)memory;
+    const int tiles_m = (filters + BN - 1) / BN, per = tiles_m * groups;
+    const int g = blockIdx.x % per / tiles_m, m0 = blockIdx.x % tiles_m * BN;
+    const i64 q0 = (i64)(blockIdx.x / per) * BM;
+    const int per_tap = (channels + BK - 1) / BK, first = blockIdx.z * chunk;
+    const int last = min(first + chunk, per_tap * TAPS);
+
+    const int at = threadIdx.x % CHUNKS * 8, row0 = threadIdx.x / CHUNKS;
+    const T* image[A_ROWS];
+    int iy[A_ROWS], ix[A_ROWS];
+#pragma unroll
+    for (int i = 0; i < A_ROWS; i++) {
+        const i64 q = q0 + row0 + i * ROWS;
+        const int p = q % (oh * ow);
+        iy[i] = q < columns ? p / ow * SH - PH : -(1 << 29);  // outside for every tap
+        ix[i] = p % ow * SW - PW;
+        image[i] = x + (q < columns ? q / (oh * ow) * sn : 0) + g * channels;
+    }
+    const T* filter = weight + (i64)(g * filters + m0 + row0) * TAPS * ldw;
+    int tap = first / per_tap, c0 = first % per_tap * BK + at;  // of the next step to be copied
+    auto fill = [&](int step) {
+        if (step < last) {
+            T *to = tiles + step % STAGES * STAGE + row0 * PITCH + at, *to_b = to + BM * PITCH;
+            const int dy = tap / KW * DH, dx = tap % KW * DW, left = channels - c0;
+            const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
+#pragma unroll
+            for (int i = 0; i < A_ROWS; i++) {
+                const int yy = iy[i] + dy, xx = ix[i] + dx;
+                const bool in = (unsigned)yy < (unsigned)h && (unsigned)xx < (unsigned)w && bytes;
+                cp_async_16(smem_address(to + i * ROWS * PITCH),
+                            in ? image[i] + (i64)yy * sy + xx * sx + c0 : x, in ? bytes : 0);
+            }
+#pragma unroll
+            for (int i = 0; i < B_ROWS; i++) {
+                const bool in = m0 + row0 + i * ROWS < filters && c0 < ldw;
+                cp_async_16(smem_address(to_b + i * ROWS * PITCH),
+                            in ? filter + ((i64)i * ROWS * TAPS + tap) * ldw + c0 : weight, in ? 16 : 0);
+            }
+            if ((c0 += BK) >= per_tap * BK) c0 = at, tap++;
+        }
+        cp_async_commit();
+    };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
+    float acc[MT][NT][4] = {};
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) fill(first + s);
+    for (int step = first; step < last; step++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        fill(step + STAGES - 1);
+        const T* a = tiles + step % STAGES * STAGE + (wm + lane % 16) * PITCH + lane / 16 * 8;
+        const T* b = tiles + step % STAGES * STAGE + (BM + wn + lane % 16) * PITCH + lane / 16 * 8;
+#pragma unroll
+        for (int k = 0; k < BK; k += 16) {
+            u32 fa[MT][4], fb[NT / 2][4];
+#pragma unroll
+            for (int i = 0; i < MT; i++) ldmatrix_x4<false>(fa[i], smem_address(a + i * 16 * PITCH + k));
+#pragma unroll
+            for (int j = 0; j < NT / 2; j++) ldmatrix_x4<false>(fb[j], smem_address(b + j * 16 * PITCH + k));
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+                    const u32 two[2] = {fb[j / 2][j % 2], fb[j / 2][j % 2 + 2]};
+                    mma(acc[i][j], fa[i], two, T());
+                }
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+    float* sums = (float*)memory;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int r = wm + i * 16 + e * 8 + lane / 4, n = wn + j * 8 + lane % 4 * 2;
+                *(float2*)(sums + r * OUT + n) = make_float2(acc[i][j][e * 2], acc[i][j][e * 2 + 1]);
+            }
+    __syncthreads();
+    for (int i = threadIdx.x; i < BM * BN / VEC; i += THREADS) {
+        const int r = i / (BN / VEC), n = i % (BN / VEC) * VEC, f = g * filters + m0 + n;
+        if (q0 + r >= columns || m0 + n >= filters) continue;
+        const i64 to = (q0 + r) * groups * filters + f;
+        float v[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; j++) v[j] = sums[r * OUT + n + j];
+#if SPLIT
+        float* mine = part + blockIdx.z * (columns * groups * filters) + to;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) mine[j] = v[j];
+#else
+        if (bias) {
+            const Vec<T, VEC> b = load<VEC>(bias + f);
+#pragma unroll
+            for (int j = 0; j < VEC; j++) v[j] += to_float(b.at[j]);
+        }
+        if (SLOPE)
+#pragma unroll
+            for (int j = 0; j < VEC; j++) v[j] = act<T>(v[j], slope_of(slope, f + j, alpha));
+        else if (ACTIVE) activate<T>(v, alpha);
+        const Vec<T, VEC> a = load<VEC>(OPERANDS > 0 ? e1 + to : x);
+        const Vec<T, VEC> b = load<VEC>(OPERANDS > 1 ? e2 + to : x);
+        const Vec<T, VEC> c = load<VEC>(OPERANDS > 2 ? e3 + to : x);
+        Vec<TY, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            const float v1 = to_float(a.at[j]), v2 = to_float(b.at[j]), v3 = to_float(c.at[j]);
+            out.at[j] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v[j], v1, v2, v3));
+        }
+        store<VEC>(y + to, out);
+#endif
+    }
+}

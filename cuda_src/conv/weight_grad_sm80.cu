@@ -1,0 +1,132 @@
+// conv/weight_grad_sm80.cu: dw[m, tap, c] = sum over pixels p of dy[p, m] x[p + tap, c], 16 bits, mma.sync.
+// Idea     : a product whose k are the output pixels and whose columns are (tap, channel): rows of both tiles
+//            are pixels, 16 bytes of channels a copy (cp.async), zeros where a tap falls outside; both
+//            operands are read transposed. A column's tap is fixed, so a thread works out one place a row.
+//            STAGES - 1 steps of BK pixels are on their way. `chunk` pixels a block; finish adds the parts.
+// Inputs   : x T [n, h, w, groups * channels], dy T [n, oh, ow, groups * filters]; channels and filters are
+//            multiples of 8. `plane` and `row` divide by oh * ow and by ow (Divide).
+// Outputs  : part f32 [splits, groups * filters, TAPS * channels]; dw TY [groups * filters, channels, TAPS].
+// Macros   : T TY BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES, geometry.cuh's.
+// Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads; finish: 32 sums a block of 256.
+// Numerics : f32 sums, pixels in order within a part, parts in an order of their number alone.
+// Bound    : mma.sync's rate (about half of wgmma's on Hopper).
+#include "sm80.cuh"
+#include "conv/geometry.cuh"
+
+// n / d as a high product and a shift, for n < 2^31.
+struct Divide { u32 by, shift; };
+DEVICE u32 quotient(u32 n, Divide d) { return (__umulhi(n, d.by) + n) >> d.shift; }
+
+#ifdef BM
+constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
+constexpr int PA = BM + 8, PB = BN + 8, STAGE = BK * (PA + PB);  // pitches without bank conflicts
+constexpr int A_STEP = THREADS / (BM / 8), B_STEP = THREADS / (BN / 8);  // rows copied at once
+constexpr int MT = WM / 16, NT = WN / 8;
+constexpr bool POINTS = TAPS == 1 && SH == 1 && SW == 1 && PH == 0 && PW == 0;
+static_assert(BK % A_STEP == 0 && BK % B_STEP == 0 && NT % 2 == 0, "tile and threads");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    conv_weight_grad(const T* x, const T* dy, float* part, u32 pixels, int groups, int channels, int filters,
+                     int h, int w, u32 plane_by, u32 plane_shift, u32 row_by, u32 row_shift, u32 plane, u32 row,
+                     u32 chunk) {
+    after_previous_launch();
+    extern __shared__ __align__(16) T tiles[];
+    const int depth = TAPS * channels, tiles_n = (depth + BN - 1) / BN, tiles_m = (filters + BM - 1) / BM;
+    const int g = blockIdx.x / (tiles_n * tiles_m);
+    const int m0 = blockIdx.x / tiles_n % tiles_m * BM, n0 = blockIdx.x % tiles_n * BN;
+    const u32 first = blockIdx.y * chunk, last = min(first + chunk, pixels);
+    const Divide by_plane = {plane_by, plane_shift}, by_row = {row_by, row_shift};
+
+    const int am = threadIdx.x % (BM / 8) * 8, a_row = threadIdx.x / (BM / 8);
+    const int bn = threadIdx.x % (BN / 8) * 8, b_row = threadIdx.x / (BN / 8);
+    const T* a_from = dy + g * filters + m0 + am;
+    const int a_bytes = m0 + am < filters ? 16 : 0, a_pitch = groups * filters, pitch = groups * channels;
+    const int tap = (n0 + bn) / channels, ky = tap / KW * DH - PH, kx = tap % KW * DW - PW;
+    const T* b_from = x + g * channels + (n0 + bn) % channels;
+    const bool b_in = n0 + bn < depth;
+    auto fill = [&](u32 p0, int s) {
+        if (p0 < last) {
+            T *a = tiles + s * STAGE + a_row * PA + am, *b = tiles + s * STAGE + BK * PA + b_row * PB + bn;
+#pragma unroll
+            for (int i = 0; i < BK / A_STEP; i++) {
+                const u32 p = p0 + a_row + i * A_STEP;
+                const int bytes = p < last ? a_bytes : 0;
+                cp_async_16(smem_address(a + i * A_STEP * PA), bytes ? a_from + (i64)p * a_pitch : dy, bytes);
+            }
+#pragma unroll
+            for (int i = 0; i < BK / B_STEP; i++) {
+                const u32 p = p0 + b_row + i * B_STEP;
+                bool in = b_in && p < last;
+                i64 at = p;
+                if (!POINTS) {
+                    const u32 n = quotient(p, by_plane), q = p - n * plane, oy = quotient(q, by_row);
+                    const int iy = (int)oy * SH + ky, ix = (int)(q - oy * row) * SW + kx;
+                    in = in && (unsigned)iy < (unsigned)h && (unsigned)ix < (unsigned)w;
+                    at = ((i64)n * h + iy) * w + ix;
+                }
+                cp_async_16(smem_address(b + i * B_STEP * PB), in ? b_from + at * pitch : x, in ? 16 : 0);
+            }
+        }
+        cp_async_commit();
+    };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, matrix = lane / 8, r = lane % 8;
+    const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
+    float acc[MT][NT][4] = {};
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) fill(first + s * BK, s);
+    int s = 0;
+    for (u32 p0 = first; p0 < last; p0 += BK) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        fill(p0 + (STAGES - 1) * BK, s ? s - 1 : STAGES - 1);
+        const T* a = tiles + s * STAGE + (matrix / 2 * 8 + r) * PA + wm + matrix % 2 * 8;
+        const T* b = tiles + s * STAGE + BK * PA + (matrix % 2 * 8 + r) * PB + wn + matrix / 2 * 8;
+#pragma unroll
+        for (int k = 0; k < BK; k += 16) {
+            u32 u[MT][4], v[NT / 2][4];
+#pragma unroll
+            for (int i = 0; i < MT; i++) ldmatrix_x4<true>(u[i], smem_address(a + k * PA + i * 16));
+#pragma unroll
+            for (int j = 0; j < NT / 2; j++) ldmatrix_x4<true>(v[j], smem_address(b + k * PB + j * 16));
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int j = 0; j < NT; j++) mma(acc[i][j], u[i], v[j / 2] + j % 2 * 2, T());
+        }
+        s = s + 1 == STAGES ? 0 : s + 1;
+    }
+    cp_async_wait<0>();
+    part += ((i64)blockIdx.y * groups + g) * filters * depth;
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+        const int m = m0 + wm + i * 8 + lane / 4;
+        if (m >= filters) continue;
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            const int n = n0 + wn + j * 8 + lane % 4 * 2;
+            if (n < depth)
+                *(float2*)(part + (i64)m * depth + n) =
+                    make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+        }
+    }
+}
+#endif
+
+// The sum of the parts, [rows, TAPS, channels], as [rows, channels, TAPS].
+extern "C" __global__ void __launch_bounds__(256)
+    conv_weight_sum(const float* part, TY* dw, u32 size, u32 channels, int splits) {
+    after_previous_launch();
+    __shared__ float sums[8][32];
+    const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32, i = blockIdx.x * 32 + tx;
+    float z = 0;
+    if (i < size)
+#pragma unroll 4
+        for (int k = ty; k < splits; k += 8) z += part[(i64)k * size + i];
+    sums[ty][tx] = z;
+    __syncthreads();
+    if (ty || i >= size) return;
+#pragma unroll
+    for (int k = 1; k < 8; k++) z += sums[k][tx];
+    const u32 c = i % channels, tap = i / channels % TAPS, m = i / channels / TAPS;
+    dw[((i64)m * channels + c) * TAPS + tap] = narrow<TY>(z);
+}

@@ -1,0 +1,97 @@
+// pool/pool_grad.cu: the gradient of a max or mean pool over windows of x [planes, d, h, w, channels].
+// Idea     : no atomics and no positions kept. pool_codes looks for the first maximum of each window again and
+//            notes its tap, a byte or two; pool_grad gathers: an element adds the gradients of the windows
+//            that reach it, in the order of the outputs, where its own tap is the noted one.
+// Inputs   : x, dy T dense, three spatial axes (leading ones of size 1 where there are fewer); VEC divides
+//            channels, WIDE divides w; one of them is 1.
+// Outputs  : code CODE as dy; dx T.
+// Macros   : T ACC MODE (0 max, 1 mean) CODE VEC WIDE; KD KH KW, SD SH SW, DD DH DW, PD PH PW as pool.cu's;
+//            ED EH EW (padding after), INCLUDE_PAD.
+// Launch   : 256 threads, VEC outputs a thread (pool_codes); VEC channels or WIDE pixels (pool_grad).
+// Numerics : sums in ACC. Bound: HBM, x and dy read, dx written.
+#define TRANSPOSED 1
+#include "conv/geometry.cuh"
+#include "reduce/team.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+    pool_codes(const T* x, CODE* code, i64 size, int channels, int d, int h, int w, int od, int oh, int ow) {
+    after_previous_launch();
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= size) return;
+    const int per = channels / VEC, c = i % per * VEC;
+    const i64 p = i / per;
+    const int z0 = p / ow / oh % od * SD - PD, y0 = p / ow % oh * SH - PH, x0 = p % ow * SW - PW;
+    const T* plane = x + p / ow / oh / od * ((i64)d * h * w * channels) + c;
+    ACC most[VEC];
+    Vec<CODE, VEC> best;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) most[j] = -INFINITE, best.at[j] = (CODE)-1;
+    for (int a = 0; a < KD; a++)
+        for (int b = 0; b < KH; b++)
+            for (int e = 0; e < KW; e++) {
+                const int iz = z0 + a * DD, iy = y0 + b * DH, ix = x0 + e * DW;
+                if ((unsigned)iz >= (unsigned)d || (unsigned)iy >= (unsigned)h || (unsigned)ix >= (unsigned)w)
+                    continue;
+                const Vec<T, VEC> v = load<VEC>(plane + (((i64)iz * h + iy) * w + ix) * channels);
+#pragma unroll
+                for (int j = 0; j < VEC; j++) {
+                    const ACC value = widen(v.at[j]);
+                    if (best.at[j] == (CODE)-1 || !(most[j] >= value || most[j] != most[j]))
+                        most[j] = value, best.at[j] = (a * KH + b) * KW + e;
+                }
+            }
+    store<VEC>(code + p * channels + c, best);
+}
+
+// How many taps of the window at output o count for a mean: those in the image, or in it and its padding.
+template <int K, int STRIDE, int DILATION, int PAD, int AFTER> DEVICE int counted(int o, int size) {
+    const int start = o * STRIDE - PAD, end = size + (INCLUDE_PAD ? AFTER : 0);
+    const int first = INCLUDE_PAD || start >= 0 ? 0 : (DILATION - 1 - start) / DILATION;
+    return end <= start ? 0 : min(K - 1, (end - 1 - start) / DILATION) - first + 1;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    pool_grad(const T* dy, const CODE* code, T* dx, i64 size, int channels, int d, int h, int w, int od, int oh,
+              int ow) {
+    after_previous_launch();
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= size) return;
+    const int per = channels / VEC, c = i % per * VEC, across = w / WIDE;
+    const i64 q = i / per;
+    const int x0 = q % across * WIDE, iy = q / across % h, iz = q / across / h % d;
+    const i64 plane = q / across / h / d;
+    ACC sum[WIDE * VEC] = {};
+    for (int a = KD - 1; a >= 0; a--) {
+        const int oz = tap_input<SD, DD, PD>(iz, a, od);
+        if (oz < 0) continue;
+        for (int b = KH - 1; b >= 0; b--) {
+            const int oy = tap_input<SH, DH, PH>(iy, b, oh);
+            if (oy < 0) continue;
+            const i64 row = ((plane * od + oz) * oh + oy) * ow;
+#pragma unroll 1
+            for (int e = KW - 1; e >= 0; e--)
+#pragma unroll
+                for (int j = 0; j < WIDE; j++) {
+                    const int ox = tap_input<SW, DW, PW>(x0 + j, e, ow);
+                    if (ox < 0) continue;
+                    const i64 at = (row + ox) * channels + c;
+                    const Vec<T, VEC> g = load<VEC>(dy + at);
+#if MODE
+                    const ACC share = (ACC)1 / (counted<KD, SD, DD, PD, ED>(oz, d) * counted<KH, SH, DH, PH, EH>(oy, h) *
+                                                counted<KW, SW, DW, PW, EW>(ox, w));
+#pragma unroll
+                    for (int k = 0; k < VEC; k++) sum[j * VEC + k] += (ACC)widen(g.at[k]) * share;
+#else
+                    const Vec<CODE, VEC> noted = load<VEC>(code + at);
+#pragma unroll
+                    for (int k = 0; k < VEC; k++)
+                        if (noted.at[k] == (a * KH + b) * KW + e) sum[j * VEC + k] += (ACC)widen(g.at[k]);
+#endif
+                }
+        }
+    }
+    Vec<T, WIDE * VEC> out;
+#pragma unroll
+    for (int k = 0; k < WIDE * VEC; k++) out.at[k] = narrow<T>(sum[k]);
+    store<WIDE * VEC>(dx + (((plane * d + iz) * h + iy) * w + x0) * channels + c, out);
+}

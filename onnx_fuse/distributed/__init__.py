@@ -1,0 +1,1 @@
+"""Many processes that train one model: who they are, what they exchange, how they end."""

@@ -1,0 +1,109 @@
+"""NCCL's communicator of this process, by NVIDIA's own bindings (nccl4py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from onnx_fuse.distributed.world import World
+from onnx_fuse.errors import INSTALL_DISTRIBUTED, DeviceError
+
+__all__ = ["Communicator", "connect", "current"]
+
+Part = tuple[int, int, int, str]
+"""The address of x, that of y, the number of elements of x, and their dtype."""
+_NAMES = {
+    "float32": "Float32", "float64": "Float64", "float16": "Float16", "bfloat16": "Bfloat16",
+    "int32": "Int32", "int64": "Int64",
+}  # fmt: skip
+
+
+def bindings() -> Any:
+    """The bindings, or a DeviceError that says what to install."""
+    try:
+        from nccl.bindings import nccl
+    except ImportError as error:
+        raise DeviceError(
+            f"training on several GPUs needs NCCL ({error}): {INSTALL_DISTRIBUTED}"
+        ) from error
+    return nccl
+
+
+@contextlib.contextmanager
+def _faults(what: str) -> Iterator[None]:
+    """What NCCL raises within the block, as a DeviceError."""
+    try:
+        yield
+    except (bindings().NCCLError, RuntimeError, OSError) as error:  # or no library is found
+        raise DeviceError(f"NCCL, {what}: {' '.join(str(error).split())}") from error
+
+
+class Communicator:
+    """The ranks of a run, each with a GPU, which make the same calls in the same order.
+
+    The GPU's context is current on this thread. `ctas` bounds the blocks that a collective takes
+    from the kernels beside it. Raises DeviceError.
+    """
+
+    def __init__(self, world: World, ctas: int = 0) -> None:
+        self._nccl = bindings()
+        self.rank, self.size = world.rank, world.size
+        if ctas:
+            os.environ.setdefault("NCCL_MAX_CTAS", str(ctas))
+        with _faults("the connection of the ranks"):
+            unique = self._nccl.get_unique_id() if world.rank == 0 else self._nccl.UniqueId()
+            own = _bytes_of(unique)
+            shared = world.broadcast(bytes(own) if world.rank == 0 else b"")
+            own[:] = shared
+            self._handle = self._nccl.comm_init_rank(world.size, unique, world.rank)
+
+    def enqueue(self, kind: str, parts: Sequence[Part], stream: int) -> None:
+        """Enqueue the collective `kind` of all parts, as one, into the stream of that handle."""
+        nccl = self._nccl
+        total = int(nccl.RedOp.Sum)
+        with _faults(kind):
+            nccl.group_start()
+            for x, y, size, dtype in parts:
+                code = int(getattr(nccl.DataType, _NAMES[dtype]))
+                if kind == "AllReduce":
+                    nccl.all_reduce(x, y, size, code, total, self._handle, stream)
+                elif kind == "ReduceScatter":
+                    share = size // self.size
+                    nccl.reduce_scatter(x, y, share, code, total, self._handle, stream)
+                else:
+                    nccl.all_gather(x, y, size, code, self._handle, stream)
+            nccl.group_end()
+
+    def close(self) -> None:
+        """Let go of the communicator without waiting for the others."""
+        with _faults("its end"):
+            self._nccl.comm_abort(self._handle)
+
+
+_CURRENT: list[Communicator] = []
+
+
+def connect(world: World, ctas: int = 0) -> Communicator:
+    """Make the communicator of this process, which all ranks do together; it has one alone."""
+    if not _CURRENT:
+        _CURRENT.append(Communicator(world, ctas))
+    return _CURRENT[0]
+
+
+def current() -> Communicator:
+    """The communicator of this process. Raises DeviceError where it has none."""
+    if not _CURRENT:
+        raise DeviceError(
+            "the model has collectives, but this process is not a rank of a training on several "
+            "GPUs: give the Trainer distributed=True"
+        )
+    return _CURRENT[0]
+
+
+def _bytes_of(unique: Any) -> memoryview:
+    """The 128 bytes of an identifier, in place."""
+    import ctypes
+
+    return memoryview((ctypes.c_uint8 * 128).from_address(int(unique.ptr))).cast("B")

@@ -1,0 +1,27 @@
+"""Collectives, which NCCL runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.program.problem import Config, Hardware, Launch, Ptr
+from onnx_fuse.program.problems import Collective
+
+
+class Nccl(RuleBased):
+    """A group of NCCL's calls, one a tensor. Operands: x.i y.i."""
+
+    name = "nccl"
+
+    def launch(self, problem: Collective, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, whose kernels are the library's."""
+        one = (1, 1, 1)
+        operands = tuple(
+            Ptr(f"{name}.{i}") for i in range(len(problem.sizes)) for name in ("x", "y")
+        )
+        return (Launch("", f"nccl{problem.kind}", one, one, operands, collective=problem),)
+
+
+KERNELS: Mapping[str, Sequence[Kernel]] = {"Collective": (Nccl(),)}

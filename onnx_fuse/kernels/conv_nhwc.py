@@ -1,0 +1,363 @@
+"""Conv candidates for channels-last images: implicit products of [pixels, filters], and depthwise.
+
+Operands: x weight bias slope e1 e2 e3 y; e1 to e3 are laid out as y (`problems.Conv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, prod
+
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
+from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
+from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
+from onnx_fuse.program.epilogue import NONE, Epilogue
+from onnx_fuse.program.expression import Tail
+from onnx_fuse.program.problem import (
+    Arg,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    TensorMap,
+)
+from onnx_fuse.program.problems import Conv
+
+_ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
+# BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
+TILES: dict[tuple[int, ...], float] = {
+    (128, 128, 64, 32, 32, 4): 0.45,
+    (128, 64, 32, 32, 32, 4): 0.4,
+    (64, 128, 32, 32, 32, 4): 0.4,
+    (64, 64, 32, 16, 64, 4): 0.3,
+    (128, 32, 32, 32, 32, 4): 0.25,
+    (32, 64, 16, 16, 64, 4): 0.2,
+}
+
+
+def _strides(problem: Conv) -> tuple[int, ...]:
+    """The strides of x's images, rows and pixels in elements."""
+    if problem.x_strides:
+        return problem.x_strides
+    pixel = problem.groups * problem.channels
+    return (prod(problem.inner) * pixel, problem.inner[2] * pixel, pixel)
+
+
+def _padded(problem: Conv) -> int:
+    """The channels of a row of the weights."""
+    return -(-problem.channels // 8) * 8
+
+
+def _epilogue(problem: Conv) -> dict[str, object]:
+    macros: dict[str, object] = {**activation_macros(problem.act)}
+    if problem.slope:
+        macros["SLOPE"] = True
+    return macros
+
+
+class ChannelsLast(RuleBased):
+    """What the candidates for channels-last images of 16 bits share."""
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """Refuse other layouts and types, and images that 32 bits do not address."""
+        if not problem.channels_last or problem.transposed:
+            return "for a Conv of channels-last images"
+        if hw.cc < 80:
+            return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"for 16-bit operands, not {problem.dtype}"
+        if problem.inner[0] != 1 or problem.outer[0] != 1:
+            return "at most two spatial axes"
+        if any(step % 8 for step in _strides(problem)) and not problem.depthwise:
+            return "pixels are no multiple of 16 bytes apart"
+        if max(_strides(problem)[0], prod(problem.outer)) >= 2**29:
+            return "an image of 2^29 elements or more"
+        return super().supports(problem, hw)
+
+
+class Depthwise(ChannelsLast):
+    """conv/depthwise_nhwc.cu: two channels and a run of outputs a thread; `wide` outputs."""
+
+    name = "depthwise"
+    source = "conv/depthwise_nhwc.cu"
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """A filter a channel, of pairs of channels, no wider than registers are many."""
+        if not problem.depthwise:
+            return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
+        if problem.groups % 2:
+            return f"{problem.groups} channels are no pairs"
+        if self._span(problem, 2) > 32:
+            return "the filter is too wide"
+        return super().supports(problem, hw)
+
+    def _span(self, problem: Conv, wide: int) -> int:
+        taps = problem.window
+        return (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
+
+    def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+        """The rule's run of outputs, then others whose inputs fit the registers."""
+        runs = [wide for wide in (2, 4, 7, 8) if self._span(problem, wide) <= 32]
+        return [Config.of(), *(Config.of(wide=wide) for wide in runs)]
+
+    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, a pair of channels and a run of outputs a thread."""
+        wide = config.integer("wide")
+        if not wide:
+            least = 2 if self._span(problem, 4) > 24 else 4
+            wide = 7 if problem.outer[2] % 7 == 0 and self._span(problem, 7) <= 16 else least
+        _, oh, ow = problem.outer
+        size = problem.batch * oh * -(-ow // wide) * (problem.groups // 2)
+        sn, sy, sx = _strides(problem)
+        return (Launch(
+            self.source, "conv_depthwise", (-(-size // 256), 1, 1), (256, 1, 1),
+            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", size),
+             *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
+             Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
+            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TRANSPOSED=False,
+                    **window_macros(problem.window), **_epilogue(problem),
+                    **tail_macros(problem.tail)),
+        ),)  # fmt: skip
+
+
+class _Chosen(ChannelsLast):
+    """A candidate whose rule is the cheapest of its configurations."""
+
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+        """The configurations that the problem admits."""
+        raise TypeError(f"{type(self).__name__} has no tiles")
+
+    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+        """Predicted seconds of a configuration."""
+        raise TypeError(f"{type(self).__name__} has no cost")
+
+    def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+        """The rule's, then each."""
+        return [Config.of(), *self.tiles(problem, hw)]
+
+    def ruled(self, problem: Conv, config: Config, hw: Hardware) -> Config:
+        """The configuration itself, or the cheapest for the class of the problem."""
+        if config.attrs:
+            return config
+        largest = problem.upper_bound()
+        return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
+
+    def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
+        """Predicted seconds."""
+        return self.seconds(problem, self.ruled(problem, config, hw), hw)
+
+
+class Mma(_Chosen):
+    """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few."""
+
+    name = "mma_nhwc"
+    source = "conv/nhwc_sm80.cu"
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """Refuse depthwise filters, and groups whose channels are no multiple of 16 bytes."""
+        if problem.depthwise:
+            return "a filter a channel leaves no product to share"
+        if problem.groups > 1 and problem.channels % 8:
+            return f"{problem.channels} channels a group (a multiple of 8)"
+        return super().supports(problem, hw)
+
+    def _steps(self, problem: Conv, bk: int) -> int:
+        return -(-problem.channels // bk) * prod(problem.window.kernel)
+
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+        """Each tile, the sum in parts of at least four steps."""
+        steps = {tile: self._steps(problem, tile[4]) for tile in TILES}
+        return [
+            Config.of(tile=tile, split=split)
+            for tile in TILES
+            for split in (1, 2, 3, 4, 6, 8, 12, 16)
+            if split == 1 or 4 * split <= steps[tile] > (split - 1) * -(-steps[tile] // split)
+        ]
+
+    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+        """Waves of blocks, at least the latency of their steps; the parts written and read."""
+        tile, split = config.integers("tile"), config.integer("split")
+        bm, bn, _, _, bk, _ = tile
+        rows = problem.batch * prod(problem.outer)
+        blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups * split
+        steps = -(-self._steps(problem, bk) // split)
+        per_sm = hw.rate(problem.dtype) / hw.sm_count * TILES[tile]
+        each = max(2 * bm * bn * bk * steps / per_sm, steps * bk * 1e-8) + 1.5e-6
+        size = rows * problem.groups * problem.filters
+        parts = 4 * size * (split + 1) / hw.bandwidth + 3e-6 if split > 1 else 0.0
+        waves = ceil(blocks / hw.sm_count)
+        return max(waves * each, problem.bytes / hw.bandwidth) + parts + hw.launch_seconds
+
+    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product, and the sum of its parts."""
+        config = self.ruled(problem, config, hw)
+        (bm, bn, wm, wn, bk, stages), split = config.integers("tile"), config.integer("split")
+        rows, filters = problem.batch * prod(problem.outer), problem.groups * problem.filters
+        steps = self._steps(problem, bk)
+        chunk = -(-steps // split)
+        blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
+        sn, sy, sx = _strides(problem)
+        types = {"T": C_TYPES[problem.dtype], "ACC": "float", "TRANSPOSED": False}
+        tile = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages}
+        tail, vec = tail_macros(problem.tail), 8 if problem.filters % 8 == 0 else 1
+        numbers = (problem.groups, problem.channels, problem.filters, *problem.inner[1:],
+                   *problem.outer[1:])  # fmt: skip
+        product = Launch(
+            self.source, "conv_nhwc", (blocks, 1, split),
+            (32 * (bm // wm) * (bn // wn), 1, 1),
+            (Ptr("x"), Ptr("weight"), *_ENDS, Ptr("workspace"), Num("i64", rows),
+             *(Num("i32", n) for n in numbers), Num("i64", sn), Num("i32", sy), Num("i32", sx),
+             Num("i32", _padded(problem)), Num("i32", chunk), Num("f32", problem.act_alpha)),
+            as_defines(types, tile, window_macros(problem.window), _epilogue(problem),
+                       {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
+            max(stages * (bm + bn) * (bk + 8) * 2, bm * (bn + 4) * 4),
+        )  # fmt: skip
+        if split == 1:
+            return (product,)
+        size = rows * filters
+        return (product, Launch(
+            "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
+            (Ptr("workspace"), *_ENDS, Num("i64", size),
+             *(Num("i32", n) for n in (filters, 1, split)), Num("f32", problem.act_alpha)),
+            defines(T=types["T"], ACC=accumulator(problem.dtype), **_epilogue(problem), **tail),
+        ))  # fmt: skip
+
+    def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
+        """Partial sums."""
+        split = self.ruled(problem, config, hw).integer("split")
+        size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
+        return 4 * split * size if split > 1 else 0
+
+
+def epilogue_of(problem: Conv) -> Epilogue | None:
+    """The epilogue of a product that does what stands behind the convolution; None: none does.
+
+    Its bias is "col1", and "e1" is its c: a residual before or behind the activation.
+    """
+    plain = replace(NONE, bias=True, act=problem.act, act_alpha=problem.act_alpha)
+    if problem.slope:
+        return None
+    return plain if problem.tail is None else _with_tail(plain, problem.tail, problem.dtype)
+
+
+def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
+    """The epilogue with a sum, an activation, or both behind each other."""
+    names = [step.name for step in tail.expression.steps]
+    expression, first = tail.expression, tail.expression.loads + len(tail.expression.scalars)
+    if tail.dtype != dtype or expression.stores != (first + len(names) - 1,):
+        return None
+    add = names[:1] == ["Add"]
+    if add and (expression.loads != 2 or sorted(expression.steps[0].args) != [0, 1]):
+        return None
+    rest = expression.steps[int(add) :]
+    if not rest:
+        return replace(plain, residual=True) if add else None
+    row = ACTIVATIONS.get(rest[0].name)
+    own = first if add else tail.own
+    if plain.act or len(rest) > 1 or row is None or rest[0].args[0] != own:
+        return None
+    numbers = [value for _, value in expression.scalars]
+    given = dict(zip((name for name, _ in row.numbers), numbers, strict=False))
+    if len(numbers) != len(row.numbers) or (not add and expression.loads != 1):
+        return None
+    if any(given[name] != value for name, value in row.fixed if name in given):
+        return None
+    alpha = given["alpha"] if row.attributes else 1.0
+    return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
+
+
+class WgmmaConv(_Chosen):
+    """gemm/wgmma_sm90.cu with a's tiles gathered by TMA (im2col): a step is a tap's 64 channels."""
+
+    name = "wgmma"
+    source = Wgmma.source
+
+    def __init__(self) -> None:
+        self.inner = Wgmma()
+
+    def _product(self, problem: Conv) -> Problem:
+        """The product of the same tiles, whose k is the taps' channels in steps of 64."""
+        epilogue = epilogue_of(problem)
+        assert epilogue is not None
+        return Problem.of(
+            "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
+            k=-(-problem.channels // 64) * 64 * prod(problem.window.kernel), dtype=problem.dtype,
+            trans_b=True, epilogue=epilogue,
+        )  # fmt: skip
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """Refuse groups, what no epilogue does, and windows beyond the descriptor's fields."""
+        if problem.groups > 1:
+            return f"{problem.groups} groups"
+        if epilogue_of(problem) is None:
+            return "no epilogue of a product does what stands behind it"
+        window = problem.window
+        corners = _corners(problem)
+        taps = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
+        if max(window.strides) > 8 or max(taps) > 255 or min(corners) < -128 or max(corners) > 127:
+            return "a stride, an offset or a padding that a TMA descriptor does not hold"
+        for i in (1, 2):
+            first, last = corners[2 - i], problem.inner[i] - 1 + corners[4 - i]
+            if (last - first) // window.strides[i] + 1 != problem.outer[i]:
+                return "y ends elsewhere than the window"
+        return super().supports(problem, hw) or self.inner.supports(self._product(problem), hw)
+
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+        """The configurations of the product."""
+        return self.inner.configs(self._product(problem), hw)
+
+    def fits(self, problem: Conv, config: Config) -> bool:
+        """Whether each split has steps of k."""
+        return not config.attrs or self.inner.fits(self._product(problem), config)
+
+    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+        """Those of the product."""
+        return self.inner.cost(self._product(problem), config, hw)
+
+    def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
+        """The product's partial sums."""
+        how = self.ruled(problem, config, hw)
+        return self.inner.workspace(self._product(problem), how, hw)
+
+    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product's launches, its operands described as images and taps."""
+        config = self.ruled(problem, config, hw)
+        product, *rest = self.inner.launch(self._product(problem), config, hw)
+        (mi, bn, pingpong), cluster = config.integers("tile"), config.integer("cluster")
+        _, h, w = problem.inner
+        _, oh, ow = problem.outer
+        window, ldw = problem.window, _padded(problem)
+        left, top, right, bottom = _corners(problem)
+        images = TensorMap(
+            Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
+            tuple(2 * step for step in reversed(_strides(problem))),
+            (64, (64 if pingpong else 128) * mi),
+            window=(left, top, right, bottom, window.strides[2], window.strides[1]),
+        )  # fmt: skip
+        taps = prod(window.kernel)
+        filters = TensorMap(
+            Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
+            (2 * taps * ldw, 2 * ldw), (64, bn // cluster, 1),
+        )  # fmt: skip
+        steps = Num("i32", -(-problem.channels // 64))
+        args: tuple[Arg, ...] = (images, filters, *product.args[2:], Num("i32", oh), Num("i32", ow),
+                                 steps)  # fmt: skip
+        macros = as_defines(dict(product.defines), {"IM2COL": 1}, window_macros(window))
+        names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
+        found = (replace(product, args=args, defines=macros), *rest)
+        return tuple(rename(launch, names) for launch in found)
+
+
+def _corners(problem: Conv) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of the box of a window's first taps, beyond the image."""
+    (_, top, left), window = problem.window.before, problem.window
+    reach = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
+    return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
+
+
+KERNELS = (Depthwise(), WgmmaConv(), Mma())

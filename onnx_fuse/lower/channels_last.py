@@ -1,0 +1,49 @@
+"""Images in memory as [batch, *spatial, channels], seen by everyone as [batch, channels, *spatial].
+
+A convolution in 16 bits writes its result so, and what follows it keeps that order where it can:
+pointwise operators, pools, Resize, Concat and Pad. Who asks for `ctx.dense` gets a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from onnx_fuse.program.call import Context, Tensor, dense_strides
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """The tensor with its channels as the last axis."""
+    return tensor.permute((0, *range(2, len(tensor.shape)), 1))
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether the tensor is dense once its channels are the last axis, and not as it stands."""
+    return len(tensor.shape) > 2 and not tensor.dense and channels_last(tensor).dense
+
+
+def stored_last(ctx: Context, node: ir.Node, y: Tensor) -> Tensor:
+    """Make `y`, the node's new dense output 0, channels last, and return that view of it."""
+    batch, channels, *spatial = y.shape
+    shape = (batch, *spatial, channels)
+    stored = replace(y, shape=shape, strides=dense_strides(shape))
+    last = stored.permute((0, len(shape) - 1, *range(1, len(shape) - 1)))
+    ctx.alias(node, 0, last)
+    ctx.channels_last.add(y.buffer)
+    return last
+
+
+def in_stretch(ctx: Context, x: Tensor) -> bool:
+    """Whether a convolution's stretch has made x channels last; what a Transpose makes is not."""
+    return x.buffer in ctx.channels_last and is_channels_last(x)
+
+
+def follow(ctx: Context, node: ir.Node, y: Tensor, reads: Sequence[Tensor]) -> Tensor:
+    """The view of output 0 to write: channels last where an operand of its rank is so."""
+    rank = len(y.shape)
+    largest = max((x.size for x in reads if len(x.shape) == rank), default=0)
+    if any(x.size == largest and len(x.shape) == rank and in_stretch(ctx, x) for x in reads):
+        return stored_last(ctx, node, y)
+    return y

@@ -1,0 +1,60 @@
+"""The weight's gradient of a convolution, and the gradient of a MaxPool."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.kernels import serves
+from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
+from onnx_fuse.lower.conv import triple, window
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.call import Context, Lowering
+from onnx_fuse.program.problems import ConvWeightGrad, PoolGrad
+
+
+def weight_grad(ctx: Context, node: ir.Node) -> str | None:
+    """ConvWeightGrad: sums over the pixels of dy and x, whose channels are made the last axis."""
+    dy, x = ctx.view(node, 0), ctx.view(node, 1)
+    rank = len(x.shape) - 2
+    if not 1 <= rank <= 2 or not (dy.size and x.size):
+        return f"{rank} spatial axes, or nothing to sum"
+    groups, kernel = ctx.attr(node, "group", 1), ctx.attr(node, "kernel_shape")
+    taps = window(ctx, node, kernel, x.shape[2:], dy.shape[2:])
+    problem = ConvWeightGrad(
+        x.shape[0], groups, x.shape[1] // groups, dy.shape[1] // groups, triple(x.shape[2:]),
+        triple(dy.shape[2:]), taps, x.dtype, x.dtype,
+    )  # fmt: skip
+    if not serves("ConvWeightGrad", problem, ctx.hw, ctx.prefs):
+        return "no kernel for its type, channels or axes"
+    shape = (dy.shape[1], problem.channels, *kernel)
+    reads = {"x": ctx.contiguous(channels_last(x)), "dy": ctx.contiguous(channels_last(dy))}
+    return ctx.select(node, problem, reads, {"dw": ctx.output(node, 0, shape, x.dtype)})
+
+
+def max_pool_grad(ctx: Context, node: ir.Node) -> str | None:
+    """MaxPoolGrad: dy added to the first maximum of each window of x."""
+    dy, x = ctx.view(node, 0), ctx.view(node, 1)
+    rank = len(x.shape) - 2
+    if x.dtype not in FLOATS or not 1 <= rank <= 3:
+        return f"no kernel for {x.dtype} in {rank} axes"
+    if not dy.size:
+        return "there is no window"
+    taps = window(ctx, node, ctx.attr(node, "kernel_shape"), x.shape[2:], dy.shape[2:])
+    batch, channels = x.shape[:2]
+    last = in_stretch(ctx, x)
+    problem = PoolGrad(
+        "max", batch if last else batch * channels, channels if last else 1, triple(x.shape[2:]),
+        triple(dy.shape[2:]), taps, x.dtype,
+    )  # fmt: skip
+    dx = ctx.output(node, 0, x.shape, x.dtype)
+    if last:
+        dx = channels_last(stored_last(ctx, node, dx))
+    tensors = (ctx.contiguous(channels_last(t) if last else t) for t in (x, dy))
+    return ctx.select(node, problem, dict(zip(("x", "dy"), tensors, strict=True)), {"dx": dx})
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    (FUSE, "ConvWeightGrad"): weight_grad,
+    (FUSE, "MaxPoolGrad"): max_pool_grad,
+}

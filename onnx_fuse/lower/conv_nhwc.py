@@ -1,0 +1,170 @@
+"""Conv in 16 bits with its images channels last: a product, or a Conv over packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.kernels import refused, serves
+from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
+from onnx_fuse.lower.linear import product
+from onnx_fuse.program.call import Context, Tensor
+from onnx_fuse.program.problems import Conv, Window
+
+TAPS = 256
+"""Taps of a filter that is packed: a larger one is the images of a weight's gradient."""
+
+
+def one_tap(shape: Conv) -> bool:
+    """Whether y is a product of the pixels with the filters, pixel by pixel."""
+    window = shape.window
+    moves = (*window.before, *window.after, *(s - 1 for s in window.strides))
+    return shape.groups == 1 and not any(moves) and prod(window.kernel) == 1
+
+
+def pays(ctx: Context, shape: Conv, x: Tensor) -> bool:
+    """Whether the Conv is to run channels last: in 16 bits, where a kernel for that serves it."""
+    if shape.transposed or shape.dtype not in ("float16", "bfloat16") or len(x.shape) > 4:
+        return False
+    if prod(shape.window.kernel) > TAPS or not x.size:
+        return False
+    if one_tap(shape) and not shape.slope:  # a product of NCHW images is one as well
+        return is_channels_last(x) or prod(shape.inner) == 1
+    wanted = replace(shape, channels_last=True)
+    if shape.groups == 1 and shape.channels % 8:  # its images are copied with gaps of zeros
+        wanted = replace(wanted, channels=-(-shape.channels // 8) * 8)
+    return not refused(wanted, ctx.hw, ctx.prefs) and serves("Conv", wanted, ctx.hw, ctx.prefs)
+
+
+def convolution(
+    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
+) -> str | None:
+    """y = act(Conv(x, weight) + bias), all images channels last; `y` is the new dense output."""
+    out = channels_last(stored_last(ctx, node, y))
+    bias = reads.get("bias")
+    if bias is None:
+        zero = ir.DataType[shape.dtype.upper()].numpy()
+        bias = ctx.constant(np.zeros(shape.groups * shape.filters, zero))
+    if one_tap(shape) and not shape.slope:
+        return _product(ctx, node, shape, reads, out)
+    reads = {**reads, "bias": bias}
+    shape = replace(shape, channels_last=True)
+    if shape.groups == 1 and shape.channels % 8:
+        shape, reads["x"], reads["weight"] = _padded(ctx, node, shape, reads["x"], reads["weight"])
+    else:
+        reads["x"] = ctx.contiguous(channels_last(reads["x"]))
+        reads["weight"] = _packed(ctx, reads["weight"], shape)
+    return ctx.select(node, shape, reads, {"y": out})
+
+
+def _product(
+    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
+) -> str | None:
+    """A filter of one tap: y [pixels, M] = x [pixels, C] · weight [M, C] transposed + bias [M]."""
+    x = ctx.contiguous(channels_last(reads["x"])).reshape((_pixels(y), shape.channels))
+    weight = reads["weight"].reshape((shape.filters, shape.channels))
+    to = y.reshape((_pixels(y), shape.filters))
+    assert x is not None
+    assert to is not None
+    weight = weight if weight is not None else ctx.contiguous(reads["weight"])
+    attrs: dict[str, object] = {}
+    extra = {}
+    if "bias" in reads:
+        extra["col1"], attrs["bias"] = reads["bias"], True
+    if shape.act:
+        attrs |= {"act": shape.act, "act_alpha": shape.act_alpha}
+    return product(ctx, node, x, weight.permute((1, 0)), to, extra, None, attrs)
+
+
+def _pixels(y: Tensor) -> int:
+    return prod(y.shape[:-1])
+
+
+def _packed(ctx: Context, weight: Tensor, shape: Conv) -> Tensor:
+    """[filters, taps, channels] of a weight [filters, channels, *taps]; [taps, groups] where
+    each channel has one filter.
+    """
+    spatial = range(2, len(weight.shape))
+    view = weight.permute((*spatial, 0, 1) if shape.depthwise else (0, *spatial, 1))
+    made = ctx.packed(view, "channels last", np.ascontiguousarray)
+    return made if made is not None else ctx.contiguous(view)
+
+
+def _padded(
+    ctx: Context, node: ir.Node, shape: Conv, x: Tensor, weight: Tensor
+) -> tuple[Conv, Tensor, Tensor]:
+    """The same sums where pixels are no multiple of 16 bytes: (problem, images, weights).
+
+    The images are copied with zeros for more channels and for the padding to both sides. A tap is
+    then a row of the filter: its pixels stand one behind another, and the next row of the image is
+    as many pixels on as the stride.
+    """
+    window, (_, h, w), width = shape.window, shape.inner, shape.outer[2]
+    kernel, step = window.kernel[2], window.strides[2]
+    merged = window.dilations[2] == 1
+    channels = shape.channels
+    while channels * (step if merged else 1) % 8:
+        channels += 1
+    left = window.before[2] if merged else 0
+    wide = (width - 1) * step + kernel if merged else w
+    while wide * channels % 8:
+        wide += 1
+    source = channels_last(x)
+    source = source.reshape((shape.batch, h, w, shape.channels)) or source
+    inside = min(w, wide - left)
+    images = ctx.scratch(x.dtype, (shape.batch, h, wide, channels))
+    if (left, inside, channels) != (0, wide, shape.channels):
+        code = Code()
+        emit(ctx, code, node, code.scalar(0, x.dtype), images)
+    part = (shape.batch, h, inside, shape.channels)
+    origin, ones = [0, 0, 0, 0], [1, 1, 1, 1]
+    copy(ctx, node, source.slice(origin, ones, part), images.slice([0, 0, left, 0], ones, part))
+
+    def packed(array: np.ndarray) -> np.ndarray:
+        """[filters, rows, width, channels], then rows of whole 16 bytes."""
+        more = channels - array.shape[-1]
+        array = np.pad(array, [(0, 0)] * 3 + [(0, more)])
+        rows = array.reshape((*array.shape[:2], -1) if merged else (array.shape[0], -1, channels))
+        return np.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[-1] % 8)])
+
+    view = weight.permute((0, *range(2, len(weight.shape)), 1))
+    rows = view.reshape((shape.filters, window.kernel[1], kernel, shape.channels))
+    assert rows is not None
+    known = ctx.packed(rows, f"in rows of {channels} channels", packed)
+    if known is None:
+        known = _packed_there(ctx, node, rows, channels, merged)
+    if not merged:
+        return replace(shape, channels=channels), images, known
+
+    def columns(values: tuple[int, int, int], last: int) -> tuple[int, int, int]:
+        return (values[0], values[1], last)
+
+    one = Window(
+        columns(window.kernel, 1), columns(window.strides, 1), columns(window.dilations, 1),
+        columns(window.before, 0), columns(window.after, 0),
+    )  # fmt: skip
+    made = replace(
+        shape,
+        channels=kernel * channels,
+        inner=(1, h, width),
+        window=one,
+        x_strides=(h * wide * channels, wide * channels, step * channels),
+    )
+    return made, images, known
+
+
+def _packed_there(ctx: Context, node: ir.Node, rows: Tensor, channels: int, merged: bool) -> Tensor:
+    """The weights [filters, rows, width, channels] packed in each run, since they change."""
+    m, kh, kw, c = rows.shape
+    shape = (m, kh, -(-kw * channels // 8) * 8) if merged else (m, kh * kw, channels)
+    made = ctx.scratch(rows.dtype, shape)
+    code = Code()
+    emit(ctx, code, node, code.scalar(0, rows.dtype), made)
+    pitch = shape[-1] if merged else kw * channels
+    inside = replace(made, shape=(m, kh, kw, c), strides=(kh * pitch, pitch, channels, 1))
+    copy(ctx, node, rows, inside)
+    return made

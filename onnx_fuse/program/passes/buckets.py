@@ -1,0 +1,64 @@
+"""Collectives of one bucket become one call, where the last of them stood."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from onnx_fuse.program.call import Call
+from onnx_fuse.program.passes.callgraph import nodes_of
+from onnx_fuse.program.problems import Collective
+
+
+def by_bucket(calls: Sequence[Call]) -> list[Call]:
+    """The calls; the buckets come in the order of the graph, which is that of all ranks."""
+    members: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        if isinstance(call.problem, Collective):
+            members[call.problem.kind, call.problem.bucket].append(i)
+    last = {places[-1]: places for places in members.values()}
+    gone = {i for places in members.values() for i in places}
+    result: list[Call] = []
+    for i, call in enumerate(calls):
+        if i in last:
+            result.append(_together([calls[j] for j in last[i]]))
+        elif i not in gone:
+            result.append(call)
+    return result
+
+
+def first_buckets(calls: Sequence[Call]) -> list[int | None]:
+    """Of each call the first bucket that needs its results, None where none does."""
+    needs: dict[int, int] = {}  # buffer -> the first bucket that reads it, or what is made of it
+    found: list[int | None] = []
+    for call in reversed(calls):
+        own = call.problem.bucket if isinstance(call.problem, Collective) else None
+        wanted = [needs[t.buffer] for _, t in call.writes if t.buffer in needs]
+        bucket = min(wanted, default=None) if own is None else own
+        found.append(bucket)
+        for _, tensor in call.reads if bucket is not None else ():
+            needs[tensor.buffer] = min(bucket, needs.get(tensor.buffer, bucket))
+    return found[::-1]
+
+
+def _together(members: Sequence[Call]) -> Call:
+    if len(members) == 1:
+        return members[0]
+    problems = [call.problem for call in members if isinstance(call.problem, Collective)]
+    problem = Collective(
+        problems[0].kind,
+        tuple(size for p in problems for size in p.sizes),
+        tuple(dtype for p in problems for dtype in p.dtypes),
+        problems[0].ranks,
+        problems[0].bucket,
+    )
+    return Call(
+        f"{problem.kind} x{len(members)}",
+        nodes_of(*members),
+        (),
+        tuple((f"x.{i}", t) for i, call in enumerate(members) for _, t in call.reads),
+        tuple((f"y.{i}", t) for i, call in enumerate(members) for _, t in call.writes),
+        bytes=problem.bytes,
+        inplace=tuple((f"y.{i}", f"x.{i}") for i, call in enumerate(members) if call.inplace),
+        problem=problem,
+    )

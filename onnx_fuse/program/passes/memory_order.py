@@ -1,0 +1,32 @@
+"""Pointwise calls walk their elements in the order in which the result stands in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnx_fuse.program.call import Call
+
+
+def in_memory_order(calls: Sequence[Call]) -> list[Call]:
+    """The calls, the axes of their operands permuted so that the result's strides descend.
+
+    What looks at dense operands afterwards then serves images in any order, and neighbouring
+    threads write neighbouring elements.
+    """
+    return [_ordered(call) for call in calls]
+
+
+def _ordered(call: Call) -> Call:
+    expression = call.expression
+    if expression is None or any(step.name == "Iota" for step in expression.steps):
+        return call
+    (_, y), *_ = call.writes
+    axes = list(range(len(y.shape)))
+    if y.dense or len(axes) < 3 or any(not step for step in y.strides):
+        return call
+    order = sorted(axes, key=lambda axis: -y.strides[axis])
+    if order == axes:
+        return call
+    reads, writes = (tuple((n, t.permute(order)) for n, t in p) for p in (call.reads, call.writes))
+    return replace(call, reads=reads, writes=writes)

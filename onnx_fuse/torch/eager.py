@@ -1,0 +1,217 @@
+"""Operators on CUDA tensors in eager mode, without torch's dispatcher, which takes the host long.
+
+What a call needs is found out once for its kind: attributes, stream, and each tensor's shape, type
+and device. From then on it allocates the result, hands addresses to the launches, and leaves a node
+for autograd. Values that only the backward reads share one allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onnx_fuse.torch import gpu
+from onnx_fuse.torch.graph import Graph
+
+KINDS = 256
+"""Kinds of calls that an operator keeps; then it begins anew."""
+_APART = 256  # bytes; the values that a forward keeps begin at multiples
+_OWN = {torch.Tensor, torch.nn.Parameter}
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor is in GPU memory."""
+    found: bool = x.is_cuda
+    return found
+
+
+def plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing asks to see an operator before its kernel: no tracing, mode or subclass."""
+    return (
+        on_gpu(tensors[0])
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and set(map(type, tensors)) <= _OWN
+    )
+
+
+def flattened(x: Tensor, axes: int) -> Tensor:
+    """`x` with the axes before its last ones made one, so that it has `axes`; 0 leaves it."""
+    if not axes or x.dim() == axes:
+        return x
+    lead = x.dim() - axes + 1
+    return x.reshape(prod(x.shape[:lead]), *x.shape[lead:])
+
+
+def dense(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, contiguous."""
+    return [t if t.is_contiguous() else t.contiguous() for t in tensors]
+
+
+class Ready:
+    """An operator's graph for one kind of call in one stream.
+
+    `flat` and `rows` are the operator's. With `save` it keeps what the graph's backward reads.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        tensors: Sequence[Tensor],
+        flat: int,
+        rows: bool,
+        save: bool,
+        again: Callable[..., list[Tensor | None]],
+    ) -> None:
+        self.graph, self._flat, self._rows = graph, flat, rows
+        self.again = again
+        """`again(graph, needs, dy, tensors)`: the gradients of the tensors alone."""
+        self.tensors = len(tensors)
+        forward = graph.derived(graph.saving) if save else graph
+        first, *others = (t.detach() for t in tensors)
+        self.turn = forward.turn(dense([flattened(first, flat), *others]))
+        """What launches the forward; None where the graph needs the host between its kernels."""
+        if self.turn is None:
+            return
+        self.shape = tensors[0].shape
+        lead = self.shape[: len(self.shape) - flat + 1] if rows else ()
+        (shape, self._dtype), *kept = self.turn.layout.results
+        self._y_shape = (*lead, *shape[1:]) if rows else shape
+        self._where = self.turn.layout.where
+        sizes = [-(-prod(s) * d.itemsize // _APART) * _APART for s, d in kept]
+        *self._offsets, self._bytes = accumulate(sizes, initial=0)
+        ends = zip(forward.outputs[1:], self._offsets, kept, strict=True)
+        self._kept = {end.name: (offset, kind) for end, offset, kind in ends}
+        self._y = forward.outputs[0].name
+        wanted = graph.derived(f"backward:{graph.floats}").inputs[1:] if save else ()
+        self.keeps_y = any(end.name == self._y for end in wanted)
+        """Whether the backward of all inputs reads the result."""
+        self._halves: dict[Any, Half] = {}
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The result, and the memory of what is kept."""
+        assert self.turn is not None
+        tensors, places = gpu.addresses(tensors)
+        y = torch.empty(self._y_shape, dtype=self._dtype, device=self._where)
+        if not self._bytes:
+            self.turn.launch(places, (y.data_ptr(),))
+            return y, None
+        kept = torch.empty(self._bytes, dtype=torch.uint8, device=self._where)
+        base = kept.data_ptr()
+        self.turn.launch(places, (y.data_ptr(), *[base + at for at in self._offsets]))
+        return y, kept
+
+    def gradients(
+        self, needs: tuple[bool, ...], dy: Tensor, saved: Sequence[Tensor | None]
+    ) -> list[Tensor | None] | None:
+        """The gradients of the tensors whose `needs` is set, None for the others.
+
+        `saved` are the tensors, the result or None, and the memory of what is kept. Returns None
+        where the backward needs more than that.
+        """
+        key = needs, gpu.state(dy.get_device())
+        half = self._halves.get(key)
+        if half is None:
+            if len(self._halves) >= KINDS:
+                self._halves.clear()
+            half = self._halves[key] = self._half(needs, dy, saved)
+        return half.run(dy, saved) if half.turn is not None else None
+
+    def _half(self, needs: tuple[bool, ...], dy: Tensor, saved: Sequence[Tensor | None]) -> Half:
+        """The backward for some gradients."""
+        graph = self.graph
+        floats = [bit == "1" for bit in graph.floats]
+        if self._rows:  # what its backward reads has one name for every mask
+            floats = [bit and need for bit, need in zip(floats, needs, strict=True)]
+        mask = "".join("1" if bit else "0" for bit in floats)
+        backward = graph.derived(f"backward:{mask}")
+        inputs = {end.name: i for i, end in enumerate(graph.inputs)}
+        x = flattened(saved[0], self._flat)  # type: ignore[arg-type]
+        y, memory = saved[self.tensors], saved[self.tensors + 1]
+        sources: list[tuple[int, int]] = []
+        given = [flattened(dy, self._flat) if self._rows else dy]
+        for end in backward.inputs[1:]:
+            if (number := inputs.get(end.name)) is not None:
+                sources.append((number, 0))
+                found = saved[number] if number else x
+            elif end.name == self._y:
+                sources.append((self.tensors, 0))
+                found = y if y is None or not self._rows else flattened(y, self._flat)
+            else:
+                offset, (shape, dtype) = self._kept[end.name]
+                sources.append((self.tensors + 1, offset))
+                size = prod(shape) * dtype.itemsize
+                assert memory is not None
+                found = memory[offset : offset + size].view(dtype).view(shape)
+            if found is None:
+                return Half(None, (), (), ())
+            given.append(found)
+        places, made = [], iter(range(len(needs)))
+        for need, bit in zip(needs, floats, strict=True):
+            number = next(made) if bit else -1
+            places.append(number if need else -1)
+        turn = backward.turn(dense(given))
+        results = [] if turn is None else [*turn.layout.results]
+        if results and floats[0]:
+            results[0] = self.shape, results[0][1]
+        return Half(turn, sources, results, places)
+
+
+class Half:
+    """A backward: where each of its inputs is, and which result is whose gradient."""
+
+    def __init__(
+        self,
+        turn: Any,
+        sources: Sequence[tuple[int, int]],
+        results: Sequence[tuple[Any, torch.dtype]],
+        places: Sequence[int],
+    ) -> None:
+        """`sources` are (number among what is saved, offset in bytes), `places` numbers or -1."""
+        self.turn, self._sources = turn, sources
+        self._results, self._places = results, places
+
+    def run(self, dy: Tensor, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients in the order of the inputs."""
+        turn = self.turn
+        alive, places = gpu.addresses([dy, *[saved[i] for i, _ in self._sources]])
+        for i, (_, offset) in enumerate(self._sources, 1):
+            places[i] += offset
+        where = turn.layout.where
+        found = [torch.empty(s, dtype=d, device=where) for s, d in self._results]
+        turn.launch(places, [g.data_ptr() for g in found])
+        del alive  # copies of tensors with gaps, until the launches are in the stream
+        return [None if i < 0 else found[i] for i in self._places]
+
+
+class Direct(torch.autograd.Function):
+    """A node of autograd for a call. `apply` takes the Ready, and tensors or None."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Tensor:
+        given = [x for x in args if x is not None]
+        y, kept = ready.run(given)
+        ctx.ready = ready
+        ctx.present = None if len(given) == len(args) else [x is not None for x in args]
+        ctx.save_for_backward(*given, y if ready.keeps_y else None, kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ready, present, needs = ctx.ready, ctx.present, ctx.needs_input_grad[1:]
+        if present is not None:
+            needs = tuple([n for n, there in zip(needs, present, strict=True) if there])
+        saved = ctx.saved_tensors  # which may be asked for once
+        made = None if torch.is_grad_enabled() else ready.gradients(needs, dy, saved)
+        if made is None:
+            made = ready.again(ready.graph, needs, dy, saved[: ready.tensors])
+        if present is None:
+            return None, *made
+        results = iter(made)
+        return None, *[next(results) if there else None for there in present]

@@ -1,0 +1,265 @@
+"""What ranks that train one model together add to the graph of a step.
+
+The loss is the mean over the batch of all ranks: each rank's own mean counts by what it is a mean
+of, labels that are not ignored, so its gradient is a part of a sum. Gradients are reduced in
+buckets in the order in which the backward makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.distributed import buckets
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.loss import LOSSES
+from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.training.losses import Target, Term
+
+if TYPE_CHECKING:
+    from onnx_fuse.distributed.world import World
+    from onnx_fuse.training.step import State
+
+__all__ = ["Measure", "Ranks", "Reduction", "Spare"]
+
+Array = np.ndarray[Any, Any]
+COUNTS, LOSS, GRADIENTS = 0, 1, 2
+"""The buckets: what the ranks count, the loss with statistics, and gradients from 2 on."""
+REDUCED = {"fp32": None, "bf16": onnx_ir.DataType.BFLOAT16}
+"""What gradients are added in, by name."""
+SHARDS = ("", "optimizer")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of several processes that train one model."""
+
+    rank: int
+    """Its number, from 0."""
+    size: int
+    """The number of processes."""
+    reduce: str = "fp32"
+    """What gradients are added in: "fp32" (their own type) or "bf16"."""
+    shard: str = ""
+    """"optimizer": each rank holds, and updates by, its part of the optimizer's state alone."""
+    bucket: int = buckets.BUCKET
+    """Bytes from which gradients are reduced together."""
+
+    def __post_init__(self) -> None:
+        if self.reduce not in REDUCED:
+            raise UsageError(f"reduce_dtype '{self.reduce}' is not one of {', '.join(REDUCED)}")
+        if self.shard not in SHARDS:
+            raise UsageError(f"shard '{self.shard}' is not 'optimizer'")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What the mean of one loss is taken over; "" where that is the rows of the batch."""
+
+    labels: str = ""
+    """The input of labels."""
+    ignored: int | None = None
+    """The label that does not count, where labels are classes."""
+    weight: tuple[float, ...] = ()
+    """What a label of each class counts; none where each counts 1."""
+    sums: bool = False
+    """Whether the loss is a sum, of which the sum over the ranks is taken."""
+
+    def count(self, feeds: Mapping[str, Array], rows: int) -> float:
+        """What a rank's batch counts."""
+        if self.sums or not self.labels:
+            return float(rows)
+        labels = feeds[self.labels]
+        if self.ignored is None:
+            return float(labels.size)
+        chosen = labels[labels != self.ignored]
+        return float(np.asarray(self.weight)[chosen].sum()) if self.weight else float(chosen.size)
+
+
+def measures(terms: Sequence[Term], targets: Sequence[Target]) -> tuple[Measure, ...]:
+    """What the losses are means of; `targets` are those of the terms that compare with labels."""
+    rest, found = list(targets), []
+    for term in terms:
+        if not term.named or term.loss not in LOSSES:
+            found.append(Measure())
+            continue
+        target, sums = rest.pop(0), term.options.get("reduction", "mean") == "sum"
+        classes = LOSSES[term.loss].classes
+        weight = term.options.get("weight") if classes else None
+        found.append(
+            Measure(
+                target.labels,
+                target.ignored if classes else None,
+                () if weight is None else tuple(np.asarray(weight, np.float64).tolist()),
+                sums,
+            )
+        )
+    return tuple(found)
+
+
+class Spare(dict[str, Array]):
+    """Feeds of a rank that has no rows of a batch: it takes part in the step and counts nothing."""
+
+
+def counted(
+    feeds: Mapping[str, Array],
+    given: Sequence[Measure],
+    targets: Sequence[Target],
+    *,
+    spare: bool = False,
+) -> tuple[dict[str, Array], Array]:
+    """Feeds that give a finite loss, and what they count (float64, [losses + 1], rows last).
+
+    The mean of nothing is no number: where all labels of a rank are ignored others take their
+    place, and its share of 0 leaves them out.
+    """
+    rows = max((len(array) for array in feeds.values() if array.ndim), default=0)
+    counts = np.array([*(m.count(feeds, rows) for m in given), rows], np.float64)
+    replaced = {
+        t.labels: np.zeros_like(feeds[t.labels])
+        for t in targets
+        if t.classes and (feeds[t.labels] == t.ignored).all()
+    }
+    return {**feeds, **replaced}, counts * (not spare)
+
+
+def whole_states(
+    states: Sequence[State], array: Callable[[str], Array], world: World | None
+) -> dict[str, Array]:
+    """All states of a run by name, put together from the ranks' parts; all ranks call it together.
+
+    Accumulators are the sum of all ranks'.
+    """
+    found = {s.name: array(s.name) for s in states}
+    if world is None:
+        return found
+    parts = {s.name: found[s.name] for s in states if s.whole is not None}
+    sums = {s.name: found[s.name] for s in states if s.kind == "accumulator"}
+    if parts:
+        found |= world.all_gather(parts)
+    if sums:
+        found |= world.all_reduce(sums)
+    return {s.name: found[s.name].reshape(s.whole or found[s.name].shape) for s in states}
+
+
+def part_of_state(state: State, tensor: Array, world: World | None) -> Array:
+    """What a rank holds of a state, of which `tensor` is the whole."""
+    if world is None:
+        return tensor
+    if state.kind == "accumulator" and world.rank:
+        return np.zeros_like(tensor)
+    if state.whole is None:
+        return tensor
+    part = tensor.size // world.size
+    return tensor.reshape(-1)[part * world.rank : part * (world.rank + 1)]
+
+
+class Reduction:
+    """The nodes that reduce over the ranks, emitted with `op`."""
+
+    def __init__(self, ranks: Ranks, op: Builder) -> None:
+        self.ranks, self.op = ranks, op
+
+    def node(self, kind: str, x: onnx_ir.Value, bucket: int, size: int | None = None) -> Any:
+        """A collective of `x`; `size`: the elements of its result, where that is another."""
+        y = self.op.node(kind, [x], domain=FUSE, ranks=self.ranks.size, bucket=bucket)
+        return typed(y, x, x.shape if size is None else [size])
+
+    def shares(
+        self, counts: onnx_ir.Value, given: Sequence[Measure]
+    ) -> tuple[list[onnx_ir.Value | None], onnx_ir.Value]:
+        """This rank's share of each loss (None for a sum), and of the rows, as float32 scalars."""
+        op = self.op
+        total = self.node("AllReduce", counts, COUNTS)
+        share = op.Cast(op.Div(counts, total), to=onnx_ir.DataType.FLOAT.value)
+        found = []
+        for i in range(len(given) + 1):
+            scalar = op.Gather(share, op.constant(np.array(i)), axis=0)
+            scalar.dtype, scalar.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
+            found.append(scalar)
+        *of_losses, rows = found
+        return [None if m.sums else s for m, s in zip(given, of_losses, strict=True)], rows
+
+    def mean(self, x: onnx_ir.Value, share: onnx_ir.Value) -> onnx_ir.Value:
+        """The mean over all rows of statistics, each rank's by its rows."""
+        own = typed(self.op.Mul(x, self.op.CastLike(share, x)), x, x.shape)
+        found: onnx_ir.Value = self.node("AllReduce", own, LOSS)
+        return found
+
+    def part_of(self, w: onnx_ir.Value) -> int:
+        """The elements of a weight that each rank updates; 0 where all update the whole of it.
+
+        A weight whose size the ranks do not divide stays whole, and so does a small one: its
+        states take little memory, and its collectives would take their latency.
+        """
+        size = prod(w.shape.numpy()) if w.shape is not None else 0
+        divides = size % self.ranks.size == 0 and size >= 1024 * self.ranks.size
+        return size // self.ranks.size if self.ranks.shard and divides else 0
+
+    def gradients(
+        self, given: Mapping[onnx_ir.Value, onnx_ir.Value], ready: Mapping[onnx_ir.Value, int]
+    ) -> tuple[dict[onnx_ir.Value, onnx_ir.Value], dict[onnx_ir.Value, int]]:
+        """The sums over the ranks, and each one's bucket.
+
+        That of a weight that is sharded is the rank's part of it, flat. `ready` says in which
+        order the backward makes them.
+        """
+        kind, op = REDUCED[self.ranks.reduce], self.op
+        order = sorted(given, key=lambda w: ready[w])
+        low = {}
+        for w in order:
+            low[w] = _narrow(op, given[w], kind)
+        each = [prod(w.shape.numpy()) * low[w].dtype.itemsize for w in order if w.shape is not None]
+        made: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
+        for w, bucket in placed.items():
+            part = self.part_of(w)
+            if part:
+                flat = typed(op.Reshape(low[w], [-1]), low[w], [part * self.ranks.size])
+                y = self.node("ReduceScatter", flat, GRADIENTS + bucket, part)
+            else:
+                y = self.node("AllReduce", low[w], GRADIENTS + bucket)
+            if y.dtype != w.dtype:
+                y = typed(op.Cast(y, to=w.dtype.value), w, y.shape)
+            made[w] = typed(y, w, y.shape)
+        return {w: made[w] for w in given}, placed
+
+    def own(self, w: onnx_ir.Value) -> onnx_ir.Value:
+        """The rank's part of a weight, flat; the weight itself where that is not sharded."""
+        part = self.part_of(w)
+        if not part:
+            return w
+        op, start = self.op, self.ranks.rank * part
+        flat = typed(op.Reshape(w, [-1]), w, [part * self.ranks.size])
+        return typed(op.Slice(flat, [start], [start + part], [0]), w, [part])
+
+    def joined(self, part: onnx_ir.Value, w: onnx_ir.Value, bucket: int) -> onnx_ir.Value:
+        """The whole of a weight from all ranks' new parts."""
+        size = self.part_of(w) * self.ranks.size
+        flat = self.node("AllGather", typed(part, w, part.shape), bucket, size)
+        shape = [int(d) for d in w.shape.numpy()] if w.shape is not None else []
+        return typed(self.op.Reshape(flat, self.op.constant(np.array(shape, np.int64))), w, w.shape)
+
+
+def _narrow(op: Builder, g: onnx_ir.Value, kind: onnx_ir.DataType | None) -> onnx_ir.Value:
+    """A float32 gradient in `kind`; the one that it was widened from, where that was of `kind`."""
+    if kind is None or g.dtype != onnx_ir.DataType.FLOAT:
+        return g
+    node = g.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    if source is not None and source.dtype == kind:
+        return typed(source, source, g.shape)
+    found = typed(op.Cast(g, to=kind.value), None, g.shape)
+    found.dtype = kind
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,151 @@
+"""A graph with collectives on onnxruntime: the stages between them, and what the ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from onnx_fuse.distributed.world import World
+from onnx_fuse.onnx.build import all_nodes, outputs_kept
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.ops.collective import COLLECTIVES
+from onnx_fuse.runtime import ort
+
+__all__ = ["Staged"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A collective between two stages: its kind, and the names of what it reads and writes."""
+
+    kind: str
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A part of the graph that waits for nobody, and the collectives behind it."""
+
+    session: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    exchanges: tuple[_Exchange, ...]
+
+
+class Staged:
+    """A model that is run in stages on the CPU by all ranks of `world` together."""
+
+    def __init__(self, model: onnx_ir.Model, world: World) -> None:
+        self._world = world
+        infer_shapes(model)
+        levels = _levels(model)
+        last = max(levels.values(), default=0)
+        self._stages = [_stage(model, levels, level) for level in range(last + 1)]
+
+    def run(self, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
+        """The outputs of these names. Raises ModelError for what onnxruntime cannot do."""
+        known: dict[str, Array] = dict(feeds)
+        for stage in self._stages:
+            if stage.outputs:
+                own = {name: known[name] for name in stage.inputs}
+                found = ort.run(stage.session, own, stage.outputs)
+                known |= zip(stage.outputs, found, strict=True)
+            for kind in COLLECTIVES:
+                pairs = [e for e in stage.exchanges if e.kind == kind]
+                if pairs:
+                    made = self._exchanged(kind, {e.source: known[e.source] for e in pairs})
+                    known |= {e.target: made[e.source] for e in pairs}
+        return {name: known[name] for name in names}
+
+    def _exchanged(self, kind: str, given: dict[str, Array]) -> dict[str, Array]:
+        if kind == "AllGather":
+            return self._world.all_gather(given)
+        found = self._world.all_reduce(given)
+        if kind == "ReduceScatter":
+            rank, size = self._world.rank, self._world.size
+            found = {k: a[len(a) // size * rank :][: len(a) // size] for k, a in found.items()}
+        return found
+
+
+def _is_collective(node: onnx_ir.Node) -> bool:
+    return node.domain == FUSE and node.op_type in COLLECTIVES
+
+
+def _reads(node: onnx_ir.Node) -> set[onnx_ir.Value]:
+    """The inputs of a node, and what the graphs in its attributes read from around it."""
+    found = {v for v in node.inputs if v is not None}
+    for attribute in node.attributes.values():
+        if attribute.type in (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS):
+            one = attribute.type == onnx_ir.AttributeType.GRAPH
+            for graph in (attribute.as_graph(),) if one else attribute.as_graphs():
+                for inner in all_nodes(graph):
+                    found.update(v for v in inner.inputs if v is not None)
+                found.update(graph.outputs)
+    return found
+
+
+def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
+    """Of each node how many collectives one behind another it waits for."""
+    of: dict[onnx_ir.Value, int] = {}
+    found: dict[onnx_ir.Node, int] = {}
+    for node in model.graph:
+        level = max((of.get(v, 0) for v in _reads(node)), default=0)
+        found[node] = level
+        for value in node.outputs:
+            of[value] = level + _is_collective(node)
+    return found
+
+
+def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int) -> _Stage:
+    """The nodes of one level as a model of its own, and the collectives behind them."""
+    nodes = list(model.graph)
+    waits = [node for node in nodes if _is_collective(node)]
+    own = [not _is_collective(n) and (levels[n] == level or _constant(n)) for n in nodes]
+    later = {v for node in nodes if levels[node] > level for v in _reads(node)}
+    later |= {v for node in waits if levels[node] == level for v in _reads(node)}
+    later |= set(model.graph.outputs)
+    mine = [node for node, is_own in zip(nodes, own, strict=True) if is_own]
+    made = {v for node in mine for v in node.outputs}
+    outputs = sorted(str(v.name) for v in made & later if not _constant(v.producer()))
+    part = model.clone()
+    graph = part.graph
+    kept = [node for node, is_own in zip(list(graph), own, strict=True) if is_own]
+    values = {str(v.name): v for node in graph for v in node.outputs}
+    inner = {v for node in kept for v in node.outputs}
+    crossing = {v for node in kept for v in _reads(node) if v in values.values()} - inner
+    graph.outputs.clear()
+    for value in sorted(crossing, key=lambda v: str(v.name)):
+        given = onnx_ir.Value(name=value.name, type=value.type, shape=value.shape)
+        onnx_ir.convenience.replace_all_uses_with(value, given)
+        graph.inputs.append(given)
+    graph.remove([node for node in list(graph) if node not in set(kept)])
+    graph.outputs.extend(values[name] for name in outputs)
+    with outputs_kept(part):
+        RemoveUnusedNodesPass()(part)
+    used = {v for node in all_nodes(graph) for v in node.inputs}
+    for value in [v for v in graph.inputs if v not in used and v not in set(graph.outputs)]:
+        graph.inputs.remove(value)
+    return _Stage(
+        ort.session(part) if outputs else None,
+        tuple(str(v.name) for v in graph.inputs),
+        tuple(outputs),
+        tuple(
+            _Exchange(n.op_type, str(n.inputs[0].name), str(n.outputs[0].name))  # type: ignore[union-attr]
+            for n in waits
+            if levels[n] == level
+        ),
+    )
+
+
+def _constant(node: onnx_ir.Node | None) -> bool:
+    """Whether a node reads nothing, so that every stage may have its own."""
+    return node is not None and node.op_type == "Constant" and not node.domain

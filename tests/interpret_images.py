@@ -1,0 +1,84 @@
+"""NumPy's answer to the problems of images: Conv channels last, Pool, and Reduce in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.program.problems import Conv, Pool, Reduce, Resample, Window
+
+
+def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) -> np.ndarray:
+    """[N, *outer, *kernel, C] of images x [N, D, H, W, C], `fill` around them."""
+    more = [(0, 0)]
+    for i in range(3):
+        reach = (window.kernel[i] - 1) * window.dilations[i] + 1
+        last = (outer[i] - 1) * window.strides[i] + reach - window.before[i] - x.shape[i + 1]
+        more.append((window.before[i], max(last, 0)))
+    x = np.pad(x, [*more, (0, 0)], constant_values=fill)
+    n, *_, c = x.shape
+    own = x.strides
+    shape = (n, *outer, *window.kernel, c)
+    steps = [s * k for s, k in zip(own[1:4], window.strides, strict=True)]
+    taps = [s * k for s, k in zip(own[1:4], window.dilations, strict=True)]
+    return np.lib.stride_tricks.as_strided(x, shape, (own[0], *steps, *taps, own[4]))
+
+
+def convolution(p: Conv, read: Mapping[str, np.ndarray], act: Callable[[str], Any]) -> np.ndarray:
+    """What a Conv stores before its tail, from operands in float64."""
+    assert p.channels_last, p
+    x, size = np.ascontiguousarray(read["x"]), p.groups * p.channels
+    if p.x_strides:
+        image, row, pixel = (8 * step for step in p.x_strides)
+        shape = (p.batch, *p.inner, size)
+        x = np.lib.stride_tricks.as_strided(x, shape, (image, 0, row, pixel, 8))
+    x = x.reshape(p.batch, *p.inner, size)
+    found = windows(x, p.window, p.outer, 0.0).reshape(p.batch, *p.outer, -1, size)
+    weight = read["weight"]
+    if p.depthwise:
+        y = (found * weight.reshape(-1, size)).sum(-2)
+    else:
+        w = weight.reshape(p.groups, p.filters, -1, weight.shape[-1])[..., : p.channels]
+        parts = found.reshape(*found.shape[:-1], p.groups, p.channels)
+        y = np.einsum("n...tgc,gftc->n...gf", parts, w).reshape(*found.shape[:4], -1)
+    y = y + read["bias"]
+    if p.act:
+        row = BY_KEY[p.act]
+        numbers = dict(row.numbers)
+        if row.attributes:
+            numbers["alpha"] = p.act_alpha
+        y = act(row.name)(y, *numbers.values())
+    return y
+
+
+def pool(p: Pool, x: np.ndarray) -> np.ndarray:
+    """The largest, or the mean of those inside, of each window."""
+    assert p.channels
+    assert p.kind == "max" or not p.include_pad
+    x = x.reshape(-1, *p.inner, p.channels)
+    fill = -np.inf if p.kind == "max" else np.nan
+    found = windows(x, p.window, p.outer, fill).reshape(x.shape[0], *p.outer, -1, p.channels)
+    result: np.ndarray = found.max(-2) if p.kind == "max" else np.nanmean(found, -2)
+    return result
+
+
+def resample(p: Resample, read: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Weighted sums along one axis."""
+    x = read["x"].reshape(p.outer, p.length, p.inner)
+    index, weight = (read[name].reshape(p.resized, p.taps) for name in ("source", "weight"))
+    assert (index >= 0).all()
+    return np.einsum("ortc,rt->orc", x[:, index.astype(int)], weight)
+
+
+def reduction(p: Reduce, x: np.ndarray) -> np.ndarray:
+    """A mean or a largest that one pass makes."""
+    assert p.splits == 1
+    assert p.reducer in ("Mean", "Max")
+    x = x.reshape(p.outer, p.length, p.inner)
+    result: np.ndarray = x.mean(1) if p.reducer == "Mean" else x.max(1)
+    assert result.size == prod((p.outer, p.inner))
+    return result

@@ -1,0 +1,183 @@
+"""Masks that are proved causal: kernels then read none, and skip what it hides."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from interpret import interpret
+
+from onnx_fuse import autodiff, passes
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.size import Trace
+
+LOW = "Constant <value = float {-3.4028235e38}> ()"
+INF = "Constant <value = float {-inf}> ()"
+NIL = "Constant <value = float {0.0}> ()"
+ONE = "Constant <value = float {1.0}> ()"
+LENGTH = """size = Shape <start = 2, end = 3> (q)
+    none = Constant <value_ints = [0]> ()
+    first = Constant <value_ints = [1]> ()
+    length = Squeeze (size, none)"""
+POSITIONS = f"""{LENGTH}
+    from = Constant <value = int64 {{0}}> ()
+    by = Constant <value = int64 {{1}}> ()
+    at = Range (from, length, by)
+    queries = Unsqueeze (at, first)
+    keys = Unsqueeze (at, none)"""
+SQUARE = f"""{LENGTH}
+    both = Concat <axis = 0> (size, size)"""
+BUFFER = f"""{LENGTH}
+    rows = Constant <value_ints = [2]> ()
+    columns = Constant <value_ints = [3]> ()
+    upper = Slice (triangle, none, size, rows)
+    seen = Slice (upper, none, size, columns)"""
+ADDED = "z = Add (s, mask)"
+KEPT = f"low = {LOW} z = Where (keep, s, low)"
+
+# name: what makes the mask, what the logits are; then whether it is proved causal
+PROVED = {
+    "positions": (f"""{POSITIONS} late = Greater (keys, queries)
+        low = {LOW} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
+    "not less or equal": (f"""{POSITIONS} seen = LessOrEqual (keys, queries) late = Not (seen)
+        low = {INF} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
+    "queries below": (f"{POSITIONS} keep = GreaterOrEqual (queries, keys)", KEPT),
+    "a distance": (f"""{POSITIONS} ahead = Sub (queries, keys)
+        keep = GreaterOrEqual (ahead, from)""", KEPT),
+    "hidden": (f"""{POSITIONS} late = Less (queries, keys)
+        """, f"low = {LOW} z = Where (late, low, s)"),
+    "triu of -inf": (f"""{SQUARE}
+        low = ConstantOfShape <value = float[1] {{-inf}}> (both)
+        mask = Trilu <upper = 1> (low, by) by = Constant <value = int64 {{1}}> ()""", ADDED),
+    "tril of ones": (f"""{SQUARE}
+        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+        lower = Trilu <upper = 0> (ones) keep = Cast <to = 9> (lower)""", KEPT),
+    "one minus tril": (f"""{SQUARE}
+        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+        lower = Trilu <upper = 0> (ones) one = {ONE} late = Sub (one, lower)
+        low = {LOW} mask = Mul (late, low)""", ADDED),
+    "a buffer": (f"{BUFFER} keep = Cast <to = 9> (seen)", KEPT),
+    "a buffer equals zero": (f"""{BUFFER} nil = {NIL} late = Equal (seen, nil)""",
+        f"low = {INF} z = Where (late, low, s)"),
+    "behind a mask of keys": (f"""{POSITIONS} late = Greater (keys, queries)
+        low = {INF} nil = {NIL} mask = Where (late, low, nil)""",
+        "z0 = Add (s, padding) z = Add (z0, mask)"),
+}  # fmt: skip
+KEPT_AS_THEY_ARE = {
+    "not far enough": (f"""{POSITIONS} late = Greater (keys, queries)
+        low = Constant <value = float {{-10000.0}}> () nil = {NIL}
+        mask = Where (late, low, nil)""", ADDED),
+    "itself hidden": (f"""{POSITIONS} late = GreaterOrEqual (keys, queries)
+        low = {LOW} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
+    "one key ahead": (f"""{SQUARE}
+        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+        by = Constant <value = int64 {{1}}> ()
+        lower = Trilu <upper = 0> (ones, by) keep = Cast <to = 9> (lower)""", KEPT),
+    "the other way": (f"{POSITIONS} keep = GreaterOrEqual (keys, queries)", KEPT),
+    "visible is not zero": (f"""{POSITIONS} late = Greater (keys, queries)
+        low = {LOW} one = {ONE} mask = Where (late, low, one)""", ADDED),
+    "by lowest behind a mask": (f"""{POSITIONS} late = Greater (keys, queries)
+        low = {LOW} nil = {NIL} mask = Where (late, low, nil)""",
+        "z0 = Add (s, padding) z = Add (z0, mask)"),
+    "before a mask": (f"""{POSITIONS} late = Greater (keys, queries)
+        low = {INF} nil = {NIL} mask = Where (late, low, nil)""",
+        "z0 = Add (s, mask) z = Add (z0, padding)"),
+    "given": ("", "z = Add (s, padding)"),
+}  # fmt: skip
+
+
+SIZES = {"q": (2, 3, 9, 8), "k": (2, 3, 9, 8), "v": (2, 3, 9, 8), "padding": (2, 1, 1, 9)}
+TRIANGLE = ", ".join("1" if j <= i else "0" for i in range(32) for j in range(32))
+
+
+def model_of(mask: str, logits: str) -> ir.Model:
+    """Attention of heads of 8 with the mask; `padding` is a further input, `triangle` a buffer."""
+    return text_model(f"""agraph (float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v,
+        float[B,1,1,T] padding) => (float[B,H,S,8] y)
+        <float[1,1,32,32] triangle = {{{TRIANGLE}}}> {{
+        {mask}
+        kt = Transpose <perm = [0, 1, 3, 2]> (k)
+        s = MatMul (q, kt)
+        {logits}
+        p = Softmax <axis = -1> (z)
+        y = MatMul (p, v) }}""")
+
+
+def attention_of(model: ir.Model, shapes: dict[str, tuple[int, ...]]) -> Problem:
+    program = lower(model, {n: (s, "float32") for n, s in shapes.items()}, CHIPS["H200"])
+    (found,) = [c.problem for c in program.calls if getattr(c.problem, "op", "") == "Sdpa"]
+    assert isinstance(found, Problem)
+    return found
+
+
+@pytest.mark.parametrize("name", [*PROVED, *KEPT_AS_THEY_ARE])
+def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
+    """With the result of onnxruntime in each case."""
+    model = model_of(*(PROVED | KEPT_AS_THEY_ARE)[name])
+    rng = np.random.default_rng(1)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
+    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    used = {i.name for i in plain.get_inputs()}
+    feeds = {n: a for n, a in feeds.items() if n in used}
+    (expected,) = plain.run(None, feeds)
+    passes.optimize(model)
+    problem = attention_of(model, SIZES)
+    masks = 2 if "behind" in name or "before" in name else 1
+    assert problem.attr("causal") == (name in PROVED)
+    assert sum(bool(problem.attr(m, ())) for m in ("mask", "mask2")) == masks - (name in PROVED)
+    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
+    model, trace = model_of(*PROVED[name]), Trace()
+    passes.optimize(model)
+    b, t = trace.symbol("s0", 2), trace.symbol("s1", 9)
+    sizes = dict.fromkeys("qkv", (b, 3, t, 8)) | {"padding": (b, 1, 1, t)}
+    assert attention_of(model, sizes).attr("causal")
+
+
+def test_a_mask_of_one_element_is_no_triangle() -> None:
+    """A proved mask that is broadcast to the scores hides nothing."""
+    model = model_of(*PROVED["positions"])
+    passes.optimize(model)
+    for (queries, keys), causal in (((1, 1), True), ((1, 9), False)):
+        sizes = {"q": (2, 3, queries, 8), "padding": (2, 1, 1, keys)}
+        sizes |= dict.fromkeys("kv", (2, 3, keys, 8))
+        assert bool(attention_of(model, sizes).attr("causal")) == causal
+
+
+@pytest.mark.skipif(onnx.defs.onnx_opset_version() < 23, reason="onnx has no Attention yet")
+@pytest.mark.parametrize(
+    ("name", "mask"), [("positions", "mask"), ("queries below", "keep"), ("triu of -inf", "mask")]
+)
+def test_a_mask_of_the_attention_node_is_proved_too(name: str, mask: str) -> None:
+    """Of either kind: numbers that are added, or whether a key is seen."""
+    model = text_model(f"""<ir_version: 10, opset_import: ["" : 23]>
+        agraph (float[B,3,S,8] q, float[B,3,S,8] k, float[B,3,S,8] v) => (float[B,3,S,8] y) {{
+        {PROVED[name][0]}
+        y = Attention (q, k, v, {mask}) }}""")
+    passes.optimize(model)
+    problem = attention_of(model, {n: SIZES[n] for n in "qkv"})
+    assert (problem.attr("causal"), problem.attr("mask")) == (True, ())
+
+
+def test_the_gradient_skips_what_the_forward_skips() -> None:
+    model = model_of(*PROVED["positions"])
+    sizes = {n: s for n, s in SIZES.items() if n != "padding"}
+    passes.optimize(model, training=True)
+    gradient = autodiff.gradient(model, wrt=list(sizes))
+    sizes |= {str(v.name): sizes["q"] for v in gradient.graph.inputs if v.name not in sizes}
+    program = lower(gradient, {n: (s, "float32") for n, s in sizes.items()}, CHIPS["H200"])
+    found = [c.problem for c in program.calls if isinstance(c.problem, Problem)]
+    assert [(p.op, p.attr("causal"), p.attr("mask")) for p in found if "Sdpa" in p.op] == [
+        ("Sdpa", True, ()),
+        ("SdpaGrad", True, ()),
+    ]

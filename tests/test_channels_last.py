@@ -1,0 +1,100 @@
+"""Convolutions in 16 bits run channels last: programs by NumPy against onnxruntime, no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from interpret import interpret
+from lowering import arrays, program_of, weights_of
+
+from onnx_fuse import passes
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.problems import Conv, Pool
+
+# the shapes of x and of the weights, that of y, the nodes, the copies of images between calls
+STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int]] = {
+    "a residual block": (
+        {"x": (2, 16, 9, 8), "u": (16, 16, 3, 3), "v": (24, 16, 1, 1), "w": (24, 16, 1, 1),
+         "z": (24, 24, 3, 3)}, (2, 24, 9, 8),
+        "a = Conv<pads=[1,1,1,1]>(x, u) b = Relu(a) c = Conv(b, v) d = Conv<pads=[0,0,0,0]>(b, w)"
+        " e = Add(c, d) f = Relu(e) g = Conv<pads=[1,1,1,1]>(f, z) y = Add(g, f)", 2,
+    ),
+    "a first layer of three channels": (
+        {"x": (2, 3, 13, 15), "u": (16, 3, 7, 7)}, (2, 16),
+        "a = Conv<pads=[3,3,3,3],strides=[2,2]>(x, u) b = Relu(a)"
+        " c = MaxPool<kernel_shape=[3,3],strides=[2,2],pads=[1,1,1,1]>(b)"
+        " d = GlobalAveragePool(c) y = Flatten(d)", 2,
+    ),
+    "patches": (
+        {"x": (2, 3, 16, 12), "u": (16, 3, 4, 4), "v": (24, 16, 2, 2)}, (2, 24, 2, 1),
+        "a = Conv<strides=[4,4]>(x, u) y = Conv<strides=[2,2]>(a, v)", 3,
+    ),
+    "channels of no whole 16 bytes, dilated": (
+        {"x": (1, 12, 9, 9), "u": (10, 12, 3, 3)}, (1, 10, 7, 7),
+        "y = Conv<dilations=[2,2],pads=[1,1,1,1]>(x, u)", 3,
+    ),
+    "depthwise, groups, an average pool": (
+        {"x": (2, 16, 8, 8), "u": (16, 1, 5, 5), "v": (32, 8, 3, 3)}, (2, 32, 4, 4),
+        "a = Conv<group=16,pads=[2,2,2,2]>(x, u) b = Sigmoid(a) c = Mul(a, b)"
+        " d = Conv<group=2,pads=[1,1,1,1]>(c, v)"
+        " y = AveragePool<kernel_shape=[2,2],strides=[2,2]>(d)", 2,
+    ),
+    "a gate by the means of the channels": (
+        {"x": (2, 16, 8, 8), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1), "w": (16, 8, 1, 1)},
+        (2, 32, 10, 8),
+        "a = Conv<pads=[1,1,1,1]>(x, u) s = GlobalAveragePool(a) t = Conv(s, v) g = Conv(t, w)"
+        " h = Sigmoid(g) m = Mul(a, h) c = Concat<axis=1>(m, a)"
+        " p = Constant<value = int64[8] {0,0,1,0,0,0,1,0}>() y = Pad(c, p)", 5,
+    ),
+    "an enlarged image beside another": (
+        {"x": (1, 16, 4, 5), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1)}, (1, 24, 8, 10),
+        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = float[4] {1,1,2,2}>()"
+        " b = Resize<mode=\"nearest\",nearest_mode=\"floor\">(a, , s)"
+        " c = Conv(b, v) y = Concat<axis=1>(b, c)", 2,
+    ),
+    "a row of pixels": (
+        {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), "y = Conv<pads=[2,2]>(x, u)", 2,
+    ),
+    "a reader that wants the pixels of a channel side by side": (
+        {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3)}, (2, 16),
+        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[2] {2,-1}>()"
+        " b = Reshape(a, s) t = Constant<value = int64[2] {0,16}>() n = Constant<value = int64[1]"
+        " {0}>() e = Constant<value = int64[1] {16}>() o = Constant<value = int64[1] {1}>()"
+        " y = Slice(b, n, e, o)", 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["weights", "inputs"])
+@pytest.mark.parametrize("name", STRETCHES)
+def test_a_stretch_gives_onnxruntimes_results(name, known):
+    """The convolutions and pools are channels last, and nothing between them is copied."""
+    shapes, y, nodes, copies = STRETCHES[name]
+    given = ", ".join(f"float16[{','.join(map(str, s))}] {n}" for n, s in shapes.items())
+    text = f"agraph ({given}) => (float16[{','.join(map(str, y))}] y) {{ {nodes} }}"
+    model = text_model(text)
+    feeds = {n: a.astype(np.float16) for n, a in arrays(**shapes).items()}
+    (want,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    if known:
+        for value in model.graph.inputs[1:]:
+            value.const_value = ir.tensor(feeds.pop(value.name or ""), name=value.name)
+            model.graph.initializers[value.name or ""] = value
+        del model.graph.inputs[1:]
+    passes.optimize(model)
+    program = program_of(model, feeds)
+    assert not program.fallbacks
+    for call in program.calls:
+        if isinstance(call.problem, Conv):
+            assert call.problem.channels_last
+        if isinstance(call.problem, Pool):
+            assert call.problem.channels
+    if known:  # else weights are copied too
+        moves = [c for c in program.calls if c.expression is not None and not c.expression.steps]
+        assert len(moves) == copies, "\n".join(map(str, program.calls))
+    found = interpret(program, feeds, weights_of(model))["y"]
+    # a few roundings to float16 of sums of up to 400 products of numbers about 1
+    scale = np.abs(want.astype(np.float64)).max()
+    assert np.abs(found.astype(np.float64) - want).max() <= 4e-3 * scale

@@ -1,0 +1,278 @@
+"""Training steps of whole models through `Trainer.step`, beside torch.compile, on one GPU.
+
+    python tools/bench_train.py [--only NAME ...] [--quick] [--layers N] [--profile] [--json FILE]
+
+Every arm is a process of its own, with random weights and feeds: `Trainer.step` with an empty cache
+folder, which gives the first step's seconds and the times, once more with what that left in the
+cache, and the same network of torch modules (train_peers.py) under torch.compile with autocast and
+fused AdamW. A step is the time between calls of a loop that looks at its last loss; "graph" is the
+GPU's own time, feeds on the device. "first" is from the model in memory to the first loss. Memory
+is what the device has in use beside the CUDA context. `--quick` leaves torch and the warm start
+out; `--profile` adds each kernel by itself, L2 warm, launch included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+for folder in ("models", "."):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
+
+Arrays = dict[str, Any]
+ROUNDS, SECONDS = 7, 0.25
+"""Rounds of steps, and about how long each takes."""
+
+
+def _tokens(c: Any, batch: int, length: int, rng: np.random.Generator) -> Arrays:
+    ids = rng.integers(0, c.vocab, (2, batch, length))
+    return {"input_ids": ids[0], "labels": ids[1]}
+
+
+def _padded(c: Any, batch: int, length: int, rng: np.random.Generator) -> Arrays:
+    kept = np.arange(length) < rng.integers(length // 2, length + 1, (batch, 1))
+    return {
+        "input_ids": rng.integers(0, c.vocab, (batch, length)),
+        "attention_mask": kept.astype(np.int64),
+        "token_type_ids": rng.integers(0, 2, (batch, length)),
+        "labels": rng.integers(0, c.classes, batch),
+    }
+
+
+def _images(c: Any, batch: int, _: int, rng: np.random.Generator) -> Arrays:
+    pixels = rng.standard_normal((batch, 3, c.image, c.image), np.float32)
+    return {"pixels": pixels, "labels": rng.integers(0, c.classes, batch)}
+
+
+def _vectors(c: Any, batch: int, _: int, rng: np.random.Generator) -> Arrays:
+    x = rng.standard_normal((batch, c.widths[0]), np.float32)
+    return {"x": x, "labels": rng.integers(0, c.widths[-1], batch)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of models/, the batch it trains on, and its torch module."""
+
+    module: str
+    size: str
+    batch: int
+    length: int
+    feeds: Callable[[Any, int, int, np.random.Generator], Arrays]
+    peer: str
+    precision: str = "bf16"
+    mode: str = "default"
+    more: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def config(self, layers: int) -> Any:
+        """The configuration, with fewer layers where that is asked for."""
+        found = importlib.import_module(self.module).SIZES[self.size]
+        fewer = {"layers": layers} if layers and hasattr(found, "layers") else {}
+        return dataclasses.replace(found, **self.more, **fewer)
+
+
+ROWS = {
+    "gpt2": Row("gpt", "gpt2-small", 16, 1024, _tokens, "Gpt"),
+    "bert": Row("encoder", "bert-base", 32, 128, _padded, "Encoder", more={"classes": 2}),
+    "vit": Row("vit", "vit-b16", 64, 0, _images, "Vit"),
+    "llama": Row("llama", "llama-8x2048", 4, 2048, _tokens, "Llama"),
+    "mlp": Row("mlp", "mnist", 256, 0, _vectors, "Perceptron", "fp32", "reduce-overhead"),
+}
+
+
+def in_use() -> int:
+    """Bytes of the device's memory that are in use."""
+    from cuda.bindings import runtime
+
+    error, free, total = runtime.cudaMemGetInfo()
+    assert error == 0, error
+    return int(total - free)
+
+
+def step_time(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
+    """Seconds a step of a loop that waits for the last one: the median of the rounds."""
+    for _ in range(3):
+        step()
+    wait()
+    begun = time.perf_counter()
+    step()
+    wait()
+    count = max(1, int(SECONDS / (time.perf_counter() - begun)))
+    times = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        for _ in range(count):
+            step()
+        wait()
+        times.append((time.perf_counter() - begun) / count)
+    return median(times)
+
+
+def _quick_weights() -> None:
+    """Let models/ draw one block of numbers a weight and repeat it: no time depends on them."""
+    import common
+
+    def normal(net: Any, name: str, shape: Any, std: float) -> Any:
+        some = net.rng.standard_normal(min(int(np.prod(shape)), 1 << 16)) * std
+        return net._initializer(net.prefix + name, np.resize(some.astype(np.float32), shape))
+
+    common.Net.normal = normal  # type: ignore[assignment]
+
+
+def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> Arrays:
+    """First step, step, graph and memory of `Trainer.step`."""
+    from onnx_fuse import Trainer, optim
+
+    _quick_weights()
+    model, before = importlib.import_module(row.module).build(c), in_use()
+    begun = time.perf_counter()
+    trainer = Trainer(
+        model, loss="cross_entropy", optimizer=optim.AdamW(lr=1e-4), device="cuda",
+        precision=row.precision,
+    )  # fmt: skip
+    losses = [float(trainer.step(feeds))]
+    first, last = time.perf_counter() - begun, []
+
+    def step() -> None:
+        last[:] = [trainer.step(feeds)]
+
+    seconds = step_time(step, lambda: float(last[0]))
+    losses.append(float(last[0]))
+    used = in_use() - before
+    executable = trainer._device._states._executables["update"]  # type: ignore[union-attr]
+    (instance,) = executable.instances()
+    instance.capture()
+    graph = median(executable.stream.timed(instance.launch) for _ in range(3))
+    launches = sum(len(call.launches) for call in instance.program.calls)
+    found = {"first": first, "step": seconds, "graph": graph, "bytes": used, "losses": losses,
+             "launches": launches}  # fmt: skip
+    if profile:
+        kinds: dict[str, list[float]] = {}
+        for call, took in instance.profile():
+            name = f"{call.kernel[:40]} {call.problem or ''}".strip()[:110]
+            kinds.setdefault(f"{name} {call.why.split(':')[0]}", []).append(took)
+        found["kernels"] = {name: [len(each), sum(each)] for name, each in kinds.items()}
+    return found
+
+
+def torch_compiled(row: Row, c: Any, feeds: Arrays) -> Arrays:
+    """The same of the torch module."""
+    import torch as t
+    import train_peers
+
+    t.cuda.init()
+    t.cuda.synchronize()
+    before = in_use()
+    with t.device("cuda"):
+        net = getattr(train_peers, row.peer)(c)
+    train_peers.small_weights(net)
+    given = {name: t.from_numpy(array).cuda() for name, array in feeds.items()}
+    begun = time.perf_counter()
+    run = t.compile(net, mode=row.mode, dynamic=False)
+    update = t.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    last = []
+
+    def step() -> None:
+        with t.autocast("cuda", t.bfloat16, enabled=row.precision == "bf16"):
+            loss = run(**given)
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        last[:] = [loss]
+
+    step()
+    losses = [float(last[0])]
+    first = time.perf_counter() - begun
+    seconds = step_time(step, t.cuda.synchronize)
+    losses.append(float(last[0]))
+    return {"first": first, "step": seconds, "bytes": in_use() - before, "losses": losses,
+            "allocated": t.cuda.max_memory_allocated(), "version": t.__version__}  # fmt: skip
+
+
+def child(name: str, arm: str, layers: int, profile: bool) -> None:
+    """One arm, in this process; prints what it found as JSON."""
+    row = ROWS[name]
+    c = row.config(layers)
+    feeds = row.feeds(c, row.batch, row.length, np.random.default_rng(0))
+    found = torch_compiled(row, c, feeds) if arm == "torch" else ours(row, c, feeds, profile)
+    print(json.dumps(found))
+
+
+def measured(name: str, arm: str, cache: str, args: argparse.Namespace) -> Arrays:
+    """What a process of one arm found, or why it found nothing, as `error`."""
+    command = [sys.executable, __file__, "--child", name, arm, "--layers", str(args.layers)]
+    command += ["--profile"] if args.profile and arm == "cold" else []
+    where = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **where}
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    found: Arrays = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def shown(arm: str, found: Arrays, peer: Arrays | None) -> str:
+    """A line of the table."""
+    if "error" in found:
+        return f"  {arm:6s} {found['error']}"
+    text = f"  {arm:6s} {found['step'] * 1e3:8.3f} ms"
+    if "graph" in found:
+        text += f"  graph {found['graph'] * 1e3:8.3f} in {found['launches']} launches"
+    if peer and "step" in peer and arm != "torch":
+        text += f"  ({found['step'] / peer['step']:.2f} of torch.compile)"
+    losses = " to ".join(f"{x:.4f}" for x in found["losses"])
+    return f"{text}  {found['bytes'] / 2**30:.2f} GiB  first {found['first']:.2f} s  loss {losses}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--quick", action="store_true", help="no torch, no warm start")
+    parser.add_argument("--layers", type=int, default=0, help="fewer, for a look")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child, args.layers, args.profile)
+        return
+    rows: list[Arrays] = []
+    arms = ("cold",) if args.quick else ("torch", "cold", "warm")
+    for name in args.only:
+        row = ROWS[name]
+        print(f"{name}: {row.batch} x {row.length or 1}, {row.precision}", flush=True)
+        found: dict[str, Arrays] = {}
+        with tempfile.TemporaryDirectory() as cache:
+            for arm in arms:
+                found[arm] = measured(name, arm, cache, args)
+                print(shown(arm, found[arm], found.get("torch")), flush=True)
+        for kernel, (count, took) in sorted(
+            found["cold"].get("kernels", {}).items(), key=lambda item: -item[1][1]
+        ):
+            print(f"    {took * 1e6:9.1f} us  {count:3d} x  {kernel}")
+        rows.append({"model": name, **found})
+    if args.json:
+        from performance_page import save
+
+        from onnx_fuse.program.problem import Hardware
+
+        version = next((r["torch"].get("version", "") for r in rows if "torch" in r), "")
+        save(args.json, Hardware.detect(0).name, version, rows)
+
+
+if __name__ == "__main__":
+    main()

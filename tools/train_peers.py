@@ -1,0 +1,220 @@
+"""The networks of models/ as PyTorch modules, for what is timed against torch.compile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch as t
+from torch.nn import functional as fn
+
+
+class Rotary(t.nn.Module):
+    """x cos + (-x2, x1) sin for the halves x1, x2 of each head of x [B, heads, T, size]."""
+
+    def __init__(self, size: int, longest: int, base: int) -> None:
+        super().__init__()
+        rates = base ** (-t.arange(0, size, 2) / size)
+        at = t.outer(t.arange(longest), t.cat([rates, rates]))
+        self.register_buffer("cos", at.cos())
+        self.register_buffer("sin", at.sin())
+
+    def forward(self, x: Any) -> Any:
+        first, second = x.chunk(2, -1)
+        cos, sin = (a[: x.shape[2]].to(x.dtype) for a in (self.cos, self.sin))
+        return x * cos + t.cat([-second, first], -1) * sin
+
+
+class Attention(t.nn.Module):
+    """Attention of `heads` queries and `kv_heads` keys and values: x [B, T, width] -> the same."""
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, bias: bool, causal: bool, rotary: Any = None
+    ) -> None:
+        super().__init__()
+        self.size, self.causal, self.rotary = width // heads, causal, rotary
+        self.ends = (width, kv_heads * self.size, kv_heads * self.size)
+        self.grouped = heads != kv_heads
+        self.qkv = t.nn.Linear(width, sum(self.ends), bias)
+        self.out = t.nn.Linear(width, width, bias)
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        parts = self.qkv(x).split(self.ends, -1)
+        q, k, v = (p.unflatten(-1, (-1, self.size)).transpose(1, 2) for p in parts)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        y = fn.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.grouped
+        )
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Feed(t.nn.Module):
+    """down(act(up(x))), or down(silu(gate(x)) up(x))."""
+
+    def __init__(self, width: int, hidden: int, act: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        self.act, bias = act, act is not None
+        self.up = t.nn.Linear(width, hidden if bias else 2 * hidden, bias)
+        self.down = t.nn.Linear(hidden, width, bias)
+
+    def forward(self, x: Any) -> Any:
+        y = self.up(x)
+        if self.act is not None:
+            return self.down(self.act(y))
+        gate, up = y.chunk(2, -1)
+        return self.down(fn.silu(gate) * up)
+
+
+class Block(t.nn.Module):
+    """Attention and feed-forward, each behind its norm (`before`), or with it behind their sum."""
+
+    def __init__(self, attention: Any, feed: Any, norm: Callable[[], Any], before: bool) -> None:
+        super().__init__()
+        self.attention, self.feed, self.before = attention, feed, before
+        self.norm1, self.norm2 = norm(), norm()
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        if self.before:
+            x = x + self.attention(self.norm1(x), mask)
+            return x + self.feed(self.norm2(x))
+        x = self.norm1(x + self.attention(x, mask))
+        return self.norm2(x + self.feed(x))
+
+
+def tanh_gelu(x: Any) -> Any:
+    return fn.gelu(x, approximate="tanh")
+
+
+class Gpt(t.nn.Module):
+    """models/gpt.py with its head tied to the tokens."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.wte, self.wpe = t.nn.Embedding(c.vocab, c.width), t.nn.Embedding(c.context, c.width)
+        self.blocks = t.nn.ModuleList(
+            Block(
+                Attention(c.width, c.heads, c.heads, True, True),
+                Feed(c.width, 4 * c.width, tanh_gelu),
+                lambda: t.nn.LayerNorm(c.width),
+                True,
+            )
+            for _ in range(c.layers)
+        )
+        self.norm = t.nn.LayerNorm(c.width)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = fn.linear(self.norm(x), self.wte.weight)
+        return fn.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class Encoder(t.nn.Module):
+    """models/encoder.py with a classifier."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        sizes = (c.vocab, c.types, c.context)
+        self.word, self.kind, self.place = (t.nn.Embedding(n, c.width) for n in sizes)
+        self.norm = t.nn.LayerNorm(c.width, 1e-12)
+        self.blocks = t.nn.ModuleList(
+            Block(
+                Attention(c.width, c.heads, c.heads, True, False),
+                Feed(c.width, 4 * c.width, fn.gelu),
+                lambda: t.nn.LayerNorm(c.width, 1e-12),
+                False,
+            )
+            for _ in range(c.layers)
+        )
+        self.pooler = t.nn.Linear(c.width, c.width)
+        self.classifier = t.nn.Linear(c.width, c.classes)
+
+    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any, labels: Any) -> Any:
+        x = self.word(input_ids) + self.kind(token_type_ids)
+        x = self.norm(x + self.place.weight[: input_ids.shape[1]])
+        mask = attention_mask[:, None, None].bool()
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = self.classifier(t.tanh(self.pooler(x[:, 0])))
+        return fn.cross_entropy(logits.float(), labels)
+
+
+class Vit(t.nn.Module):
+    """models/vit.py."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.patch = t.nn.Conv2d(3, c.width, c.patch, c.patch)
+        count = (c.image // c.patch) ** 2 + 1
+        self.token = t.nn.Parameter(t.zeros(1, 1, c.width))
+        self.places = t.nn.Parameter(0.02 * t.randn(1, count, c.width))
+        self.blocks = t.nn.ModuleList(
+            Block(
+                Attention(c.width, c.heads, c.heads, True, False),
+                Feed(c.width, 4 * c.width, fn.gelu),
+                lambda: t.nn.LayerNorm(c.width, 1e-6),
+                True,
+            )
+            for _ in range(c.layers)
+        )
+        self.norm = t.nn.LayerNorm(c.width, 1e-6)
+        self.head = t.nn.Linear(c.width, c.classes)
+
+    def forward(self, pixels: Any, labels: Any) -> Any:
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        x = t.cat([self.token.expand(len(x), -1, -1).to(x.dtype), x], 1) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return fn.cross_entropy(self.head(self.norm(x)[:, 0]).float(), labels)
+
+
+class Llama(t.nn.Module):
+    """models/llama.py."""
+
+    def __init__(self, c: Any, longest: int = 4096) -> None:
+        super().__init__()
+        self.tokens = t.nn.Embedding(c.vocab, c.width)
+        rotary = Rotary(c.width // c.heads, longest, c.base)
+        self.blocks = t.nn.ModuleList(
+            Block(
+                Attention(c.width, c.heads, c.kv_heads, False, True, rotary),
+                Feed(c.width, c.hidden, None),
+                lambda: t.nn.RMSNorm(c.width, 1e-5),
+                True,
+            )
+            for _ in range(c.layers)
+        )
+        self.norm = t.nn.RMSNorm(c.width, 1e-5)
+        self.head = t.nn.Linear(c.width, c.vocab, False)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return fn.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class Perceptron(t.nn.Module):
+    """models/mlp.py."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        layers: list[Any] = []
+        for i, (n_in, n_out) in enumerate(zip(c.widths, c.widths[1:], strict=False)):
+            layers += [t.nn.GELU()] if i else []
+            layers += [t.nn.LayerNorm(n_in), t.nn.Linear(n_in, n_out)]
+        self.layers = t.nn.Sequential(*layers)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        return fn.cross_entropy(self.layers(x), labels)
+
+
+def small_weights(net: Any) -> None:
+    """Matrices of deviation 0.02, so that no loss overflows."""
+    for weight in net.parameters():
+        if weight.ndim > 1:
+            t.nn.init.normal_(weight, std=min(0.02, 1 / math.sqrt(weight.shape[-1])))
