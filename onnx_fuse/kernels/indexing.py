@@ -199,7 +199,13 @@ class Grouped(RuleBased):
         return (
             sort,
             *(several if count > part else ()),
-            summing("sum_rows", -(-units * team // THREADS), items, Ptr("y"), *sizes(rows, inner, units, part)),
+            summing(
+                "sum_rows",
+                -(-units * team // THREADS),
+                items,
+                Ptr("y"),
+                *sizes(rows, inner, units, part),
+            ),
         )
 
 

@@ -22,7 +22,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import AnyProblem, Hardware, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 PACKED = "its weight stays in 4 bits"
@@ -363,16 +363,39 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel serves {problem}"
     if x.dtype == "float32" and not pays(_apart(problem), (problem,), ctx.hw):
         return "its products and passes apart are faster"
-    reads = {key: row if key == "c" else ctx.dense(node, i) for i, key in enumerate(names)}
-    if (made := ctx.folds.get(_places(reads))) is not None:
+    if turned := _turned(ctx, problem, w):
+        problem = problem.replace(trans_b=True)
+    reads = {
+        key: row if key == "c" else w.permute((1, 0)) if turned and key == "w" else
+        ctx.dense(node, i)
+        for i, key in enumerate(names)
+    }  # fmt: skip
+    if (made := ctx.folds.get(_places(reads))) is not None and not turned:
         problem, reads = problem.replace(folded=True), reads | made
     shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
     if rms:
         del shapes["dbeta"]
-    writes = {
-        key: ctx.output(node, i, shape, x.dtype) for i, (key, shape) in enumerate(shapes.items())
-    }
+    writes = {}
+    for i, (key, shape) in enumerate(shapes.items()):
+        if turned and key == "dw":
+            writes[key] = ctx.scratch(x.dtype, (n, k))
+            ctx.alias(node, i, writes[key].permute((1, 0)))
+        else:
+            writes[key] = ctx.output(node, i, shape, x.dtype)
     return ctx.select(node, problem, reads, writes)
+
+
+def _turned(ctx: Context, problem: Problem, w: Tensor) -> bool:
+    """Whether a weight that lies as [n, k], and its gradient, are better left so than copied."""
+    lies = w.permute((1, 0))
+    if w.dense or not lies.dense or alignment(lies) < 16:
+        return False
+    turned = problem.replace(trans_b=True)
+    copied, found = (select(problem.op, p, ctx.hw) for p in (problem, turned))
+    if copied is None or found is None or found.kernel is copied.kernel:
+        return found is not None  # the same products, without the copies
+    copies = Passes(4 * ITEMSIZE[w.dtype] * problem.k * problem.n, 2)
+    return pays((problem, copies), (turned,), ctx.hw)
 
 
 def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
@@ -430,7 +453,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         or not n
         or name.exposed not in ((), ("dz",))
     ):
-        return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
+        return f"the one pass takes 16-bit rows of whole 16 bytes, not {n} columns of {dy.dtype}"
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)
     parts = act_parts(rows, n)
