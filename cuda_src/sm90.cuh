@@ -112,6 +112,15 @@ DEVICE void tma_load_im2col(u32 to, const TensorMap& map, u32 bar, int c, int w,
         "l"(&map), "r"(bar), "r"(c), "r"(w), "r"(h), "r"(image), "h"(dx), "h"(dy)
         : "memory");
 }
+// The same pixels to the same place in every CTA of `mask`; completes on each one's barrier.
+DEVICE void tma_load_im2col_multicast(u32 to, const TensorMap& map, u32 bar, int c, int w, int h, int image,
+                                      u16 dx, u16 dy, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(c), "r"(w), "r"(h), "r"(image), "h"(dx), "h"(dy), "h"(mask)
+        : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Wait until at most N stores still read their shared memory.
 template <int N> DEVICE void tma_store_wait_read() {
