@@ -191,9 +191,11 @@ class Rows(_Tuples):
     source = "indexing/scatter.cu"
     free_axes = "yz"
 
-    def supports(self, problem: ScatterND, hw: Hardware) -> str | None:
+    def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
         """Tuples that are not too long, into what y holds."""
-        return "it writes no zeros" if problem.fresh else super().supports(problem, hw)
+        if isinstance(problem, ScatterND) and problem.fresh:
+            return "it writes no zeros"
+        return super().supports(problem, hw)
 
     def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a tuple."""
