@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.rows import rename
@@ -82,7 +82,7 @@ class ChannelsLast(RuleBased):
 
 
 class Depthwise(ChannelsLast):
-    """conv/depthwise_nhwc.cu: `pairs` of channels and a run of `wide` outputs a thread."""
+    """conv/depthwise_nhwc.cu: `pairs` of channels and `tall` x `wide` outputs a thread."""
 
     name = "depthwise"
     source = "conv/depthwise_nhwc.cu"
@@ -93,46 +93,52 @@ class Depthwise(ChannelsLast):
             return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
         if problem.groups % 2:
             return f"{problem.groups} channels are no pairs"
-        if self._kept(problem, 2, 1) > 56:
+        if self._kept(problem, 2, 1, 1) > 64 or prod(problem.window.kernel) > 128:
             return "the filter is too wide"
         return super().supports(problem, hw)
 
-    def _kept(self, problem: Conv, wide: int, pairs: int) -> int:
+    def _kept(self, problem: Conv, wide: int, tall: int, pairs: int) -> int:
         """Words that a thread keeps: the inputs of its rows on their way, and its sums."""
         taps = problem.window
-        span = (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
-        rows = taps.kernel[1] if taps.kernel[1] <= 3 else 2
-        return (rows * span + 2 * wide) * pairs
+        span, deep = (
+            (n - 1) * taps.strides[i] + (taps.kernel[i] - 1) * taps.dilations[i] + 1
+            for n, i in ((wide, 2), (tall, 1))
+        )
+        return ((deep if deep <= 4 else 3) * span + 2 * wide * tall) * pairs
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
         """The rule's, then others whose rows of inputs fit the registers."""
         found = [
-            Config.of(wide=wide, pairs=pairs)
+            Config.of(wide=wide, tall=tall, pairs=pairs)
             for wide in (2, 4, 7, 8)
+            for tall in (1, 2)
             for pairs in (1, 2)
-            if self._kept(problem, wide, pairs) <= 56 and problem.groups % (2 * pairs) == 0
+            if self._kept(problem, wide, tall, pairs) <= 66 and problem.groups % (2 * pairs) == 0
         ]
         return [Config.of(), *found]
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch, a pair of channels and a run of outputs a thread."""
-        wide, pairs = config.integer("wide"), config.integer("pairs", 1)
-        if not wide:
-            wide = 4 if self._kept(problem, 4, 1) <= 56 else 2
-            both = problem.groups % 4 == 0 and self._kept(problem, wide, 2) <= 56
-            pairs = 2 if both else 1
+        """One launch; a warp has 32 neighbours, or as many as there are channels."""
         _, oh, ow = problem.outer
-        size = problem.batch * oh * -(-ow // wide) * (problem.groups // (2 * pairs))
+        wide, tall, pairs = (config.integer(name) for name in ("wide", "tall", "pairs"))
+        if not wide:
+            wide = 4 if self._kept(problem, 4, 1, 1) <= 64 else 2
+            tall = 2 if self._kept(problem, wide, 2, 1) <= 64 and oh > 1 else 1
+            both = problem.groups % 4 == 0 and self._kept(problem, wide, tall, 2) <= 64
+            pairs = 2 if both else 1
+        width = min(32, lanes(problem.groups // (2 * pairs)))
+        tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
         sn, sy, sx = _strides(problem)
         return (Launch(
-            self.source, "conv_depthwise", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", size),
+            self.source, "conv_depthwise",
+            (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
+            (256, 1, 1),
+            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", tiles),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
-            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, PAIRS=pairs,
-                    TRANSPOSED=False,
-                    **window_macros(problem.window), **_epilogue(problem),
-                    **tail_macros(problem.tail)),
+            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TALL=tall, PAIRS=pairs,
+                    LANES=width, TRANSPOSED=False, **window_macros(problem.window),
+                    **_epilogue(problem), **tail_macros(problem.tail)),
         ),)  # fmt: skip
 
 
