@@ -64,17 +64,22 @@ def _epilogue(problem: Conv) -> dict[str, object]:
 class ChannelsLast(RuleBased):
     """What the candidates for channels-last images of 16 bits share."""
 
+    planar = False  # whether x has its channels first
+
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Refuse other layouts and types, and images that 32 bits do not address."""
         if not problem.channels_last or problem.transposed:
             return "for a Conv of channels-last images"
+        if problem.planar != self.planar:
+            return "x has its channels first" if problem.planar else "x has its channels last"
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"for 16-bit operands, not {problem.dtype}"
         if problem.inner[0] != 1 or problem.outer[0] != 1:
             return "at most two spatial axes"
-        if any(step % 8 for step in _strides(problem)) and not problem.depthwise:
+        strided = not (problem.depthwise or problem.planar)
+        if strided and any(step % 8 for step in _strides(problem)):
             return "pixels are no multiple of 16 bytes apart"
         if max(_strides(problem)[0], prod(problem.outer)) >= 2**29:
             return "an image of 2^29 elements or more"
@@ -139,6 +144,64 @@ class Depthwise(ChannelsLast):
             defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TALL=tall, PAIRS=pairs,
                     LANES=width, TRANSPOSED=False, **window_macros(problem.window),
                     **_epilogue(problem), **tail_macros(problem.tail)),
+        ),)  # fmt: skip
+
+
+def pixel_of(problem: Conv) -> int:
+    """The channels that a pixel of a planar x is given: those under y's are 16 bytes apart."""
+    return 4 if problem.channels <= 4 and problem.window.strides[2] % 2 == 0 else 8
+
+
+class FewChannels(ChannelsLast):
+    """conv/few_channels_sm80.cu: 16 x 16 pixels of y a block, all of x under them in its memory."""
+
+    name = "few_channels"
+    source = "conv/few_channels_sm80.cu"
+    planar = True
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """At most 8 channels of NCHW images, and a part of them that shared memory holds."""
+        if problem.groups > 1 or problem.channels > 8:
+            return f"{problem.groups * problem.channels} channels (at most 8, in one group)"
+        if problem.filters % 8:
+            return f"{problem.filters} filters (a multiple of 8)"
+        if problem.window.dilations[2] > 1:
+            return "the taps of a row stand apart"
+        if problem.outer[1] < 4:
+            return f"{problem.outer[1]} rows of y, of the 16 that a block makes"
+        if problem.tail or problem.slope:
+            return "nothing stands behind its activation, which has one slope"
+        if self._smem(problem) > min(100 << 10, hw.smem_per_block):
+            return "16 x 16 pixels of y lie over too much of x"
+        return super().supports(problem, hw)
+
+    def _width(self, problem: Conv) -> int:
+        """Filters of a block."""
+        return 32 if problem.filters % 64 else 64
+
+    def _smem(self, problem: Conv) -> int:
+        """Bytes of the filters and of x, or of y, which takes their place."""
+        (_, kh, kw), (_, sh, sw) = problem.window.kernel, problem.window.strides
+        pixel, bn = pixel_of(problem), self._width(problem)
+        run = -(-kw * pixel // 16) * 16
+        high = 15 * sh + (kh - 1) * problem.window.dilations[1] + 1
+        wide = (15 * sw + run // pixel + 1) // 2 * 2
+        return 2 * max(bn * (kh * run + 8) + high * wide * pixel, 256 * (bn + 8))
+
+    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        (_, h, w), (_, oh, ow) = problem.inner, problem.outer
+        bn = self._width(problem)
+        tiles = problem.batch * -(-oh // 16) * -(-ow // 16)
+        return (Launch(
+            self.source, "conv_few", (tiles, -(-problem.filters // bn), 1), (256, 1, 1),
+            (*map(Ptr, ("x", "weight", "bias", "y")),
+             *(Num("i32", n) for n in (problem.filters, h, w, oh, ow)),
+             Num("f32", problem.act_alpha)),
+            defines(T=C_TYPES[problem.dtype], CHANNELS=problem.channels, PIXEL=pixel_of(problem),
+                    BN=bn, TRANSPOSED=False, **window_macros(problem.window),
+                    **_epilogue(problem)),
+            self._smem(problem),
         ),)  # fmt: skip
 
 
@@ -393,4 +456,4 @@ def _corners(problem: Conv) -> tuple[int, int, int, int]:
     return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
 
 
-KERNELS = (Depthwise(), Im2col(), Mma())
+KERNELS = (Depthwise(), FewChannels(), Im2col(), Mma())
