@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir
+import window_gradients
 from conv_cases import CHANNELS_FIRST, CHANNELS_LAST
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
@@ -349,31 +350,7 @@ def _windows() -> Iterator[Case]:
         yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 10, 3, 4), (10,)), attrs, 1, dtype)
     yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 5, 3, 3)), {"group": 2, "dilations": [2, 1]})
     yield Case("ConvTranspose", ((2, 6, 9), (6, 70, 3)), {"strides": [2]}, note="1-D")
-    square = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
-    square |= {"group": 1, "swap": [1, 0, 2, 3]}
-    one = {"kernel_shape": [1, 1], "pads": [0] * 4}
-    for dtype in (F16, BF16):
-        for dy, x, how in (
-            ((2, 16, 9, 8), (2, 24, 9, 8), {}),
-            ((3, 72, 5, 4), (3, 136, 9, 8), {"strides": [2, 2]}),
-            ((3, 72, 5, 8), (3, 40, 9, 8), {"strides": [2, 1], **one}),
-            ((2, 16, 5, 7), (2, 24, 9, 8), {"dilations": [2, 1], "pads": [0, 0, 0, 1]}),
-            ((3, 32, 9, 8), (3, 48, 9, 8), {"group": 2}),
-            ((4, 128, 28, 28), (4, 64, 28, 28), one),
-            ((6, 64, 17), (6, 8, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],
-                                       "dilations": [1], "swap": [1, 0, 2]}),
-        ):  # fmt: skip
-            yield Case("ConvWeightGrad", (dy, x), square | how, 1, dtype, FUSE)
-    for dtype in (F32, F16, BF16, F64):
-        for how in ({}, {"dilations": [2, 1], "ceil_mode": 1}, {"auto_pad": "SAME_UPPER"}):
-            attrs = {"kernel_shape": [3, 2], "strides": [2, 1], **how}
-            attrs |= {} if "auto_pad" in how else {"pads": [1, 1, 1, 0]}
-            given = ((2, 3, 5, 16), (2, 3, 9 if "auto_pad" in how else 10, 16))
-            yield Case("MaxPoolGrad", given, attrs, 1, dtype, FUSE, note="-".join(how))
-    how = {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}
-    yield Case("MaxPoolGrad", ((1, 2, 2, 2, 2), (1, 2, 5, 5, 5)), how, 1, F32, FUSE, note="3-D")
-    how = {"kernel_shape": [17, 16], "strides": [2, 1], "pads": [1, 1, 1, 1]}
-    yield Case("MaxPoolGrad", ((1, 2, 5, 11), (1, 2, 24, 24)), how, 1, F32, FUSE, note="many taps")
+    yield from (Case(*row) for row in window_gradients.rows())
     for op, attrs in (
         ("MaxPool", {}), ("MaxPool", {"dilations": [2, 1]}), ("AveragePool", {}),
         ("AveragePool", {"count_include_pad": 1}), ("LpPool", {"p": 3}),

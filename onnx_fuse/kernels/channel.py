@@ -64,7 +64,8 @@ class Running(RuleBased):
 
 
 class Grad(RuleBased):
-    """layernorm/channel_grad.cu. Operands: x dy scale mean variance part dscale dbias sums dx."""
+    """layernorm/channel_grad.cu. Operands: x dy scale bias mean variance part dscale dbias
+    sums dx."""
 
     source = "layernorm/channel_grad.cu"
     free_axes = "z"
@@ -76,14 +77,14 @@ class Grad(RuleBased):
         epsilon = Num("f32", problem.epsilon)
         macros = defines(
             T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
-            VEC=vec, COLUMNS=columns, TX=tx,
+            VEC=vec, COLUMNS=columns, TX=tx, RELU=problem.relu,
         )  # fmt: skip
         if problem.stage == "sums":
             tiles = -(-channels * inner // (tx * vec)) if columns else channels
             numbers = (batch, channels, inner, problem.chunk)
             return (Launch(
                 self.source, "channel_sums", (tiles * problem.splits, 1, 1), (256, 1, 1),
-                (*map(Ptr, ("x", "dy", "mean", "variance", "part")),
+                (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "part")),
                  *(Num("u32", n) for n in numbers), epsilon), macros,
             ),)  # fmt: skip
         if problem.stage == "params":
@@ -97,7 +98,7 @@ class Grad(RuleBased):
         threads = channels * inner // vec * -(-batch // _ROWS) if columns else size // vec
         return (Launch(
             self.source, "channel_dx", (-(-threads // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("x", "dy", "scale", "mean", "variance", "sums", "dx")),
+            (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "sums", "dx")),
              *(Num("i64", n) for n in (size, channels, inner, batch * inner)), epsilon), macros,
         ),)  # fmt: skip
 

@@ -45,7 +45,13 @@ def convolution(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
 ) -> str | None:
     """y = act(Conv(x, weight) + bias), all images channels last; `y` is the new dense output."""
-    out = channels_last(stored_last(ctx, node, y))
+    return into(ctx, node, shape, reads, channels_last(stored_last(ctx, node, y)))
+
+
+def into(
+    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
+) -> str | None:
+    """The convolution's result, to the dense `out` [batch, *outer, groups * filters]."""
     if is_channels_last(reads["x"]):  # what else reads it is of the stretch as well
         ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")

@@ -166,7 +166,8 @@ class ChannelGrad(AnyProblem):
     """The gradient of a ChannelNorm of x [batch, channels, inner] by its own mean and variance.
 
     In three stages: "sums" over chunks of each channel, "params", which adds them up, and "dx".
-    `splits` chunks of `chunk` elements (vectors) make a channel.
+    `splits` chunks of `chunk` elements (vectors) make a channel. `relu`: dy is the gradient of a
+    Relu of the norm, which has "bias".
     """
 
     op = "ChannelGrad"
@@ -179,6 +180,7 @@ class ChannelGrad(AnyProblem):
     dtype: str
     param: str
     epsilon: float = 1e-5
+    relu: bool = False
 
     @property
     def bytes(self) -> int:
@@ -283,6 +285,11 @@ class ConvWeightGrad(AnyProblem):
     out_dtype: str
 
     @property
+    def depthwise(self) -> bool:
+        """Whether each channel has one filter of its own."""
+        return self.channels == self.filters == 1 < self.groups
+
+    @property
     def depth(self) -> int:
         """The number of sums a filter has."""
         return self.channels * prod(self.window.kernel)
@@ -301,8 +308,7 @@ class ConvWeightGrad(AnyProblem):
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type, without tensor cores where channels stand alone."""
-        alone = self.channels == self.filters == 1 < self.groups
-        return hw.rate("float32" if alone else self.dtype)
+        return hw.rate("float32" if self.depthwise else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -405,28 +411,26 @@ class Pool(AnyProblem):
 
 
 @dataclass(frozen=True)
-class PoolGrad(AnyProblem):
-    """dx [planes, *inner, channels] of a Pool, "max" or "average"; dy [planes, *outer, channels].
+class MaxPoolGrad(AnyProblem):
+    """dx [planes, *inner, channels] of x's windows and dy [planes, *outer, channels].
 
-    Each dy is added to where the window's first maximum of "x" was, or shared among its elements.
-    `channels` neighbours share a position: 1 where the planes of a batch stand one by one.
+    Each dy is added to where the window's first maximum was. `channels` neighbours share a
+    position: 1 where the planes of a batch stand one by one.
     """
 
-    op = "PoolGrad"
-    kind: str
+    op = "MaxPoolGrad"
     planes: int
     channels: int
     inner: Triple
     outer: Triple
     window: Window
     dtype: str
-    include_pad: bool = False
 
     @property
     def bytes(self) -> int:
-        """dy read, dx written, and x read where maxima are looked for."""
-        whole = prod(self.inner) * (2 if self.kind == "max" else 1)
-        return self.planes * self.channels * (whole + prod(self.outer)) * ITEMSIZE[self.dtype]
+        """x and dy read, dx written."""
+        each = 2 * prod(self.inner) + prod(self.outer)
+        return self.planes * self.channels * each * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
