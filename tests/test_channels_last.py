@@ -7,14 +7,15 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from interpret import interpret
-from lowering import arrays, program_of, weights_of
+from lowering import H200, arrays, program_of, weights_of
 
 from onnx_fuse import passes
+from onnx_fuse.kernels import site
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.problems import Conv, Pool
 
-# the shapes of x and of the weights, that of y, the nodes, how many copies of images there are at most
+# the shapes of x and of the weights, that of y, the nodes, and how many copies there may be
 STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int]] = {
     "a residual block": (
         {"x": (2, 16, 9, 8), "u": (16, 16, 3, 3), "v": (24, 16, 1, 1), "w": (24, 16, 1, 1),
@@ -89,6 +90,7 @@ def test_a_stretch_gives_onnxruntimes_results(name, known):
     for call in program.calls:
         if isinstance(call.problem, Conv):
             assert call.problem.channels_last
+            assert site(call, H200).op.endswith(", channels last")  # which --explain shows
         if isinstance(call.problem, Pool):
             assert call.problem.channels
     if known:  # else weights are copied too
