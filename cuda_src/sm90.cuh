@@ -84,6 +84,12 @@ DEVICE void tma_add(const TensorMap& map, u32 from, int x, int y, int z) {
                  "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
+// Consecutive bytes, a multiple of 16 from a multiple of 16.
+DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+}
 // Boxes of a 4-D tensor.
 DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, int w) {
     asm volatile(
@@ -130,6 +136,12 @@ DEVICE void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
 }
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");

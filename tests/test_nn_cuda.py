@@ -10,6 +10,7 @@ from fake_gpu import FakeGpu
 
 import onnx_fuse as of
 from onnx_fuse import UsageError, nn
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.nn import functional as F
 from onnx_fuse.nn import runner
 
@@ -80,3 +81,10 @@ def test_what_is_on_two_devices_is_moved_by_hand(gpu: FakeGpu) -> None:
     np.testing.assert_array_equal(x.detach().cpu().numpy(), X)
     with pytest.raises(UsageError, match="from one device to another"):
         (x * 2).cpu()
+
+
+def test_a_number_of_64_bits_without_a_sign_is_passed_as_its_bits() -> None:
+    code = Code()
+    code.scalar(np.uint64(0xBF58476D1CE4E5B9), "uint64")  # of dropout's hash
+    code.scalar(np.uint64(30), "uint64")
+    assert code.scalars == [("i64", 0xBF58476D1CE4E5B9 - (1 << 64)), ("i64", 30)]

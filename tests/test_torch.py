@@ -6,7 +6,6 @@ import ctypes
 import warnings
 from collections.abc import Callable
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,12 +207,12 @@ class HostTurn:
 
     def __init__(self, graph: Graph, tensors: list[Any]) -> None:
         self._graph, self._given = graph, [(tuple(t.shape), t.dtype) for t in tensors]
-        results = [(tuple(y.shape), y.dtype) for y in graph.run(tensors)]
-        self.layout = SimpleNamespace(results=results, where=torch.device("cpu"))
+        self.results = [(tuple(y.shape), y.dtype) for y in graph.run(tensors)]
+        self.where = torch.device("cpu")
 
-    def launch(self, inputs: list[int], outputs: list[int]) -> None:
+    def enqueue(self, inputs: list[int], outputs: list[int]) -> None:
         given = [at(a, *kind) for a, kind in zip(inputs, self._given, strict=True)]
-        ends = zip(outputs, self._graph.run(given), self.layout.results, strict=True)
+        ends = zip(outputs, self._graph.run(given), self.results, strict=True)
         for address, y, kind in ends:
             at(address, *kind).copy_(y)
 

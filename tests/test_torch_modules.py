@@ -364,3 +364,13 @@ def test_what_a_module_needs_to_be_exported() -> None:
     with pytest.warns(UserWarning, match="its Dropout is not in the graph"):
         of.optimize(model, x)
     assert model.training
+
+
+def test_a_constant_that_has_no_gradient_is_no_parameter() -> None:
+    text = """agraph (float[N,3] x) => (float[N,3] y)
+    <float[3] w = {1, 2, 3}, float[3] marks = {4, 5, 6}>
+    { same = Equal(x, marks) other = Mul(x, w) y = Where(same, x, other) }"""
+    module = oft.from_onnx(text_model(text))
+    assert [name for name, _ in module.named_parameters()] == ["w"]
+    module(torch.tensor([[4.0, 1.0, 6.0]])).sum().backward()
+    assert module.w.grad.tolist() == [0.0, 1.0, 0.0]

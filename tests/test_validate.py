@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 import pytest
+from lowering import program_of
 from support import ENCODER, Cli
 
 from onnx_fuse import ops, passes
@@ -18,8 +19,12 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load as load_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.tensor import dtype_of
 from onnx_fuse.session import load
+from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array, index_bound
 from onnx_fuse.validation.blame import ORACLE, find_culprits
 from onnx_fuse.validation.check import check_outputs
@@ -354,6 +359,38 @@ def test_every_gradient_of_the_encoder_has_the_slope_it_says() -> None:
         v for v in load_model(ENCODER).graph.initializers.values() if "const." not in v.name
     ]
     assert {e.tensor for e in check.errors} >= {v.name for v in parameters}
+
+
+class Gpu:
+    """A session on a GPU whose kernels round to bfloat16, and of which one errs."""
+
+    wrong = ""
+
+    def __init__(self, model: onnx_ir.Model, **options: object) -> None:
+        assert options["precision"] == "bf16"
+        self.model = model
+
+    def run(self, names: list[str], feeds: Feeds) -> list[Array]:
+        found = values_of(self.model, feeds, names)
+        rounded = {n: y.astype(dtype_of("bfloat16")).astype(y.dtype) for n, y in found.items()}
+        return [y * (1.3 if n == self.wrong else 1) for n, y in rounded.items()]
+
+    def program(self, feeds: Feeds) -> tuple[Program, Hardware]:
+        arrays = {name: np.asarray(array) for name, array in feeds.items()}
+        return program_of(self.model.clone(), arrays), CHIPS["H200"]
+
+
+def test_a_kernel_that_errs_in_a_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """g (float[4,16] x) => (float[4,16] y) <float[16] s = {SCALES}, float[16] b = {SCALES}>
+    { h = LayerNormalization <axis = -1> (x, s, b) y = Tanh(h) }"""
+    model = text_model(text.replace("SCALES", ", ".join(["1"] * 16)))
+    monkeypatch.setattr(values, "InferenceSession", Gpu)
+    found = check_gradients(model, device="cuda", precision="bf16")
+    assert found.ok, found.failed
+    monkeypatch.setattr(Gpu, "wrong", "s.grad")
+    (error,) = check_gradients(model, device="cuda", precision="bf16").failed
+    assert error.tensor == "s"
+    assert "ReduceSum" in error.kernel
 
 
 def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

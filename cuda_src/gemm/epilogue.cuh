@@ -11,6 +11,7 @@
 //   EPI_DX   v = rstd (v - c1 - (c - mean) rstd c2)  r0 = rstd, r1 = mean, r2 = c1, r3 = c2, c = x
 //   EPI_DW   v = gamma v + beta dbias               r0 = gamma, r1 = beta, col1 = dbias, c = W
 //            dots = c v before that, c dbias         summed over n: dgamma, LayerNorm's dbeta
+//   EPI_DW 2 the same, transposed                   r0 = dbias, col0 = gamma, col1 = beta; sums over m
 //   EPI_RMS  EPI_DX and EPI_DW of RMSNorm            r1 (mean, or beta) and r2 are 0, not read
 //   EPI_RES  v = v + c                               after everything
 //   EPI_RES 2  v = v + (c - mean) rstd gamma         r0 = rstd, r1 = mean, col0 = gamma; beta is in the bias
@@ -57,10 +58,15 @@
 #ifndef GATE
 #define GATE 0
 #endif
+#if EPI_DW == 2
+#define EPI_ROWS 1
+#define EPI_COLS 2
+#else
 #define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : EPI_BIAS == 2 ? 1 : 0)
+#define EPI_COLS (EPI_LN || EPI_RES == 2 || EPI_SCALE ? 2 : EPI_BIAS == 1 || EPI_DW ? 1 : 0)
+#endif
 #define EPI_R1 (EPI_ROWS > 1 && !EPI_RMS)
 #define EPI_R2 (EPI_ROWS > 2 && !EPI_RMS)
-#define EPI_COLS (EPI_LN || EPI_RES == 2 || EPI_SCALE ? 2 : EPI_BIAS == 1 || EPI_DW ? 1 : 0)
 #define EPI_OPERAND (EPI_C || EPI_DACT || EPI_DX || EPI_DW || EPI_RES)
 
 #ifndef TR
@@ -73,7 +79,7 @@ template <class S> DEVICE TO stored(S v, const TO* y) {
 }
 
 struct Row { float r0, r1, r2, r3; };
-struct Dots { float gamma, beta; };  // EPI_DW's row sums
+struct Dots { float gamma, beta; };  // EPI_DW's sums of a row, or of a column
 
 template <class S> struct Activate {
     DEVICE static S value(S v, float alpha) { return v; }
@@ -128,11 +134,17 @@ template <class S> DEVICE S after_act(S v, const Row& row, S col0, S col1, S c, 
         if (SAVE_Z) z = xh;
         v = row.r0 * (v - row.r2 - xh * row.r3);
     }
+#if EPI_DW == 2
+    dots.gamma += c * v;
+    dots.beta += c * row.r0;
+    v = col0 * v + (EPI_RMS ? 0 : col1 * row.r0);
+#else
     if (EPI_DW) {
         dots.gamma += c * v;
         dots.beta += c * col1;
         v = row.r0 * v + row.r1 * col1;
     }
+#endif
     if (EPI_SCALE) v *= col0;
     if (EPI_RES == 1) v += c;
     if (EPI_RES == 2) v += (c * row.r0 - row.r1 * row.r0) * col0;

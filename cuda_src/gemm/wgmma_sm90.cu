@@ -9,7 +9,7 @@
 //            PASSES 3 or 6: a and b are stacks of 2 or 3 bf16 planes whose sum is the fp32 operand; the
 //            passes multiply plane by plane, the smallest products first.
 // Outputs  : y [M,N] TO; DIRECT 0: 16-bit by TMA, DIRECT 1: any type and N by plain stores.
-//            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile. MOMENTS: part [N / BN, M] pairs
+//            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile; EPI_DW 2: [ceil(M / 16), 2, N]. MOMENTS: part [N / BN, M] pairs
 //            of f32, (mean, sum of squared deviations) of y's rows in each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
 //            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh); PARTS:
@@ -19,7 +19,8 @@
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
-//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access);
+//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access),
+//            PAIRS (DIRECT y is float, without c and z, N is even: two where y begins at 8 bytes);
 //            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Code     : kernels that take turns share the instruction cache, and one whose epilogue has left it
 //            takes 4 us more: loops that need no unrolling have none.
@@ -53,11 +54,21 @@
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
+#ifndef PAIRS
+#define PAIRS 0
+#endif
 static_assert(!STATIC_B || CLUSTER == 1, "b is asked for before the other CTA has set up its barriers");
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = (TRANS_B ? BN : BOXES * 64) * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+#if EPI_DW == 2  // what after_act adds to for two neighbours: sums of their columns, or of their row
+#define DOTS_X down[e / 2][0]
+#define DOTS_Y down[e / 2][1]
+#else
+#define DOTS_X dots[h]
+#define DOTS_Y dots[h]
+#endif
 constexpr int BOX = 16 * 128;                      // a warp's store: 16 rows of 64 16-bit columns
 #ifndef BOXES_OUT
 #define BOXES_OUT 2
@@ -106,6 +117,16 @@ DEVICE void leave(TO* into, i64 at, float v, int pass) {
     else into[at] = stored<float>(v, into + at);
 #endif
 }
+
+#if PAIRS
+DEVICE void leave_two(float* into, float2 v) {
+#if ACCUMULATE
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(into), "f"(v.x), "f"(v.y) : "memory");
+#else
+    *(float2*)into = v;
+#endif
+}
+#endif
 
 struct Tile { int m, n, batch, split; };
 struct Work {
@@ -590,6 +611,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         continue;
 #endif
                         if (plain || !PACKED_ACT) activate_all(vs, slope, act_alpha);
+#if EPI_DW == 2
+                        Dots down[2][2] = {};  // of two columns and the two 8 behind
+#endif
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             int h = e % 2, nn = n + e / 2 * 8;
@@ -599,13 +623,16 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             float2 v = {vs[e * 2], vs[e * 2 + 1]}, &zz = zs[e];
                             if (pass > 0) {
                                 v.x = after_act(v.x, rows[i][h], k0[q][e / 2].x, k1[q][e / 2].x, cs[e].x,
-                                                zz.x, dots[h]);
+                                                zz.x, DOTS_X);
                                 v.y = after_act(v.y, rows[i][h], k0[q][e / 2].y, k1[q][e / 2].y, cs[e].y,
-                                                zz.y, dots[h]);
+                                                zz.y, DOTS_Y);
                             }
                             if (plain) {
                                 at += (i64)t.split * M * N;
                                 TO* into = pass == 0 ? z : y;
+#if PAIRS
+                                if (in && ((u64)y & 7) == 0) leave_two(into + at, v), in = false, both = false;
+#endif
                                 if (EVEN && !ACCUMULATE) {
                                     if (in) *(float2*)(into + at) = v;
                                 } else if (in) {
@@ -631,6 +658,24 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             of[h].square += v.x * v.x + v.y * v.y;
 #endif
                         }
+#if EPI_DW == 2  // sums of the warp's 16 rows
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            float sum[4] = {down[e][0].gamma, down[e][1].gamma, down[e][0].beta,
+                                            down[e][1].beta};
+#pragma unroll
+                            for (int at = 0; at < 4; at++)
+#pragma unroll
+                                for (int step = 4; step < 32; step *= 2)
+                                    sum[at] += __shfl_xor_sync(~0u, sum[at], step);
+                            int gn = t.n + n + e * 8;
+                            float* to_part = part + (i64)(m / 16) * 2 * N + gn;
+                            if (lane < 4 && m < M && gn < N) {
+                                *(float2*)to_part = {sum[0], sum[1]};
+                                *(float2*)(to_part + N) = {sum[2], sum[3]};
+                            }
+                        }
+#endif
                         if (!plain) {
                             stmatrix_x4(to + swizzled, packed[0], packed[1], packed[2], packed[3]);
                             if (SAVE_Z && !TWICE)
@@ -676,6 +721,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             ((float2*)part)[(i64)(t.n / BN) * M + gm] = {of[h].shift + over, m2};
                     }
                 }
+#if EPI_DW != 2
                 if (EPI_DW) {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
@@ -690,6 +736,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         }
                     }
                 }
+#endif
             }
             if (pass == 0) exchange(sums);
             }

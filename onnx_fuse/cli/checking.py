@@ -62,6 +62,7 @@ def gradients(
     dims: Mapping[str, int],
     inputs: Path | None = None,
     device: str = "cpu",
+    precision: str = "fp32",
     every: bool = False,
 ) -> GradientCheck:
     """Check every gradient of `model`, or those that the file `written` for it computes.
@@ -77,8 +78,9 @@ def gradients(
         if written is not None:
             return check_written(written, feeds=feeds, shapes=shapes, dims=dims)
         return check_gradients(
-            model, feeds=feeds, shapes=shapes, dims=dims, device=device, every=every
-        )
+            model, feeds=feeds, shapes=shapes, dims=dims, device=device, precision=precision,
+            every=every,
+        )  # fmt: skip
 
     checked: GradientCheck = guarded(work, str(model), device)
     return checked

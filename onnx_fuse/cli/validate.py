@@ -111,9 +111,9 @@ def validate(
     printer = show.printer()
     check_device(device)
     check_precision(precision)
-    if precision != "fp32" and (device != "cuda" or grad or blame):
+    if precision != "fp32" and (device != "cuda" or blame):
         raise UsageError(
-            f"--precision {precision} needs --device cuda, and does not go with --grad or --blame"
+            f"--precision {precision} needs --device cuda, and does not go with --blame"
         )
     if all_ and not grad:
         raise UsageError("--all needs --grad: it says how gradients are compared")
@@ -150,13 +150,15 @@ def validate(
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
         found = checking.gradients(
-            model, shapes=shapes, dims=dims, inputs=inputs, device=device, every=all_
-        )
+            model, shapes=shapes, dims=dims, inputs=inputs, device=device, precision=precision,
+            every=all_,
+        )  # fmt: skip
         data["gradients"] = found.to_dict()
         printer.text(*report.gradient_lines(found))
         if found.failed:
             first = found.failed[0]
-            failure = f"the gradient of '{first.tensor}', read by {first.op}, is wrong"
+            made = f", written by {first.kernel}," if first.kernel else ""
+            failure = f"the gradient of '{first.tensor}', read by {first.op},{made} is wrong"
 
     def sections() -> list[Section]:
         from onnx_fuse.report import pages

@@ -502,7 +502,10 @@ class Code:
         """A number known at lowering, passed as an argument of the kernel."""
         kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
         kind = kind or ("f32" if dtype in FLOATS else "i32")
-        self.scalars.append((kind, float(value) if kind[0] == "f" else sizes.number(value)))
+        number = float(value) if kind[0] == "f" else sizes.number(value)
+        if dtype == "uint64" and number >= 1 << 63:
+            number -= 1 << 64  # the kernel reads the same bits as an i64
+        self.scalars.append((kind, number))
         return "scalar", len(self.scalars) - 1
 
     def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:

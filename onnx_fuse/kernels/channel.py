@@ -19,16 +19,18 @@ class Apply(RuleBased):
 
     def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a vector a thread."""
-        columns = problem.inner < _SHORT and not problem.group
+        columns = problem.inner < _SHORT and (problem.pixels > 0 or not problem.group)
         vec = access_width(
             problem.channels * problem.inner if columns else problem.inner, problem.dtype
         )
         threads = problem.size // vec
         if columns:
             across = problem.channels * problem.inner
-            threads = across // vec * -(-problem.size // (across * _ROWS))
+            pixels = problem.pixels or problem.size // across
+            threads = problem.size // (across * pixels) * (across // vec) * -(-pixels // _ROWS)
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
-        numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1))
+        numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1),
+                   problem.pixels)  # fmt: skip
         return (Launch(
             self.source, "channel_apply", (-(-threads // 256), 1, 1), (256, 1, 1),
             (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),

@@ -56,7 +56,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "SAVE_Z": problem.epilogue.save_z,
         "EPI_DACT": problem.epilogue.dact,
         "EPI_DX": problem.epilogue.dx,
-        "EPI_DW": problem.epilogue.dw,
+        "EPI_DW": bool(problem.epilogue.dw),
         "EPI_RMS": problem.attr("rms") and (problem.epilogue.dx or problem.epilogue.dw),
         "ACCUMULATE": problem.epilogue.accumulate,
         "GATE": problem.epilogue.gate,
@@ -64,6 +64,8 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
     defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
     if problem.epilogue.row_bias:
         defines["EPI_BIAS"] = 2
+    if problem.epilogue.dw == "turned":
+        defines["EPI_DW"] = 2
     if problem.epilogue.layer_scale:
         defines["EPI_SCALE"] = 1
     if problem.epilogue.residual:
@@ -73,11 +75,12 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
 
 def type_defines(problem: Problem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
-    fp32_columns = problem.epilogue.layernorm or problem.epilogue.dw or normed(problem)
+    dw = problem.epilogue.dw is True
+    fp32_columns = problem.epilogue.layernorm or dw or normed(problem)
     bias = problem.epilogue.bias_dtype or problem.dtype
     types = {"T": problem.dtype, "TO": problem.out, "TV": "float32" if fp32_columns else bias}
-    if problem.epilogue.dw or problem.epilogue.row_bias:
-        types["TR"] = problem.out if problem.epilogue.dw else bias
+    if dw or problem.epilogue.row_bias:
+        types["TR"] = problem.out if dw else bias
     return {name: C_TYPES[kind] for name, kind in types.items()}
 
 
@@ -110,6 +113,12 @@ def portable_args(problem: Problem) -> tuple[Arg, ...]:
         Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
         Num("f32", problem.epilogue.act_alpha), Ptr("part"),
     )  # fmt: skip
+
+
+def each_has_steps(steps: int, splits: int) -> bool:
+    """Whether `steps` in equal parts, the last one shorter, leave none of `splits` without any."""
+    # more than (splits - 1)^2 always do: asked first, since most of a class agree on that
+    return steps > (splits - 1) ** 2 or (splits - 1) * ceil(steps / splits) < steps
 
 
 def tile_seconds(

@@ -8,6 +8,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
+    each_has_steps,
     epilogue_defines,
     gate_refusal,
     normed,
@@ -47,7 +48,8 @@ SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 
 def columns(problem: Problem) -> int:
     """How many column vectors the epilogue reads."""
-    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale:
+    turned = problem.epilogue.dw == "turned"
+    if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale or turned:
         return 2
     return int(bool(problem.epilogue.bias or problem.epilogue.dw))
 
@@ -96,6 +98,8 @@ class Wgmma:
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
+        if problem.epilogue.dw == "turned" and direct(problem):
+            return "sums of columns go with TMA stores of 16 bits"
         if problem.attr("ldy") and (direct(problem) or problem.batch or operand(problem)):
             return "rows of y that stand apart are one product's, of whole 16 bytes, without c"
         parts = problem.epilogue.moments
@@ -161,8 +165,8 @@ class Wgmma:
                 continue
             if problem.attr("ldy") and bn % 64:  # its last columns go by plain stores
                 continue
-            alone = whole or any((problem.epilogue.moments, problem.attr("parts"),
-                                  problem.attr("ldy")))  # fmt: skip
+            apart = problem.epilogue.moments, problem.attr("parts"), problem.attr("ldy")
+            alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
             for cluster in (1, 2) if tiles_m > 1 and not whole else (1,):
@@ -183,9 +187,7 @@ class Wgmma:
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether each split has steps of k."""
         splits = config.integer("splits")
-        return splits == 1 or (splits - 1) * ceil(self._steps(problem) / splits) < self._steps(
-            problem
-        )
+        return splits == 1 or each_has_steps(self._steps(problem), splits)
 
     def _steps(self, problem: Problem) -> int:
         """64-wide steps of k, in all products of bf16 planes."""
@@ -225,6 +227,8 @@ class Wgmma:
             tail, share = 1.2e-6, 0.0
         if ITEMSIZE[problem.out] == 4:  # by plain stores (H200, 2026-11: 45 us where f16 takes 28)
             share = 2.0
+        elif direct(problem):  # two bytes at a time (16384 x 50257 words: 4.8 ms, 2.0 by TMA)
+            share = 4.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
         extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(problem.epilogue.save_z)
@@ -251,7 +255,9 @@ class Wgmma:
         return ceil(problem.m / ((64 if pingpong else 128) * mi))
 
     def parts(self, problem: Problem, config: Config) -> int:
-        """How many [2, m] planes of "part" hold the row sums of dgamma and dbeta."""
+        """How many [2, m] planes of "part" hold sums of dgamma and dbeta; [2, n] of "turned"."""
+        if problem.epilogue.dw == "turned":
+            return ceil(problem.m / 16)
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
         return ceil(problem.n / columns)
 
@@ -324,6 +330,9 @@ class Wgmma:
         )  # y and c begin with their buffers
         if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
+        elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
+            other = problem.epilogue.among("save_z", "gate") or operand(problem)
+            tile |= {} if other else {"PAIRS": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
         if side == "tiles":

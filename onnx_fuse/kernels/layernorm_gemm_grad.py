@@ -5,7 +5,8 @@
     G  = xhᵀ dz;  dw = gamma G + beta dc      epilogue of the second, with the row sums of
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
-Problem: m, n, k, dtype of the forward (w is [k, n]), and its activation in the epilogue. Its attrs:
+Problem: m, n, k, dtype of the forward (w and dw are [k, n], or [n, k] with trans_b), and its
+activation in the epilogue. Its attrs:
 align, folded (the forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's
 gradient ("apart"), or to what dx holds ("here": "add" is dx).
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
@@ -61,7 +62,7 @@ class TwoGemms:
 
     def _dx(self, problem: Problem, kernel: str = "wgmma") -> Problem:
         return Problem.of(
-            "Gemm", m=problem.m, n=problem.k, k=problem.n, trans_b=True, dx=True,
+            "Gemm", m=problem.m, n=problem.k, k=problem.n, trans_b=not problem.trans_b, dx=True,
             **({} if self._planes(problem) else {"save_z": True}),
             **({"rows": "tiles"} if kernel == "tiles" else {}),
             **({"accumulate": True} if problem.attr("add") else {}),
@@ -69,6 +70,11 @@ class TwoGemms:
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
+        if problem.trans_b:
+            return Problem.of(
+                "Gemm", m=problem.n, n=problem.k, k=problem.m, trans_a=True, dw="turned",
+                **self._rms(problem), **self._types(problem),
+            )  # type: ignore[arg-type]  # fmt: skip
         return Problem.of(
             "Gemm", m=problem.k, n=problem.n, k=problem.m, trans_a=True, dw=True,
             **self._rms(problem), **self._types(problem),
@@ -79,7 +85,7 @@ class TwoGemms:
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
-        if problem.trans_b:
+        if problem.trans_b and (problem.dtype == "float32" or problem.attr("folded")):
             return "w is [k, n]"
         if problem.attr("add") == "apart":
             return "dx is added to what is there, not to another tensor"
@@ -156,6 +162,7 @@ class TwoGemms:
         moved += low * m * n if problem.epilogue.act and not planes else 0
         moved += size * m * k if problem.attr("add") else 0
         moved += size * m * k if planes else 0  # xh by a pass of its own
+        moved += 16 * ceil(n / 16) * k if problem.trans_b else 0  # sums of columns, there and back
         return (
             self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
             + self._cost(self._dw(problem), dw, hw)
@@ -207,7 +214,7 @@ class TwoGemms:
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
         folds: tuple[Launch, ...] = (
-            () if problem.attr("folded") else (fold(k, n, dtype, False, hw),)
+            () if problem.attr("folded") else (fold(k, n, dtype, problem.trans_b, hw),)
         )
         if planes:
             folds = (whole, sum_parts(strips, n, 2, "float32"))
@@ -215,6 +222,12 @@ class TwoGemms:
             m, k, dtype, stats=False, norm=True, given=True, planes=planes,
             rms=bool(problem.attr("rms")),
         )  # fmt: skip
+        ends: dict[str, Ptr] = {"y": Ptr("dw"), "c": Ptr("w"), "part": dots_part, "workspace": part}
+        if problem.trans_b:
+            beta = Ptr("gamma" if problem.attr("rms") else "beta")  # which RMSNorm does not use
+            ends |= {"a": dz, "b": xh, "row0": dc, "col0": Ptr("gamma"), "col1": beta}
+        else:
+            ends |= {"a": xh, "b": dz, "row0": Ptr("gamma"), "row1": Ptr("beta"), "col1": dc}
         calls = [
             *(
                 rename(call, {
@@ -237,13 +250,7 @@ class TwoGemms:
                 if planes
                 else ()
             ),
-            *(
-                rename(call, {
-                    "a": xh, "b": dz, "y": Ptr("dw"), "c": Ptr("w"), "row0": Ptr("gamma"),
-                    "row1": Ptr("beta"), "col1": dc, "part": dots_part, "workspace": part,
-                })
-                for call in self.inner.launch(gemm_dw, how_dw, hw)
-            ),
+            *(rename(call, ends) for call in self.inner.launch(gemm_dw, how_dw, hw)),
             rename(sum_parts(tiles, k, 2, dtype), {
                 "part": dots_part, "wide": Ptr("none"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta"),
             }),

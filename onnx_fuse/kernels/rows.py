@@ -9,6 +9,7 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.size import coarse
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
@@ -22,7 +23,7 @@ def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
         if isinstance(arg, Ptr):
             return change(arg)
         if isinstance(arg, Table):
-            return Table(tuple(x if isinstance(x, int) else change(x) for x in arg.words))
+            return Table(tuple(change(x) if isinstance(x, Ptr) else x for x in arg.words))
         return replace(arg, ptr=change(arg.ptr)) if isinstance(arg, TensorMap) else arg
 
     return replace(launch, args=tuple(changed(arg) for arg in launch.args))
@@ -122,7 +123,7 @@ def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
     strips = 0
     for i, each in enumerate(folds):
         (row,) = (arg.words for arg in each.args if isinstance(arg, Table))
-        words += [x if isinstance(x, int) else Ptr(f"{x.name}.{i}", x.offset) for x in row[:-1]]
+        words += [Ptr(f"{x.name}.{i}", x.offset) if isinstance(x, Ptr) else x for x in row[:-1]]
         words.append(strips)
         strips += each.grid[0] // each.cluster
     rows = 1 << (len(folds) - 1).bit_length()  # few distinct sources for many counts
@@ -164,7 +165,7 @@ def row_dots(
 ) -> tuple[Launch, int]:
     """Pointers dy, z, cs, cv -> c1, c2, part (dz with `act`, planes); how many parts of dbias."""
     held = (2, 1) if planes else (4, 2, 1)
-    rpw = next(r for r in held if ceil(m / (16 * r)) >= 100 or r == 1)
+    rpw = next(r for r in held if ceil(coarse(m) / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
         "norm/row_dots.cu",

@@ -99,7 +99,7 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 def group_norm(ctx: Context, node: ir.Node) -> str | None:
     """GroupNormalization and InstanceNormalization (a group a channel): scale, bias by channel."""
-    x, scale, bias = (ctx.dense(node, i) for i in range(3))
+    x, scale, bias = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
     batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
@@ -111,6 +111,15 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
         return None
     rows, per, epsilon = batch * groups, channels // groups, ctx.attr(node, "epsilon", 1e-5)
     length = per * inner
+    if in_stretch(ctx, x):
+        x, y = channels_last(x), channels_last(stored_last(ctx, node, y))
+        mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
+        shape = (batch, inner, groups, per)
+        reduction(ctx, node, x, mean, "Moments", [1, 3], variance, shape, outermost=True)
+        given = (x, scale, bias, mean, variance)
+        _apply(ctx, node, given, y, (channels, 1), per, epsilon, inner)
+        return None
+    x = ctx.contiguous(x)
     if length > 32768 or (length > 4096 and rows < 64):
         mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
         reduction(ctx, node, x, mean, "Moments", [1], variance, (rows, length))
@@ -226,15 +235,16 @@ def _stat(x: Tensor) -> str:
 
 def _apply(
     ctx: Context, node: ir.Node, reads: tuple[Tensor, ...], y: Tensor, planes: tuple[int, int],
-    per: int, epsilon: float,
+    per: int, epsilon: float, pixels: int = 0,
 ) -> None:  # fmt: skip
     """y by given statistics; `per` channels share one, or 0: one a channel over the batch.
 
-    `planes` are the channels, and the elements of one side by side.
+    `planes` are the channels, and the elements of one side by side; `pixels`: rows of channels that
+    share statistics, or all.
     """
     x = reads[0]
     problem = ChannelNorm(
-        x.size, *planes, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon
+        x.size, *planes, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon, pixels=pixels
     )  # fmt: skip
     bound = dict(zip(("x", "scale", "bias", "mean", "variance"), reads, strict=True))
     ctx.select(node, problem, bound, {"y": y}, inplace=[("y", "x")])

@@ -51,10 +51,11 @@ class Epilogue:
     dx: bool = False
     """The result becomes the gradient of a LayerNormalization's input: "row0" to "row3" are rstd,
     mean, c1 and c2, and c is x."""
-    dw: bool = False
+    dw: bool | str = False
     """The result becomes the gradient of the weights behind a LayerNormalization: "row0" is gamma,
     "row1" beta, of the operands' type, "col1" dbias in float32, and c is W. "part" [tiles of n, 2,
-    m] takes the row sums of dgamma and dbeta."""
+    m] takes the row sums of dgamma and dbeta. "turned": of the transposed weights; "row0" is dbias,
+    "col0" gamma, "col1" beta, and "part" [m / 16, 2, n] takes sums of columns."""
     accumulate: bool = False
     """The result is rounded and added to what y holds."""
     moments: int = 0

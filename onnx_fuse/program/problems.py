@@ -116,7 +116,8 @@ class ChannelNorm(AnyProblem):
     """y = (x - mean) / sqrt(variance + epsilon) scale + bias, x of `size` elements.
 
     Scale and bias are a number a channel, of `channels` of `inner` elements; mean and variance are
-    too, or, with `group`, a number for so many channels of a row of the batch.
+    too, or, with `group`, a number for so many channels of a row of the batch; of `pixels` rows, if
+    given, where the channels are the last axis and `inner` is 1.
     """
 
     op = "ChannelNorm"
@@ -129,6 +130,7 @@ class ChannelNorm(AnyProblem):
     stat: str
     epsilon: float = 1e-5
     tail: Tail | None = None
+    pixels: int = 0
 
     @property
     def bytes(self) -> int:

@@ -225,8 +225,9 @@ def gradient_lines(check: GradientCheck) -> list[str]:
         f"gradients {verdict}: {len(check.errors)} tensors, against central differences in float64"
     ]
     lines.extend(
-        f"  {e.tensor} ({e.op}): slope {e.slope:.6g}, expected {e.expected:.6g}; float32 off by "
-        f"{e.max_abs:.3g} (limit {e.limit:.3g}) at {e.where}"
+        f"  {e.tensor} ({e.op}): slope {e.slope:.6g}, expected {e.expected:.6g}; its own type off "
+        f"by {e.max_abs:.3g} (limit {e.limit:.3g}) at {e.where}"
+        f"{f', written by {e.kernel}' if e.kernel else ''}"
         for e in check.failed
     )
     lines.extend(f"  note: {note}" for note in check.notes)

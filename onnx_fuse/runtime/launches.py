@@ -130,19 +130,27 @@ class Launches:
         if self._graph is not None:
             stream.launch(self._graph, self._what)
             return
-        for k in range(len(self._steps)):
-            if k not in self._idle:
-                self._enqueue(k, stream)
+        k, handle, idle = 0, stream.handle, self._idle
+        try:
+            for k, step in enumerate(self._steps):
+                if k not in idle:
+                    step.enqueue(handle)
+                    if self._watched:
+                        stream.wait("after its launch")
+        except DeviceError as error:
+            raise self._fault(k, error) from error
 
     def _enqueue(self, k: int, stream: device.Stream) -> None:
         try:
             self._steps[k].enqueue(stream.handle)
-            if self._watched:
-                stream.wait("after its launch")
         except DeviceError as error:
-            call = self._segment.calls[self._calls[k]]
-            entry = call.launches[k - self._calls.index(self._calls[k])].entry
-            raise DeviceError(f"{_label(call)} {entry}: {error}") from error
+            raise self._fault(k, error) from error
+
+    def _fault(self, k: int, error: DeviceError) -> DeviceError:
+        """The error of a step, which says whose it is."""
+        call = self._segment.calls[self._calls[k]]
+        entry = call.launches[k - self._calls.index(self._calls[k])].entry
+        return DeviceError(f"{_label(call)} {entry}: {error}")
 
     def move(self, buffers: Collection[int]) -> None:
         """Take the addresses of these buffers anew, for the launches from now on."""

@@ -16,6 +16,13 @@ RANDOM = "random"
 """Where the random generator's state stands."""
 
 
+def zeros(array: np.ndarray) -> bool:
+    """Whether it is one zero, broadcast: the first state of an optimizer."""
+    if array.size < 2 or any(array.strides):
+        return False
+    return not any(array[(0,) * array.ndim].tobytes())
+
+
 class Weights:
     """The tensors of `resident`: name -> (shape and type, address); `home`'s are there too."""
 
@@ -69,9 +76,9 @@ class Weights:
         for name, array in arrays.items():
             tensor = Tensor(-1, array.dtype.name, array.shape, dense_strides(array.shape))
             self.resident[name] = (tensor, at)
-            if array.size > 1 and not any(array.strides) and not array.flat[0]:
-                self._stream.fill(at, 0, array.nbytes)  # the first states of an optimizer
-            elif array.size:
+            if zeros(array):
+                self._stream.fill(at, 0, array.nbytes)
+            elif array.nbytes:
                 dense = np.asarray(array, order="C")  # keeps a scalar one
                 self._stream.upload(at, dense.ctypes.data, dense.nbytes)
                 self._stream.wait(f"uploading {name}")

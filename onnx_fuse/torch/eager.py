@@ -81,9 +81,9 @@ class Ready:
             return
         self.shape = tensors[0].shape
         lead = self.shape[: len(self.shape) - flat + 1] if rows else ()
-        (shape, self._dtype), *kept = self.turn.layout.results
+        (shape, self._dtype), *kept = self.turn.results
         self._y_shape = (*lead, *shape[1:]) if rows else shape
-        self._where = self.turn.layout.where
+        self._where = self.turn.where
         sizes = [-(-prod(s) * d.itemsize // _APART) * _APART for s, d in kept]
         *self._offsets, self._bytes = accumulate(sizes, initial=0)
         ends = zip(forward.outputs[1:], self._offsets, kept, strict=True)
@@ -100,11 +100,11 @@ class Ready:
         tensors, places = gpu.addresses(tensors)
         y = torch.empty(self._y_shape, dtype=self._dtype, device=self._where)
         if not self._bytes:
-            self.turn.launch(places, (y.data_ptr(),))
+            self.turn.enqueue(places, (y.data_ptr(),))
             return y, None
         kept = torch.empty(self._bytes, dtype=torch.uint8, device=self._where)
         base = kept.data_ptr()
-        self.turn.launch(places, (y.data_ptr(), *[base + at for at in self._offsets]))
+        self.turn.enqueue(places, (y.data_ptr(), *[base + at for at in self._offsets]))
         return y, kept
 
     def gradients(
@@ -157,7 +157,7 @@ class Ready:
             number = next(made) if bit else -1
             places.append(number if need else -1)
         turn = backward.turn(dense(given))
-        results = [] if turn is None else [*turn.layout.results]
+        results = [] if turn is None else [*turn.results]
         if results and floats[0]:
             results[0] = self.shape, results[0][1]
         return Half(turn, sources, results, places)
@@ -183,9 +183,9 @@ class Half:
         alive, places = gpu.addresses([dy, *[saved[i] for i, _ in self._sources]])
         for i, (_, offset) in enumerate(self._sources, 1):
             places[i] += offset
-        where = turn.layout.where
+        where = turn.where
         found = [torch.empty(s, dtype=d, device=where) for s, d in self._results]
-        turn.launch(places, [g.data_ptr() for g in found])
+        turn.enqueue(places, [g.data_ptr() for g in found])
         del alive  # copies of tensors with gaps, until the launches are in the stream
         return [None if i < 0 else found[i] for i in self._places]
 

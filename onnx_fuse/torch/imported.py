@@ -62,6 +62,7 @@ class OnnxModule(nn.Module):
             lower_precision(graph, ir.DataType[dtype.upper()], masters=True)
         weights = [v for v in autodiff.trainable(graph) if names.issuperset(model_names(v))]
         weights = [v for v in weights if autodiff.is_weight(v)]
+        weights = _differentiable(graph, weights)
         statistics = {
             name
             for node in graph.graph
@@ -135,6 +136,18 @@ class _Given:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Given:
         return self
+
+
+def _differentiable(model: ir.Model, weights: Sequence[ir.Value]) -> list[ir.Value]:
+    """The weights that an output depends on with a gradient: exporters keep masks among them."""
+    joint = model.clone()
+    found = autodiff.backward(
+        joint,
+        {y: None for y in joint.graph.outputs if y.dtype is None or y.dtype.is_floating_point()},
+        [joint.graph.initializers[str(v.name)] for v in weights],
+        strict=False,
+    )
+    return [v for v in weights if str(v.name) in found]
 
 
 def _attribute(holder: nn.Module, name: str, kind: type | None = None) -> str:

@@ -70,6 +70,8 @@ class GradientError:
     """The value that `max_abs` may have."""
     where: str
     """The place of that difference, as `name[index]`."""
+    kernel: str
+    """The kernel that wrote the gradient on a GPU; "" on the CPU."""
     ok: bool
     """Whether the slope and the gradient in its own type are both within their limits."""
 
@@ -112,13 +114,14 @@ def check_gradients(
     shapes: Mapping[str, Sequence[int]] | None = None,
     dims: Mapping[str, int] | None = None,
     device: str = "cpu",
+    precision: str = "fp32",
     seed: int = 0,
     every: bool = False,
 ) -> GradientCheck:
     """Check the gradient of every trainable float tensor against central differences.
 
     The loss is sum(output * cotangent) for fixed random cotangents. The backward of the fused graph
-    runs in float32 on `device`, and the same backward with all function bodies written out runs in
+    runs in `precision` on `device`, and the same backward with all function bodies written out in
     float64. Along random directions, the latter must give the slope that the unfused graph has in
     float64. A direction changes many tensors at once; where the slopes differ, its tensors are
     taken apart until the wrong ones are alone.
@@ -128,6 +131,7 @@ def check_gradients(
         feeds: Arrays by input name; without it, inputs are generated that fit the graph.
         shapes, dims: Shapes by input and sizes by symbol of generated inputs, as in `validate`.
         device: "cpu" runs the backward on onnxruntime, "cuda" on this package's kernels.
+        precision: What "cuda" computes in, as in InferenceSession.
         seed: Seed of the generated inputs, the cotangents and the directions.
         every: Compare each tensor along two directions of its own, which takes four runs of the
             model for each tensor.
@@ -168,7 +172,8 @@ def check_gradients(
         if v.name not in names and (v.name or "").endswith(_GRAD) and _elements(v) != 1
     ]
     progress.report("running the backward")
-    single = values_of(backward, seeds, wanted, device=device)
+    kernels: dict[str, str] = {}
+    single = values_of(backward, seeds, wanted, device=device, precision=precision, kernels=kernels)
     progress.report("running the backward in float64")
     double = _evaluator(inline(backward), wanted)(_doubles(seeds))
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
@@ -176,7 +181,11 @@ def check_gradients(
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
     lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
     check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
-    _compare(check, rng, forward, inputs, parameters, cotangents, single, double, every=every)
+    own = _limits_in(precision, forward)
+    _compare(
+        check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
+        kernels=kernels,
+    )  # fmt: skip
     if not check.ok and (soft := _softened(forward)) and (behind := _softened(inline(backward))):
         again, double = GradientCheck(), _evaluator(behind, wanted)(_doubles(seeds))
         _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=every)
@@ -258,6 +267,8 @@ def _compare(
     double: Mapping[str, Array],
     *,
     every: bool,
+    own: float | None = None,
+    kernels: Mapping[str, str] | None = None,
 ) -> None:
     """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
     evaluate = _evaluator(forward, list(cotangents))
@@ -273,10 +284,10 @@ def _compare(
     expected = {w: double[f"{w}{_GRAD}"] for w in readers}
     slopes = Slopes(loss, parameters, expected, limits.slope, floor, rng)
     compared = (slopes.each if every else slopes.sampled)(list(readers))
-    tolerance = Tolerance(limits.own, floor, "its own type against float64")
+    tolerance = Tolerance(own or limits.own, floor, "its own type against float64")
     for w, node in readers.items():
         slope = compared[w]
-        own = difference(w, expected[w], single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
+        found = difference(w, expected[w], single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
         check.errors.append(
             GradientError(
                 tensor=w,
@@ -284,12 +295,20 @@ def _compare(
                 slope=slope.predicted,
                 expected=slope.measured,
                 slope_error=slope.error,
-                max_abs=own.max_abs,
-                limit=own.limit,
-                where=own.where,
-                ok=slope.ok and own.ok,
+                max_abs=found.max_abs,
+                limit=found.limit,
+                where=found.where,
+                kernel=(kernels or {}).get(f"{w}{_GRAD}", ""),
+                ok=slope.ok and found.ok,
             )
         )
+
+
+def _limits_in(precision: str, model: onnx_ir.Model) -> float:
+    """The limit of a gradient in a precision, or that of the model's types where these are less."""
+    narrow = {"fp16": DataType.FLOAT16, "bf16": DataType.BFLOAT16, "tf32": DataType.FLOAT16}
+    kind = narrow.get(precision, DataType.FLOAT)
+    return max(_NARROWER.get(kind, _SINGLE).own, _coarsest(model).own)
 
 
 def _coarsest(model: onnx_ir.Model) -> _Limits:

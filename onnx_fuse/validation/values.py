@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir
 from onnx_ir import Value
 
+from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.inputs import Feeds
@@ -20,16 +21,39 @@ def values_of(
     *,
     as_written: bool = False,
     device: str = "cpu",
+    precision: str = "fp32",
+    kernels: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The values called `names` when the model runs on `feeds`."""
+    """The values called `names` when the model runs on `feeds`.
+
+    On "cuda" it computes in a session's `precision`, and `kernels` takes the name of the kernel
+    that writes each of them.
+    """
     model = model.clone()
     model.graph.outputs[:] = list(by_name(model, names).values())
     if device != "cpu":
-        got = InferenceSession(model, device=device, optimize=False).run(names, feeds)
-        return dict(zip(names, got, strict=True))
+        options: dict[str, Any] = {"device": device, "optimize": False, "precision": precision}
+        running = InferenceSession(model, **options)
+        found = dict(zip(names, running.run(names, feeds), strict=True))
+        if kernels is not None:
+            program, _ = running.program(feeds)
+            kernels.update(writers(program))
+        return found
     with ort.faults("blame"):
         session = ort.session(model, as_written=as_written)
         return dict(zip(names, ort.run(session, feeds, names), strict=True))
+
+
+def writers(program: Program) -> dict[str, str]:
+    """What writes each output of a program: the operator's kernels, and which candidate of them."""
+    last = {t.buffer: call for call in program.calls for _, t in call.writes}
+    found = {}
+    for name, value in program.outputs:
+        call = last.get(value.buffer) if isinstance(value, Tensor) else None
+        if call is not None:
+            chosen = call.why.partition(":")[0]
+            found[name] = f"{call.kernel} ({chosen})" if chosen else call.kernel
+    return found
 
 
 def by_name(model: onnx_ir.Model, names: Sequence[str]) -> dict[str, Value]:

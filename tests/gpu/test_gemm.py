@@ -518,6 +518,13 @@ GRADIENTS = [
         (16, 520, {"act": "gelu", "rms": True}), (4200, 72, {}),
     )
     for math in ("bf16x3", "bf16x6")
+] + [  # w and dw as [n, k]
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, trans_b=True, **attrs)
+    for m, k, n, dtype, attrs in (
+        (384, 264, 520, "bfloat16", {}), (200, 264, 136, "float16", {"act": "gelu"}),
+        (260, 4104, 136, "bfloat16", {"add": "here"}), (1030, 520, 264, "bfloat16", {"rms": True}),
+        (17, 72, 1032, "float16", {}),
+    )
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
@@ -588,6 +595,8 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
               "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
     if rms:
         del given["beta"], given["mean"], want["dbeta"]
+    if problem.trans_b:
+        given["w"], want["dw"] = np.ascontiguousarray(w.T), want["dw"].T
     blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
     if add := problem.text("add"):
         given["add"] = random(rng, dtype, m, k)

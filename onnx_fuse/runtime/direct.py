@@ -1,0 +1,202 @@
+"""Programs of one shape launched where their callers have the tensors: no binding, no graph.
+
+A `Turn` is handed the addresses of inputs, outputs and temporaries, and enqueues the launches for
+them. Whoever owns the memory allocates it: torch's allocator, or the pool of eager tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.launch import bind
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.changes import operands, workspace_key
+from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.launches import Launches
+from onnx_fuse.runtime.plan import PlannedProgram
+from onnx_fuse.runtime.schedule import segments
+
+PLACES = 256
+"""Sets of addresses of one shape in one stream that have launches of their own: the layers of a
+model have a few each, which an allocator gives again step after step."""
+
+
+class Layout:
+    """A Program of one shape, with the memory that all its launches share.
+
+    `names` are those of the graph's inputs, in the order in which runs bring them.
+    """
+
+    def __init__(self, executable: Executable, made: PlannedProgram, names: Sequence[str]) -> None:
+        program = self.program = made.program
+        self.plan, self.hw, self.device_id = made.plan, executable.hw, executable.device_id
+        calls = (*program.setup, *program.calls)
+        nvrtc.compile_all([x for c in calls for x in c.launches], self.hw.arch)
+        self.fixed = executable.weights.of(program, executable.shared.weight)
+        self._place_constants(executable)
+        inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
+        self.fed = [names.index(n) for n, _ in inputs]
+        """The inputs that are read, by their numbers."""
+        self.results: list[tuple[tuple[int, ...], str]] = []
+        """Shape and dtype of each output."""
+        self.placed: list[int] = []
+        """The outputs that kernels write, by their numbers."""
+        self.copied: list[tuple[int, int | Tensor, int]] = []
+        """The other outputs: each with what it is a copy of, its address or tensor, and bytes."""
+        written = {b.id for b in program.buffers if b.kind == "output"}
+        buffers: list[int] = []
+        for i, (_, value) in enumerate(program.outputs):
+            assert value is not None, "a program without stages knows its outputs"
+            source: int | Tensor | None = None
+            if not isinstance(value, Tensor):
+                source = self._upload(executable, np.ascontiguousarray(value))
+                value = np.asarray(value)
+                kind = value.dtype.name
+            else:
+                kind = value.dtype
+                if value.buffer not in written or value.buffer in buffers:
+                    source = value
+            self.results.append((tuple(value.shape), kind))
+            if source is not None:
+                self.copied.append((i, source, prod(value.shape) * ITEMSIZE[kind]))
+            else:
+                assert isinstance(value, Tensor)
+                self.placed.append(i)
+                buffers.append(value.buffer)
+        self.movable = [*(t.buffer for _, t in inputs), *buffers]
+        """The buffers whose places a run brings: those of `fed`, then those of `placed`."""
+
+    def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
+        """The address of a copy of an output that lowering knew."""
+        memory = executable.shared.pool.allocate(array.nbytes, "an output")
+        self._held.append(memory)
+        if array.nbytes:
+            executable.stream.upload(memory.address, array.ctypes.data, array.nbytes)
+            executable.stream.wait("a copy to the GPU")
+        return memory.address
+
+    def _place_constants(self, executable: Executable) -> None:
+        """Upload what lowering knew, and run once what depends on that alone."""
+        program = self.program
+        constants = [b for b in program.buffers if b.kind == "constant"]
+        known = {b.id: program.constants[b.id] for b in constants if b.id in program.constants}
+        placed = executable.shared.constants.place(known)
+        self._held: list[Any] = [placed]
+        self.fixed |= {b.id: 0 for b in constants}  # those of no bytes have no place
+        self.fixed |= {b: constant.address for b, constant in placed.items()}
+        for b in constants:
+            if b.id not in known:
+                memory = executable.shared.pool.allocate(b.nbytes, b.name or "a constant")
+                self._held.append(memory)
+                self.fixed[b.id] = memory.address
+        for call in program.setup:
+            found = operands(self.fixed, -1, call)
+            for launch in call.launches:
+                bind(launch, found, self.hw).enqueue(executable.stream.handle)
+        executable.stream.wait("preparing a graph")  # from now on every stream may read it
+
+
+class Steps:
+    """The launches of a layout for one set of addresses: the arena's, then those of `movable`."""
+
+    def __init__(self, layout: Layout, places: Sequence[int]) -> None:
+        self._layout, self._places = layout, places
+        self._address = dict(layout.fixed)
+        self._stand(places)
+        plan, hw = layout.plan, layout.hw
+        self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
+
+    def _stand(self, places: Sequence[int]) -> None:
+        plan, arena = self._layout.plan, places[0]
+        self._address.update(zip(self._layout.movable, places[1:], strict=True))
+        self._address |= {b: arena + at for b, at in plan.offsets.items()}
+        self._address |= {workspace_key(i): arena + at for i, at in plan.workspaces.items()}
+
+    def address(self, tensor: Tensor) -> int:
+        """Where a tensor of the program stands."""
+        return self._address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
+
+    def move(self, places: Sequence[int]) -> None:
+        """Take other addresses."""
+        old, self._places = self._places, places
+        pairs = zip(self._layout.movable, old[1:], places[1:], strict=True)
+        moved = [b for b, a, c in pairs if a != c]
+        self._stand(places)
+        if old[0] != places[0]:
+            plan = self._layout.plan
+            moved += plan.offsets
+            moved += [
+                t.buffer for i in plan.workspaces for _, t in self._layout.program.calls[i].writes
+            ]
+        for part in self._parts:
+            part.move(moved)
+
+    def launch(self, stream: device.Stream) -> None:
+        """Enqueue all."""
+        for part in self._parts:
+            part.launch(stream)
+
+
+class Turn:
+    """A layout's launches in one stream, by addresses.
+
+    Streams share none: launches may count in memory of their own, which needs an order.
+    """
+
+    def __init__(self, layout: Layout, stream: device.Stream) -> None:
+        self.layout, self.stream = layout, stream
+        self._steps: OrderedDict[tuple[int, ...], Steps] = OrderedDict()
+        self._latest: tuple[tuple[int, ...], Steps | None] = ((), None)
+        self._kept: list[Steps] = []
+        self._lock = threading.Lock()
+
+    def launch(
+        self, arena: int, inputs: Sequence[int], outputs: Sequence[int], *, keep: bool = False
+    ) -> None:
+        """Enqueue all launches, with the addresses of the arena and of the graph's ends.
+
+        `keep`: a graph that nobody here knows may launch them again, from the same memory.
+        """
+        layout = self.layout
+        device.start(layout.device_id)  # a thread that another library has begun has no context
+        places = (
+            arena,
+            *[inputs[i] for i in layout.fed],
+            *[outputs[i] for i in layout.placed],
+        )
+        with self._lock:
+            before, steps = self._latest
+            if keep:
+                steps = Steps(layout, places)
+                self._kept.append(steps)
+            elif steps is None or before != places:
+                steps = self._standing(places)
+                self._latest = places, steps
+            steps.launch(self.stream)
+            for i, source, nbytes in layout.copied:
+                if nbytes:
+                    at = source if isinstance(source, int) else steps.address(source)
+                    self.stream.move(outputs[i], at, nbytes)
+
+    def _standing(self, places: tuple[int, ...]) -> Steps:
+        """The launches for these addresses of the arena and of `Layout.movable`."""
+        found = self._steps.get(places)
+        if found is not None:
+            self._steps.move_to_end(places)
+            return found
+        if len(self._steps) < PLACES:
+            found = Steps(self.layout, places)
+        else:
+            _, found = self._steps.popitem(last=False)
+            found.move(places)
+        self._steps[places] = found
+        return found
