@@ -14,8 +14,8 @@ from onnx_fuse import optim
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from window_gradients import network
 
-# Of the change of a weight, as a part of its norm. Rounding x and the weights to bfloat16 alone moves
-# maxima and masks, so that some changes differ by 0.11.
+# Of the change of a weight, as a part of its norm. Rounding x and the weights to bfloat16 alone
+# moves maxima and masks, so that some changes differ by 0.11.
 ALLOWED = {"bf16": 0.4, "fp16": 0.08, "fp32": 1e-3}
 
 
